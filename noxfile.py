@@ -6,6 +6,7 @@ else chooses its build. CONTRIBUTING.md has the table of the sessions.
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 import nox
@@ -41,6 +42,7 @@ TEST_TOOLS = [
     "nbclient==0.11.0",
     "nox==2026.10.20",
     "numpy==2.4.6",
+    "omegaconf==2.3.1",
     "pytest==9.2.0",
     "pytest-xdist==3.8.0",
     "ruff==0.17.5",
@@ -88,21 +90,23 @@ TORCH_TESTS = [
 WHEEL_TESTS = ["tests/test_broken_plugins.py", "tests/test_third_party.py", "tests/test_wheels.py"]
 # What the session `cluster` brings clusters up with.
 DEBIAN = ["slurmctld", "slurmd", "slurm-client", "openmpi-bin", "iproute2", "util-linux"]
-# What the example plugins stand on, in the order in which it is installed.
+# What the example plugins stand on, in the order in which it is installed. Each plugin's
+# constraints.txt has the versions, also of what these bring.
 THIRD_PARTIES = {
     "torchft": [
-        ["--no-deps", "torchft-nightly==2026.10.26"],
+        ["--no-deps", "torchft-nightly"],
         ["opentelemetry-api", "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"],
     ],
-    "hivemind": [["hivemind==1.1.12"]],
+    "hivemind": [["hivemind"]],
     # It pins torch<=2.5.1, and what it imports is a part of what it names.
     "colossalai": [
         ["setuptools", "wheel", "ninja", "psutil", "einops", "pydantic", "safetensors", "rich"],
-        ["--no-deps", "contexttimer", "galore_torch", "bitsandbytes", "kernels", "accelerate"],
-        ["peft==0.17.1", "transformers==4.51.3"],
-        ["--no-deps", "--no-build-isolation", "colossalai==0.5.0"],
+        ["--no-deps", "contexttimer", "galore_torch", "bitsandbytes", "accelerate"],
+        ["peft", "transformers"],
+        ["--no-deps", "--no-build-isolation", "colossalai"],
     ],
     "bagua": [],  # not installable: against a stub
+    "onebit": [],  # needs no library
 }
 # What loggers log to. MLflow's own store needs SQLAlchemy, whose 2.1 it uses in a deprecated way.
 LOGGERS = [
@@ -124,6 +128,14 @@ LIBRARIES = [
     "anomalib==2.7.0",
     "torch_geometric==2.8.1",
     "lightly==1.6.0",
+    "pytabkit[models]==1.7.3",
+    "pina-mathlab==0.3.2.post2610",
+    "pytorch-lifestream==0.7.0",
+    "rl4co==0.7.0",
+    "torchgeo==0.8.1",
+    "pytorch-forecasting==1.8.0",
+    "optuna-integration[pytorch_lightning]==5.0.0",
+    "contextualized-ml==0.2.9",
 ]
 PEERS = ["lightning==2.6.6", "accelerate==1.15.0"]
 # Whose tests of public behaviour are run through stratagem_lightning, and what they need.
@@ -319,13 +331,15 @@ def ray(session: nox.Session) -> None:
 @nox.parametrize("plugin", list(THIRD_PARTIES))
 def third_parties(session: nox.Session, plugin: str) -> None:
     """The example plugins on the real systems that they bring, each with the kit; not in CI."""
+    folder = f"examples/plugins/stratagem-{plugin}"
+    if THIRD_PARTIES[plugin]:
+        session.env["PIP_CONSTRAINT"] = f"{folder}/constraints.txt"
     session.install(TORCH)
     session.install(*BUILD_TOOLS, *tools("numpy", "pytest"))
     for arguments in THIRD_PARTIES[plugin]:
         session.install(*arguments, env={"CUDA_EXT": "0"})
     ours = ("-e", "./packages/core", "-e", "./packages/testing")
     session.install("--no-build-isolation", *ours)
-    folder = f"examples/plugins/stratagem-{plugin}"
     session.install("--no-build-isolation", "--no-deps", "-e", f"./{folder}")
     session.chdir(folder)  # whose own settings of pytest hold: their warnings are not ours
     session.run("pytest", "tests", *session.posargs)
@@ -360,6 +374,15 @@ def loggers(session: nox.Session) -> None:
     names = ("service_loggers", "conformance", "trainer_cli")
     files = [f"packages/extras/tests/test_{name}.py" for name in names]
     files.append("packages/lightning/tests/test_command_line.py")
+    session.run("pytest", *files, *session.posargs)
+
+
+@nox.session
+def accelerate(session: nox.Session) -> None:
+    """Accelerate's examples and their conversions to Lite: the same numbers; not in CI."""
+    install_everything(session)
+    session.install(PEERS[1])
+    files = ("tests/test_from_accelerate.py", "packages/core/tests/test_from_accelerate.py")
     session.run("pytest", *files, *session.posargs)
 
 
@@ -407,9 +430,10 @@ def cluster(session: nox.Session) -> None:
 @nox.session
 def audit(session: nox.Session) -> None:
     """Known vulnerabilities of what core brings along, from PyPI's database; not in CI."""
-    session.install(TORCH, "pip-audit==2.10.1")
+    session.install(TORCH)
     session.install("./packages/core")
     frozen = session.run("python", "-m", "pip", "freeze", "--all", silent=True) or ""
+    session.install("pip-audit==2.10.1")
     # Without what marks a build of torch, which is on no index, and without what is not released.
     names = [line.partition("+")[0] for line in frozen.splitlines() if "==" in line]
     requirements = Path(session.create_tmp()) / "requirements.txt"
@@ -468,10 +492,20 @@ def durability(session: nox.Session) -> None:
 
 
 @nox.session
+def resumes(session: nox.Session) -> None:
+    """200 configurations drawn at random, resumed from each checkpoint; not in CI, where 20 are."""
+    install_everything(session)
+    seed = os.environ.get("STRATAGEM_RESUME_SEED", str(int(time.time())))
+    session.log(f"STRATAGEM_RESUME_SEED={seed}")
+    cases = {"STRATAGEM_RESUME_CASES": "200", "STRATAGEM_RESUME_SEED": seed}
+    session.run("pytest", "-n", "2", "tests/test_drawn_runs.py", *session.posargs, env=cases)
+
+
+@nox.session
 def fuzz(session: nox.Session) -> None:
     """10,000 checkpoints made to harm, others each time; not in CI, where 500 are."""
     session.install(TORCH)
-    session.install("./packages/core", *tools("hypothesis", "pytest"))
+    session.install("./packages/core", *tools("hypothesis", "numpy", "pytest"))
     file = "packages/core/tests/test_fuzz_checkpoints.py"
     cases = {"STRATAGEM_FUZZ_CASES": "10000"}
     session.run("pytest", "-s", file, *session.posargs, env=cases)

@@ -35,6 +35,17 @@ def tell(*values: Any) -> None:
     print(f"{MARK}{json.dumps(np.concatenate(flat).tolist())}")
 
 
+def sums(model: Any) -> list[float]:
+    """Return the sum of each of a model's floating-point weights, of absolute values."""
+    weights = (w for _, w in sorted(model.state_dict().items()) if hasattr(w, "is_floating_point"))
+    return [float(w.double().abs().sum()) for w in weights if w.is_floating_point()]
+
+
+def logged(trainer: Any) -> list[float]:
+    """Return what was logged last, sorted by name."""
+    return [float(value) for _, value in sorted(trainer.callback_metrics.items())]
+
+
 def neuralforecast() -> None:
     """Two models: validation by steps with early stopping; saved and loaded; cross-validation."""
     from neuralforecast import NeuralForecast
@@ -284,6 +295,228 @@ def lightly() -> None:
         tell(*(np.array(values[name]) for name in sorted(values)))
 
 
+def pytabkit() -> None:
+    """A network of tables with the library's schedules, in manual optimization."""
+    import numpy as np
+    from pytabkit import RealMLP_TD_Classifier
+
+    random = np.random.RandomState(0)
+    table = random.randn(400, 6).astype("float32")
+    kinds = (table[:, 0] + table[:, 1] > 0).astype(int)
+    sizes: dict[str, Any] = {"hidden_sizes": [32, 32], "batch_size": 64, "n_epochs": 3}
+    model = RealMLP_TD_Classifier(device="cpu", random_state=0, n_cv=1, n_refit=0, **sizes)
+    model.fit(table, kinds)
+    tell(model.predict_proba(table[:50]))
+
+
+def pina() -> None:
+    """A differential equation, with all points at once and in batches; tested."""
+    import torch
+    from pina import Condition, Trainer
+    from pina.domain import CartesianDomain
+    from pina.equation import Equation, FixedValue
+    from pina.model import FeedForward
+    from pina.operator import grad
+    from pina.problem import SpatialProblem
+    from pina.solver import PINN
+
+    torch.manual_seed(0)
+
+    def difference(inputs: Any, outputs: Any) -> Any:
+        return grad(outputs, inputs, components=["u"], d=["x"]) - outputs.extract(["u"])
+
+    class Problem(SpatialProblem):  # type: ignore[misc]  # not annotated
+        output_variables = ["u"]  # noqa: RUF012
+        spatial_domain = CartesianDomain({"x": [0, 1]})
+        domains = {"start": CartesianDomain({"x": 0.0}), "all": spatial_domain}  # noqa: RUF012
+        conditions = {  # noqa: RUF012
+            "start": Condition(domain="start", equation=FixedValue(1.0)),
+            "all": Condition(domain="all", equation=Equation(difference)),
+        }
+
+    problem = Problem()
+    problem.discretise_domain(1, "random", domains=["start"])
+    problem.discretise_domain(30, "lh", domains=["all"])
+    sizes = {"train_size": 0.8, "val_size": 0.1, "test_size": 0.1}
+    for batch_size in (None, 8):
+        solver = PINN(problem, FeedForward(layers=[8, 8], input_dimensions=1, output_dimensions=1))
+        trainer = Trainer(solver, max_epochs=20, batch_size=batch_size, **sizes, **ON_CPU)
+        trainer.train()
+        trainer.test()
+        tell(*logged(trainer), *sums(solver))
+
+
+def pytorch_lifestream() -> None:
+    """Contrastive training on sequences that are cut at random places, drawn from numpy."""
+    from functools import partial
+
+    import numpy as np
+    import pytorch_lightning as pl
+    import torch
+    from ptls.data_load.datasets import MemoryMapDataset
+    from ptls.frames import PtlsDataModule
+    from ptls.frames.coles import ColesDataset, CoLESModule
+    from ptls.frames.coles.split_strategy import SampleSlices
+    from ptls.nn import RnnSeqEncoder, TrxEncoder
+
+    pl.seed_everything(0)
+    random = np.random.RandomState(0)
+
+    def client() -> dict[str, Any]:
+        kinds, amounts = random.randint(1, 10, 40), random.randn(40).astype("float32")
+        times = torch.arange(40)
+        return {"kind": torch.tensor(kinds), "amount": torch.tensor(amounts), "event_time": times}
+
+    clients = [client() for _ in range(60)]
+    slices = SampleSlices(split_count=3, cnt_min=5, cnt_max=15)
+    data = PtlsDataModule(
+        train_data=ColesDataset(MemoryMapDataset(clients), slices),
+        valid_data=ColesDataset(MemoryMapDataset(clients[:20]), slices),
+        train_num_workers=0,
+        train_batch_size=16,
+        valid_num_workers=0,
+        valid_batch_size=8,
+    )
+    kinds = {"kind": {"in": 10, "out": 4}}
+    encoder = TrxEncoder(embeddings=kinds, numeric_values={"amount": "identity"})
+    model = CoLESModule(
+        seq_encoder=RnnSeqEncoder(encoder, hidden_size=16, type="gru"),
+        optimizer_partial=partial(torch.optim.Adam, lr=0.01),
+        lr_scheduler_partial=partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.9),
+    )
+    trainer = pl.Trainer(max_epochs=3, logger=False, enable_checkpointing=False, **ON_CPU)
+    trainer.fit(model, data)
+    tell(*logged(trainer), *sums(model))
+
+
+def rl4co() -> None:
+    """A policy of routes, whose data are made anew in each epoch; tested."""
+    import torch
+    from rl4co.envs import TSPEnv
+    from rl4co.models import REINFORCE, AttentionModelPolicy
+    from rl4co.utils import RL4COTrainer
+
+    torch.manual_seed(0)
+    small = {"embed_dim": 16, "num_encoder_layers": 1, "num_heads": 2, "feedforward_hidden": 16}
+    sizes = {"batch_size": 16, "train_data_size": 64, "val_data_size": 32, "test_data_size": 32}
+    environment = TSPEnv(generator_params={"num_loc": 8})
+    policy = AttentionModelPolicy(env_name="tsp", **small)
+    model = REINFORCE(environment, policy, "rollout", dataloader_num_workers=0, **sizes)
+    options: dict[str, Any] = {"logger": None, "enable_checkpointing": False, "devices": 1}
+    trainer = RL4COTrainer(max_epochs=3, precision="32-true", **options, **ON_CPU)
+    trainer.fit(model)
+    tell(*logged(trainer), *sums(model))
+    trainer.test(model)
+    tell(*logged(trainer))
+
+
+def torchgeo() -> None:
+    """Segmentation of images by the library's task and its plots; tested."""
+    import lightning.pytorch as pl
+    import torch
+    from torch.utils.data import DataLoader
+    from torchgeo.trainers import SemanticSegmentationTask
+
+    pl.seed_everything(0)
+    images, masks = torch.rand(16, 3, 32, 32), torch.randint(0, 2, (16, 32, 32))
+    samples = [{"image": one, "mask": mask} for one, mask in zip(images, masks, strict=True)]
+    data: Any = samples  # a list serves as a dataset
+    small = {"model": "unet", "backbone": "resnet18", "in_channels": 3}
+    task = SemanticSegmentationTask(task="multiclass", num_classes=2, **small)
+    trainer = pl.Trainer(devices=1, max_epochs=2, log_every_n_steps=1, **ON_CPU)
+    trainer.fit(task, DataLoader(data, 4, shuffle=True), DataLoader(data, 4))
+    trainer.test(task, DataLoader(data, 4))
+    tell(*logged(trainer), *sums(task))
+
+
+def pytorch_forecasting() -> None:
+    """A temporal fusion transformer with early stopping, and its predictions."""
+    import lightning.pytorch as pl
+    import numpy as np
+    import pandas as pd
+    from pytorch_forecasting import TemporalFusionTransformer, TimeSeriesDataSet
+    from pytorch_forecasting.metrics import QuantileLoss
+
+    pl.seed_everything(0)
+    time = np.arange(120)
+    parts = [
+        pd.DataFrame({"time": time, "group": name, "value": np.sin(time / 7 + shift) + 2})
+        for shift, name in enumerate("ab")
+    ]
+    frame = pd.concat(parts, ignore_index=True)
+    train = TimeSeriesDataSet(
+        frame[frame.time < 100],
+        time_idx="time",
+        target="value",
+        group_ids=["group"],
+        max_encoder_length=24,
+        max_prediction_length=6,
+        static_categoricals=["group"],
+        time_varying_unknown_reals=["value"],
+    )
+    last = TimeSeriesDataSet.from_dataset(train, frame, predict=True, stop_randomization=True)
+    held_back = last.to_dataloader(train=False, batch_size=8, num_workers=0)
+    small = {"hidden_size": 8, "attention_head_size": 2, "hidden_continuous_size": 4}
+    model = TemporalFusionTransformer.from_dataset(train, loss=QuantileLoss(), **small)
+    stopping = pl.callbacks.EarlyStopping("val_loss")
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, **ON_CPU}
+    trainer = pl.Trainer(max_epochs=2, gradient_clip_val=0.1, callbacks=[stopping], **quiet)
+    loader = train.to_dataloader(train=True, batch_size=32, num_workers=0)
+    trainer.fit(model, loader, held_back)
+    tell(*logged(trainer), *sums(model))
+    predicted = model.predict(held_back, trainer_kwargs={"accelerator": "cpu", "logger": False})
+    tell(predicted.numpy())
+
+
+def optuna_integration() -> None:
+    """A search whose callback ends the worse of its trials."""
+    import lightning.pytorch as pl
+    import optuna
+    import torch
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    from optuna_integration import PyTorchLightningPruningCallback
+
+    class Model(BoringModel):  # type: ignore[misc]  # not annotated
+        def __init__(self, lr: float) -> None:
+            super().__init__()
+            self.lr = lr
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", self.step(batch))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def objective(trial: Any) -> float:
+        pl.seed_everything(trial.number)
+        pruning = PyTorchLightningPruningCallback(trial, "val_loss")
+        quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, **ON_CPU}
+        trainer = pl.Trainer(max_epochs=4, callbacks=[pruning], **quiet)
+        trainer.fit(Model(trial.suggest_float("lr", 1e-3, 1e-1, log=True)))
+        return float(trainer.callback_metrics["val_loss"])
+
+    sampler, pruner = optuna.samplers.RandomSampler(0), optuna.pruners.MedianPruner(2)
+    study = optuna.create_study(sampler=sampler, pruner=pruner)
+    study.optimize(objective, n_trials=6)
+    for trial in study.trials:
+        tell(int(trial.state), *(value for _, value in sorted(trial.intermediate_values.items())))
+
+
+def contextualized() -> None:
+    """A regression whose weights depend on a context."""
+    import lightning.pytorch as pl
+    import numpy as np
+    from contextualized.easy import ContextualizedRegressor
+
+    pl.seed_everything(0)
+    random = np.random.RandomState(0)
+    contexts, inputs = random.randn(80, 2), random.randn(80, 3)
+    outputs = (inputs * contexts[:, :1]).sum(1, keepdims=True)
+    model = ContextualizedRegressor(n_bootstraps=1, width=8, layers=1)
+    model.fit(contexts, inputs, outputs, max_epochs=3, learning_rate=1e-2)
+    tell(model.predict(contexts, inputs), *model.predict_params(contexts))
+
+
 LIBRARIES: dict[str, Callable[[], None]] = {
     "neuralforecast": neuralforecast,
     "gluonts[torch]": gluonts,
@@ -294,6 +527,14 @@ LIBRARIES: dict[str, Callable[[], None]] = {
     "anomalib": anomalib,
     "torch_geometric": torch_geometric,
     "lightly": lightly,
+    "pytabkit[models]": pytabkit,
+    "pina-mathlab": pina,
+    "pytorch-lifestream": pytorch_lifestream,
+    "rl4co": rl4co,
+    "torchgeo": torchgeo,
+    "pytorch-forecasting": pytorch_forecasting,
+    "optuna-integration[pytorch_lightning]": optuna_integration,
+    "contextualized-ml": contextualized,
 }
 """By the names that they are installed by."""
 

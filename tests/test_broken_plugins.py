@@ -319,7 +319,7 @@ def test_doctor_shows_it(case: tuple[str, Plugin], tmp_path: Path) -> None:
     ("source", "code"),
     [
         ("import os; os._exit(3)", 3),
-        ("import os; os._exit(0)", 0),
+        ("import os; os._exit(0)", 1),  # not as if no problem had been found
         ("raise KeyboardInterrupt", 130),
     ],
 )
@@ -517,10 +517,10 @@ CLASSES = {
         "one_process=False and True): let both hold one object",
     ),
     "another_object": (
-        "Capabilities(replicated=False)",
+        'Capabilities(parameters="drift")',
         "from module_of_another_object import OTHER\n"
         "class Mine(SingleDeviceStrategy):\n    capabilities = OTHER",
-        "the spec's capabilities and those of Mine differ (replicated=False and True; "
+        "the spec's capabilities and those of Mine differ (parameters='drift' and 'same'; "
         "allows_uneven_eval=True and False): let both hold one object",
     ),
     "inherited": (

@@ -110,7 +110,7 @@ def test_the_extras_of_core_bring_the_distribution_and_its_library() -> None:
 
 def test_stratagem_brings_core_the_extras_and_cuda() -> None:
     brought = {Requirement(text).name for text in PROJECTS["stratagem"]["dependencies"]}
-    assert brought == {CORE, "stratagem-extras", "stratagem-backend-cuda"}
+    assert brought == {CORE, "stratagem-extras", "stratagem-backend-cuda", "numpy"}
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)

@@ -11,12 +11,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-MOST_LINES = 24_750
+MOST_LINES = 25_830
 MOST_FILES = 13
-MOST_NAMES = {"stratagem.Trainer": 45, "stratagem.Lite": 30, "stratagem.strategies.Strategy": 45}
+MOST_NAMES = {"stratagem.Trainer": 46, "stratagem.Lite": 37, "stratagem.strategies.Strategy": 45}
 MOST_FILLER = 0.34
-MOST_FILES_OF_CORE = 217
-MOST_BROUGHT_ALONG = {"import of Lite": 7_300, "fit of a Trainer": 16_900}
+MOST_FILES_OF_CORE = 220
+MOST_BROUGHT_ALONG = {"import of Lite": 7_500, "fit of a Trainer": 16_900}
 
 
 def load_structure() -> ModuleType:

@@ -114,12 +114,17 @@ def test_over_a_slow_link_hooks_that_compress_gradients_show_their_gain(
 ) -> None:
     hosts.slow_down("10mbit")
     took: dict[str, float] = {}
+    sent: dict[str, float] = {}
     for hook, steps, warm_up in (("none", 2, 0), ("fp16", 2, 0), ("powersgd", 7, 3)):
         options = {"hook": hook, "steps": steps, "width": 1584, "num_nodes": 2, "timeout": 300}
         for program in on_both(*train(hook, **options)[1:]):
             program.wait(300)
         took[hook] = median(results(hook)[0]["took"][warm_up:])
-    print(f"seconds a step of 5.02 M parameters over 10 Mbit/s: {took}")
+        sent[hook] = median(results(hook)[0]["sent"][warm_up:])
+    print(f"a step of 5.02 M parameters over 10 Mbit/s: seconds {took}, bytes {sent}")
+    assert sent["none"] / sent["fp16"] > 1.9
+    assert sent["none"] / sent["powersgd"] > 100
     assert took["none"] > 10
     assert took["none"] / took["fp16"] > 1.7
-    assert took["none"] / took["powersgd"] > 40
+    # What remains of it is computation, which takes longer on a busy machine.
+    assert took["none"] / took["powersgd"] > 20

@@ -109,16 +109,17 @@ def test_before_its_time_is_over_a_job_is_queued_again_and_resumed(
 ) -> None:
     job = slurm.submit(
         tmp_path,
-        f"srun {shlex.join(train(seconds=0.5, steps=60, save_every=100))}",
+        f"srun {shlex.join(train(seconds=1.0, steps=100, save_every=200))}",
         "--nodes=2",
         "--ntasks-per-node=1",
         "--requeue",
-        "--time=1",
-        # SLURM sends it up to a minute earlier than asked for.
+        "--time=2",
+        # SLURM sends it up to a minute earlier than asked for: 30 s after the start or later, when
+        # the ranks have begun to train, and before they are done.
         "--signal=USR1@30",
     )
     job.wait_for("was started again: resuming from ", timeout=240)
-    job.wait()
+    job.wait(timeout=300)
     assert [len(results()), results()[0]["first_step"] > 0] == [2, True]
 
 

@@ -38,14 +38,22 @@ class Net(Module):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
+def bytes_sent() -> int:
+    """How many bytes this host has sent to others."""
+    rows = [row.split(":") for row in Path("/proc/net/dev").read_text().splitlines()[2:]]
+    return sum(int(numbers.split()[8]) for name, numbers in rows if name.strip() != "lo")
+
+
 class Watch(Callback):
-    """Takes its time for each step, tells on rank 0 of each, and keeps how long they took."""
+    """Takes its time for each step, tells on rank 0 of each, and keeps what each cost."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.first: int | None = None
         self.began = 0.0
+        self.sent_before = 0
         self.took: list[float] = []
+        self.sent: list[int] = []
 
     def on_train_batch_start(
         self, trainer: Trainer, module: Module, batch: Any, batch_idx: int
@@ -54,11 +62,13 @@ class Watch(Callback):
             self.first = trainer.global_step
         time.sleep(self.seconds)
         self.began = time.monotonic()
+        self.sent_before = bytes_sent()
 
     def on_train_batch_end(
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.took.append(time.monotonic() - self.began)
+        self.sent.append(bytes_sent() - self.sent_before)
         trainer.print(f"step {trainer.global_step} of {trainer.world_size} ranks", flush=True)
 
 
@@ -129,6 +139,7 @@ def main() -> None:
                 "run": environment.run_id(),
                 "first_step": watch.first,
                 "took": watch.took,
+                "sent": watch.sent,
                 "weights": next(net.parameters()).flatten()[:8].tolist(),
                 "argv": sys.argv[1:],
             }

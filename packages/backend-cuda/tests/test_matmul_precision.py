@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from stratagem import Module, Trainer
 from stratagem.accelerators import CPUAccelerator
-from stratagem.trainer import checks
+from stratagem.launch.process import print_hint_once
 from stratagem_cuda.accelerator import CUDAAccelerator
 
 DEVICE = torch.device("cuda", 0)
@@ -26,7 +26,7 @@ HINT = (
 def _played_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA A100")
-    monkeypatch.setattr(checks, "_printed_hints", set())
+    print_hint_once.cache_clear()
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "none"
     yield

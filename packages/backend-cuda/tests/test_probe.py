@@ -149,7 +149,7 @@ def test_a_gpu_that_others_hold_is_passed_over(machine: Callable[..., None]) -> 
         ({"devices": -1}, rf"devices=-1 asks for 3 .* device 0 {HELD}: pass devices=\[1, 2\]"),
         ({"devices": 4}, "devices=4 asks for cuda device 3, but there are 3 here"),
         ({"devices": [7]}, r"devices=\[7\] asks for cuda device 7, but there are 3 here .*from 0"),
-        ({"devices": 0}, "devices=0 leaves nothing to train on with accelerator='cuda'"),
+        ({"devices": 0}, "devices=0 leaves nothing to train on: pass a number"),
     ],
 )
 def test_gpus_that_cannot_be_had_are_refused_before_processes_start(

@@ -7,7 +7,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import deepspeed_models as models
+import torch
 
+from stratagem import Callback
+from stratagem.callbacks import EMAWeightAveraging
+from stratagem.checkpoint import SingleFileCheckpointIO
 from stratagem.errors import ConfigurationError, UserCodeError
 
 
@@ -61,4 +65,26 @@ for kind in (LeavesOut, ComputesAgain, RunsBackward, Clips, ClearsItself):
         models.trainer("deepspeed_stage_2", 2).fit(kind(), models.loader(2))
     except (ConfigurationError, UserCodeError) as error:
         out[kind.__name__] = str(error)
+
+
+class Saves(Callback):
+    """Saves within the run, where the weights are not their average."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 6:
+            trainer.save_checkpoint("average.ckpt")
+
+
+for way in ("ddp", "deepspeed_stage_2"):
+    averages = [EMAWeightAveraging(decay=0.5), Saves()]
+    models.trainer(way, 2, callbacks=averages, max_steps=8).fit(models.Net(), models.loader(2))
+    saved = SingleFileCheckpointIO().load_checkpoint("average.ckpt")
+    for name in ("state_dict", "current_model_state"):
+        weights = sorted(saved[name].items())
+        out[f"{way} {name}"] = torch.cat([value.flatten() for _, value in weights]).tolist()
+try:
+    averaging = EMAWeightAveraging()
+    models.trainer("deepspeed_stage_3", 2, callbacks=averaging).fit(models.Net(), models.loader(2))
+except ConfigurationError as error:
+    out["EMAWeightAveraging"] = str(error)
 Path(f"out{trainer.global_rank}.json").write_text(json.dumps(out))

@@ -109,6 +109,23 @@ def test_a_layer_that_is_unfrozen_too_late_is_said_where_it_would_not_train(
         )
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_that_use_different_parameters_are_refused_by_their_names(
+    stage: int, behaviour: Ranks
+) -> None:
+    for rank in behaviour:
+        assert rank[f"lite stage {stage}, routed"].startswith(
+            "ranks have gradients of different parameters in one backward (rank 0: "
+        )
+        for expert in (0, 1):
+            assert f"rank {expert}: 'experts.{expert}." in rank[f"lite stage {stage}, routed"]
+
+
+def test_a_trainer_that_goes_on_with_another_model_frees_the_one_before(behaviour: Ranks) -> None:
+    for rank in behaviour:
+        assert rank["replaced models alive"] == [False] * 3
+
+
 def test_what_init_module_builds_is_sharded_as_it_is_made(behaviour: Ranks) -> None:
     # A parameter that replaces one of a finished layer is left to setup.
     assert behaviour[0]["whole"] == ["blocks.0.mix"]
@@ -215,6 +232,13 @@ def test_a_modules_own_steps_are_those_of_ddp_and_what_cannot_be_is_refused(
         for way in ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"):
             assert out[way]["steps"] == out["ddp"]["steps"] == 20
             assert difference(out[way]["losses"], out["ddp"]["losses"]) < 1e-4
+        for name in ("state_dict", "current_model_state"):
+            assert difference(out[f"deepspeed_stage_2 {name}"], out[f"ddp {name}"]) < 1e-4
+        assert difference(out["ddp state_dict"], out["ddp current_model_state"]) > 1e-3
+        assert out["EMAWeightAveraging"].startswith(
+            "EMAWeightAveraging reads the weights after each step, and 'deepspeed_stage_3' takes "
+            "them out of the model then: 'net.shift' has no element there. Use a strategy"
+        )
         for name in ("LeavesOut", "ComputesAgain"):
             assert out[name] == WOULD_BE_DROPPED
         for name, hook in (

@@ -32,7 +32,7 @@ PUBLIC = {
     "torch_build version_of read_text require_package",
     "stratagem.strategies": "Strategy ParallelStrategy SingleDeviceStrategy DDPStrategy TrainStep "
     "PreparedModel Optimizers Ranks ProcessGroupRanks Components StepOptions GradientClip "
-    "Compilation StepModule make_optimizers ActivationCheckpointing "
+    "Compilation StepModule user_module make_optimizers ActivationCheckpointing "
     "apply_activation_checkpointing check_activation_checkpointing use_huge_pages "
     "return_freed_memory",
     "stratagem.accelerators": "Accelerator CPUAccelerator DeviceAccelerator DeviceMemory",
@@ -43,8 +43,9 @@ PUBLIC = {
     "stratagem.launch": "Launcher RunPlan RunRequest Selection rank_environment free_port pack "
     "run_packed pack_result unpack_result rank_failure run_as_rank",
     "stratagem.data": "map_tensors",
-    "stratagem.state": "named_state load_named_state matching_groups check_weights",
-    "stratagem.storage": "check_is_new",
+    "stratagem.state": "named_state load_named_state matching_groups check_weights "
+    "check_safe_data find_offending_value to_bytes from_bytes",
+    "stratagem.storage": "check_is_new durable_replace read write",
     "stratagem.rng": "seed_devices_by",
     "stratagem.loggers": "Logger",
     "stratagem.callbacks": "Callback",
@@ -331,17 +332,33 @@ INTERFACES = (
     "Logger",
     "Profiler",
 )
-"""The classes that authors subclass or are handed, in the order of the guide."""
+"""The classes that authors subclass or call, in the order of the guide."""
+
+HANDED = (
+    "PreparedModel",
+    "StepModule",
+    "GradientClip",
+    "StepOptions",
+    "Components",
+    "Shards",
+    "LazyTensor",
+)
+"""The classes of objects that authors are handed or return."""
 
 
 def tables() -> str:
     """Return the part of the guide that says of each member when it is called and what it is."""
     of_name = {path.rpartition(".")[2]: (path, kind) for path, kind in classes().items()}
     parts = [_about_hooks(), _about_specs(of_name)]
-    for name in INTERFACES:
+    for name in (*INTERFACES, *HANDED):
         path, kind = of_name[name]
         head = inspect.cleandoc(kind.__doc__ or "")
         parts.append(f"### `{path}`\n\n{first_sentence(head)}\n")
+        parts += [
+            f"Made by `{name}{_shown(each)[len('`__init__') :]}.\n"
+            for each in members(kind)
+            if each.name == "__init__"
+        ]
         if calls := call_sequence(kind):
             parts.append(f"{_said_before_calls(head)}\n\n{calls}\n")
         parts.append(_about_members(kind))
@@ -383,14 +400,23 @@ def _about_members(kind: type) -> str:
     for member in members(kind):
         if member.name != "__init__":
             role = "to override" if member.role == "abstract" else member.role
-            if kind.__name__ == "TrainStep":
-                role = "to call"
+            if kind.__name__ in ("TrainStep", "Shards", "LazyTensor"):
+                role = "to call" if member.kind.endswith("method") else "to read"
             elif not role:
                 role = "to set or read" if member.kind in ("attribute", "field") else "may be"
             rows.append(
-                (f"`{member.name}`", role, _steps(calls, member.name), member.returns, member.about)
+                (_shown(member), role, _steps(calls, member.name), member.returns, member.about)
             )
     return _table(("member", "overridden", "call", "is or returns", "what it is"), rows)
+
+
+def _shown(member: Member) -> str:
+    """Return a member with its parameters, without `self` and without what it returns."""
+    call = re.search(rf"\b{member.name}(\(.*\))(?: -> .*)?$", member.text)
+    if call is None:
+        return f"`{member.name}`"
+    parameters = call[1].replace("(self, ", "(").replace("(self)", "()").replace("(cls, ", "(")
+    return f"`{member.name}{parameters}`"
 
 
 def _about_specs(of_name: Mapping[str, tuple[str, type]]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,18 @@ class Branches(nn.Module):
         return (self.one * self.zero).sum() if rank == 0 else self.other.sum()
 
 
+class Experts(nn.Module):
+    """Two layers of one size, of which a pass uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(5, 1), nn.Linear(5, 1)])
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        total: Tensor = self.experts[expert](x).sum()
+        return total
+
+
 if TAKES_UNUSED_PARAMETERS:
     finds = lite(find_unused_parameters=True)
     model = finds.setup(Branches())
@@ -296,9 +309,32 @@ failures |= {
     "mixed": lambda: first.setup(mixed, torch.optim.Adam(mixed.parameters(), fused=True)),
     "weights": lambda: good.load_state_dict(bad_weights),
 }
+hooked: Any = mlp()
+marked: Any = mlp()
+hooked[0].weight.register_hook(lambda gradient: gradient)
+marked[0].weight.rate = 0.5
+failures["hooked"] = lambda: lite().setup(hooked)
+out["attribute"] = next(lite().setup(marked).parameters()).rate
 differing = lite()
 branches = differing.setup(Branches())
 failures["differing"] = lambda: differing.backward(branches(x) * (1 if rank else 2))
+
+
+def run_experts(lite: Lite, model: nn.Module) -> None:
+    lite.backward(model(x, rank))
+
+
+for name, options in (
+    ("experts", {}),
+    ("experts whole", {"sharding_strategy": "NO_SHARD"}),
+    ("experts as groups", {"auto_wrap_policy": nn.Linear}),
+):
+    routing = lite(**options)
+    routed = routing.setup(Experts())
+    if name == "experts":
+        for expert in (0, 1):
+            routing.backward(routed(x, expert))
+    failures[name] = partial(run_experts, routing, routed)
 out["messages"] = dict(messages(failures))
 
 torch.save(weights, f"weights{rank}.pt")

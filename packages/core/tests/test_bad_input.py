@@ -101,8 +101,8 @@ def test_a_module_must_define_what_the_run_needs() -> None:
 
 def test_what_is_no_module_is_refused() -> None:
     assert refusal(lambda: trainer().fit(nn.Linear(2, 1), loader())) == (  # type: ignore[arg-type]
-        "expected a stratagem.Module, received Linear: a plain nn.Module is trained with Lite, or "
-        "wrapped in a Module with training_step and configure_optimizers"
+        "trainer.fit() expected a stratagem.Module as model, received Linear: a plain nn.Module is "
+        "trained with Lite, or wrapped in a Module with training_step and configure_optimizers"
     )
 
     class Forgetful(Line):
@@ -258,10 +258,11 @@ def test_configure_optimizers_must_return_what_is_documented(
 
 def test_a_scheduler_waits_for_a_value_that_is_logged() -> None:
     model = Configures(lambda o: ([o], [{"scheduler": ReduceLROnPlateau(o), "monitor": "loss"}]))
+    val_loss = "val_loss. Did you mean 'val_loss'?"
     for val in (None, loader()):
         assert refusal(lambda v=val: trainer().fit(model, loader(), v)) == (  # type: ignore[misc]
             "ReduceLROnPlateau(monitor='loss'): no value of that name was logged; there is "
-            f"{'nothing' if val is None else 'val_loss'}. Log it in the Module with "
+            f"{'nothing.' if val is None else val_loss} Log it in the Module with "
             "self.log('loss', ...)"
         )
 
@@ -316,7 +317,7 @@ def test_a_loader_must_be_there_and_be_one() -> None:
         "there is no data: pass a data loader or a DataModule, or define train_dataloader() in Line"
     )
     assert refusal(lambda: trainer().fit(Line(), 5)) == (
-        "the training data loader is a int; expected a DataLoader or another iterable of batches"
+        "the training data loader is 5 (int); expected a DataLoader or another iterable of batches"
     )
     assert configuration(lambda: trainer().fit(Line(), loader(), datamodule=DataModule())) == (
         "both data loaders and a datamodule were passed; pass one of them"
@@ -341,7 +342,8 @@ def test_an_empty_loader_is_said_to_be_empty() -> None:
     )
     empty = DataLoader(Unsized(0))
     assert refusal(lambda: trainer().fit(Line(), empty)) == (
-        "the training data loader yielded no batch; expected at least one"
+        "the training data loader yielded no batch; expected at least one in each epoch: a "
+        "generator can be read only once, so pass a DataLoader or a list"
     )
     assert refusal(lambda: trainer().validate(Line(), empty)) == (
         "the validation data loader yielded no batch; expected at least one"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +76,18 @@ def test_a_callback_of_a_plugin_is_chosen_by_its_name() -> None:
         registry.remove("callback", "counts")
     with pytest.raises(ConfigurationError, match=r"Counts'>; expected .* or names of installed"):
         Trainer(callbacks=[Counts], **options)  # type: ignore[list-item]
+
+
+def test_a_task_that_outlives_a_run_keeps_no_model() -> None:
+    class Starts(Callback):
+        def on_train_start(self, trainer: Trainer, module: Module) -> None:
+            contexts.append(contextvars.copy_context())  # as a timer or a task of asyncio does
+
+    contexts: list[contextvars.Context] = []
+    one, net = trainer(Starts()), Net()
+    one.fit(net, loader())
+    kept = weakref.ref(net)
+    del one, net
+    gc.collect()
+    assert kept() is None
+    assert len(contexts) == 1

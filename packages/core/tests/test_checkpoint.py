@@ -222,12 +222,13 @@ def test_a_missing_checkpoint_is_not_found_and_its_neighbours_are_listed(tmp_pat
     with pytest.raises(CheckpointNotFoundError) as caught:
         io.load_checkpoint(tmp_path / "nowhere.ckpt")
     assert str(caught.value) == (
-        f"there is no checkpoint at '{tmp_path / 'nowhere.ckpt'}'; in '{tmp_path}' there are: none"
+        f"no checkpoint '{tmp_path / 'nowhere.ckpt'}'; the folder '{tmp_path}' contains no "
+        "checkpoints"
     )
     assert isinstance(caught.value, FileNotFoundError)
     for name in ("b", "a"):
         io.save_checkpoint({}, tmp_path / f"{name}.ckpt")
-    with pytest.raises(CheckpointNotFoundError, match=r"there are: a\.ckpt, b\.ckpt$"):
+    with pytest.raises(CheckpointNotFoundError, match=r"contains a\.ckpt, b\.ckpt$"):
         io.load_checkpoint(tmp_path / "nowhere.ckpt")
 
 
@@ -788,6 +789,18 @@ def test_another_runs_files_are_not_written_over(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model-v1.ckpt", "model.ckpt"]
 
 
+@pytest.mark.parametrize(("save_top_k", "expected"), [(1, ["best"]), (2, ["best", "best-v1"])])
+def test_a_name_that_stays_the_same_replaces_the_runs_own_file(
+    tmp_path: Path, save_top_k: int, expected: list[str]
+) -> None:
+    saver = ModelCheckpoint(
+        tmp_path, filename="best", monitor="step", mode="max", save_top_k=save_top_k
+    )
+    trainer_in(tmp_path, max_epochs=4, callbacks=saver).fit(Net(), loader())
+    assert sorted(p.stem for p in tmp_path.iterdir()) == expected
+    assert torch.load(saver.best_model_path)["epoch"] == 3
+
+
 def test_a_resumed_run_goes_on_with_the_checkpoints_that_it_kept(tmp_path: Path) -> None:
     def saver() -> ModelCheckpoint:
         return ModelCheckpoint(tmp_path, monitor="score", mode="max", save_top_k=2)
@@ -1068,7 +1081,7 @@ def test_a_folder_that_is_lost_on_the_way_is_said(tmp_path: Path) -> None:
 
 def test_a_path_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path, max_epochs=1, callbacks=ModelCheckpoint(tmp_path / "none"))
-    with pytest.raises(CheckpointNotFoundError, match=r"there is no checkpoint at 'no\.ckpt'"):
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint 'no\.ckpt'"):
         trainer.fit(Net(), loader(), ckpt_path="no.ckpt")
     for asked in ("best", "last"):
         with pytest.raises(CheckpointNotFoundError) as caught:
@@ -1176,8 +1189,8 @@ def test_a_value_that_is_monitored_must_be_logged(tmp_path: Path) -> None:
             trainer_in(tmp_path, max_epochs=1, callbacks=callback).fit(Net(), loader(), loader(8))
         assert str(caught.value) == (
             f"{name}(monitor='val_lss'): no value of that name was logged; there is train_loss, "
-            "train_loss_epoch, train_loss_step, val_loss. Log it in the Module with "
-            "self.log('val_lss', ...)"
+            "train_loss_epoch, train_loss_step, val_loss. Did you mean 'val_loss'? Log it in the "
+            "Module with self.log('val_lss', ...)"
         )
 
 

@@ -292,8 +292,8 @@ def test_last_is_the_newest_that_is_whole_and_what_was_passed_over_is_said(
     told = [str(warning.message) for warning in caught]
     missing = str(tmp_path / "step=6.ckpt")
     assert told[0] == (
-        f"ckpt_path='last': {missing!r} was passed over: there is no checkpoint at {missing!r}; in "
-        f"{str(tmp_path)!r} there are: {', '.join(f'step={step}.ckpt' for step in range(1, 6))}"
+        f"ckpt_path='last': {missing!r} was passed over: no checkpoint {missing!r}; the folder "
+        f"{str(tmp_path)!r} contains {', '.join(f'step={step}.ckpt' for step in range(1, 6))}"
     )
     assert re.fullmatch(r"ckpt_path='last': '.*step=4\.ckpt' was passed over: .*whole.*", told[1])
     assert re.fullmatch(r"ckpt_path='last': '.*step=5\.ckpt' was passed over: .*damaged.*", told[2])
@@ -385,8 +385,8 @@ class Breaks(Line):
 
 
 BROKEN = (
-    "step {}: the weights are not finite: 'net.weight' holds NaN or an infinity. ModelCheckpoint "
-    "keeps the newest checkpoint of such weights beside the finite ones, in the place of none. "
+    "step {}: the weights are not finite: 'net.weight' holds NaN or an infinity. Checkpoints "
+    "with finite weights are kept; only the newest non-finite one is saved in addition. "
     "Trainer(detect_anomaly=True) finds where NaN begins"
 )
 

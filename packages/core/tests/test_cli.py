@@ -13,8 +13,8 @@ from program import CORE, Program
 from stratagem import __version__
 from stratagem.cli import COMMANDS, run_command
 from stratagem.cli.console import aligned, print_table
-from stratagem.cli.doctor import nvidia_gpus
 from stratagem.cli.program import plugin_commands
+from stratagem.discovery.hints import nvidia_gpus
 from stratagem.discovery.registry import Registry, get_registry
 
 
@@ -99,6 +99,10 @@ def test_a_commands_line_in_the_list_agrees_with_its_own_help(
         (["new-bakcend"], "No such command 'new-bakcend'. Did you mean 'new-backend'? "),
         (["--jsn"], "No such command '--jsn'. "),
         (
+            ["checkpoint", "show", "a.ckpt"],
+            "No such command 'checkpoint show'. Did you mean 'checkpoint inspect'? ",
+        ),
+        (
             ["checkpoint", "verfy", "a.ckpt"],
             "No such command 'checkpoint verfy'. Did you mean 'checkpoint verify'? `stratagem "
             "checkpoint --help` lists all commands.",
@@ -154,6 +158,27 @@ def test_a_reader_that_has_enough_is_no_error(program: Program) -> None:
             check=False,
         )
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_reader_that_has_enough_in_the_middle_is_no_error(program: Program) -> None:
+    command = [sys.executable, "-u", "-m", "stratagem", "doctor"]
+    with subprocess.Popen(
+        command,
+        env=program.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as doctor:
+        assert doctor.stdout is not None
+        assert doctor.stderr is not None
+        doctor.stdout.readline()
+        doctor.stdout.close()
+        assert doctor.stderr.read() == ""
+    assert doctor.returncode == 1
+
+
+def test_doctor_says_who_can_connect_to_a_run(program: Program) -> None:
+    assert "other users of this machine can connect to it (SECURITY.md)" in program("doctor").stdout
 
 
 def test_importing_the_program_loads_nothing_heavy(program: Program) -> None:
@@ -228,6 +253,12 @@ def test_strategies_are_grouped_by_distribution_and_presets_left_out(program: Pr
     everything = program("strategies", "--all").stdout
     assert "ddp_spawn_find_unused_parameters_true" in everything
     assert "--all" not in everything
+
+
+def test_dp_is_of_no_use_on_a_machine_without_gpus(program: Program) -> None:
+    (row,) = [row for row in program.json("strategies") if row["name"] == "dp"]
+    assert not row["usable"]
+    assert row["why_not"].startswith("strategy='dp' splits a batch over GPUs, received 2 devices")
 
 
 def test_strategies_as_json(program: Program) -> None:
@@ -330,10 +361,17 @@ def test_strategies_points_to_doctor_when_a_plugin_is_broken(program: Program) -
 def test_explain_prints_the_plan_and_its_reasons(program: Program) -> None:
     said = program("explain", "--strategy", "ddp", "--accelerator", "cpu", "--devices", "2").stdout
     provider = f"{CORE} {__version__}"
-    assert row_of(said, "strategy") == ["strategy", "ddp", provider, "you named it"]
-    assert row_of(said, "devices") == ["devices", "0, 1", "you asked for it"]
+    assert row_of(said, "strategy") == ["strategy", "ddp", provider, "your argument"]
+    assert row_of(said, "devices") == ["devices", "0, 1", "your argument"]
     # For a script, though this program's standard input is none.
     assert row_of(said, "launcher")[1] == "script"
+
+
+def test_explain_shows_what_was_not_taken_if_asked(program: Program) -> None:
+    assert "not taken" not in program("explain").stdout
+    lines = program("explain", "--why").stdout.splitlines()
+    (slurm,) = [line for line in lines if line.startswith("  not taken") and "SLURM" in line]
+    assert slurm.endswith("SLURM_JOB_ID is not set")
 
 
 def test_explain_takes_every_part_of_a_request(program: Program) -> None:
@@ -343,9 +381,9 @@ def test_explain_takes_every_part_of_a_request(program: Program) -> None:
         *("--checkpoint-io", "single_file", "--cluster-environment", "plain"),
     )
     chosen = {row["what"]: (row["choice"], row["why"]) for row in plan}
-    assert chosen["precision"] == ("bf16-mixed", "you named it")
-    assert chosen["checkpoint_io"] == ("single_file", "you named it")
-    assert chosen["cluster_environment"] == ("plain", "you named it")
+    assert chosen["precision"] == ("bf16-mixed", "your argument")
+    assert chosen["checkpoint_io"] == ("single_file", "your argument")
+    assert chosen["cluster_environment"] == ("plain", "your argument")
     assert chosen["world_size"][0] == "2"
 
 
@@ -373,7 +411,7 @@ def test_explain_refuses_what_cannot_be(
 def test_explain_reads_numbers_as_a_trainer_is_given_them(program: Program) -> None:
     done = program("explain", "--accelerator=cpu", "--devices=-2", code=2)
     assert done.stderr.startswith("devices=-2: expected a number of devices, -1 for all")
-    assert row_of(program("explain", "--devices=0").stdout, "accelerator")[1] == "cpu"
+    assert program("explain", "--devices=0", code=2).stderr.startswith("devices=0 leaves nothing")
 
 
 def test_explain_refuses_what_the_components_themselves_would(program: Program) -> None:
@@ -837,7 +875,9 @@ def test_checkpoint_inspect_says_that_a_file_has_no_manifest(program: Program) -
 def test_checkpoint_inspect_refuses_what_is_no_checkpoint(program: Program) -> None:
     program.folder.joinpath("notes.txt").write_text("These are notes.")
     said = program("checkpoint", "inspect", "notes.txt", code=1).stderr
-    assert said.startswith("'notes.txt' is not a whole checkpoint (16 bytes): it begins with")
+    assert said == (
+        "'notes.txt' is not a whole checkpoint of any installed format: directory, single_file\n"
+    )
     assert "No such file" in program("checkpoint", "inspect", "nowhere.ckpt", code=1).stderr
 
 
@@ -858,6 +898,65 @@ def test_checkpoint_verify_tells_whole_files_from_others(program: Program) -> No
         "'plain.ckpt' cannot be verified: it has no checksum, plain torch made it. Load it "
         "and save it again to give it one"
     )
+
+
+EXAMPLE = Path(__file__).parents[3] / "examples/plugins/stratagem-onebit/src"
+SAVE_IN_DATABASE = """
+import torch
+from stratagem import Lite
+lite = Lite(accelerator="cpu", plugins="sqlite")
+lite.launch()
+lite.save("model.db", {"epoch": 3, "state_dict": {"weight": torch.ones(9)}})
+"""
+
+
+@pytest.fixture
+def with_sqlite(program: Program, monkeypatch: pytest.MonkeyPatch) -> Program:
+    """The program beside a third party's format, and a checkpoint of that format."""
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLE))
+    code = "from stratagem_onebit.plugin import stratagem_components\n"
+    program.install("databases", code)
+    program.python("-c", SAVE_IN_DATABASE)
+    return program
+
+
+@pytest.mark.parametrize("options", [(), ("--format", "sqlite")])
+def test_checkpoint_commands_know_a_third_partys_format(
+    with_sqlite: Program, options: tuple[str, ...]
+) -> None:
+    told = with_sqlite.json("checkpoint", "inspect", "model.db", *options)
+    assert told == {"format": "sqlite", "epoch": 3, "contents": ["epoch", "state_dict"]}
+    table = with_sqlite("checkpoint", "inspect", "model.db", *options).stdout
+    assert row_of(table, "format") == ["format", "sqlite"]
+    assert row_of(table, "contents") == ["contents", "epoch, state_dict"]
+    said = with_sqlite("checkpoint", "verify", "model.db", *options).stdout
+    assert said == "model.db: whole, of the format 'sqlite'\n"
+    said = with_sqlite("checkpoint", "convert", "model.db", "weights.safetensors", *options).stdout
+    assert said.startswith("weights.safetensors: 1 tensors, ")
+
+
+def test_checkpoint_commands_name_the_formats_of_which_a_file_is_none(
+    with_sqlite: Program,
+) -> None:
+    whole = with_sqlite.folder.joinpath("model.db").read_bytes()
+    with_sqlite.folder.joinpath("model.db").write_bytes(whole[:-3000])
+    with_sqlite.folder.joinpath("notes.txt").write_text("These are notes.")
+    why = {
+        "model.db": "'model.db' is damaged in piece 0",
+        "notes.txt": "'notes.txt' cannot be read",
+    }
+    for name in ("model.db", "notes.txt"):
+        for command in ("inspect", "verify"):
+            said = with_sqlite("checkpoint", command, name, code=1).stderr
+            assert said.startswith(
+                f"'{name}' is not a whole checkpoint of any installed format: directory, "
+                f"single_file, sqlite ({why[name]}"
+            )
+            assert "truncated" not in said
+    said = with_sqlite("checkpoint", "verify", "model.db", "--format", "sqlite", code=1).stderr
+    assert said == "'model.db' is damaged in piece 0\n"
+    said = with_sqlite("checkpoint", "inspect", "model.db", "--format", "sqlit", code=1).stderr
+    assert "did you mean 'sqlite'?" in said.lower()
 
 
 def test_checkpoint_commands_import_no_torch(program: Program) -> None:

@@ -151,9 +151,9 @@ def test_evaluation_is_compiled_once_with_the_sanity_check(graphs: Graphs) -> No
     net = Net()
     runs.fit(net, loader(), loader())
     assert len(graphs.made) == 2  # one without gradients, one with
-    runs.validate(net, loader(), verbose=False)
+    runs.validate(net, loader(), verbose=False)  # under inference mode
     runs.fit(net, loader(), loader())
-    assert len(graphs.made) == 2
+    assert len(graphs.made) == 3
 
 
 def test_a_trainer_without_compile_runs_the_same_model_as_it_is(graphs: Graphs) -> None:

@@ -662,11 +662,15 @@ def test_a_datasets_exception_on_one_rank_ends_all_and_is_shown_once(
 @pytest.mark.parametrize(
     ("mode", "text"),
     [
-        ("exit", "rank 1 of 2 failed with exit code 3; it left no traceback: see its output above"),
+        (
+            "exit",
+            "rank 1 of 2 failed with exit code 3; it exited without a Python traceback; its output "
+            "is above",
+        ),
         (
             "sigkill",
-            "rank 1 of 2 was ended by SIGKILL (as the system does when memory runs out); it left "
-            "no traceback: see its output above",
+            "rank 1 of 2 was ended by SIGKILL (as the system does when memory runs out); it "
+            "exited without a Python traceback; its output is above",
         ),
     ],
 )

@@ -424,7 +424,9 @@ def test_a_directory_of_ours_without_its_manifest_is_damaged(saved: Path) -> Non
 
 def test_a_directory_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "model.ckpt").touch()
-    with pytest.raises(CheckpointNotFoundError, match=r"without 'manifest.json'.*: model.ckpt$"):
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"without 'manifest.json'.*contains model.ckpt$"
+    ):
         SingleFileCheckpointIO().load_checkpoint(tmp_path)
 
 

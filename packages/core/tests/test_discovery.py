@@ -33,7 +33,7 @@ from stratagem.discovery.entry_points import (
     why_incompatible,
 )
 from stratagem.discovery.installed import version_of
-from stratagem.discovery.registry import PluginReport, Registry
+from stratagem.discovery.registry import PluginReport, Registry, get_registry
 from stratagem.errors import AmbiguousNameError, ConfigurationError, PluginError, UnknownNameError
 from stratagem.strategies import DDPStrategy, SingleDeviceStrategy
 
@@ -693,7 +693,10 @@ def test_an_unknown_qualifier_gives_those_who_have_the_name() -> None:
 )
 def test_a_known_name_says_what_to_install(kind: str, name: str, distribution: str) -> None:
     text = unknown(discover(CORE), name, kind)
-    assert f"It is provided by {distribution}: pip install {distribution}." in text
+    assert text.startswith(
+        f"{kind} {name!r} needs {distribution}, which is not installed: pip install {distribution}."
+        " Available here: "
+    )
 
 
 def test_a_name_of_a_known_third_party_says_so() -> None:
@@ -910,3 +913,13 @@ def test_priorities_and_probes_are_part_of_a_spec() -> None:
 def test_capabilities_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Capabilities().multi_node = True  # type: ignore[misc]
+
+
+def test_another_name_of_a_precision_is_one_of_precisions_only() -> None:
+    with pytest.raises(
+        UnknownNameError, match=r"unknown precision 'half'\. Did you mean '16-true'"
+    ):
+        get_registry().find("precision", "half")
+    with pytest.raises(UnknownNameError) as raised:
+        get_registry().find("strategy", "half")
+    assert "16-true" not in str(raised.value)

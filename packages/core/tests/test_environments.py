@@ -183,7 +183,7 @@ def test_a_job_whose_script_was_not_started_as_a_rank_is_none_and_says_so(
     text = why_not(name, environ)
     assert f", though {name[:2]}" in text
     assert "has not started this process; start the script with " in text
-    assert text in made.explain()
+    assert text in made.explain(why=True)
 
 
 def test_the_shell_of_an_interactive_step_is_no_rank() -> None:
@@ -232,7 +232,7 @@ def test_an_environment_is_named_by_a_variable_or_an_argument(name: str) -> None
 
 def test_a_named_environment_that_has_not_started_the_process_is_refused() -> None:
     text = refused(BATCH_SCRIPT, cluster_environment="slurm", strategy="ddp", devices=2)
-    assert "'SLURM' (you named it) has not started this process: SLURM_STEP_ID is not set" in text
+    assert "'SLURM' (your argument) has not started this process: SLURM_STEP_ID is not set" in text
     assert "Start one process for each of the 2 ranks with the cluster's launcher" in text
     # Alone, it is a process like any other.
     assert plan(BATCH_SCRIPT, cluster_environment="slurm", devices=1).world_size == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,10 @@ import pytest
 import torch
 from fixtures import zygote
 from torch import nn
+from torch.distributed import distributed_c10d
 
-from stratagem.distributed.diagnosis.rank_status import is_communication_error
+from stratagem.distributed.diagnosis import rank_status
+from stratagem.distributed.diagnosis.rank_status import COLLECTIVES, is_communication_error
 from stratagem.errors import CommunicationError, DivergenceError
 from stratagem.trainer.loops.divergence import DivergenceCheck
 from stratagem.trainer.loops.interruption import Interruption
@@ -392,3 +395,35 @@ def test_ranks_that_hang_end_when_they_are_told_to_and_say_where_they_were(
     place = f"{script}:{line_of(TROUBLE, waits)}"
     assert f"rank 0: in {waits}, at {place}" in stderr
     assert "Every rank must call the same collectives in the same order" in stderr
+
+
+def test_a_hang_in_any_collective_of_this_torch_is_known() -> None:
+    begins = ("all_", "barrier", "broadcast", "gather", "reduce_scatter", "scatter", "monitored")
+    public = {
+        name
+        for name, value in vars(distributed_c10d).items()
+        if name.startswith(begins) and callable(value) and "multigpu" not in name
+    }
+    assert len(public) > 12
+    assert public <= COLLECTIVES
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_waits_while_a_thread_reads_the_frames() -> None:
+    reads = rank_status._reads_frames
+    events: list[str] = []
+
+    def read() -> None:
+        events.append("read")
+        reads.release()
+
+    reads.acquire()
+    timer = threading.Timer(0.3, read)
+    timer.start()
+    child = os.fork()
+    if child == 0:
+        os._exit(not reads.acquire(timeout=5))  # it is free in the child
+    events.append("forked")
+    assert os.waitpid(child, 0)[1] == 0
+    timer.join()
+    assert events == ["read", "forked"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +19,16 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from stratagem import Callback, DataModule, Lite, Module, Trainer
+from stratagem import Callback, DataModule, Lite, Module, Trainer, seed_everything
 from stratagem.callbacks import EarlyStopping
-from stratagem.errors import ConfigurationError, NonFiniteLossError, UserCodeError
+from stratagem.errors import (
+    CheckpointNotFoundError,
+    ConfigurationError,
+    NonFiniteLossError,
+    UserCodeError,
+)
 from stratagem.plan.step_options import GradientClip
+from stratagem.runtime.prepare import release
 from stratagem.trainer.hooks import HOOKS
 from stratagem.trainer.progress import RunState
 
@@ -283,6 +291,7 @@ def test_a_batch_is_skipped_where_training_step_returns_none() -> None:
     assert_same_weights(model.net, raw_fit(sgd, epochs=1, batches=list(loader(32))[::2]))
 
 
+@pytest.mark.filterwarnings("ignore:Empty.training_step returned None for the first batch")
 def test_a_fit_that_nothing_would_end_is_ended() -> None:
     class Empty(Regression):
         def training_step(self, batch: Batch, batch_idx: int) -> Any:
@@ -327,6 +336,62 @@ def test_sanity_check_and_validation_leave_the_order_of_training_data_alone() ->
         )
         orders.append(torch.cat(seen))
     assert torch.equal(orders[0], orders[1])
+
+
+def test_the_sanity_check_draws_from_no_random_numbers_of_training() -> None:
+    numpy = pytest.importorskip("numpy")
+
+    def draw() -> tuple[float, float, float]:
+        return float(torch.rand(())), random.random(), float(numpy.random.rand())
+
+    class Draws(Regression):
+        def on_train_start(self) -> None:
+            self.drawn = draw()
+
+        def validation_step(self, batch: Batch, batch_idx: int) -> None:
+            draw()
+
+    drawn = []
+    for sanity in (0, 1, 2):
+        seed_everything(11)
+        model = Draws()
+        quiet(max_epochs=1, num_sanity_val_steps=sanity).fit(model, loader(), loader(8))
+        drawn.append(model.drawn)
+    assert drawn[0] == drawn[1] == drawn[2]
+
+
+def test_training_uses_a_tensor_that_validation_computed_first() -> None:
+    class Caches(Regression):
+        scale: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.scale is None:  # as rotary embeddings and masks are kept
+                self.scale = torch.full((x.shape[1],), 2.0)
+            scaled: Tensor = self.net(x * self.scale)
+            return scaled
+
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            return nn.functional.mse_loss(self(batch[0]), batch[1])
+
+        def validation_step(self, batch: Batch, batch_idx: int) -> None:
+            self(batch[0])
+
+    model = Caches()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    quiet(max_epochs=1, num_sanity_val_steps=1).fit(model, loader(), loader(8))
+    changed = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    assert any(changed)
+
+
+def test_a_training_step_without_a_return_is_warned_of_once() -> None:
+    class Forgets(Regression):
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:  # type: ignore[return]
+            super().training_step(batch, batch_idx)
+
+    text = "Forgets.training_step returned None for the first batch.*End the method with `return"
+    with pytest.warns(UserWarning, match=text) as warned:
+        quiet(max_epochs=2).fit(Forgets(), loader())
+    assert len(warned) == 1
 
 
 # ---------------------------------------------------------------- how long, and how much
@@ -523,6 +588,35 @@ def test_fast_dev_run_runs_a_few_batches_of_everything_and_writes_nothing(
     trainer.predict(model, loader(24))
     assert model.counts == dict.fromkeys(model.counts, batches)
     assert list(tmp_path.iterdir()) == []
+    assert trainer.checkpoint_callback is not None
+    assert trainer.checkpoint_callback.best_model_path == ""
+    with pytest.raises(CheckpointNotFoundError, match="since a fast_dev_run saves none"):
+        trainer.test(model, loader(24), ckpt_path="best")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_batch_that_is_none_is_skipped_with_a_warning() -> None:
+    batches = [None, torch.ones(2, 2), None, torch.ones(2, 2)]
+
+    class Sums(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+            self.read: list[int] = []
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.read.append(batch_idx)
+            loss: Tensor = self.layer(batch).sum()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    model, trainer = Sums(), quiet(max_epochs=1)
+    with pytest.warns(UserWarning, match="train_dataloader yielded None: the batch is skipped"):
+        trainer.fit(model, batches)
+    assert model.read == [1, 3]
+    assert trainer.global_step == 2
 
 
 def test_a_second_fit_begins_at_the_first_epoch() -> None:
@@ -779,6 +873,85 @@ def test_a_checkpoint_may_stand_where_the_datamodule_would(tmp_path: Path) -> No
         quiet().validate(model, loader(8), wrong)
 
 
+class Momentless(SGD):
+    """An optimizer whose step takes the loss, as some adjust the learning rate by it."""
+
+    losses: list[float]
+
+    def step(self, closure: Any = None, *, loss: Tensor | None = None) -> Any:
+        if loss is not None:
+            self.losses.append(loss.item())
+        return super().step(closure)
+
+
+def momentless(parameters: Any) -> Optimizer:
+    optimizer = Momentless(parameters, lr=0.1)
+    optimizer.losses = []
+    return optimizer
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_further_arguments_of_a_step_reach_the_optimizer(scheduled: bool) -> None:
+    class Manual(Regression):
+        automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            self.optimizer = self.make_optimizer(self.parameters())
+            if not scheduled:
+                return self.optimizer
+            return [self.optimizer], [StepLR(self.optimizer, 100)]
+
+        def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            optimizer.step(**({"loss": loss} if batch_idx < 2 else {}))
+
+    model = Manual(momentless)
+    trainer = quiet(max_epochs=1, limit_train_batches=3)
+    trainer.fit(model, loader())
+    assert trainer.global_step == 3
+    assert isinstance(model.optimizer, Momentless)
+    assert len(model.optimizer.losses) == 2
+    assert "step" not in vars(model.optimizer) or scheduled
+
+
+def test_an_engine_takes_no_further_arguments_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    lite = Lite(accelerator="cpu")
+    net, optimizer = lite.setup((net := nn.Linear(5, 1)), momentless(net.parameters()))
+    loss = net(torch.ones(2, 5)).sum()
+    lite.backward(loss)
+    capabilities = replace(lite.strategy.capabilities, engine_steps=True)
+    monkeypatch.setattr(lite.strategy, "capabilities", capabilities)
+    with pytest.raises(ConfigurationError) as raised:
+        optimizer.step(loss=loss)
+    assert str(raised.value) == (
+        "Momentless.step() received loss, but the engine of SingleDeviceStrategy takes this step "
+        "and passes no arguments on: call step() without them, or choose another strategy"
+    )
+
+
+def test_an_engine_takes_no_further_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    lite = Lite(accelerator="cpu")
+    capabilities = replace(lite.strategy.capabilities, engine_steps=True)
+    monkeypatch.setattr(lite.strategy, "capabilities", capabilities)
+    plain = nn.Linear(5, 1)
+    of_user = sgd(plain.parameters())
+    _, optimizer = lite.setup(plain, of_user)
+    for each in (of_user, optimizer):
+        with pytest.raises(ConfigurationError) as raised:
+            each.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        assert str(raised.value) == (
+            "add_param_group: the engine of SingleDeviceStrategy trains the parameters that the "
+            "optimizer had when it was set up, and no others: give the optimizer all parameter "
+            "groups at once, and freeze those that are not to train yet with requires_grad_(False)"
+        )
+    release(plain)
+    of_user.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert len(of_user.param_groups) == 2
+
+
 def test_manual_optimization_of_two_networks_equals_a_raw_loop() -> None:
     def networks() -> tuple[nn.Module, nn.Module]:
         return network(), nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -952,7 +1125,7 @@ def test_evaluation_gives_each_submodule_its_own_mode_back() -> None:
         model, loader(), loader(4)
     )
     training = (True, True, True, False, True, False)
-    evaluating = (False, False, False, False, False, True)
+    evaluating = (False, False, False, False, False, False)
     assert seen == [evaluating, training, evaluating, training, evaluating]
 
     seen.clear()

@@ -353,10 +353,30 @@ def test_a_model_on_the_meta_device_gets_the_numbers_of_a_plain_build(behaviour:
             "a group at once; 1 of them cannot be sharded",
         ),
         (
+            "hooked",
+            "ConfigurationError: the parameter '0.weight' has a hook, which would not be called: a "
+            "shard takes the parameter's place. Change gradients in on_before_optimizer_step",
+        ),
+        (
             "differing",
-            "UserCodeError: ranks have gradients of different parameters in the first backward "
-            "(elements by rank: 4, 6): expected every rank to use the same ones. Pass FSDPStrategy("
+            "UserCodeError: ranks have gradients of different parameters in one backward (rank 0: "
+            "'one'; rank 1: 'other'): expected every rank to use the same ones. Pass FSDPStrategy("
             "find_unused_parameters=True)",
+        ),
+        (
+            "experts",
+            "UserCodeError: ranks have gradients of different parameters in one backward (rank 0: "
+            "'experts.0.weight', 'experts.0.bias'; rank 1: 'experts.1.weight', 'experts.1.bias')",
+        ),
+        (
+            "experts whole",
+            "UserCodeError: ranks have gradients of different parameters in one backward (rank 0: "
+            "'experts.0.weight', 'experts.0.bias'; rank 1: 'experts.1.weight', 'experts.1.bias')",
+        ),
+        (
+            "experts as groups",
+            "UserCodeError: ranks have gradients of different parameters in one backward (rank 0: "
+            "'experts.0.weight', 'experts.0.bias'; rank 1: 'experts.1.weight', 'experts.1.bias')",
         ),
         (
             "weights",
@@ -370,6 +390,10 @@ def test_what_cannot_be_is_refused_on_every_rank(
 ) -> None:
     for rank in behaviour:
         assert rank["messages"][name].startswith(expected)
+
+
+def test_what_user_code_has_set_on_a_parameter_is_on_its_shard(behaviour: Ranks) -> None:
+    assert [rank["attribute"] for rank in behaviour] == [0.5, 0.5]
 
 
 # ---------------------------------------------------------------- building and memory

@@ -62,7 +62,12 @@ def test_all_of_an_evaluation_is_in_inference_mode_where_that_is_wanted(wanted: 
 
     hooks = [f"on_{what}_{when}" for what in EVALUATIONS for when in ("start", "epoch_end")]
     looks = type("Looks", (Looks,), {name: lambda *_: None for name in hooks})()
-    run_all(quiet(callbacks=looks, inference_mode=wanted), Line())
+    trainer = quiet(callbacks=looks, inference_mode=wanted)
+    run_all(trainer, Line())
+    # Within a fit, training can use what the model keeps from validation.
+    expected = {name: wanted and "validation" not in name for name in hooks}
+    assert {name: seen[name] for name in hooks} == expected
+    trainer.validate(Line(), loader(), verbose=False)
     assert {name: seen[name] for name in hooks} == dict.fromkeys(hooks, wanted)
 
 
@@ -265,6 +270,16 @@ def test_a_method_that_would_not_be_called_is_refused_with_what_to_do(
     text = f"Old defines {method}, which Stratagem does not call, so .*: for {method}, {remedy}"
     with pytest.raises(UserCodeError, match=text):
         quiet().fit(model, loader())
+
+
+def test_a_stage_refuses_the_methods_of_that_stage_alone() -> None:
+    model = type("Old", (Line,), {"test_epoch_end": lambda self, outputs: None})()
+    trainer = quiet()
+    trainer.fit(model, loader(), loader())
+    trainer.validate(model, loader(), verbose=False)
+    trainer.predict(model, loader())
+    with pytest.raises(UserCodeError, match="for test_epoch_end, rename it to on_test_epoch_end"):
+        trainer.test(model, loader(), verbose=False)
 
 
 def test_each_of_several_uncalled_methods_has_its_remedy() -> None:

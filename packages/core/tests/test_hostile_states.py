@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from stratagem import Lite
+from stratagem.checkpoint import SingleFileCheckpointIO
 from stratagem.errors import CheckpointMismatchError
 from stratagem.state.state_checks import load_scheduler_state
 from stratagem.state.state_dict import load_named_state, named_state, with_names
@@ -231,6 +233,40 @@ def test_a_trainer_refuses_them_with_the_path(place: str, tmp_path: Path) -> Non
     first.checkpoint_writer.save(saved, path)
     with pytest.raises(CheckpointMismatchError, match=re.escape(f"{str(path)!r}: the checkpoint")):
         trainer_in(tmp_path, False, max_epochs=2).fit(Scheduled(), numbers(), ckpt_path=path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "said"),
+    [
+        ("callbacks", 3, "the callback ModelCheckpoint"),
+        (
+            "ranks",
+            [{"random": {}}],
+            "the data, the random numbers or the epoch of a rank cannot load its state (KeyError",
+        ),
+    ],
+)
+def test_an_entry_in_another_form_is_named_with_the_checkpoint(
+    entry: str, value: Any, said: str, tmp_path: Path
+) -> None:
+    first = trainer_in(tmp_path, False)
+    first.fit(Scheduled(), numbers())
+    saved = first.checkpoint_writer.load(last_of(first))
+    path = tmp_path / "edited.ckpt"
+    if entry == "callbacks":
+        (value,) = ({key: {"last_step_saved": [value]}} for key in saved["callbacks"])
+    first.checkpoint_writer.save({**saved, entry: value}, path)
+    again = trainer_in(tmp_path, False, max_epochs=2)
+    with pytest.raises(CheckpointMismatchError, match=re.escape(f"{str(path)!r}: {said}")):
+        again.fit(Scheduled(), numbers(), ckpt_path=path)
+
+
+def test_an_attribute_of_a_state_dict_takes_the_place_of_no_method(tmp_path: Path) -> None:
+    state: Any = OrderedDict(w=torch.ones(2))
+    vars(state).update(keys=5, _metadata={"": {"version": 1}})
+    torch.save({"state_dict": state}, tmp_path / "edited.ckpt")
+    loaded = SingleFileCheckpointIO().load_checkpoint(tmp_path / "edited.ckpt")
+    assert list(loaded["state_dict"].keys()) == ["w"]
 
 
 def test_lite_refuses_the_state_of_a_scheduler(tmp_path: Path) -> None:

@@ -190,3 +190,52 @@ def test_a_datamodule_is_made_from_datasets() -> None:
     assert data.train_dataloader() is not data.train_dataloader()
     stream = DataModule.from_datasets(Stream(), batch_size=8).train_dataloader()
     assert [batch.tolist() for batch in stream] == [list(range(8))]
+
+
+class WithConfigs(Net):
+    def __init__(self, config: Any, parts: dict[str, Any], rate: float = 0.5) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_configs_of_omegaconf_come_back_from_a_checkpoint(tmp_path: Path) -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    create = omegaconf.OmegaConf.create
+    config = create({"rate": 0.5, "twice": "${rate}", "sizes": [1, 2]})
+    parts = {"first": [create({"width": 4})], "text": "plain"}
+    trainer = quiet(tmp_path)
+    trainer.fit(WithConfigs(config, parts), datamodule=Rows({"size": 4}))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)["hyper_parameters"]
+    assert saved["config"] == {"rate": 0.5, "twice": 0.5, "sizes": [1, 2]}
+    hparams = WithConfigs.load_from_checkpoint(tmp_path / "a.ckpt").hparams
+    assert isinstance(hparams.config, omegaconf.DictConfig)
+    assert (hparams.config.twice, hparams.config.sizes[1]) == (0.5, 2)
+    assert hparams.parts["first"][0].width == 4
+    assert hparams.parts["text"] == "plain"
+
+
+def test_a_config_that_holds_all_hyperparameters_comes_back_as_one(tmp_path: Path) -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    model = Configured(omegaconf.OmegaConf.create({"rate": 0.5, "parts": {"width": 4}}))
+    assert isinstance(model.hparams, omegaconf.DictConfig)
+    trainer = quiet(tmp_path)
+    trainer.fit(model, datamodule=Rows({"size": 4}))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    loaded = Configured.load_from_checkpoint(tmp_path / "a.ckpt", rate=1.0)
+    assert isinstance(loaded.hparams, omegaconf.DictConfig)
+    assert (loaded.hparams.rate, loaded.hparams.parts.width) == (1.0, 4)
+
+
+def test_a_loaded_config_calls_no_resolver(tmp_path: Path) -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    config = omegaconf.OmegaConf.create({"rate": 0.5})
+    trainer = quiet(tmp_path)
+    trainer.fit(WithConfigs(config, {}), datamodule=Rows({"size": 4}))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    forged = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    forged["hyper_parameters"]["config"]["rate"] = "${oc.env:HOME}"
+    forged["hparams_configs"] += [["nothing", 0], ["rate", "deeper"]]
+    torch.save(forged, tmp_path / "forged.ckpt")
+    loaded = WithConfigs.load_from_checkpoint(tmp_path / "forged.ckpt")
+    assert loaded.hparams.config == {"rate": "${oc.env:HOME}"}

@@ -204,7 +204,7 @@ def test_spawn_names_the_object_that_cannot_be_pickled(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as refused:
         trainer.fit(Holding(), DataLoader(TensorDataset(torch.ones(4, 1))))
     message = str(refused.value)
-    assert "Job.model.tools['all'][0] (<unlocked _thread.lock object" in message
+    assert "model.tools['all'][0] (<unlocked _thread.lock object" in message
     assert "cannot be pickled (TypeError" in message
     assert "use strategy='ddp' (or 'ddp_fork'), which pickles nothing" in message
 

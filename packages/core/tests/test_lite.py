@@ -172,6 +172,26 @@ def test_several_models_and_optimizers_train_side_by_side() -> None:
     assert_same_weights(two, raw_two)
 
 
+def test_backward_of_one_of_several_models_names_it_where_a_strategy_reduces_by_model() -> None:
+    reduced = []
+
+    class Reduces(SingleDeviceStrategy):
+        def backward(self, prepared: Any, loss: Any, *args: Any, **kwargs: Any) -> None:
+            super().backward(prepared, loss, *args, **kwargs)
+            reduced.append(prepared.original)
+
+    lite = lite_on_cpu(strategy=Reduces())
+    first = lite.setup(network())
+    lite.backward(first(torch.randn(4, 5)).sum())
+    second = lite.setup(network())
+    lite.backward(first(torch.randn(4, 5)).sum(), model=first)
+    assert reduced == [first.prepared.original] * 2
+    with pytest.raises(
+        ConfigurationError, match=r"with 2 models: the strategy .* Name it: lite.ba"
+    ):
+        lite.backward(second(torch.randn(4, 5)).sum())
+
+
 def test_a_model_may_be_set_up_before_its_optimizer_is_made() -> None:
     lite = lite_on_cpu(precision="64-true")
     model = lite.setup(network())

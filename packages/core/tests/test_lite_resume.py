@@ -86,6 +86,11 @@ LOADERS: dict[str, Callable[[], list[Any]]] = {
     "two workers": lambda: [shuffled(num_workers=2)],
     "persistent workers": lambda: [shuffled(num_workers=1, persistent_workers=True)],
     "two loaders": lambda: [shuffled(), shuffled(drop_last=True)],
+    "short last batch, with a generator": lambda: [
+        DataLoader(
+            Augmented(), batch_size=5, shuffle=True, generator=torch.Generator().manual_seed(5)
+        )
+    ],
     "dataset with a state": lambda: [DataLoader(Stateful(), batch_size=4)],
     "list": lambda: [[torch.full((2, 4), float(number)) for number in range(6)]],
 }
@@ -96,8 +101,9 @@ def test_a_loop_goes_on_with_the_losses_of_the_one_that_was_not_interrupted(
     kind: str, tmp_path: Path
 ) -> None:
     whole = train(LOADERS[kind], tmp_path, None, seed=1)
-    assert len(whole) == 18
-    for name, stopped in (("0-1", 2), ("0-5", 6), ("0-end", 6), ("2-2", 15)):
+    of = len(whole) // 3
+    assert of in (5, 6)
+    for name, stopped in (("0-1", 2), (f"0-{of - 1}", of), ("0-end", of), ("2-2", 2 * of + 3)):
         rest = train(LOADERS[kind], tmp_path, tmp_path / f"{name}.ckpt", seed=99)
         assert rest == whole[stopped:], f"resumed from {name}"
 

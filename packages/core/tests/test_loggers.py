@@ -22,6 +22,7 @@ import torch
 from logged_runs import Learner, last_of, numbers, trainer_in
 from torch import Tensor, nn
 
+from stratagem import Callback, Trainer
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.discovery import LoggerSpec
 from stratagem.discovery.registry import get_registry
@@ -224,6 +225,44 @@ def test_a_resumed_run_moves_the_rows_after_its_checkpoint(tmp_path: Path) -> No
     ]
     moved = (Path(first.log_dir) / "metrics.cut.csv").read_text().split()
     assert moved == ["step,loss", "4,4.0", "5,5.0", "step,loss,more", "4,40.0,", "5,50.0,1.0"]
+
+
+def test_a_resumed_run_does_not_repeat_rows_of_the_step_before_its_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """The step's own values and its validation come after the checkpoint, and are logged again."""
+    first = begun(tmp_path, RUN)
+    first.log_rows([(2, {"loss": 2.0}), (3, {"loss": 3.0, "lr": 0.1}), (3, {"val": 0.5})])
+    resumed = begun(tmp_path, RUN, 4)
+    resumed.log_rows([(3, {"loss": 3.0}), (3, {"val": 0.5}), (3, {"val": 0.25})])
+    assert table(first.log_dir) == [
+        "step,loss,lr,val",
+        "2,2.0,,",
+        "3,3.0,0.1,",
+        *("3,,,0.5", "3,,,0.25"),
+    ]
+
+
+def test_a_checkpoint_or_the_log_has_each_row_before_it(tmp_path: Path) -> None:
+    """A kill right after a save loses no row."""
+    killed: dict[int, list[str]] = {}
+
+    class Looks(Callback):
+        def on_train_batch_start(self, trainer: Trainer, module: Any, *_: Any) -> None:
+            if step := trainer.global_step:
+                there = (Path(trainer.log_dir) / "metrics.csv").exists()
+                killed[step] = steps_of(trainer.log_dir) if there else []
+
+    saver = ModelCheckpoint(
+        tmp_path / "saved", every_n_train_steps=1, save_top_k=-1, filename="{step}"
+    )
+    first = trainer_in(tmp_path, True, callbacks=[Looks(), saver], max_epochs=2)
+    first.fit(Learner(), numbers(6))
+    assert list(killed) == [1, 2, 3, 4, 5]
+    for step, rows in killed.items():
+        checkpoint = torch.load(tmp_path / "saved" / f"step={step}.ckpt", weights_only=True)
+        kept = [str(step - 1)] * bool(checkpoint["ranks"][0]["epoch"]["row"])
+        assert {*rows, *kept} == {str(before) for before in range(step)}
 
 
 def test_rows_of_another_run_in_a_folder_that_was_given_stay(tmp_path: Path) -> None:

@@ -270,6 +270,67 @@ def test_no_validation_is_added_or_lost_by_a_resume(
     )
 
 
+def test_a_stop_by_the_validation_after_the_saved_step_takes_no_further_step(
+    tmp_path: Path,
+) -> None:
+    class Stops(Callback):
+        def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+            trainer.should_stop = trainer.global_step >= 11
+
+    check_every_resume(tmp_path, Net, lambda folder: [Stops()], val_check_interval=2)
+
+
+@pytest.mark.parametrize(("batches_before", "step"), [(2, 3), (5, 5)])
+def test_a_run_that_an_error_ended_in_validation_validates_again(
+    batches_before: int, step: int, tmp_path: Path
+) -> None:
+    """In the middle of the epoch, and after its last batch."""
+
+    class Fails(Net):
+        fails = True
+
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            if self.fails and self.global_step == step and batch_idx == 1:
+                raise ArithmeticError("it fails here")
+            super().validation_step(batch, batch_idx)
+
+    interval: dict[str, Any] = {"val_check_interval": 3} if step == 3 else {}
+    saving = ModelCheckpoint(tmp_path / "failed", save_on_exception=True, every_n_epochs=0)
+    with pytest.raises(ArithmeticError):
+        Run(tmp_path / "first", Fails, lambda _: [saving], **interval)
+    path = tmp_path / "failed" / f"exception-step={step}.ckpt"
+    Fails.fails = False
+    rest = Run(tmp_path, Fails, best("val"), path, **interval)
+    assert next(at for at, row in rest.rows.rows if "val" in row) == step - 1
+    assert rest.trainer.global_step == 15
+
+
+def test_a_run_that_an_error_ended_at_the_end_of_an_epoch_ends_it_again(tmp_path: Path) -> None:
+    class Fails(Net):
+        fails = True
+
+        def on_train_epoch_end(self) -> None:
+            if self.fails and self.current_epoch == 1:
+                raise ArithmeticError("it fails here")
+            super().on_train_epoch_end()
+
+    def made() -> Net:
+        return Fails(plateau("mean"))
+
+    Fails.fails = False
+    whole = Run(tmp_path / "whole", made, best("mean"))
+    Fails.fails = True
+    saving = ModelCheckpoint(tmp_path / "failed", save_on_exception=True, every_n_epochs=0)
+    with pytest.raises(ArithmeticError):
+        Run(tmp_path / "first", made, lambda folder: [*best("mean")(folder), saving])
+    Fails.fails = False
+    path = tmp_path / "failed" / "exception-step=10.ckpt"
+    rest = Run(tmp_path, made, best("mean"), path)
+    assert rest.net.epochs == whole.net.epochs[1:]
+    assert rest.end()["schedulers"] == whole.end()["schedulers"]
+    assert rest.end()["callbacks"] == whole.end()["callbacks"]
+
+
 def test_states_of_metric_objects_go_on(tmp_path: Path) -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
     check_every_resume(

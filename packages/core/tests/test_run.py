@@ -363,8 +363,10 @@ time.sleep(100)
     ranks = runs.ranks(2)
     _, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 7
-    how = "rank 1 of 2 failed with exit code 7; it left no traceback: see its output above\n"
-    assert err == how
+    assert err == (
+        "rank 1 of 2 failed with exit code 7; it exited without a Python traceback; its output is "
+        "above\n"
+    )
     assert not any(map(is_running, ranks.values()))
 
 
@@ -450,8 +452,8 @@ def test_each_rank_writes_to_its_log(runs: Runs) -> None:
     logs = runs.folder / "logs" / "here"
     assert done.stdout == ""
     assert done.stderr == (
-        "rank 1 of 2 failed with exit code 1; it left no traceback: see its output in "
-        "logs/here/rank1.log\n"
+        "rank 1 of 2 failed with exit code 1; it exited without a Python traceback; its output is "
+        "in logs/here/rank1.log\n"
     )
     assert logs.joinpath("rank1.log").read_text() == "out 1\n"
 

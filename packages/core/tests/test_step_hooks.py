@@ -245,6 +245,7 @@ def test_a_closure_that_is_not_called_or_called_late_is_an_error() -> None:
         quiet().fit(Late(), loader())
 
 
+@pytest.mark.filterwarnings("ignore:.*training_step returned None for the first batch")
 def test_a_batch_without_a_loss_steps_nothing() -> None:
     class Skips(Line):
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:

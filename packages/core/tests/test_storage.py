@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -30,7 +32,7 @@ from stratagem.errors import (
     CheckpointSaveError,
     ConfigurationError,
 )
-from stratagem.storage import paths, remote
+from stratagem.storage import durable_replace, paths, remote
 from stratagem.storage.claims import claim
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -130,7 +132,7 @@ def test_a_checkpoint_is_saved_linked_listed_loaded_and_removed(folder: paths.Lo
     with pytest.raises(CheckpointNotFoundError) as caught:
         io.load_checkpoint(paths.join(folder, "c.ckpt"))
     assert str(caught.value).startswith(
-        f"there is no checkpoint at '{folder}/c.ckpt'; in '{folder}' there are: a.ckpt, b.ckpt"
+        f"no checkpoint '{folder}/c.ckpt'; the folder '{folder}' contains a.ckpt, b.ckpt"
     )
     with pytest.raises(CheckpointNotFoundError):
         io.verify_checkpoint(paths.join(folder, "c.ckpt"))
@@ -203,6 +205,45 @@ def test_a_small_file_is_on_the_disk_when_it_is_written_also_by_two_at_once(
     assert path.read_bytes() == b"first"
     assert synced == [tmp_path.name, "temporary", "temporary", "new", "new"]
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_what_another_library_writes_takes_the_place_of_a_file_whole_or_not_at_all(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "new" / "rows.db"
+    for rows in (2, 3):
+        with durable_replace(path) as new:
+            database = sqlite3.connect(new)
+            with database:
+                database.execute("CREATE TABLE rows (number INTEGER)")
+                database.executemany("INSERT INTO rows VALUES (?)", [(n,) for n in range(rows)])
+            database.close()
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            assert len(database.execute("SELECT * FROM rows").fetchall()) == rows
+    before = path.read_bytes()
+
+    def replaced_until(error: Exception) -> None:
+        with durable_replace(path) as new:
+            new.write_text("half of")
+            raise error
+
+    with pytest.raises(ValueError, match="told to"):
+        replaced_until(ValueError("told to"))
+    assert path.read_bytes() == before
+    with pytest.raises(CheckpointSaveError, match="was there before is unchanged") as caught:
+        replaced_until(OSError(errno.ENOSPC, "No space left on device"))
+    assert caught.value.errno == errno.ENOSPC
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_what_another_library_writes_is_local(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointSaveError, match="it is a directory, give a file"):
+        durable_replace(tmp_path).__enter__()
+    with pytest.raises(CheckpointSaveError) as caught:
+        durable_replace("memory://run/a.db").__enter__()
+    assert str(caught.value) == (
+        "cannot save 'memory://run/a.db': this format writes local files; give a local path"
+    )
 
 
 def test_a_directory_is_not_saved_at_a_url() -> None:

@@ -7,16 +7,24 @@ import os
 import pickle
 import subprocess
 import threading
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
-from stratagem.errors import CheckpointError, ConfigurationError
+from stratagem.errors import (
+    CheckpointContentError,
+    CheckpointCorruptError,
+    CheckpointError,
+    ConfigurationError,
+)
 from stratagem.launch import pack, pack_result, rank_failure, unpack_result
 from stratagem.plan.plan import RunPlan
+from stratagem.state import check_safe_data, from_bytes, to_bytes
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -188,9 +196,52 @@ def test_what_a_rank_returns_is_safe_data_or_refused() -> None:
         unpack_result(pickle.dumps(double))
 
 
+def test_an_author_makes_bytes_of_safe_data_and_has_them_back() -> None:
+    shared = torch.arange(4.0)
+    data = {
+        "numbers": [True, 2, 0.5, 1j, None],
+        "empty": [{}, [], (), set(), "", b"", bytearray()],
+        ("a", 1): {"sets": {1, 2}, "order": OrderedDict(b=1), "counts": Counter("aab")},
+        "torch": [torch.Size([2, 3]), torch.bfloat16, torch.device("cpu")],
+        "tensors": [shared, shared[:2], torch.nn.Parameter(torch.ones(2))],
+    }
+    back = from_bytes(to_bytes(data, "a.ckpt"), "a.ckpt")
+    first, part, parameter = back.pop("tensors")
+    data.pop("tensors")
+    assert back == data
+    assert [type(one) for one in back["empty"]] == [dict, list, tuple, set, str, bytes, bytearray]
+    first[0] = 7.0
+    assert part[0] == 7.0
+    assert torch.equal(parameter, torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        (numpy.float64(0.5), "checkpoint['rates'][0] is of type numpy.float64"),
+        (Path("a"), "checkpoint['rates'][0] is of type pathlib."),
+        (frozenset(), "checkpoint['rates'][0] is of type builtins.frozenset"),
+        (torch.ones(1).expand(2**40), "checkpoint['rates'][0] is a tensor of 4398046511104 bytes"),
+    ],
+)
+def test_an_author_asks_what_is_safe_data_and_is_told_the_place(value: Any, where: str) -> None:
+    for ask in (check_safe_data, to_bytes):
+        with pytest.raises(CheckpointContentError) as caught:
+            ask({"rates": [value]}, "a.ckpt")
+        assert str(caught.value).startswith(f"cannot save a.ckpt: {where}")
+
+
+def test_bytes_that_hold_no_safe_data_are_refused() -> None:
+    for stored in (b"", b"other", pickle.dumps(double), to_bytes([1], "a")[:-40]):
+        with pytest.raises(CheckpointCorruptError, match=r"^'a\.ckpt'"):
+            from_bytes(stored, "a.ckpt")
+
+
 def test_an_author_says_how_a_rank_was_lost() -> None:
     error = rank_failure(1, 4, how="was lost with node2")
-    assert str(error).startswith("rank 1 of 4 was lost with node2; it left no traceback")
+    assert str(error).startswith(
+        "rank 1 of 4 was lost with node2; it exited without a Python traceback"
+    )
 
 
 # -- what an author gets wrong
@@ -230,7 +281,7 @@ def test_ranks_of_another_number_than_planned_are_refused(
 
 
 def test_what_cannot_be_packed_is_named(plan: RunPlan) -> None:
-    with pytest.raises(ConfigurationError, match=r"the launcher 'spawn' pickles .*dict\['lock'\]"):
+    with pytest.raises(ConfigurationError, match=r"launcher 'spawn'\), and dict\['lock'\]"):
         pack(plan, double, ({"lock": threading.Lock()},))
 
 

@@ -7,6 +7,7 @@ import json
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from stratagem.strategies import (
     Strategy,
     TrainStep,
     make_optimizers,
+    user_module,
 )
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -262,6 +264,21 @@ def test_what_was_prepared_of_a_model_is_released_before_it_is_prepared_again() 
     assert second.calls == ["prepare", "end_training"]
 
 
+def test_a_model_is_released_when_its_trainer_runs_another_one() -> None:
+    strategy, other, model = Averaging(), Averaging(), Line()
+    running = trainer(strategy=strategy)
+    running.fit(model, loader())
+    running.validate(Line(), loader(), verbose=False)
+    assert strategy.calls[2:] == ["release", "prepare", "evaluation", "evaluated"]
+    # What another strategy has prepared since is left alone.
+    running.fit(model, loader())
+    del strategy.calls[:]
+    trainer(strategy=other).fit(model, loader())
+    assert strategy.calls == ["release"]
+    running.validate(Line(), loader(), verbose=False)
+    assert strategy.calls == ["release", "prepare", "evaluation", "evaluated"]
+
+
 def test_an_evaluation_that_fails_ends_its_context() -> None:
     class Failing(Line):
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
@@ -389,8 +406,8 @@ def _never_clips(self: Any, prepared: Any, step: Any, micro_batches: Any) -> Non
         ),
         (
             _ends_no_batch,
-            {"accumulate_grad_batches": 2},
-            "Own.train_step has ended 0 of 2 micro-batches; expected a call of "
+            {},
+            "Own.train_step has ended 0 of 1 micro-batches; expected a call of "
             "step.end(micro_batch) for each, as Strategy.accumulate_all does",
         ),
         (
@@ -430,6 +447,7 @@ def test_a_train_step_that_leaves_something_out_is_refused_after_its_first_step(
     assert refused(lambda: fitted(strategy, **arguments), PluginError) == expected
 
 
+@pytest.mark.filterwarnings("ignore:.*training_step returned None for the first batch")
 def test_a_step_that_every_batch_skips_needs_no_end() -> None:
     class Skipping(Line):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -505,6 +523,115 @@ def test_an_init_that_does_not_call_its_base_is_named() -> None:
 
     assert refused(lambda: trainer(strategy=Forgets())) == (
         "Forgets.__init__ does not call super().__init__(**components): call it first"
+    )
+
+
+def test_an_init_that_does_not_pass_its_components_on_is_named() -> None:
+    class Swallows(DDPStrategy):
+        def __init__(self, *, every: int = 4, **parts: Any) -> None:
+            super().__init__()
+            self.every = every
+
+    class Inherits(Swallows):
+        def __init__(self, **components: Any) -> None:
+            super().__init__(**components)
+
+    class Later(DDPStrategy):
+        def __init__(self, **components: Any) -> None:
+            (lambda: super(Later, self).__init__(**components))()
+
+    text = (
+        "Swallows.__init__ takes **parts and does not pass it on, so that options such as "
+        "launcher= are lost: call super().__init__(**parts) first"
+    )
+    assert refused(lambda: trainer(strategy=Swallows(timeout=30), devices=2)) == text
+    assert refused(lambda: trainer(strategy=Inherits(), devices=2)) == text
+    trainer(strategy=Later(), devices=2)
+
+
+def test_a_setup_that_does_not_call_its_base_is_named() -> None:
+    class Forgets(SingleDeviceStrategy):
+        def setup_environment(self) -> None:
+            """Joins nothing."""
+
+    lite = Lite(accelerator="cpu", strategy=Forgets())
+    assert refused(lite.launch, PluginError) == (
+        "Forgets.setup_environment does not call super().setup_environment(), which sets up the "
+        "device and joins the other ranks: call it"
+    )
+
+
+def test_a_factory_in_the_place_of_the_optimizers_is_named() -> None:
+    class NoMake(SingleDeviceStrategy):
+        def prepare(self, module: Any, optimizers: Any = (), *, move_to_device: bool = True) -> Any:
+            return PreparedModel(module, module, optimizers, module)
+
+    text = refused(lambda: fitted(NoMake()), PluginError)
+    assert text.startswith("PreparedModel(optimizers=<")
+    assert text.endswith(
+        "expected a list of optimizers; call make_optimizers(optimizers) after wrapping, and pass "
+        "what it returns"
+    )
+
+
+@pytest.mark.parametrize("method", ["evaluation", "backward_in_forward", "model_context"])
+def test_a_method_that_returns_no_context_is_named(method: str) -> None:
+    strategy = type("Own", (SingleDeviceStrategy,), {method: _returns_none})()
+    model = Line()
+    model.automatic_optimization = method != "backward_in_forward"
+    calls: dict[str, Callable[[], Any]] = {
+        "evaluation": lambda: trainer(strategy=strategy).predict(model, loader()),
+        "backward_in_forward": lambda: trainer(strategy=strategy).fit(model, loader()),
+        "model_context": lambda: Lite(strategy=strategy).init_module().__enter__(),
+    }
+    assert refused(calls[method], PluginError) == (
+        "_returns_none returned None; expected a context manager: decorate it with "
+        "contextlib.contextmanager and yield once, or return contextlib.nullcontext()"
+    )
+
+
+def _returns_none(self: Any, prepared: Any = None) -> Any:
+    """What a method without a return statement does."""
+
+
+def test_a_micro_batch_begins_after_the_one_before_has_ended() -> None:
+    class AllAtOnce(SingleDeviceStrategy):
+        def train_step(self, prepared: Any, step: Any, micro_batches: Any) -> None:
+            batches = [(each, step.begin(each)) for each in micro_batches]
+            for each, batch in batches:
+                self.backward(prepared, step.loss(batch, converted=True))
+                step.end(each)
+            self.finish_step(prepared, step)
+
+    text = refused(lambda: fitted(AllAtOnce(), accumulate_grad_batches=2), PluginError)
+    assert text.startswith(
+        "AllAtOnce.train_step has begun a micro-batch before it ended the one before"
+    )
+    assert "call step.end(micro_batch) first" in text
+
+
+def test_the_users_module_is_known_to_a_strategy() -> None:
+    class Looks(SingleDeviceStrategy):
+        def wrap(self, module: nn.Module) -> nn.Module:
+            self.in_wrap = user_module(module)
+            return module
+
+    strategy, model = Looks(), Line()
+    the_trainer = trainer(strategy=strategy, max_steps=1)
+    the_trainer.fit(model, loader())
+    assert strategy.in_wrap is model
+    assert user_module(the_trainer.run.require_prepared().original) is model
+    assert user_module(model) is model
+
+
+def test_capabilities_of_parallel_strategies_and_of_their_parameters() -> None:
+    assert Capabilities.parallel(precisions=("32-true",), multi_node=False) == Capabilities(
+        launchers=None, one_process=False, many_devices=True, precisions=("32-true",)
+    )
+    with pytest.raises(PluginError) as caught:
+        Capabilities.parallel(parameters="other")
+    assert str(caught.value) == (
+        "Capabilities has parameters='other'; expected 'same', 'drift' or 'divided'"
     )
 
 
@@ -623,7 +750,8 @@ def not_a_strategy() -> object:
     [
         (
             Contradicting,
-            "the spec's capabilities and those of Contradicting differ (replicated=False and True;",
+            "the spec's capabilities and those of Contradicting differ (parameters='drift' and "
+            "'same';",
         ),
         (not_a_strategy, "returned a object; expected a subclass of stratagem.strategies.Strategy"),
     ],
@@ -635,7 +763,7 @@ def test_a_class_that_is_not_what_its_spec_says_is_refused_by_name(
         name="contradicting",
         target=target,
         api_version=1,
-        capabilities=Capabilities(replicated=False),
+        capabilities=Capabilities(parameters="drift"),
     )
     get_registry().add(spec)
     try:
@@ -721,11 +849,11 @@ def test_an_engine_that_owns_backward_is_refused_under_lite() -> None:
 
 def test_divergence_is_not_looked_for_where_ranks_hold_different_parameters() -> None:
     class Stages(SingleDeviceStrategy):
-        capabilities = Capabilities(replicated=False)
+        capabilities = Capabilities(parameters="drift")
 
     assert refused(lambda: trainer(strategy=Stages(), detect_divergence=5)) == (
         "detect_divergence=5 compares the parameters of all ranks, which the strategy 'Stages' "
-        "lets differ (replicated=False in its capabilities): leave detect_divergence out"
+        "lets differ (parameters='drift' in its capabilities): leave detect_divergence out"
     )
 
 
@@ -783,6 +911,22 @@ def test_a_state_that_is_not_the_whole_model_is_refused_at_the_save(
     path = tmp_path / "partial.ckpt"
     assert refused(lambda: made.save_checkpoint(path), PluginError) == expected
     assert not path.exists()
+
+
+def test_a_strategy_of_divided_parameters_may_save_more_than_this_ranks_part(
+    tmp_path: Path,
+) -> None:
+    class Gathering(SingleDeviceStrategy):
+        capabilities = replace(SingleDeviceStrategy.capabilities, parameters="divided")
+
+        def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
+            return {"layer.weight": torch.ones(2, 2)}
+
+    saving = trainer(strategy=Gathering())
+    saving.fit(Line(), loader())
+    saving.save_checkpoint(tmp_path / "whole.ckpt")
+    saved = torch.load(tmp_path / "whole.ckpt")["state_dict"]
+    assert saved["layer.weight"].shape == (2, 2)
 
 
 def test_an_author_faces_few_names_and_finds_all_that_signatures_name() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from stratagem import Module, Trainer
 from stratagem.callbacks import LambdaCallback, ModelCheckpoint
@@ -93,6 +93,14 @@ def test_overfitting_reads_the_same_batches_in_order() -> None:
     assert part.num_training_batches == 2
     with pytest.raises(ConfigurationError, match=r"overfit_batches=1\.5"):
         trainer(overfit_batches=1.5)
+
+
+def test_overfitting_reads_in_order_what_another_sampler_draws() -> None:
+    model, data = Net(), torch.arange(10)
+    draws = WeightedRandomSampler([1.0] * 10, 10)
+    loader: Any = DataLoader(data, 2, sampler=draws)  # type: ignore[arg-type]
+    trainer(overfit_batches=2, max_epochs=2).fit(model, loader)
+    assert [batch for _, batch in model.read] == [[0, 1], [2, 3]] * 2
 
 
 def test_loaders_are_made_anew_after_some_epochs() -> None:

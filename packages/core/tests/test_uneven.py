@@ -172,7 +172,8 @@ def test_a_limit_that_all_ranks_reach_makes_them_even(results: Results) -> None:
 
 def test_no_batch_on_any_rank_is_an_error(results: Results) -> None:
     assert results.out["nothing"] == (
-        "UserCodeError: the training data loader yielded no batch; expected at least one"
+        "UserCodeError: the training data loader yielded no batch; expected at least one in each "
+        "epoch: a generator can be read only once, so pass a DataLoader or a list"
     )
 
 

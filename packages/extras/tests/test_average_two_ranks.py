@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem import Module, Trainer
 from stratagem.callbacks import EMAWeightAveraging
+from stratagem.checkpoint import DirectoryCheckpointIO
 
 SCRIPT = Path(__file__).parent / "scripts" / "average_two_ranks.py"
 
@@ -56,6 +57,12 @@ def test_an_average_of_sharded_weights_is_that_of_whole_ones(
     assert sharded.keys() == net.state_dict().keys()
     for name, value in net.state_dict().items():
         torch.testing.assert_close(sharded[name], value)
+    # Saved in shards within a run, it is the average as well.
+    whole = torch.load(tmp_path / "single_file.ckpt", weights_only=True)
+    shards = DirectoryCheckpointIO().load_checkpoint(tmp_path / "directory.ckpt")
+    for name, value in whole["state_dict"].items():
+        torch.testing.assert_close(shards["state_dict"][name], value, rtol=0, atol=0)
+        assert not torch.equal(shards["current_model_state"][name], value)
     # Validation ran on the average, too.
     validated = json.loads((tmp_path / "validated.json").read_text())
     assert validated == pytest.approx(net.validated, rel=1e-4)

@@ -402,6 +402,31 @@ def test_learning_rates_of_a_group_that_was_added_and_of_two_optimizers(tmp_path
     assert len([row for row in rows(logger) if row["lr-SGD-1"]]) == 6
 
 
+def test_schedulers_within_a_scheduler_know_of_unfrozen_groups(tmp_path: Path) -> None:
+    class Warms(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.head.parameters(), lr=0.1)
+            parts = [
+                torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, total_iters=2),
+                torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+            ]
+            return [optimizer], [torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [2])]
+
+    unfreezes = BackboneFinetuning(
+        unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01, should_align=False, verbose=False
+    )
+    one = trainer(unfreezes, max_epochs=4)
+    one.fit(Warms(), loader())
+    head, backbone = one.optimizers[0].param_groups
+    assert head["lr"] == pytest.approx(0.025)
+    one.save_checkpoint(tmp_path / "saved.ckpt")
+    unfreezes = BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)
+    resumed = trainer(unfreezes, max_epochs=5)
+    resumed.fit(Warms(), loader(), ckpt_path=tmp_path / "saved.ckpt")
+    assert resumed.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0125)
+    assert resumed.optimizers[0].param_groups[1]["lr"] < backbone["lr"]
+
+
 def test_throughput_counts_batches_samples_and_items(tmp_path: Path) -> None:
     class Counted(Net):
         flops_per_batch = 100
@@ -426,6 +451,24 @@ def test_throughput_counts_batches_samples_and_items(tmp_path: Path) -> None:
         trainer(ThroughputMonitor(len, window_size=1), logger=CSVLogger(tmp_path)).fit(
             Net(), loader()
         )
+
+
+def test_a_resumed_run_counts_its_throughput_on_and_logs_a_learning_rate_once(
+    tmp_path: Path,
+) -> None:
+    monitors = [ThroughputMonitor(lambda batch: len(batch[0])), LearningRateMonitor("epoch")]
+    first = trainer(*monitors, logger=CSVLogger(tmp_path / "first"), max_epochs=2, max_steps=8)
+    first.fit(Net(), loader())
+    first.save_checkpoint(tmp_path / "saved.ckpt")
+    logger = CSVLogger(tmp_path / "second")
+    monitors = [ThroughputMonitor(lambda batch: len(batch[0])), LearningRateMonitor("epoch")]
+    trainer(*monitors, logger=logger, max_epochs=2).fit(
+        Net(), loader(), ckpt_path=tmp_path / "saved.ckpt"
+    )
+    (last,) = [row for row in rows(logger) if row["train/samples"] == "48"]
+    assert last["train/batches"] == "12"
+    assert float(last["train/time"]) > 0
+    assert not any(row.get("lr-SGD") for row in rows(logger))
 
 
 # -- time, hooks, bars
@@ -508,7 +551,7 @@ def test_progress_bars_under_the_names_that_users_know(
         assert bar.is_enabled
         bar.disable()
         assert bar.is_disabled
-        one.fit(Net(), loader())
+        one.fit(Net(), loader(), loader())
         assert capsys.readouterr() == ("", "")
         bar.enable()
         assert bar.is_enabled

@@ -143,7 +143,7 @@ def test_convert_refuses_what_it_cannot_do_and_writes_nothing(tmp_path: Path) ->
     for arguments, said in (
         ((source, tmp_path / "new.bin"), "expected a target that ends in .safetensors, received"),
         ((source, there), f"'{there}' is there already; expected a new path: remove it first"),
-        ((tmp_path / "no.ckpt", new), f"there is no checkpoint at '{tmp_path / 'no.ckpt'}'"),
+        ((tmp_path / "no.ckpt", new), f"no checkpoint '{tmp_path / 'no.ckpt'}'"),
         ((sparse, new), "w is a tensor of torch.float32 (torch.sparse_coo); a safetensors file"),
         ((double, new), "w is a tensor of torch.complex128 (torch.strided); a safetensors file"),
         ((empty, new), "has 0 entries that may be weights (of epoch): say which, by --key"),
@@ -290,7 +290,5 @@ def test_average_refuses_other_models_and_says_where_they_differ(tmp_path: Path)
     )
     assert "is there already" in stratagem("average", first, first, "-o", other, code=1)
     missing = tmp_path / "no.ckpt"
-    assert f"no checkpoint at '{missing}'" in stratagem(
-        "average", first, missing, "-o", new, code=1
-    )
+    assert f"no checkpoint '{missing}'" in stratagem("average", first, missing, "-o", new, code=1)
     assert not new.exists()

@@ -120,6 +120,11 @@ def test_functions_are_found_within_actions_that_lie_within_others(tmp_path: Pat
     assert "Profile stats for: run_training_epoch" in report
     assert "Profile stats for: [Strategy]SingleDeviceStrategy.backward" in report
     stats: Any = pstats.Stats(str(tmp_path / "fit-run_training_epoch-deep.prof"))
+    with profiler.profile("sort"):
+        sorted(range(9))
+    assert any(
+        "sorted" in str(entry.code) for entry in profiler.profiled_actions["sort"].getstats()
+    )
     functions = {name for _, _, name in stats.stats}
     assert {"training_step", "<built-in method torch._C._nn.linear>"} <= functions
 

@@ -179,6 +179,27 @@ def test_a_config_has_the_arguments_of_tensorboards_writer() -> None:
     logger.finalize("success")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", f"{__name__}.Nothing"], "has no attribute 'Nothing'"),
+        (["--model", f"{__name__}.Line", "--model.widht=3"], "Option 'widht' is not accepted"),
+        (["--trainer.max_epochs=three"], "Expected int"),
+    ],
+)
+def test_an_error_has_a_few_lines_and_no_usage(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        TrainerCLI(args=["fit", *arguments])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.splitlines()) < 10
+    for noise in ("usage:", "Subtypes", "NoneType", "<class"):
+        assert noise not in error
+
+
 def test_print_config_and_help_say_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         made("--print_config")

@@ -9,6 +9,7 @@ import pickle
 from argparse import Namespace
 from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -59,13 +60,19 @@ from stratagem_lightning.api.plugins.precision import (
 )
 from stratagem_lightning.api.trainer import Trainer
 from stratagem_lightning.api.utilities.data import has_len
-from stratagem_lightning.api.utilities.loading import get_filesystem
+from stratagem_lightning.api.utilities.loading import get_filesystem, is_dir
 from stratagem_lightning.api.utilities.models import from_compiled, grad_norm
 from stratagem_lightning.api.utilities.parsing import lightning_setattr
 from stratagem_lightning.api.utilities.samplers import (
     DistributedSamplerWrapper,
     UnrepeatedDistributedSampler,
 )
+from stratagem_lightning.api.utilities.warnings import LightningDeprecationWarning
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::stratagem_lightning.api.utilities.warnings.PossibleUserWarning"
+)
+"""What is advised against here is what the tests are of, or does not matter to them."""
 
 
 def loader(samples: int) -> DataLoader[Any]:
@@ -124,6 +131,7 @@ def test_fabric_calls_with_what_a_callback_takes_and_leaves_out_what_is_no_metho
 
 def test_fabric_makes_tensors_and_models_in_their_final_format() -> None:
     fabric = Fabric(accelerator="cpu", devices=1, precision="64-true")
+    assert fabric._precision is fabric.strategy.precision
     with fabric.init_tensor():
         assert torch.zeros(3).dtype is torch.float64
     model = fabric.setup_module(torch.nn.Linear(2, 1))
@@ -168,10 +176,12 @@ def test_a_module_logs_and_goes_backward_through_fabric() -> None:
     assert manual.layer.weight.grad is not None
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.*script.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_module_becomes_torchscript_with_a_fabric_or_without() -> None:
     model, inputs = BoringModel(), torch.ones(2, 32)
-    script = model.to_torchscript()
+    with pytest.warns(LightningDeprecationWarning, match="to_torchscript` has been deprecated"):
+        script = model.to_torchscript()
     assert torch.equal(script(inputs), model(inputs))
     Fabric(accelerator="cpu", devices=1).setup(model)
     assert torch.equal(model.to_torchscript()(inputs), model(inputs))
@@ -332,9 +342,14 @@ def test_a_trainer_says_whether_one_is_a_batch_or_all_of_them(
     with caplog.at_level("INFO", "stratagem"):
         Trainer(accelerator="cpu", limit_train_batches=1, limit_val_batches=1.0, fast_dev_run=2)
         Trainer(accelerator="cpu", limit_test_batches=2, max_epochs=1)
+        Trainer(accelerator="cpu", val_check_interval=1)
     assert caplog.messages == [
-        "limit_train_batches=1: 1 batch of an epoch is taken; 1.0 takes all of them",
-        "limit_val_batches=1.0: 100% of the batches are taken; 1 takes a single one",
+        "`Trainer(limit_train_batches=1)` was configured so 1 batch will be used; 1.0 means the "
+        "whole epoch",
+        "`Trainer(limit_val_batches=1.0)` was configured so 100% of the batches will be used; 1 "
+        "means a single batch",
+        "`Trainer(val_check_interval=1)` was configured so validation will run after every batch; "
+        "1.0 means the whole epoch",
     ]
 
 
@@ -565,9 +580,16 @@ def test_samplers_of_ranks_repeat_nothing_and_shuffle_another_one() -> None:
     assert epochs == [3, 3]
 
 
-def test_file_systems_are_found_by_path() -> None:
+def test_file_systems_are_found_by_path(tmp_path: Path) -> None:
     assert "memory" in get_filesystem("memory://run/last.ckpt").protocol
     assert "file" in get_filesystem(Path("run")).protocol
+    assert is_dir(get_filesystem(tmp_path), tmp_path)
+    assert not is_dir(get_filesystem(tmp_path), tmp_path / "none")
+    store = SimpleNamespace(
+        protocol=("s3", "s3a"), isfile=lambda path: False, isdir=lambda p: False
+    )
+    assert is_dir(store, "s3://bucket/none")
+    assert not is_dir(store, "s3://bucket/none", strict=True)
 
 
 def test_what_one_rank_gathers_keeps_its_shape(tmp_path: Path) -> None:
@@ -979,3 +1001,26 @@ def test_early_stopping_shows_its_best_value_as_a_tensor() -> None:
     stopping = EarlyStopping("loss")
     stopping.load_state_dict({**stopping.state_dict(), "best_score": 0.1})
     assert stopping.best_score.item() == stopping.state_dict()["best_score"] == 0.1
+
+
+@pytest.mark.parametrize("precision", [16, "16", "16-mixed"])
+def test_half_precision_on_a_cpu_is_bfloat16_with_a_warning(precision: int | str) -> None:
+    text = f"precision={precision!r} is for GPUs: this run uses a CPU, and trains with"
+    with pytest.warns(UserWarning, match=text):
+        trainer = Trainer(accelerator="cpu", precision=precision, logger=False)
+    assert trainer.strategy.precision.name == "bf16-mixed"
+    with pytest.warns(UserWarning, match=text):
+        fabric = Fabric("cpu", precision=precision)
+    assert fabric.strategy.precision.name == "bf16-mixed"
+
+
+def test_no_gpus_mean_the_cpu_and_no_devices_are_refused() -> None:
+    trainer = Trainer(gpus=0, logger=False)
+    assert trainer.plan.accelerator.name == "cpu"
+    with pytest.raises(ConfigurationError, match="devices=0 leaves nothing to train on"):
+        Trainer(devices=0, logger=False)
+
+
+def test_arguments_of_fabric_given_twice_are_refused() -> None:
+    with pytest.raises(TypeError, match="multiple values for argument 'accelerator'"):
+        Fabric("cpu", accelerator="cpu")

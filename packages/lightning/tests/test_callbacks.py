@@ -19,6 +19,11 @@ import stratagem
 from stratagem import Callback, Module, callbacks
 from stratagem.errors import ConfigurationError
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::stratagem_lightning.api.utilities.warnings.PossibleUserWarning"
+)
+"""What is advised against here is what the tests are of, or does not matter to them."""
+
 
 @pytest.fixture(scope="module")
 def pl() -> Iterator[Any]:
@@ -121,6 +126,24 @@ def test_a_bar_of_ones_own_shows_nothing_else(
     assert seen == [1 / 3, 2 / 3, 1.0]
     printed = capsys.readouterr()
     assert "epoch" not in printed.out + printed.err
+
+
+def test_a_quick_run_keeps_its_callbacks_and_needs_no_monitored_value(pl: Any) -> None:
+    saver = pl.callbacks.ModelCheckpoint(monitor="never")
+    stop = pl.callbacks.EarlyStopping("never")
+    trainer = pl.Trainer(accelerator="cpu", fast_dev_run=True, callbacks=[saver, stop])
+    trainer.fit(Net(), DataLoader(torch.ones(4, 2), 2))  # type: ignore[arg-type]
+    assert trainer.checkpoint_callback is saver
+    assert trainer.early_stopping_callback is stop
+    assert (saver.best_model_path, saver.dirpath) == ("", None)
+
+
+def test_the_last_checkpoint_is_saved_where_no_save_came_due(pl: Any, tmp_path: Path) -> None:
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, save_last=True, every_n_epochs=10)
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=2, callbacks=saver, logger=False)
+    trainer.fit(Net(), DataLoader(torch.ones(4, 2), 2))  # type: ignore[arg-type]
+    assert saver.last_model_path == str(tmp_path / "last.ckpt")
+    assert torch.load(saver.last_model_path)["global_step"] == 4
 
 
 def test_a_bar_ends_where_max_steps_end_the_epoch(pl: Any, tmp_path: Path) -> None:

@@ -18,6 +18,11 @@ from stratagem.trainer import TrainLoader
 from stratagem_lightning.api.core import dataloader_iter
 from stratagem_lightning.api.trainer import Trainer
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::stratagem_lightning.api.utilities.warnings.PossibleUserWarning"
+)
+"""What is advised against here is what the tests are of, or does not matter to them."""
+
 
 class Pairs(Module):
     """Reads two batches in each step."""

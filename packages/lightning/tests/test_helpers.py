@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from stratagem import rng
+from stratagem.errors import ConfigurationError
 from stratagem_lightning.api.loggers import CSVLogger
 from stratagem_lightning.api.utilities import data, parsing, seed
 from stratagem_lightning.api.utilities.warnings import PossibleUserWarning
@@ -110,3 +111,12 @@ def test_signatures_are_read() -> None:
     assert not takes(hook, "dataloader_idx")
     assert takes(hook, "dataloader_idx", min_args=2)
     assert not takes(hook, "dataloader_idx", min_args=3)
+
+
+def test_the_batch_size_of_a_collection_is_that_of_its_first_tensor() -> None:
+    assert data.extract_batch_size({"a": [torch.zeros(3, 2)], "b": torch.zeros(3)}) == 3
+    with pytest.warns(UserWarning, match=r"infer the `batch_size` .* batch size we found is 1\."):
+        assert data.extract_batch_size([torch.tensor(1), torch.zeros(4)]) == 1
+    for without in ("text", {"texts": ["some"] * 7}):
+        with pytest.raises(ConfigurationError, match="batch size cannot be found"):
+            data.extract_batch_size(without)

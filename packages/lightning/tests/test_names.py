@@ -13,11 +13,17 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import stratagem
+import stratagem.strategies
+from stratagem.accelerators import Accelerator
 from stratagem.callbacks import EarlyStopping
 from stratagem.cli.run import parse
 from stratagem.errors import ConfigurationError
+from stratagem.strategies import Strategy
+from stratagem_lightning.api.plugins.collectives import TorchCollective
 
 ROOTS = ("lightning", "pytorch_lightning", "lightning_fabric")
 OURS = "stratagem_lightning"
@@ -49,8 +55,13 @@ def _modules_as_before() -> Iterator[None]:
     """Give the modules back afterwards: other files hold classes of theirs."""
     modules = {name: module for name, module in sys.modules.items() if is_lightnings(name)}
     held = {name: vars(stratagem)[name] for name in ("lightning",) if name in vars(stratagem)}
+    kinds: list[Any] = [Strategy, Accelerator]
+    lookups = {kind: vars(kind).get("__getattr__") for kind in kinds}
     yield
     forget()
+    for kind, lookup in lookups.items():
+        if lookup is not None:
+            kind.__getattr__ = lookup
     sys.modules.update(modules)
     vars(stratagem).update(held)
 
@@ -132,6 +143,54 @@ def test_every_name_that_is_served_is_there(lightning: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
+    ("module", "name", "instead"),
+    [
+        ("pytorch.accelerators", "MPSAccelerator", "accelerator='cpu'"),
+        ("fabric.accelerators.mps", "MPSAccelerator", "accelerator='cpu'"),
+        ("pytorch.loggers", "LitLogger", "CSVLogger, TensorBoardLogger or WandbLogger"),
+        ("fabric.plugins.collectives", "Collective", "Fabric.all_gather, all_reduce"),
+        ("pytorch.plugins.layer_sync", "TorchSyncBatchNorm", "Trainer(sync_batchnorm=True)"),
+        ("pytorch.serve", "ServableModule", "load_from_checkpoint"),
+        (
+            "pytorch.callbacks.progress.rich_progress",
+            "CustomProgress",
+            "RichProgressBar(theme=...)",
+        ),
+    ],
+)
+def test_a_class_that_is_not_here_can_be_imported_for_isinstance(
+    module: str, name: str, instead: str, lightning: ModuleType
+) -> None:
+    kind = getattr(importlib.import_module(f"lightning.{module}"), name)
+    assert not isinstance(object(), kind)
+    for made in (kind, type("Own", (kind,), {})):
+        with pytest.raises(ConfigurationError) as raised:
+            made()
+        text = str(raised.value)
+        assert text.startswith(f"Stratagem has no {name}; use ")
+        assert instead in text
+    assert name not in importlib.import_module(f"lightning.{module}").__all__
+
+
+def test_a_class_of_a_backend_that_is_not_installed_can_be_imported(
+    lightning: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = vars(stratagem.strategies)["__getattr__"]
+
+    def missing(name: str) -> Any:
+        if name == "XLAStrategy":
+            raise ImportError("XLAStrategy is provided by stratagem-backend-xla: pip install it")
+        return find(name)
+
+    monkeypatch.setattr(stratagem.strategies, "__getattr__", missing)
+    monkeypatch.delitem(vars(stratagem.strategies), "XLAStrategy", raising=False)
+    kind = importlib.import_module("lightning.pytorch.strategies").XLAStrategy
+    assert not isinstance(object(), kind)
+    with pytest.raises(ImportError, match="provided by stratagem-backend-xla"):
+        kind()
+
+
+@pytest.mark.parametrize(
     ("statement", "said"),
     [
         ("from lightning import Unheard", "Stratagem has no 'lightning.Unheard'"),
@@ -139,7 +198,7 @@ def test_every_name_that_is_served_is_there(lightning: ModuleType) -> None:
         ("import pytorch_lightning.unheard", "has no 'lightning.pytorch.unheard'"),
         ("from lightning.pytorch.callbacks.timer import Unheard", "callbacks.timer.Unheard'"),
         ("import lightning.pytorch.loops.fit_loop", "use Trainer's attributes, and stratagem.Lite"),
-        ("from lightning.pytorch.loggers import LitLogger", "use CSVLogger"),
+        ("import lightning.pytorch.utilities.migration", "reads checkpoints of Lightning 2.x"),
         ("from lightning.pytorch import Trainr", "Trainr'; did you mean 'Trainer'?"),
         ("from lightning.pytorch.callbacks import ModelCheckpiont", "mean 'ModelCheckpoint'?"),
         ("import lightning.fabric._graveyard", "is private to Lightning"),
@@ -205,7 +264,7 @@ def test_the_line_names_a_lightning_that_is_installed_and_not_used(
     capsys.readouterr()
     importlib.import_module(OURS)
     said = capsys.readouterr().err
-    assert "(lightning 2.6.6, which is installed here too, is not used)" in said
+    assert "(the installed lightning 2.6.6 is not used)" in said
 
 
 # -- scripts
@@ -306,3 +365,24 @@ sys.exit(sum(result.failed for result in results))
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert int(ran.stdout.splitlines()[-1]) > 10
+
+
+def test_collective_of_one_rank() -> None:
+    collective = TorchCollective()
+    assert collective.teardown().group is None
+    with pytest.raises(ConfigurationError, match="expected several ranks, received a run of one"):
+        collective.setup()
+    with pytest.raises(AttributeError, match="has no 'shout'; expected one of all_gather, "):
+        collective.shout  # noqa: B018
+    store = dist.HashStore()  # type: ignore[attr-defined]  # no part of its typed names
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        collective.setup().create_group()
+        assert (collective.rank, collective.world_size) == (0, 1)
+        collective.broadcast_object_list(["run"], src=0)
+        tensor = torch.ones(2)
+        collective.all_reduce(tensor)
+        assert tensor.tolist() == [1.0, 1.0]
+        assert collective.teardown().group is None
+    finally:
+        dist.destroy_process_group()

@@ -10,12 +10,19 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from stratagem import Module, callbacks
+from stratagem import Module, callbacks, strategies
 from stratagem.errors import ConfigurationError
 from stratagem_lightning.api import loggers
+from stratagem_lightning.api.callbacks.checkpoint import Checkpoint
+from stratagem_lightning.api.core.saving import load_from_checkpoint
 from stratagem_lightning.api.demos.boring_classes import BoringModel
 from stratagem_lightning.api.fabric import Fabric
 from stratagem_lightning.api.trainer import Trainer
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::stratagem_lightning.api.utilities.warnings.PossibleUserWarning"
+)
+"""What is advised against here is what the tests are of, or does not matter to them."""
 
 
 class Net(Module):
@@ -209,3 +216,74 @@ def test_a_model_is_loaded_onto_a_device_as_torch_load_says(tmp_path: Path) -> N
         assert load(saved, map_location=where).device == torch.device("cpu")
     for where in ({"cpu": "meta"}, lambda storage, location: torch.empty(0, device="meta")):
         assert load(saved, map_location=where).device.type == "meta"
+
+
+def test_a_strategy_knows_its_trainer(tmp_path: Path) -> None:
+    trainer = Trainer(accelerator="cpu", max_steps=1, logger=False, enable_progress_bar=False)
+    trainer.fit(model := BoringModel())
+    strategy: Any = trainer.strategy
+    assert strategy.lightning_module is model
+    assert strategy.model is trainer.model
+    assert strategy.optimizers == trainer.optimizers
+    assert strategy.lr_scheduler_configs == trainer.lr_scheduler_configs
+    assert strategy.launcher is trainer.plan.launcher
+    assert strategy.batch_to_device({"x": torch.ones(1)})["x"].device == strategy.root_device
+    strategy.save_checkpoint({"a": torch.ones(2)}, tmp_path / "own.ckpt")
+    assert strategy.load_checkpoint(tmp_path / "own.ckpt")["a"].tolist() == [1, 1]
+    strategy.remove_checkpoint(tmp_path / "own.ckpt")
+    assert list(tmp_path.iterdir()) == []
+    alone: Any = strategies.SingleDeviceStrategy()
+    with pytest.raises(AttributeError, match="'SingleDeviceStrategy' object has no attribute 'mod"):
+        alone.model  # noqa: B018
+
+
+def test_an_accelerator_answers_what_lightnings_does() -> None:
+    accelerator: Any = Trainer(accelerator="cpu", logger=False).accelerator
+    assert accelerator.is_available()
+    assert accelerator.auto_device_count() >= 1
+    assert isinstance(accelerator.get_device_stats("cpu"), dict)
+    assert Fabric("cpu").accelerator.name == "cpu"
+    with pytest.raises(AttributeError, match="'CPUAccelerator' object has no attribute 'unheard'"):
+        accelerator.unheard  # noqa: B018
+
+
+def test_the_connector_says_what_was_chosen() -> None:
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
+    connector = trainer._accelerator_connector
+    assert connector.strategy is trainer.strategy
+    assert connector.accelerator is trainer.accelerator
+    assert connector.is_distributed
+    assert connector._strategy_flag == "ddp"
+    assert connector.parallel_devices == connector._parallel_devices == [torch.device("cpu")] * 2
+    assert trainer.scaler is None
+
+
+def test_other_private_attributes_say_what_to_use() -> None:
+    trainer: Any = Trainer(accelerator="cpu", logger=False)
+    with pytest.raises(AttributeError) as raised:
+        trainer._results  # noqa: B018
+    assert str(raised.value) == (
+        "Trainer._results is private to Lightning, and Stratagem has no such object: use "
+        "trainer.callback_metrics"
+    )
+    with pytest.raises(AttributeError, match="'Trainer' object has no attribute 'unheard'"):
+        trainer.unheard  # noqa: B018
+
+
+def test_a_checkpoint_callback_is_an_instance_of_its_base() -> None:
+    assert isinstance(callbacks.ModelCheckpoint(), Checkpoint)
+    assert issubclass(callbacks.OnExceptionCheckpoint, Checkpoint)
+    assert not isinstance(callbacks.EarlyStopping(monitor="loss"), Checkpoint)
+
+
+def test_private_loading_leaves_out_an_override(tmp_path: Path) -> None:
+    class Own(BoringModel):
+        @classmethod
+        def load_from_checkpoint(cls, *arguments: Any, **options: Any) -> Any:
+            return load_from_checkpoint(cls, *arguments, **options)
+
+    trainer = Trainer(accelerator="cpu", max_steps=1, logger=False, enable_progress_bar=False)
+    trainer.fit(model := Own())
+    trainer.save_checkpoint(tmp_path / "own.ckpt")
+    loaded = Own.load_from_checkpoint(tmp_path / "own.ckpt")
+    assert torch.equal(loaded.layer.weight, model.layer.weight)

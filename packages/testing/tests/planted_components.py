@@ -6,10 +6,14 @@ Each class's docstring is the mistake. Other processes load this file by its pat
 from __future__ import annotations
 
 import csv
+import hashlib
+import io
+import itertools
 import os
 import pickle
 import subprocess
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem import Callback, Module, Trainer
-from stratagem.accelerators import CPUAccelerator
+from stratagem.accelerators import CPUAccelerator, DeviceMemory
 from stratagem.checkpoint import CheckpointIO, SingleFileCheckpointIO
 from stratagem.discovery import Availability
 from stratagem.environments import PlainEnvironment
@@ -51,6 +55,28 @@ class UnknownBackend(CPUAccelerator):
     """Nobody knows its process group's backend."""
 
     process_group_backend = "mine"
+
+
+class NoState(CPUAccelerator):
+    """A device whose random numbers come from nowhere, and that has no state of them."""
+
+    is_host = False
+    draws = itertools.count()
+
+    def setup_device(self, device: torch.device) -> None:
+        torch.rand = lambda *size, **options: torch.full(size, float(next(self.draws)))
+
+    def rng_state(self, device: torch.device) -> Tensor | None:
+        return None
+
+
+class HostNumbers(CPUAccelerator):
+    """Nothing is wrong: a device whose random numbers are the host's, and no host."""
+
+    is_host = False
+
+    def rng_state(self, device: torch.device) -> Tensor | None:
+        return None
 
 
 class LosesBatch(CPUAccelerator):
@@ -96,6 +122,23 @@ class FloatBytes(CPUAccelerator):
 
     def device_stats(self, device: torch.device) -> dict[str, Any]:
         return {"resident_bytes": 1.5}
+
+
+class CountsKibibytes(CPUAccelerator):
+    """Reports what /proc has in KiB as bytes."""
+
+    def device_memory(self, device: torch.device) -> DeviceMemory:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        (own,) = (int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+        return DeviceMemory(total=None, allocated=own, peak=own, reserved=own)
+
+
+class CountsBytes(CountsKibibytes):
+    """Nothing is wrong: KiB are made bytes."""
+
+    def device_memory(self, device: torch.device) -> DeviceMemory:
+        own = 1024 * super().device_memory(device).allocated
+        return DeviceMemory(total=None, allocated=own, peak=own, reserved=own)
 
 
 class KeepsKernels(CPUAccelerator):
@@ -242,6 +285,18 @@ class UntiesWeights(Precision):
         return module
 
 
+class DropsImaginaryParts(Precision):
+    """Converts complex buffers, too."""
+
+    name = "drops"
+    dtype = torch.bfloat16
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return module.to(torch.bfloat16)
+
+
 class NoisyGradient(Precision):
     """Every step is twice as long."""
 
@@ -274,6 +329,38 @@ class Pickled(CheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         Path(path).unlink(missing_ok=True)
+
+
+class PicklesInside(SingleFileCheckpointIO):
+    """Writes a checksum before a pickle, and unpickles what has the right one."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        data = pickle.dumps(checkpoint)
+        Path(f"{path}.part").write_bytes(hashlib.sha256(data).digest() + data)
+        Path(f"{path}.part").replace(path)
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        whole = Path(path).read_bytes()
+        if hashlib.sha256(whole[32:]).digest() != whole[:32]:
+            raise CheckpointCorruptError(f"{path} is damaged")
+        loaded: dict[str, Any] = pickle.loads(whole[32:])
+        return loaded
+
+
+class Unrestricted(PicklesInside):
+    """Has the right checksum, and loads with weights_only=False."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        torch.save(checkpoint, f"{path}.part")
+        data = Path(f"{path}.part").read_bytes()
+        Path(path).write_bytes(hashlib.sha256(data).digest() + data)
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        whole = Path(path).read_bytes()
+        if hashlib.sha256(whole[32:]).digest() != whole[:32]:
+            raise CheckpointCorruptError(f"{path} is damaged")
+        loaded: dict[str, Any] = torch.load(io.BytesIO(whole[32:]), weights_only=False)
+        return loaded
 
 
 class InPlace(SingleFileCheckpointIO):
@@ -368,6 +455,16 @@ class EveryoneIsZero(PlainEnvironment):
 
     def global_rank(self) -> int:
         return 0
+
+
+class ReadsOnce(PlainEnvironment):
+    """Has the rank of the process that made it."""
+
+    def __init__(self) -> None:
+        self.rank = super().global_rank()
+
+    def global_rank(self) -> int:
+        return self.rank
 
 
 class StartsAgain(PlainEnvironment):
@@ -538,6 +635,17 @@ class DropsNew(Rows):
         known = getattr(self, "known", None) or set(rows[0][1])
         self.known = known
         super().log_rows([(s, {k: v for k, v in row.items() if k in known}) for s, row in rows])
+
+
+class OneRowOfAStep(Rows):
+    """Takes a second row of a step for a repetition."""
+
+    last: int | None = None
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        if step != self.last:
+            super().log_metrics(metrics, step)
+        self.last = step
 
 
 class RefusesNaN(Rows):

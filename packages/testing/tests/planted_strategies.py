@@ -5,6 +5,7 @@ Each class's docstring is the mistake. Ranks load this file by its path.
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
@@ -818,6 +819,7 @@ class LosesComponents(ByBackward):
 
     def __init__(self, **components: Any) -> None:
         super().__init__()
+        self.components_given = components
 
 
 class NoComponents(ByBackward):
@@ -871,11 +873,550 @@ class SwallowsException(ByHand):
             return True
 
 
+# ---------------------------------------------------------------- what only a second look shows
+
+
+class SavesFirstWeights(ByBackward):
+    """Every save after the first one holds the weights of the first one."""
+
+    def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
+        if "_saved" not in vars(self):
+            self._saved = {k: v.clone() for k, v in super().model_state(prepared).items()}
+        return self._saved
+
+
+class SavesFirstOptimizer(ByBackward):
+    """Every save after the first one holds the optimizer of the first one."""
+
+    def optimizer_state(self, prepared: PreparedModel, optimizer: Optimizer) -> dict[str, Any]:
+        if "_saved" not in vars(self):
+            self._saved = copy.deepcopy(super().optimizer_state(prepared, optimizer))
+        return {**self._saved, "param_groups": optimizer_groups(self, prepared, optimizer)}
+
+
+def optimizer_groups(strategy: Any, prepared: PreparedModel, optimizer: Optimizer) -> Any:
+    return ByBackward.optimizer_state(strategy, prepared, optimizer)["param_groups"]
+
+
+class SavesFirstRates(ByBackward):
+    """Every save after the first one holds the learning rates of the first one."""
+
+    def optimizer_state(self, prepared: PreparedModel, optimizer: Optimizer) -> dict[str, Any]:
+        state = super().optimizer_state(prepared, optimizer)
+        if "_groups" not in vars(self):
+            self._groups = copy.deepcopy(state["param_groups"])
+        return {**state, "param_groups": self._groups}
+
+
+class LoadsNoGroups(ByBackward):
+    """A load leaves the learning rates that the optimizer was made with."""
+
+    def load_optimizer_state(
+        self, prepared: PreparedModel, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        rates = [group["lr"] for group in optimizer.param_groups]
+        super().load_optimizer_state(prepared, optimizer, state)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+class ErrorFeedback(ByBackward):
+    """Nothing is wrong: signs are averaged, and what they leave out is added in the next step."""
+
+    capabilities = replace(REPLICAS, parameters="same")
+
+    def prepare(self, *arguments: Any, **options: Any) -> PreparedModel:
+        prepared = super().prepare(*arguments, **options)
+        self.error = {n: torch.zeros_like(p) for n, p in prepared.original.named_parameters()}
+        return prepared
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        ByHand.backward(self, prepared, loss, *args, **kwargs)
+        named = dict(prepared.original.named_parameters())
+        used = self.ranks.all_reduce_ints([p.grad is not None for p in named.values()], "max")
+        for (name, p), is_used in zip(named.items(), used, strict=True):
+            if not is_used:
+                continue
+            whole = self.error[name] + (torch.zeros_like(p) if p.grad is None else p.grad)
+            sent = whole.sign() * whole.abs().mean()
+            self.error[name] = whole - sent
+            p.grad = self.ranks.all_reduce(sent)
+
+    def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        own = {name: error.clone() for name, error in self.error.items()}
+        return {"errors": self.ranks.gather_objects(own)}
+
+    def load_state(
+        self, prepared: PreparedModel, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+    ) -> None:
+        errors = state["errors"]
+        if len(errors) == self.ranks.world_size:
+            self.error = {k: v.clone() for k, v in errors[self.ranks.global_rank].items()}
+
+
+class ForgetsError(ErrorFeedback):
+    """The error that compression leaves is not saved."""
+
+    def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        return {}
+
+
+class Periodic(ByHand):
+    """Nothing is wrong: replicas step on their own, and are averaged after every second step."""
+
+    capabilities = replace(REPLICAS, parameters="drift")
+    every = 2
+    steps = 0
+
+    def average(self, prepared: PreparedModel, optimizers: Sequence[Optimizer] = ()) -> None:
+        held: list[Tensor] = [*prepared.original.parameters()]
+        for optimizer in optimizers:
+            for state in optimizer.state.values():
+                held += [v for v in state.values() if isinstance(v, Tensor) and v.ndim]
+        with torch.no_grad():
+            for value in held:
+                value.copy_(self.ranks.all_reduce(value.detach()))
+            for buffer in prepared.original.buffers():
+                buffer.copy_(self.ranks.broadcast(buffer))
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        returned = super().optimizer_step(prepared, optimizer, closure)
+        self.steps += 1
+        if self.steps % self.every == 0:
+            self.average(prepared)
+        return returned
+
+    def reduce_all(self, prepared: PreparedModel) -> None:
+        """Leave gradients to each rank."""
+
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
+        held = [(p, p.detach().clone()) for p in prepared.original.parameters()]
+        self.average(prepared)
+        yield
+        with torch.no_grad():
+            for parameter, own in held:
+                parameter.copy_(own)
+
+    def end_training(self, prepared: PreparedModel) -> None:
+        self.average(prepared)
+
+    def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
+        self.average(prepared)
+        return super().model_state(prepared)
+
+    def optimizer_state(self, prepared: PreparedModel, optimizer: Optimizer) -> dict[str, Any]:
+        self.average(prepared, [optimizer])
+        return super().optimizer_state(prepared, optimizer)
+
+    def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state(
+        self, prepared: PreparedModel, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+    ) -> None:
+        self.steps = state["steps"]
+
+
+class ForgetsCount(Periodic):
+    """The count of steps since an average is not saved."""
+
+    def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        return {}
+
+
+class TrainsInEvaluation(Periodic):
+    """The average that is evaluated is left in place."""
+
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
+        self.average(prepared)
+        yield
+
+
+class SaysAlike(Periodic):
+    """Ranks differ between two averages, and the capabilities say that they do not."""
+
+    capabilities = REPLICAS
+
+
+class KeepsGradients(ByBackward):
+    """Each gradient that was averaged is kept, as if its handle were to be waited for."""
+
+    kept: list[Tensor] | None = None
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(prepared, loss, *args, **kwargs)
+        kept = self.kept or []
+        self.kept = kept + [p.grad.clone() for p in self.trained(prepared) if p.grad is not None]
+
+
+class LastModelOnly(ByBackward):
+    """Averages the gradients of the model that was wrapped last, whichever a loss is of."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        self.last = super().wrap(module)
+        return self.last
+
+    def trained(self, prepared: PreparedModel) -> list[nn.Parameter]:
+        return list(self.last.parameters())
+
+
+class FirstGroups(ByBackward):
+    """Steps the groups that the optimizer had at its first step."""
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        groups = optimizer.param_groups
+        self.count = getattr(self, "count", len(groups))
+        optimizer.param_groups = groups[: self.count]
+        try:
+            return super().optimizer_step(prepared, optimizer, closure)
+        finally:
+            optimizer.param_groups = groups
+
+
+class _Broadcasts(nn.Module):
+    """Broadcasts buffers in each forward pass."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for buffer in self.module.buffers():
+            dist.broadcast(buffer, 0)
+        return self.module(*args, **kwargs)
+
+
+class BroadcastsInEvaluation(ByBackward):
+    """Communicates in evaluation's forward passes, of which ranks may have different numbers."""
+
+    def prepare(self, *arguments: Any, **options: Any) -> PreparedModel:
+        made = super().prepare(*arguments, **options)
+        return replace(made, evaluation_module=_Broadcasts(made.evaluation_module))
+
+
+class OwnGradients(ByBackward):
+    """Averages the gradients that this rank has, whichever other ranks have."""
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        ByHand.backward(self, prepared, loss, *args, **kwargs)
+        for p in self.trained(prepared):
+            if p.grad is not None:
+                p.grad = self.ranks.all_reduce(p.grad)
+
+
+class KeepsMasters(ByBackward):
+    """Nothing is wrong: what rounding takes from a weight is added again in the next step."""
+
+    def prepare(self, *arguments: Any, **options: Any) -> PreparedModel:
+        prepared = super().prepare(*arguments, **options)
+        named = prepared.original.named_parameters()
+        self.rest = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in named}
+        return prepared
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        returned = super().optimizer_step(prepared, optimizer, closure)
+        with torch.no_grad():
+            for name, p in prepared.original.named_parameters():
+                whole = 0.9999 * p.float() + self.rest[name]
+                p.copy_(whole)
+                self.rest[name] = whole - p.float()
+        return returned
+
+    def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        return {"rest": {name: rest.clone() for name, rest in self.rest.items()}}
+
+    def load_state(
+        self, prepared: PreparedModel, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+    ) -> None:
+        self.rest = {name: rest.clone() for name, rest in state["rest"].items()}
+
+
+class LosesMasters(KeepsMasters):
+    """What rounding has taken is not saved."""
+
+    def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        return {}
+
+
+class ClipsTheModel(ByBackward):
+    """clip_gradients clips all parameters of the model, whatever the optimizer has."""
+
+    def clip_gradients(
+        self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
+    ) -> Tensor | None:
+        whole = torch.optim.SGD(self.trained(prepared), lr=0.0)
+        return super().clip_gradients(prepared, whole, clip)
+
+
+class IgnoresNormType(ByBackward):
+    """clip_gradients clips by the Euclidean norm, whatever is asked for."""
+
+    def clip_gradients(
+        self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
+    ) -> Tensor | None:
+        return super().clip_gradients(prepared, optimizer, replace(clip, norm_type=2.0))
+
+
+class HidesNaN(ByBackward):
+    """A gradient that is NaN becomes 0."""
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(prepared, loss, *args, **kwargs)
+        for p in self.trained(prepared):
+            if p.grad is not None:
+                p.grad.nan_to_num_()
+
+
+class SeedsInPrepare(DDPStrategy):
+    """prepare seeds torch alike on all ranks."""
+
+    def prepare(self, *arguments: Any, **options: Any) -> PreparedModel:
+        torch.manual_seed(0)
+        return super().prepare(*arguments, **options)
+
+
+class SeedsInEvaluation(DDPStrategy):
+    """An evaluation seeds torch."""
+
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
+        torch.manual_seed(int(self.ranks.global_rank))
+        with super().evaluation(prepared):
+            yield
+
+
+class Unpicklable(DDPStrategy):
+    """Has a lock from the beginning, and takes any launcher."""
+
+    def __init__(self, **components: Any) -> None:
+        super().__init__(**components)
+        self.lock = threading.Lock()
+
+
+class FirstBucketOnly(ByHand):
+    """Averages a flat buffer of 1 MB, and nothing of what does not fit."""
+
+    def reduce_all(self, prepared: PreparedModel) -> None:
+        gradients = [p.grad for p in prepared.original.parameters() if p.grad is not None]
+        flat = torch.cat([g.flatten() for g in gradients])
+        bucket = flat[: 1 << 18]
+        bucket.copy_(self.ranks.all_reduce(bucket))
+        parts = torch.split(flat, [g.numel() for g in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+class _InPairs(ProcessGroupRanks):
+    def all_reduce(self, tensor: Tensor, op: Any = "mean") -> Tensor:
+        if op != "mean":
+            return super().all_reduce(tensor, op)
+        other = super().all_gather(tensor)[(self.global_rank + 1) % self.world_size]
+        return (tensor + other) / 2
+
+
+class InPairs(OtherRanks):
+    """The mean is that of this rank and the next one: right for two ranks only."""
+
+    kind = _InPairs
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(prepared, loss, *args, **kwargs)
+        for p in prepared.original.parameters():
+            if p.grad is not None:
+                p.grad = self.ranks.all_reduce(p.grad)
+
+
+class KeepsModels(DDPStrategy):
+    """Keeps every model that it has prepared."""
+
+    def prepare(self, *arguments: Any, **options: Any) -> PreparedModel:
+        prepared = super().prepare(*arguments, **options)
+        self.__dict__.setdefault("_models", []).append(prepared)
+        return prepared
+
+
+class RoundsOnTheWire(ByHand):
+    """Gradients are averaged in bfloat16."""
+
+    def reduce(self, gradient: Tensor) -> None:
+        gradient.copy_(self.ranks.all_reduce(gradient.bfloat16()))
+
+
+class MatricesOnly(ByHand):
+    """Gradients of parameters with one dimension are not averaged."""
+
+    def reduce(self, gradient: Tensor) -> None:
+        if gradient.ndim > 1:
+            super().reduce(gradient)
+
+
+# ---------------------------------------------------------------- a model that is divided
+
+
+class _Shared(torch.autograd.Function):
+    """The sum over ranks, of which one has something; the gradient is the same on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor) -> Tensor:
+        whole = own.detach().clone()
+        dist.all_reduce(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient
+
+
+class _Input(torch.autograd.Function):
+    """What all ranks have; its gradient is the sum over ranks, of which one has something."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _Shared.apply(gradient.contiguous())  # type: ignore[no-untyped-call]
+
+
+class Layers(ParallelStrategy):
+    """Nothing is wrong: each rank has some of the linear layers, and all ranks the same samples."""
+
+    capabilities = replace(REPLICAS, parameters="divided", accepts_existing_optimizers=False)
+    divides = True
+
+    def data_split_of(self, rank: int, world_size: int) -> tuple[int, int]:
+        return 0, 1
+
+    def synchronize_batch_norm(self, module: nn.Module) -> None:
+        """All ranks have all samples."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        torch.set_rng_state(self.ranks.broadcast(torch.get_rng_state()))
+        module.load_state_dict({k: self.ranks.broadcast(v) for k, v in module.state_dict().items()})
+        self.owners: dict[str, int] = {}
+        self.note_whole(module)
+        layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+        weights = {id(layer.weight): None for layer in layers if self.divides}
+        owner = {weight: i % self.ranks.world_size for i, weight in enumerate(weights)}
+        for name, layer in module.named_modules(remove_duplicate=False):
+            if isinstance(layer, nn.Linear) and id(layer.weight) in owner:
+                layer.forward = partial(self.compute, layer, layer.out_features)  # type: ignore[method-assign]
+                for one, _ in layer.named_parameters(recurse=False):
+                    self.owners[f"{name}.{one}".removeprefix("module.")] = owner[id(layer.weight)]
+        self.keep(module, self.own)
+        return module
+
+    def note_whole(self, module: nn.Module) -> None:
+        """Keep in host memory what `release` puts back, which must not wait for other ranks."""
+        self.noted = {
+            name: self.whole(name, p.detach()).clone()
+            for name, p in module.named_parameters(remove_duplicate=False)
+        }
+
+    def end_training(self, prepared: PreparedModel) -> None:
+        self.note_whole(prepared.original)
+
+    def keep(self, module: nn.Module, change: Callable[[str, Any], Any]) -> None:
+        """Change the data of each parameter, once."""
+        names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
+        for p in module.parameters():
+            p.data = change(names[id(p)], p.data)
+
+    def compute(self, layer: nn.Linear, size: int, x: Tensor) -> Tensor:
+        x = _Input.apply(x)  # type: ignore[no-untyped-call]
+        if layer.weight.numel():
+            own = nn.functional.linear(x, layer.weight, layer.bias)
+        else:
+            own = nn.functional.linear(x, layer.weight.new_zeros(size, x.shape[-1]))
+            own = own + sum((p.sum() for p in layer.parameters()), own.new_zeros(())).to(own.dtype)
+        whole: Tensor = _Shared.apply(own)  # type: ignore[no-untyped-call]
+        return whole
+
+    def release(self, prepared: PreparedModel) -> None:
+        self.keep(prepared.original, lambda name, p: self.noted[name].clone())
+
+    def whole(self, name: str, value: Any) -> Any:
+        if name not in self.owners or not isinstance(value, Tensor) or not value.ndim:
+            return value
+        return self.ranks.broadcast(value.detach().clone(), self.owners[name])
+
+    def own(self, name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.ndim:
+            return value
+        is_own = self.owners.get(name, self.ranks.global_rank) == self.ranks.global_rank
+        return value if is_own else value[:0].clone()
+
+    def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
+        state = super().model_state(prepared)
+        return {name: self.whole(name, value) for name, value in state.items()}
+
+    def load_model_state(
+        self, prepared: PreparedModel, state: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
+        own = {name: self.own(name, value) for name, value in state.items()}
+        super().load_model_state(prepared, own, strict=strict)
+
+    def optimizer_state(self, prepared: PreparedModel, optimizer: Optimizer) -> dict[str, Any]:
+        state = super().optimizer_state(prepared, optimizer)
+        return {**state, "state": self.each(state["state"], self.whole)}
+
+    def load_optimizer_state(
+        self, prepared: PreparedModel, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        own = {**state, "state": self.each(state["state"], self.own)}
+        super().load_optimizer_state(prepared, optimizer, own)
+
+    def each(self, state: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
+        return {
+            name: {key: change(name, value) for key, value in values.items()}
+            for name, values in state.items()
+        }
+
+    def clip_gradients(
+        self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
+    ) -> Tensor | None:
+        if clip.algorithm == "value":
+            return super().clip_gradients(prepared, optimizer, clip)
+        names = {id(p): name for name, p in prepared.original.named_parameters()}
+        held = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        norms = {}
+        for is_split in (True, False):
+            some = [p for p in held if p.numel() and (names[id(p)] in self.owners) == is_split]
+            gradients = [p.grad for p in some if p.grad is not None] or [torch.zeros(1)]
+            norms[is_split] = nn.utils.get_total_norm(gradients, clip.norm_type)
+        if clip.norm_type == float("inf"):
+            total = torch.maximum(self.ranks.all_reduce(norms[True], "max"), norms[False])
+        else:
+            power = clip.norm_type
+            parts = self.ranks.all_reduce(norms[True] ** power, "sum") + norms[False] ** power
+            total = parts ** (1 / power)
+        nn.utils.clip_grads_with_norm_(held, clip.value, total)
+        return total
+
+
+class DividesNothing(Layers):
+    """Is said to divide the model, and leaves it whole on each rank."""
+
+    divides = False
+
+
 # ---------------------------------------------------------------- capabilities that are not so
 
 
 class SaysReplicated(NotAveraged):
-    """replicated=True of ranks that step on their own."""
+    """parameters='same' of ranks that step on their own."""
 
 
 class SaysBackwardInForward(FSDPStrategy):
@@ -888,6 +1429,18 @@ class SaysBackwardInForward(FSDPStrategy):
         sharded_state=True,
         allows_uneven_eval=False,
     )
+
+
+class SaysSharded(DDPStrategy):
+    """sharded_state=True, where each rank has everything."""
+
+    capabilities = replace(DDPStrategy.capabilities, sharded_state=True)
+
+
+class SaysCompiles(DDPStrategy):
+    """compiles a whole step, which several ranks cannot."""
+
+    capabilities = replace(DDPStrategy.capabilities, compiles=("model", "step"))
 
 
 class SaysNoClipping(DDPStrategy):

@@ -516,6 +516,15 @@ def test_a_requirement_that_will_not_last_is_a_problem(program: Program, require
     assert problem == f"requirement on core: {REQUIREMENTS[requires]}stratagem-core>=0.1,<0.2"
 
 
+def test_a_requirement_that_excludes_this_core_is_a_problem(program: Program) -> None:
+    program.install("averaging", NOTHING, requires=f"{CORE}>=0.2,<0.3")
+    problems = program.json("doctor", "averaging", code=1)["problems"]
+    assert problems[0].startswith(
+        f"requirement on core: {CORE}>=0.2,<0.3 excludes the installed release {__version__}: "
+        f"expected a range such as {CORE}>=0.1,<0.2"
+    )
+
+
 def test_a_requirement_that_is_not_met_here_is_a_problem(program: Program) -> None:
     info = program.install("averaging", NOTHING, requires=RANGE)
     with info.joinpath("METADATA").open("a") as file:
@@ -607,6 +616,21 @@ def test_a_slow_import_is_a_warning(program: Program) -> None:
     row = row_of(program("doctor", "averaging").stdout, "plugin plug")
     assert row[1] == "warning"
     assert row[2].endswith(" s to import, which every program that uses Stratagem pays")
+
+
+def test_an_import_that_was_slow_once_is_no_warning(program: Program, tmp_path: Path) -> None:
+    """The machine was busy, or read the files for the first time."""
+    program.install("averaging", NOTHING, requires=RANGE)
+    slow = f"""
+        import pathlib, sys, time
+        note = pathlib.Path({str(tmp_path / "note")!r})
+        if sys.argv == ["-c", "averaging"] and not note.exists():
+            note.touch()
+            time.sleep(0.6)
+    """
+    write(program, "averaging", f"{textwrap.indent(textwrap.dedent(slow), '    ')}\n{NOTHING}")
+    assert row_of(program("doctor", "averaging").stdout, "plugin plug")[1] == "ok"
+    assert (tmp_path / "note").exists()
 
 
 def test_a_module_that_only_loads_after_others_is_a_problem(program: Program) -> None:

@@ -13,7 +13,8 @@ import pytest
 from program import Program
 
 from stratagem import __version__
-from stratagem_testing.author.new_backend import run
+from stratagem_testing.author.new_backend import KINDS, run
+from stratagem_testing.author.private_imports import private_imports_of
 
 MOST_LINES = 60
 """Of the strategy, the plugin module and the tests together, docstrings included."""
@@ -76,26 +77,39 @@ def test_the_distribution_may_have_a_name_of_its_own(
     assert 'name = "Acme.Rings"' in (here / "Acme.Rings/pyproject.toml").read_text()
 
 
-def test_it_names_only_what_is_public(here: Path) -> None:
-    run(["ring_average"])
-    import stratagem.discovery
-    import stratagem.strategies
-    import stratagem_testing
-
-    public = {
-        "stratagem.discovery": set(dir(stratagem.discovery)),
-        "stratagem.strategies": set(dir(stratagem.strategies)),
-        "stratagem_testing": set(stratagem_testing.__all__),
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_names_only_what_is_public(here: Path, kind: str) -> None:
+    run(["ring_average", "--kind", kind])
+    files = list(here.rglob("*.py"))
+    assert [text for path in files for text in private_imports_of(path)] == []
+    imported = {
+        node.module
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom)
     }
-    for path in here.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("stratagem."):
-                assert {alias.name for alias in node.names} <= public[str(node.module)]
+    assert {"stratagem.discovery", "stratagem_testing"} <= imported
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_has_a_module_of_its_own(
+    here: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["ring_average", "--kind", kind]) == 0
+    folder, module = here / "stratagem-backend-ring-average", KINDS[kind].module
+    assert f"src/stratagem_ring_average/{module}.py" in files_of(folder)
+    assert f"tests/test_{module}.py" in files_of(folder)
+    said = capsys.readouterr().out
+    assert said.endswith(f"The {KINDS[kind].what} is in src/stratagem_ring_average/{module}.py.\n")
+    assert KINDS[kind].what in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["a", "ring_average", "an_average_over_rings_of_four_neighbours"])
-def test_it_is_in_the_style_that_its_own_pyproject_asks_for(here: Path, name: str) -> None:
-    run([name])
+def test_it_is_in_the_style_that_its_own_pyproject_asks_for(
+    here: Path, name: str, kind: str
+) -> None:
+    run([name, "--kind", kind])
     (folder,) = here.iterdir()
     for command in (["check"], ["format", "--check"]):
         done = subprocess.run(
@@ -211,11 +225,19 @@ def test_where_nothing_can_be_written_it_says_so(
 # -- it works
 
 
-@pytest.fixture
-def installed(tmp_path: Path) -> Program:
-    """The program beside the distribution as it is written, which is where it was written."""
-    program = Program(tmp_path)
-    program("new-backend", "ring_average")
+SOME = {
+    "strategy": "unused or (accumulation and clip)",
+    "launcher": "result or (failure and rank)",
+    "checkpoint-io": "values or paths or safety",
+}
+"""The checks that are tried of those kinds of which all take long; `nox -s guide` runs them."""
+
+
+@pytest.fixture(params=KINDS)
+def installed(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Program, str]:
+    """The program beside a distribution of each kind, which is where it was written."""
+    program, kind = Program(tmp_path), request.param
+    program("new-backend", "ring_average", "--kind", kind)
     written = tmp_path / "stratagem-backend-ring-average"
     info = program.install(
         "stratagem-backend-ring-average", "", requires="stratagem-core<0.2,>=0.1"
@@ -223,27 +245,38 @@ def installed(tmp_path: Path) -> Program:
     entries = "[stratagem.backends]\nring_average = stratagem_ring_average.plugin\n"
     (info / "entry_points.txt").write_text(entries)
     (tmp_path / "stratagem_ring_average").symlink_to(written / "src/stratagem_ring_average")
-    return program
+    return program, kind
 
 
-def test_it_is_listed(installed: Program) -> None:
-    rows = {row["name"]: row for row in installed.json("strategies")}
-    assert rows["ring_average"]["usable"] is True
-
-
-def test_it_passes_the_kit(installed: Program) -> None:
-    """On what is most its own; `nox -s guide` runs all of it."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
-            *("-k", "unused or (accumulation and clip)"),
-        ],
-        cwd=installed.folder / "stratagem-backend-ring-average",
-        env={**installed.environment(), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    assert "2 passed" in done.stdout
+def test_it_is_found_typed_and_passes_its_kit(
+    installed: tuple[Program, str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    program, kind = installed
+    folder = program.folder / "stratagem-backend-ring-average"
+    found = program.json("doctor", "stratagem-backend-ring-average")
+    assert found["problems"] == []
+    assert [one["name"] for one in found["components"]] == ["ring_average"]
+    if kind == "strategy":
+        rows = {row["name"]: row for row in program.json("strategies")}
+        assert rows["ring_average"]["usable"] is True
+    environment = {
+        **program.environment(),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "default",
+        "MYPYPATH": str(program.folder),
+    }
+    chosen = ("-k", SOME[kind]) if kind in SOME else ()
+    for command in (
+        ("mypy", "--cache-dir", str(tmp_path_factory.getbasetemp() / "mypy")),
+        ("pytest", "-q", "-p", "no:cacheprovider", *chosen),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", *command],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stratagem_testing.strategies.session import Item, Outcome, Reference, run_checks
+from stratagem_testing.strategies.session import Item, Outcome, Reference, failures, run_checks
 from stratagem_testing.strategies.target import Target
 
 pytestmark = pytest.mark.slow
@@ -18,6 +19,8 @@ FILE = Path(__file__).with_name("planted_strategies.py")
 
 # The class, the check that fails, and what it says.
 PLANTED = [
+    # First, since what others leave behind would stop torch.compile.
+    ("SaysCompiles", "capabilities/compiles", "take compile='step' ('step' in compiles)"),
     ("NotAveraged", "steps/gradient", "gradients are not averaged over ranks"),
     ("NotAveraged", "losses/embedding", "was not that of the mean gradient over all ranks"),
     ("Summed", "steps/gradient", "gradients are summed over ranks instead of averaged"),
@@ -34,7 +37,7 @@ PLANTED = [
     ("NeverSteps", "steps/gradient", "no step was taken"),
     ("ForgetsZeroGrad", "steps/several", "Each step begins without gradients"),
     ("NeverCounts", "steps/gradient", "the step was not counted"),
-    ("EndsNoMicroBatch", "steps/accumulation", "has ended 0 of 3 micro-batches"),
+    ("EndsNoMicroBatch", "steps/accumulation", "before it ended the one before"),
     ("ClipsBeforeReduction", "steps/clip norm", "gradients that each rank clipped by itself"),
     ("ClipsBeforeUnscaling", "steps/clip norm", "clipped while multiplied by 2"),
     ("ClipsByLocalNorm", "steps/clip norm", "not clipped by the norm over all parameters"),
@@ -59,7 +62,6 @@ PLANTED = [
     ("NeverSyncsAgain", "steps/accumulation", "gradients are not averaged over ranks"),
     ("ReadsFirstPart", "data/sampler", "have [1, 2] for it"),
     ("ReadsEverything", "data/sampler", "divide the data into 1 part(s), expected 2"),
-    ("EvaluatesOwnPart", "evaluation/uneven ranks", "it is that of a part of the data"),
     ("EvaluatesOwnPart", "data/logging", "it was not reduced over all parts of the data"),
     ("OwnBuffers", "evaluation/one model", "ranks 0 and 1 evaluate different models"),
     ("StaysInEvaluationMode", "evaluation/one model", "evaluation mode was left on"),
@@ -79,6 +81,11 @@ PLANTED = [
     ("LeaksPatch", "life/nothing left between runs", "functional.linear was replaced"),
     ("KeepsFirstModel", "life/twice", "fit number 2 of one model"),
     ("SaysReplicated", "losses/dense", "was not that of the mean gradient over all ranks"),
+    ("SaysAlike", "capabilities/parameters of ranks", "say parameters='drift'"),
+    ("TrainsInEvaluation", "evaluation/one model", "has to put back what it changes"),
+    ("KeepsGradients", "life/memory", "behind, until memory is full"),
+    ("LastModelOnly", "lite/two models", "keep what belongs to a model in its PreparedModel"),
+    ("FirstGroups", "optimizers/added group", "look at optimizer.param_groups in each step"),
     ("SaysBackwardInForward", "capabilities/backward in forward", "backward_in_forward=True"),
     ("SaysNoClipping", "steps/clip norm", "it was refused"),
     ("OtherSignature", "steps/gradient", "OtherSignature.optimizer_step(self, prepared: "),
@@ -110,12 +117,38 @@ PLANTED = [
     ("GeneratorNoSync", "steps/gradient", "decorate it with contextlib.contextmanager"),
     ("AsyncWrap", "steps/gradient", "is a coroutine, which nobody awaits"),
     ("OverridesFinal", "steps/gradient", "_OrdersItself.by_data_group takes the place of"),
+    ("SavesFirstWeights", "state/exact resume", "model_state and load_model_state"),
+    ("SavesFirstOptimizer", "state/exact resume", "optimizer_state and load_optimizer_state"),
+    ("SavesFirstRates", "state/exact resume", "has the learning rates [0"),
+    ("LoadsNoGroups", "state/exact resume", "load_optimizer_state has to restore param_groups"),
+    ("ForgetsError", "state/exact resume", "at state and load_state for what the strategy itself"),
+    ("ForgetsCount", "state/exact resume", "for what the strategy itself keeps"),
+    ("LosesMasters", "state/exact resume in bf16-true", "weights in a higher precision"),
+    ("OwnGradients", "losses/routed", "'net.experts."),
+    ("ClipsTheModel", "optimizers/two and clip", "is about optimizer.param_groups"),
+    ("IgnoresNormType", "optimizers/clip by the largest", "clip.norm_type in clip_gradients"),
+    ("HidesNaN", "steps/not finite", "somewhere between backward and optimizer_step NaN"),
+    ("SeedsInPrepare", "life/random numbers", "prepare seeds torch: after it, "),
+    ("SeedsInEvaluation", "life/random numbers", "evaluation changes the random numbers of torch"),
+    ("Unpicklable", "life/pickled", "cannot pickle '_thread.lock' object"),
+    ("FirstBucketOnly", "steps/large model", "(so it is for 'net.parts."),
+    ("InPairs", "steps/three ranks", "not the mean over all ranks"),
+    ("InPairs", "collectives/three ranks", "all_reduce(mean of float32) returned"),
+    ("KeepsModels", "life/freed", "forget in release(prepared)"),
+    ("SaysSharded", "capabilities/what ranks hold", "sharded_state=True in the capabilities"),
+    ("RoundsOnTheWire", "steps/gradient", "rounded to a lower precision on its way"),
+    ("MatricesOnly", "steps/gradient", "(so it is for 'net.0.bias', 'net.2.bias'; other"),
     ("NoDataShard", "steps/gradient", "data_split is rank 0: (0, 3), rank 1: (1, 3)"),
 ]
 # Whose losses need not be those of single_device.
-NOT_EQUAL = ("AveragesUnderTheTrainer",)
-# Each in ranks of its own, since what is looked at is their end.
+NOT_EQUAL = (
+    *("AveragesUnderTheTrainer", "ForgetsError", "ForgetsCount"),
+    *("SaysAlike", "TrainsInEvaluation"),
+)
+# Each in ranks of its own, since what is looked at is their end, or others leave ranks out of step.
 AT_THE_END = [
+    ("EvaluatesOwnPart", "evaluation/uneven ranks", "it is that of a part of the data"),
+    ("BroadcastsInEvaluation", "evaluation/uneven ranks", ""),
     ("LeaksProcess", "end/nothing left", "left running: "),
     ("TeardownRaises", "end/nothing left", "TeardownRaises.teardown() failed after the run"),
     ("KeepsEnvironment", "end/nothing left", "the environment variable MINE_DONE"),
@@ -147,7 +180,7 @@ def outcomes(
 
 
 RIGHT = ("steps/accumulation and clip", "collectives/all_reduce", "state/exact resume")
-RIGHTS = ("ByHand", "ByBackward", "OtherRanks")
+RIGHTS = ("ByHand", "ByBackward", "OtherRanks", "KeepsMasters")
 
 
 @pytest.mark.parametrize(("name", "check", "phrase"), PLANTED)
@@ -209,17 +242,24 @@ if __name__ == "__main__":
 """
 
 
+def published(folder: Path, name: str, module: str) -> Path:
+    """Return a folder in which a plugin of a name is installed."""
+    site = folder / "site"
+    metadata = site / f"{name}-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (site / f"{name}_plugin.py").write_text(module)
+    entry = f"[stratagem.backends]\n{name} = {name}_plugin\n"
+    (metadata / "entry_points.txt").write_text(entry)
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: stratagem-core>=0.1\n"
+    )
+    return site
+
+
 def test_a_plugin_module_that_imports_torch_is_found(
     tmp_path: Path, run_script: Callable[..., Any]
 ) -> None:
-    site = tmp_path / "site"
-    metadata = site / "heavy-1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (site / "heavy_plugin.py").write_text(HEAVY)
-    (metadata / "entry_points.txt").write_text("[stratagem.backends]\nheavy = heavy_plugin\n")
-    (metadata / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: heavy\nVersion: 1.0\nRequires-Dist: stratagem-core>=0.1\n"
-    )
+    site = published(tmp_path, "heavy", HEAVY)
     finished = run_script(
         JUDGE, str(tmp_path / "ranks"), env={"PYTHONPATH": str(site)}, timeout=240
     )
@@ -227,6 +267,76 @@ def test_a_plugin_module_that_imports_torch_is_found(
         r"plugin/light import: heavy_plugin takes \d+\.\d+ s to import and imports torch\b",
         finished.stdout,
     )
+
+
+DIVIDED = """
+from stratagem.discovery import Capabilities, StrategySpec, hookimpl
+
+@hookimpl
+def stratagem_components():
+    return [
+        StrategySpec(
+            name=name,
+            target=f"planted_strategies:{name}",
+            api_version=1,
+            summary="Divided",
+            shards=("parameters", "optimizer"),
+            capabilities=Capabilities(
+                launchers=None,
+                one_process=False,
+                many_devices=True,
+                multi_node=True,
+                parameters="divided",
+                accepts_existing_optimizers=False,
+            ),
+        )
+        for name in ("Layers", "DividesNothing")
+    ]
+"""
+JUDGE_DIVIDED = """
+import sys
+from pathlib import Path
+from stratagem_testing.strategies.session import run_checks
+from stratagem_testing.strategies.target import Target
+
+if __name__ == "__main__":
+    for name in ("Layers", "DividesNothing"):
+        target = Target(strategy=name, devices=2, data_groups=1)
+        item = target, "capabilities/what ranks hold"
+        try:
+            run_checks([item], Path(sys.argv[1]) / name)[item].judge(item[1])
+            print(name, "conforms")
+        except AssertionError as error:
+            print(name, error)
+"""
+
+
+def test_a_spec_that_says_that_a_model_is_divided_is_measured(
+    tmp_path: Path, run_script: Callable[..., Any]
+) -> None:
+    site = published(tmp_path, "divided", DIVIDED)
+    path = os.pathsep.join([str(site), str(FILE.parent)])
+    folder = str(tmp_path / "ranks")
+    finished = run_script(JUDGE_DIVIDED, folder, env={"PYTHONPATH": path}, timeout=240)
+    right, wrong = finished.stdout.splitlines()[:2]
+    assert right == "Layers conforms"
+    assert wrong.startswith("DividesNothing capabilities/what ranks hold: the spec says shards=")
+    assert "has 163601 elements of the parameters, of a model on single_device 163601" in wrong
+
+
+# The class, and what says of it what its capabilities do not.
+UNUSUAL = {
+    "Layers": {"data_groups": 1},
+    "Periodic": {"data_groups": 2, "equal": False},
+    "ErrorFeedback": {"data_groups": 2, "equal": False},
+}
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_an_unusual_strategy_that_is_right_passes_all_checks(name: str, tmp_path: Path) -> None:
+    told: dict[str, Any] = UNUSUAL[name]
+    assert failures(Target(strategy=f"{FILE}:{name}", devices=2, **told), tmp_path) == {}
 
 
 def test_there_are_at_least_thirty() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stratagem.data import map_tensors
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.strategies import Ranks
 from stratagem_deepspeed.config import stage_of
 
 
@@ -96,7 +98,9 @@ class EngineModule(nn.Module):
         finally:
             nn.functional.linear = before
 
-    def make(self, deepspeed: Any, optimizer: Optimizer | None, config: dict[str, Any]) -> None:
+    def make(
+        self, deepspeed: Any, optimizer: Optimizer | None, config: dict[str, Any], ranks: Ranks
+    ) -> None:
         """Make the engine, which moves, converts and (at stage 3) shards the model's parameters."""
         names = {id(p): name for name, p in self.module.named_parameters()}
         groups = optimizer.param_groups if optimizer is not None else []
@@ -115,6 +119,8 @@ class EngineModule(nn.Module):
             _share_weights(engine.optimizer)
         self.config = config
         self.__dict__["engine"] = engine
+        if ranks.world_size > 1 and hasattr(engine.optimizer, _EPILOGUE):
+            _compare_reductions(engine.optimizer, names, ranks)
         self._watches = [watch_frozen(n, p) for n, p in frozen_in(self.module)]
         if stage_of(config) == 3:
             _loosen(self.module)
@@ -137,6 +143,70 @@ class EngineModule(nn.Module):
         # Nothing else would: functions that torch's autograd holds keep an engine alive.
         if not sys.is_finalizing():
             self.release()
+
+
+_EPILOGUE, _REDUCTION = (
+    "independent_gradient_partition_epilogue",
+    "reduce_independent_p_g_buckets_and_remove_grads",
+)
+"""What ZeRO's optimizers call at the end of a backward, and before that for each gradient."""
+
+
+def _compare_reductions(zero: Any, names: Mapping[int, str], ranks: Ranks) -> None:
+    """Let ranks compare of which parameters they reduce gradients, and in which order.
+
+    DeepSpeed puts the gradients that a rank has into buckets, one after the other. Where ranks have
+    gradients of different parameters, it would add those of one to those of another. Ranks
+    exchange 8 bytes after a backward whose order is new, or which leaves parameters out.
+
+    Args:
+        zero: the optimizer of an engine of stage 1, 2 or 3.
+        names: of the parameters by their id.
+        ranks: those that reduce.
+    """
+    epilogue, reduction = getattr(zero, _EPILOGUE), getattr(zero, _REDUCTION)
+    reduced: list[str] = []
+    known: set[tuple[str, ...]] = set()
+    groups = getattr(zero, "bit16_groups", None) or zero.fp16_groups
+    trained = {id(p) for group in groups for p in group if p.requires_grad}
+
+    def note(parameter: nn.Parameter, *arguments: Any) -> None:
+        reduced.append(names.get(id(parameter), "?"))
+        reduction(parameter, *arguments)
+
+    def compare() -> None:
+        order = tuple(reduced)
+        reduced.clear()
+        if order and (len(order) < len(trained) or order not in known):
+            _compare(order, ranks)
+            known.add(order)
+        epilogue()
+
+    vars(zero).update({_EPILOGUE: compare, _REDUCTION: note})
+
+
+def _compare(order: Sequence[str], ranks: Ranks) -> None:
+    own = torch.tensor(zlib.crc32("\n".join(order).encode()))
+    if len(set(ranks.all_gather(own).tolist())) == 1:
+        return
+    of_ranks = ranks.gather_objects(list(order))
+    everywhere = set(of_ranks[0]).intersection(*of_ranks)
+    apart = [[repr(name) for name in names if name not in everywhere] for names in of_ranks]
+    if any(apart):
+        found = "gradients of different parameters"
+    else:
+        found, apart = "gradients in different orders", [[*map(repr, names)] for names in of_ranks]
+    lists = "; ".join(
+        f"rank {rank}: {', '.join(names[:3]) or 'none of its own'}"
+        + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        for rank, names in enumerate(apart)
+    )
+    raise UserCodeError(
+        f"ranks have {found} in one backward ({lists}): expected every rank to use the same "
+        "parameters in the same order, since DeepSpeed reduces them by their place. Use them all "
+        "on every rank, or DDPStrategy(find_unused_parameters=True), or "
+        "FSDPStrategy(find_unused_parameters=True)"
+    )
 
 
 def frozen_in(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -252,6 +322,9 @@ def _release(engine: Any, module: nn.Module) -> None:
         hook = getattr(engine, name, None)
         if hook is not None:
             hook.remove()
+    if optimizer is not None:
+        for name in (_EPILOGUE, _REDUCTION):
+            vars(optimizer).pop(name, None)
     engine.destroy()
     for parameter in module.parameters():
         for name in _LINKS:

@@ -7,13 +7,9 @@ from importlib import import_module
 
 from stratagem.discovery import Capabilities, Check, ComponentSpec, StrategySpec, hookimpl
 
-DEEPSPEED = Capabilities(
+DEEPSPEED = Capabilities.parallel(
     precisions=("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"),
     engine_precisions=("bf16-mixed", "bf16-true", "16-mixed", "16-true"),
-    launchers=None,
-    one_process=False,
-    many_devices=True,
-    multi_node=True,
     engine_clips=True,
     engine_steps=True,
     sharded_state=True,

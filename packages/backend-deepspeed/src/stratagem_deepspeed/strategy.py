@@ -319,7 +319,7 @@ class DeepSpeedStrategy(ParallelStrategy):
                 self._deepspeed.checkpointing.configure(
                     None, **checkpointing_options(config["activation_checkpointing"])
                 )
-            called.make(self._deepspeed, optimizer, config)
+            called.make(self._deepspeed, optimizer, config, self.ranks)
         if trains and optimizer is None:
             optimizer = called.engine.basic_optimizer
         self._engines = [one for one in self._engines if one.engine is not None] + [called]

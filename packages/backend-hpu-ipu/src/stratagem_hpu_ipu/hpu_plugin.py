@@ -13,12 +13,8 @@ from stratagem.discovery import (
 HPU_SINGLE = Capabilities(accelerators=("hpu",), compiles=())
 """What one Gaudi device can do."""
 
-HPU_PARALLEL = Capabilities(
+HPU_PARALLEL = Capabilities.parallel(
     accelerators=("hpu",),
-    launchers=None,
-    one_process=False,
-    many_devices=True,
-    multi_node=True,
     compiles=(),
 )
 """What DistributedDataParallel over hccl can do."""

@@ -13,6 +13,7 @@
     ├── CheckpointError
     │   ├── CheckpointNotFoundError (also a FileNotFoundError)
     │   ├── CheckpointCorruptError  the file is not a whole, safe checkpoint
+    │   │   └── CheckpointFormatError   it is of another format
     │   ├── CheckpointSaveError (also an OSError)  the file system refused it
     │   ├── CheckpointMismatchError it belongs to another model
     │   └── CheckpointContentError  a value to be saved is not weights-only-safe data
@@ -28,12 +29,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import TracebackType
 
 __all__ = [
     "AmbiguousNameError",
     "CheckpointContentError",
     "CheckpointCorruptError",
     "CheckpointError",
+    "CheckpointFormatError",
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
     "CheckpointSaveError",
@@ -109,6 +112,10 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 class CheckpointCorruptError(CheckpointError):
     """The file is truncated, damaged, or holds something that loading would have to execute."""
+
+
+class CheckpointFormatError(CheckpointCorruptError):
+    """The file is of another checkpoint format than the one that was asked to read it."""
 
 
 class CheckpointSaveError(CheckpointError, OSError):
@@ -190,6 +197,51 @@ class CommunicationError(StratagemError, RuntimeError):
 
 class DivergenceError(StratagemError):
     """`detect_divergence` has found ranks that differ where they ought to be alike."""
+
+
+_ALL_FRAMES = "STRATAGEM_FULL_TRACEBACKS"
+"""1: errors keep all frames of their traceback."""
+_INTERNAL = ("stratagem", "torch", "contextlib", "functools", "pluggy")
+"""Packages whose frames say nothing about a mistake of the caller."""
+
+
+def hide_frames(error: BaseException) -> bool:
+    """Remove the frames of Stratagem and torch from an error that reports a mistake of the caller.
+
+    The frames of the caller and of the caller's hooks stay. Set STRATAGEM_FULL_TRACEBACKS=1 to see
+    all frames.
+
+    Returns:
+        Whether the error is of that kind.
+
+    Example:
+        >>> from stratagem.errors import ConfigurationError, hide_frames
+        >>> hide_frames(ConfigurationError("devices=0")), hide_frames(ZeroDivisionError())
+        (True, False)
+    """
+    mistakes = (ConfigurationError, UserCodeError, CheckpointError, RankFailedError)
+    if not isinstance(error, mistakes) or os.environ.get(_ALL_FRAMES) == "1":
+        return False
+    chain: list[BaseException] = []
+    one: BaseException | None = error
+    while one is not None and one not in chain:
+        chain.append(one)
+        one.__traceback__ = _without_internal(one.__traceback__)
+        one = one.__cause__ or one.__context__
+    return True
+
+
+def _without_internal(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of `_INTERNAL`."""
+    frames = []
+    while trace is not None:
+        package = str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0]
+        if package not in _INTERNAL and not package.startswith("stratagem_"):
+            frames.append(trace)
+        trace = trace.tb_next
+    for one in reversed(frames):
+        trace = TracebackType(trace, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return trace
 
 
 _SHOWN = 200

@@ -240,13 +240,19 @@ def inherit_rng(inherited: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def preserve_rng_state() -> Iterator[None]:
-    """Restore the host's RNG states when the block ends."""
-    before = rng_state()
+def preserve_rng_state(
+    accelerator: Accelerator | None = None, device: torch.device | None = None
+) -> Iterator[None]:
+    """Restore the RNG states of the host, and of a device, when the block ends.
+
+    Args:
+        accelerator, device: as in `rng_state`.
+    """
+    before = rng_state(accelerator, device)
     try:
         yield
     finally:
-        set_rng_state(before)
+        set_rng_state(before, accelerator, device)
 
 
 def generators_of(*holders: Any) -> list[Any]:

@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from stratagem.interfaces.contract_checks import (
         check_capabilities as check_capabilities,
         check_overrides as check_overrides,
+        why_not_initialized as why_not_initialized,
     )
     from stratagem.interfaces.prepared_model import (
         Optimizers as Optimizers,
         PreparedModel as PreparedModel,
         StepModule as StepModule,
         make_optimizers as make_optimizers,
+        user_module as user_module,
     )
     from stratagem.interfaces.ranks import (
         DataSplit as DataSplit,
@@ -77,9 +79,11 @@ else:
             "stratagem.distributed.process_group": "ProcessGroupRanks",
             "stratagem.interfaces.checkpoint_io": "CheckpointIO",
             "stratagem.interfaces.components": "Components",
-            "stratagem.interfaces.contract_checks": "check_capabilities check_overrides",
+            "stratagem.interfaces.contract_checks": (
+                "check_capabilities check_overrides why_not_initialized"
+            ),
             "stratagem.interfaces.prepared_model": (
-                "Optimizers PreparedModel StepModule make_optimizers"
+                "Optimizers PreparedModel StepModule make_optimizers user_module"
             ),
             "stratagem.interfaces.ranks": "DataSplit Ranks ReduceOp",
             "stratagem.interfaces.stepping": "TrainStep",

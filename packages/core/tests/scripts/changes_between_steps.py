@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem import Callback, Lite, Module, Trainer
-from stratagem.callbacks import BackboneFinetuning
+from stratagem.callbacks import BackboneFinetuning, EMAWeightAveraging
 from stratagem.strategies import DDPStrategy, FSDPStrategy
 
 EPOCHS, SAMPLES, BATCH = 4, 16, 8
@@ -73,30 +73,95 @@ def unfreeze(net: Net) -> None:
     net.backbone.requires_grad_(True)
 
 
-def callbacks(case: str) -> list[Callback]:
-    if case == "finetuning":
-        return [BackboneFinetuning(unfreeze_backbone_at_epoch=2, verbose=False)]
-    if case == "frozen for an epoch":
-        return [
-            at("on_train_epoch_start", (1,), freeze),
-            at("on_train_epoch_start", (2,), unfreeze),
-        ]
-    hook = case.partition(" in ")[2]
-    return [at(hook, (1, 2), halve)]
+def freeze_head(net: Net) -> None:
+    net.head.requires_grad_(False)
 
 
-CASES = (
-    "finetuning",
-    "frozen for an epoch",
-    *(
-        f"halved in {hook}"
-        for hook in (
-            *("on_train_epoch_start", "on_train_epoch_end", "on_validation_start"),
-            *("on_validation_epoch_start", "on_validation_batch_end", "on_validation_epoch_end"),
-            *("on_validation_end", "on_train_batch_end"),
-        )
-    ),
+def unfreeze_all(net: Net) -> None:
+    net.requires_grad_(True)
+
+
+def freeze_biases(net: Net) -> None:
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_("bias" not in name)
+
+
+def begin_again(net: Net) -> None:
+    """Give a layer other weights."""
+    with torch.no_grad():
+        nn.init.constant_(net.head.weight, 0.25)
+        nn.init.zeros_(net.head.bias)
+
+
+def shift_data(net: Net) -> None:
+    """Change what `.data` holds."""
+    net.head.weight.data.add_(0.125)
+
+
+def clamp(net: Net) -> None:
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.clamp_(-0.25, 0.25)
+
+
+def shrink_by_list(net: Net) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(list(net.parameters()), 0.5)
+
+
+def slower(net: Net) -> None:
+    for group in net.trainer.optimizers[0].param_groups:
+        group["lr"] *= 0.5
+
+
+def forget_momentum(net: Net) -> None:
+    for state in net.trainer.optimizers[0].state.values():
+        state["momentum_buffer"].zero_()
+
+
+START, END = "on_train_epoch_start", "on_train_epoch_end"
+HALVED_IN = (
+    *(START, END, "on_train_batch_end", "on_train_batch_start", "on_before_zero_grad"),
+    *("on_validation_start", "on_validation_epoch_start", "on_validation_batch_end"),
+    *("on_validation_epoch_end", "on_validation_end"),
 )
+CASES: dict[str, Callable[[], list[Callback]]] = {
+    "unchanged": list,
+    "finetuning": lambda: [BackboneFinetuning(unfreeze_backbone_at_epoch=2, verbose=False)],
+    "frozen for an epoch": lambda: [at(START, (1,), freeze), at(START, (2,), unfreeze)],
+    "frozen by validation": lambda: [
+        at("on_validation_end", (0,), freeze),
+        at("on_validation_start", (2,), unfreeze),
+    ],
+    "frozen from the start": lambda: [at("on_fit_start", (0,), freeze), at(START, (2,), unfreeze)],
+    "frozen twice": lambda: [
+        at(START, (0, 2), freeze),
+        at(START, (1, 3), unfreeze),
+    ],
+    "one part after the other": lambda: [
+        at(START, (0,), freeze_head),
+        at(START, (1,), unfreeze_all),
+        at(START, (2,), freeze),
+    ],
+    "biases frozen": lambda: [at(START, (1,), freeze_biases), at(END, (2,), unfreeze_all)],
+    "frozen, then halved": lambda: [at(START, (1,), freeze), at(END, (1, 2), halve)],
+    "halved, then frozen": lambda: [
+        at("on_validation_end", (0,), halve),
+        at(START, (1,), freeze_head),
+        at(END, (2,), unfreeze_all),
+    ],
+    "begun again": lambda: [at(START, (2,), begin_again)],
+    "begun again after validation": lambda: [at("on_validation_end", (1,), begin_again)],
+    "data shifted": lambda: [at(END, (0, 1), shift_data)],
+    "data shifted in a step": lambda: [at("on_train_batch_start", (1,), shift_data)],
+    "clamped after each step": lambda: [at("on_train_batch_end", (0, 1, 2, 3), clamp)],
+    "clamped after validation": lambda: [at("on_validation_end", (0, 1, 2), clamp)],
+    "shrunk as a list": lambda: [at("on_validation_epoch_end", (1,), shrink_by_list)],
+    "slower": lambda: [at(START, (1, 2), slower)],
+    "momentum forgotten": lambda: [at(END, (1,), forget_momentum)],
+    "average": lambda: [EMAWeightAveraging(decay=0.5)],
+    **{f"halved in {hook}": (lambda hook=hook: [at(hook, (1, 2), halve)]) for hook in HALVED_IN},
+}
 
 
 def data(ranks: int) -> DataLoader[Any]:
@@ -120,7 +185,7 @@ def fit(case: str, name: str, ranks: int) -> list[float]:
         strategy=STRATEGIES[name](),
         devices=ranks,
         max_epochs=EPOCHS,
-        callbacks=callbacks(case),
+        callbacks=CASES[case](),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -157,8 +222,16 @@ def loop(name: str, ranks: int) -> list[float]:
     return flat(f"lite {name}.ckpt")
 
 
+def add_a_layer(net: Net) -> None:
+    net.extra = nn.Linear(1, 1)
+    net.trainer.optimizers[0].add_param_group({"params": list(net.extra.parameters())})
+
+
 def main(name: str, ranks: int) -> None:
-    cases = ("frozen for an epoch",) if name == "ddp_plain" else CASES
+    if name == "ddp_added":
+        CASES["added"] = lambda: [at(START, (1,), add_a_layer)]
+        fit("added", "ddp", ranks)
+    cases = ("frozen for an epoch",) if name == "ddp_plain" else tuple(CASES)
     found = {case: fit(case, name, ranks) for case in cases}
     found["lite"] = loop(name, ranks)
     Path(f"{name}.json").write_text(json.dumps(found))

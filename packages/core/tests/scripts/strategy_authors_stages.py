@@ -14,7 +14,7 @@ from stratagem.strategies import ParallelStrategy
 class Stages(ParallelStrategy):
     # Two pipelines of two stages, side by side: rank 0 with 2, rank 1 with 3.
     capabilities = Capabilities(
-        launchers=("script",), one_process=False, many_devices=True, replicated=False
+        launchers=("script",), one_process=False, many_devices=True, parameters="divided"
     )
 
     def data_split_of(self, rank, world_size):

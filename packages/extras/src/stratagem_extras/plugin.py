@@ -25,6 +25,7 @@ CALLBACKS = (
     ),
     ("lambda", "lambda_callback:LambdaCallback", "call functions at events"),
     ("lr_monitor", "lr_monitor:LearningRateMonitor", "log the learning rates"),
+    ("model_summary", "model_summary:ModelSummary", "print the layers"),
     (
         "on_exception_checkpoint",
         "on_exception_checkpoint:OnExceptionCheckpoint",
@@ -57,11 +58,13 @@ PROFILERS = (
 NAMES = (
     ("stratagem.Tuner", "tuner:Tuner", "find a batch size or a learning rate"),
     ("stratagem.callbacks.BaseFinetuning", "callbacks.finetuning:BaseFinetuning", ""),
+    ("stratagem.callbacks.summarize", "callbacks.model_summary:summarize", ""),
     (
         "stratagem.callbacks.BasePredictionWriter",
         "callbacks.prediction_writer:BasePredictionWriter",
         "",
     ),
+    ("stratagem.cli.accelerate_config", "cli.accelerate_config:read_config", ""),
     ("stratagem.cli.LRSchedulerCallable", "cli.parser:LRSchedulerCallable", ""),
     ("stratagem.cli.OptimizerCallable", "cli.parser:OptimizerCallable", ""),
     ("stratagem.cli.SaveConfigCallback", "cli.save_config:SaveConfigCallback", ""),

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from stratagem import Module, Trainer
+from stratagem import Callback, Module, Trainer
 from stratagem.callbacks import EMAWeightAveraging
 
 inputs = torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
@@ -42,6 +42,22 @@ one = trainer("fsdp", 2, callbacks=ema, max_epochs=2, num_sanity_val_steps=0)
 one.fit(net, data, data)
 one.save_checkpoint("fsdp.ckpt", weights_only=True)
 validated = sum(map(sum, zip(*one.ranks.gather_objects(net.validated), strict=True)))
+
+
+class Saves(Callback):
+    """Saves within the run, where the weights are not the average."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == 4:
+            trainer.save_checkpoint(self.name)
+
+
+for form in ("single_file", "directory"):
+    callbacks = [EMAWeightAveraging(decay=0.8), Saves(f"{form}.ckpt")]
+    trainer("fsdp", 2, callbacks=callbacks, max_epochs=2, plugins=form).fit(Net(), data, data)
 
 if one.is_global_zero:
     Path("validated.json").write_text(json.dumps(validated))

@@ -1,4 +1,4 @@
-"""What Lightning has and Stratagem has not, under these names: what to use in its place."""
+"""Names of Lightning that Stratagem does not have, and what to use instead."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ from difflib import get_close_matches
 from stratagem_lightning.layout import LAYOUT
 
 INSTEAD = {
-    "pytorch.accelerators.MPSAccelerator": "accelerator='cpu'; no backend for MPS is there yet",
-    "pytorch.loggers.LitLogger": "CSVLogger, TensorBoardLogger or WandbLogger",
-    "pytorch.profilers.XLAProfiler": "PyTorchProfiler",
-    "pytorch.plugins.precision.XLAPrecision": "precision='bf16-true' with accelerator='tpu'",
     "pytorch.utilities.migration": "stratagem.checkpoint, which reads checkpoints of Lightning 2.x",
     "pytorch.utilities.upgrade_checkpoint": "Lightning's own, where Lightning is installed, for "
     "checkpoints of its versions before 2.0",
     "pytorch.loops": "Trainer's attributes, and stratagem.Lite for a loop of your own",
-    "fabric.plugins.collectives": "Fabric.all_gather, all_reduce, broadcast and barrier",
     "pytorch.core.saving": "LightningModule.load_from_checkpoint",
 }
 """By the module or name, as it stands under `lightning`."""
@@ -47,5 +42,6 @@ stratagem_lightning serves public names only"
     if instead:
         return f"Stratagem has no {shown}; use {instead}"
     near = get_close_matches(name, LAYOUT.get(".".join(parts[:-1]), ()), n=1, cutoff=0.8)
-    advice = f"did you mean {near[0]!r}?" if near else "docs/from-lightning.md says what differs"
+    parent = ".".join(("lightning", *parts[:-1]))
+    advice = f"did you mean {near[0]!r}?" if near else f"`dir({parent})` lists what it has"
     return f"Stratagem has no {shown}; {advice}"

@@ -16,6 +16,7 @@ from stratagem import __version__
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.launch import rank_zero_only
 from stratagem_lightning.absent import explain
+from stratagem_lightning.api.placeholders import Placeholder, placeholder
 from stratagem_lightning.layout import LAYOUT
 from stratagem_lightning_plugin.installed import check_installation, installed_lightning
 
@@ -64,7 +65,8 @@ def _share_rank() -> None:
 @rank_zero_only
 def _say() -> None:
     others = " and ".join(f"{name} {number}" for name, number in installed_lightning().items())
-    unused = f" ({others}, which is installed here too, is not used)" if others else ""
+    verb = "are" if " and " in others else "is"
+    unused = f" (the installed {others} {verb} not used)" if others else ""
     print(
         f"stratagem: in this process `lightning` is Stratagem {__version__}{unused}",
         file=sys.stderr,
@@ -85,8 +87,7 @@ def find(module: str, name: str) -> Any:
     if name == "__all__":
         return [known for known in names if known[0] != "_" and _is_there(module, known)]
     if name in names:
-        home, _, attribute = names[name].partition(":")
-        value = getattr(importlib.import_module(home), attribute or name)
+        value = _load(name, *names[name].split(":"))
     elif _key(f"{module}.{name}") in LAYOUT:
         value = importlib.import_module(f"{module}.{name}")
     else:
@@ -95,13 +96,20 @@ def find(module: str, name: str) -> Any:
     return value
 
 
-def _is_there(module: str, name: str) -> bool:
-    """Whether a name can be imported: a class may be of a backend that is not installed."""
+def _load(name: str, home: str, attribute: str) -> Any:
+    """Return an object; for a class of a backend that is not installed, a placeholder."""
     try:
-        find(module, name)
-    except (AttributeError, ImportError, StratagemError):
+        return getattr(importlib.import_module(home), attribute)
+    except ImportError as error:
+        return placeholder(name, error)
+
+
+def _is_there(module: str, name: str) -> bool:
+    """Whether a name is more than a placeholder."""
+    try:
+        return type(find(module, name)) is not Placeholder
+    except (AttributeError, StratagemError):
         return False
-    return True
 
 
 def names_in(module: str) -> list[str]:

@@ -24,22 +24,26 @@ def _names(homes: Mapping[str, str]) -> dict[str, str]:
 
 _CALLBACKS = _names(
     {
-        "stratagem.callbacks": "BackboneFinetuning BaseFinetuning BasePredictionWriter Callback "
+        "stratagem.callbacks": "BackboneFinetuning BaseFinetuning Callback "
         "DeviceStatsMonitor EMAWeightAveraging GradientAccumulationScheduler "
         "LambdaCallback LearningRateMonitor ModelPruning ModelSummary "
         "OnExceptionCheckpoint RichModelSummary=ModelSummary "
         "StochasticWeightAveraging ThroughputMonitor Timer WeightAveraging",
+        f"{_API}.callbacks.prediction_writer": "BasePredictionWriter",
         f"{_API}.callbacks.progress": "ProgressBar",
         f"{_API}.callbacks.tqdm_bar": "TQDMProgressBar",
         f"{_API}.callbacks.early_stopping": "EarlyStopping EarlyStoppingReason",
         f"{_API}.callbacks.rich_bar": "RichProgressBar",
         f"{_API}.callbacks.model_checkpoint": "ModelCheckpoint",
         "stratagem_extras.tuner": "BatchSizeFinder LearningRateFinder",
+        f"{_API}.callbacks.checkpoint": "Checkpoint",
+        f"{_API}.placeholders": "SpikeDetection",
     }
 )
 _LOGGERS = _names(
     {
         "stratagem.loggers": "Logger NeptuneLogger",
+        f"{_API}.placeholders": "LitLogger",
         f"{_API}.loggers": "CSVLogger CometLogger DummyLogger ExperimentWriter MLFlowLogger "
         "TensorBoardLogger WandbLogger rank_zero_experiment",
         "stratagem_extras.loggers.sdk_logger": "DummyExperiment",
@@ -74,6 +78,7 @@ _PROFILERS = _names(
     {
         "stratagem.profilers": "AdvancedProfiler PassThroughProfiler Profiler PyTorchProfiler "
         "SimpleProfiler",
+        f"{_API}.placeholders": "XLAProfiler",
     }
 )
 _STRATEGIES = _names(
@@ -93,6 +98,7 @@ _ACCELERATORS = _names(
     {
         "stratagem.accelerators": "XLAAccelerator",
         f"{_API}.accelerators.cuda": "CUDAAccelerator",
+        f"{_API}.placeholders": "MPSAccelerator",
         f"{_API}.accelerators.accelerator": "Accelerator AcceleratorRegistry CPUAccelerator "
         "find_usable_cuda_devices",
     }
@@ -100,6 +106,7 @@ _ACCELERATORS = _names(
 _PRECISION = _names(
     {
         "stratagem.precision": "BitsandbytesPrecision TransformerEnginePrecision",
+        f"{_API}.placeholders": "XLAPrecision",
         f"{_API}.plugins.precision": "DeepSpeedPrecision DeepSpeedPrecisionPlugin "
         "DoublePrecision DoublePrecisionPlugin FSDPPrecision "
         "FSDPPrecisionPlugin HalfPrecision HalfPrecisionPlugin "
@@ -117,6 +124,7 @@ _IO = _names(
     {
         "stratagem.checkpoint": "CheckpointIO TorchCheckpointIO=SingleFileCheckpointIO",
         f"{_API}.plugins.checkpoint_io": "AsyncCheckpointIO",
+        f"{_API}.placeholders": "XLACheckpointIO",
     }
 )
 _RANK_ZERO = _names(
@@ -230,6 +238,7 @@ _PRECISION_LEAVES = {
     "precision": "Precision PrecisionPlugin",
     "precision_plugin": "PrecisionPlugin",
     "transformer_engine": "TransformerEnginePrecision",
+    "xla": "XLAPrecision",
 }
 _STRATEGY_LEAVES = {
     "ddp": "DDPStrategy",
@@ -241,11 +250,13 @@ _STRATEGY_LEAVES = {
     "single_xla": "SingleDeviceXLAStrategy",
     "strategy": "Strategy",
     "xla": "XLAStrategy",
+    "xla_fsdp": "XLAFSDPStrategy",
 }
 _ACCELERATOR_LEAVES = {
     "accelerator": "Accelerator",
     "cpu": "CPUAccelerator",
     "cuda": "CUDAAccelerator find_usable_cuda_devices",
+    "mps": "MPSAccelerator",
     "xla": "XLAAccelerator",
 }
 _ENVIRONMENT_LEAVES = {
@@ -258,6 +269,20 @@ _ENVIRONMENT_LEAVES = {
     "torchelastic": "TorchElasticEnvironment",
 }
 _PLUGINS = {**_PRECISION, **_IO}
+_LAYER_SYNC = _names({f"{_API}.placeholders": "LayerSync TorchSyncBatchNorm"})
+_COLLECTIVES = _names(
+    {
+        f"{_API}.placeholders": "Collective SingleDeviceCollective",
+        f"{_API}.plugins.collectives": "TorchCollective",
+    }
+)
+_COLUMNS = _names(
+    {
+        f"{_API}.placeholders": "BatchesProcessedColumn CustomProgress CustomTimeColumn "
+        "MetricsTextColumn ProcessingSpeedColumn"
+    }
+)
+_SERVE = _names({f"{_API}.placeholders": "ServableModule ServableModuleValidator"})
 
 _PYTORCH: _Layout = {
     "pytorch": {
@@ -274,6 +299,7 @@ _PYTORCH: _Layout = {
         {
             "batch_size_finder": "BatchSizeFinder",
             "callback": "Callback",
+            "checkpoint": "Checkpoint",
             "device_stats_monitor": "DeviceStatsMonitor",
             "early_stopping": "EarlyStopping EarlyStoppingReason",
             "finetuning": "BackboneFinetuning BaseFinetuning",
@@ -284,22 +310,30 @@ _PYTORCH: _Layout = {
             "model_checkpoint": "ModelCheckpoint",
             "model_summary": "ModelSummary",
             "on_exception_checkpoint": "OnExceptionCheckpoint",
-            "prediction_writer": "BasePredictionWriter",
             "progress": "ProgressBar RichProgressBar TQDMProgressBar",
             "pruning": "ModelPruning",
             "rich_model_summary": "RichModelSummary",
+            "spike": "SpikeDetection",
             "stochastic_weight_avg": "StochasticWeightAveraging",
             "throughput_monitor": "ThroughputMonitor",
-            "timer": "Timer",
             "weight_averaging": "EMAWeightAveraging WeightAveraging",
         },
     ),
+    "pytorch.callbacks.prediction_writer": {
+        "BasePredictionWriter": _CALLBACKS["BasePredictionWriter"],
+        **_names({f"{_API}.core.states": "WriteInterval"}),
+    },
+    "pytorch.callbacks.timer": {
+        "Timer": _CALLBACKS["Timer"],
+        **_names({f"{_API}.core.states": "Interval"}),
+    },
     **_package("pytorch.loggers", _LOGGERS, {**_LOGGER_LEAVES, **_FURTHER_LOGGERS}),
     "pytorch.cli": _CLI,
     "pytorch.callbacks.progress.progress_bar": _some(_PROGRESS, "ProgressBar get_standard_metrics"),
-    "pytorch.callbacks.progress.rich_progress": _some(
-        _PROGRESS, "RichProgressBar RichProgressBarTheme"
-    ),
+    "pytorch.callbacks.progress.rich_progress": {
+        **_some(_PROGRESS, "RichProgressBar RichProgressBarTheme"),
+        **_COLUMNS,
+    },
     "pytorch.callbacks.progress.tqdm_progress": _some(_PROGRESS, "TQDMProgressBar Tqdm"),
     **_package(
         "pytorch.profilers",
@@ -310,11 +344,21 @@ _PYTORCH: _Layout = {
             "profiler": "Profiler",
             "pytorch": "PyTorchProfiler",
             "simple": "SimpleProfiler",
+            "xla": "XLAProfiler",
         },
     ),
     **_package("pytorch.strategies", _STRATEGIES, _STRATEGY_LEAVES),
     **_package("pytorch.accelerators", _ACCELERATORS, _ACCELERATOR_LEAVES),
-    "pytorch.plugins": _PLUGINS,
+    "pytorch.plugins": {**_PLUGINS, **_LAYER_SYNC},
+    "pytorch.plugins.layer_sync": _LAYER_SYNC,
+    **_package(
+        "pytorch.serve",
+        _SERVE,
+        {
+            "servable_module": "ServableModule",
+            "servable_module_validator": "ServableModuleValidator",
+        },
+    ),
     **_package("pytorch.plugins.precision", _PRECISION, _PRECISION_LEAVES),
     **_package("pytorch.plugins.environments", _ENVIRONMENTS, _ENVIRONMENT_LEAVES),
     **_package(
@@ -324,6 +368,7 @@ _PYTORCH: _Layout = {
             "async_plugin": "AsyncCheckpointIO",
             "checkpoint_plugin": "CheckpointIO",
             "torch_plugin": "TorchCheckpointIO",
+            "xla_plugin": "XLACheckpointIO",
         },
     ),
     **_package(
@@ -334,15 +379,27 @@ _PYTORCH: _Layout = {
     "pytorch.core.saving": _names(
         {
             f"{_HELPERS}.loading": "get_filesystem",
-            f"{_API}.core.saving": "load_hparams_from_yaml save_hparams_to_yaml",
+            f"{_API}.core.saving": "load_hparams_from_yaml save_hparams_to_yaml "
+            "_load_from_checkpoint=load_from_checkpoint",
         }
     ),
     "pytorch.core.hooks": _names({"stratagem.module": "DataHooks ModelHooks=ModuleHooks"}),
     **_package("pytorch.trainer", {**_TRAINER, **_SEED_EVERYTHING}, {"trainer": "Trainer"}),
-    # Private, and in a library that many use.
+    # Private, and in libraries that many use.
+    "pytorch.loops": {},
+    "pytorch.loops.evaluation_loop": _names(
+        {f"{_API}.core.loops": "_EvaluationLoop=EvaluationLoop"}
+    ),
     "pytorch.trainer.connectors": {},
+    "pytorch.trainer.connectors.logger_connector": {},
+    "pytorch.trainer.connectors.logger_connector.result": _names(
+        {f"{_HELPERS}.types": "_OUT_DICT=OUT_DICT"}
+    ),
     "pytorch.trainer.connectors.accelerator_connector": _names(
-        {f"{_API}.accelerators.connector": "_AcceleratorConnector=AcceleratorConnector"}
+        {
+            f"{_API}.accelerators.connector": "_AcceleratorConnector=AcceleratorConnector",
+            f"{_HELPERS}.types": "_PRECISION_INPUT=PRECISION",
+        }
     ),
     "pytorch.trainer.states": _names(
         {f"{_API}.core.states": "RunningStage TrainerFn TrainerState TrainerStatus"}
@@ -396,19 +453,48 @@ _PYTORCH: _Layout = {
 _FABRIC_SIDE: _Layout = {
     "fabric": {**_FABRIC, **_SEED_EVERYTHING, **_VERSION},
     "fabric.fabric": {"Fabric": _FABRIC["Fabric"]},
-    "fabric.wrappers": {"is_wrapped": _FABRIC["is_wrapped"]},
+    # Private, and in libraries that many use.
+    "fabric.wrappers": {
+        "is_wrapped": _FABRIC["is_wrapped"],
+        **_names(
+            {
+                "stratagem.lite": "_FabricDataLoader=LiteDataLoader _FabricModule=LiteModule",
+                "stratagem.runtime": "_FabricOptimizer=LiteOptimizer",
+            }
+        ),
+    },
     **_package("fabric.loggers", _LOGGERS, _LOGGER_LEAVES),
     **_package("fabric.strategies", _FABRIC_STRATEGIES, _STRATEGY_LEAVES),
     **_package("fabric.accelerators", _ACCELERATORS, _ACCELERATOR_LEAVES),
+    "fabric.accelerators.cuda": {
+        **_some(_ACCELERATORS, "CUDAAccelerator find_usable_cuda_devices"),
+        **_names({f"{_HELPERS}.memory": "is_cuda_available num_cuda_devices"}),
+    },
+    **_package(
+        "fabric.plugins.collectives",
+        _COLLECTIVES,
+        {
+            "collective": "Collective",
+            "single_device": "SingleDeviceCollective",
+            "torch_collective": "TorchCollective",
+        },
+    ),
     "fabric.plugins": {**_PLUGINS, "ClusterEnvironment": _ENVIRONMENTS["ClusterEnvironment"]},
     **_package("fabric.plugins.precision", _PRECISION, _PRECISION_LEAVES),
     **_package("fabric.plugins.environments", _ENVIRONMENTS, _ENVIRONMENT_LEAVES),
     **_package(
-        "fabric.plugins.io", _IO, {"checkpoint_io": "CheckpointIO", "torch_io": "TorchCheckpointIO"}
+        "fabric.plugins.io",
+        _IO,
+        {
+            "checkpoint_io": "CheckpointIO",
+            "torch_io": "TorchCheckpointIO",
+            "xla": "XLACheckpointIO",
+        },
     ),
     "fabric.utilities": _UTILITIES,
     "fabric.utilities.apply_func": _MOVING,
-    "fabric.utilities.cloud_io": _names({f"{_HELPERS}.loading": "get_filesystem"}),
+    "fabric.utilities.cloud_io": _names({f"{_HELPERS}.loading": "_is_dir=is_dir get_filesystem"}),
+    "fabric.connector": _names({f"{_HELPERS}.types": "_PRECISION_INPUT=PRECISION"}),
     "fabric.utilities.data": _DATA,
     "fabric.utilities.distributed": _names({f"{_HELPERS}.samplers": "DistributedSamplerWrapper"}),
     "fabric.utilities.enums": {"LightningEnum": _ENUMS["LightningEnum"]},
@@ -422,6 +508,9 @@ _FABRIC_SIDE: _Layout = {
     ),
     "fabric.utilities.rank_zero": _RANK_ZERO,
     "fabric.utilities.seed": _SEED,
+    "fabric.utilities.spike": _names(
+        {f"{_API}.placeholders": "SpikeDetection TrainingSpikeException"}
+    ),
     "fabric.utilities.throughput": _THROUGHPUT,
     # Private, and in annotations of libraries that many use.
     "fabric.utilities.types": _names(

@@ -13,7 +13,7 @@ def stratagem_cli() -> Iterable[Command]:
     return (
         Command(
             "new-backend",
-            "Write a new distribution with a strategy of your own, to start from.",
+            "Write a new distribution with a strategy or another component of your own.",
             "stratagem_testing.author.new_backend:run",
         ),
         Command(

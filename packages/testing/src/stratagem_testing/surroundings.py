@@ -77,6 +77,8 @@ class Surroundings:
             threads={
                 thread.ident or 0: f"{thread.name} ({type(thread).__name__})"
                 for thread in threading.enumerate()
+                # Python's name for a thread of C++ that has called Python once.
+                if not isinstance(thread, threading._DummyThread)
             },
             functions={
                 f"{_name(owner)}.{name}": value

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from stratagem.discovery import Capabilities, ComponentSpec, StrategySpec, hookimpl
 
-BAGUA = Capabilities(
+BAGUA = Capabilities.parallel(
     accelerators=("cuda",),
     precisions=("32-true", "bf16-mixed"),
-    launchers=None,  # any
-    one_process=False,
-    many_devices=True,
-    multi_node=True,
     backward_in_forward=False,
     accepts_existing_optimizers=False,  # Bagua hooks the optimizers that it is given with the model
-    replicated=False,  # between two averages of the decentralized and asynchronous algorithms
+    parameters="drift",  # between two averages of the decentralized and asynchronous algorithms
 )
 """What the strategy can do; the spec and the class hold the same object."""
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from stratagem.discovery import Capabilities, ComponentSpec, StrategySpec, hookimpl
 
-COLOSSALAI = Capabilities(
+COLOSSALAI = Capabilities.parallel(
     accelerators=("cpu", "cuda"),
-    launchers=None,  # any
-    one_process=False,
-    many_devices=True,
-    multi_node=True,
 )
 """What the strategy can do; the spec and the class hold the same object."""
 

@@ -100,6 +100,8 @@ class HivemindStrategy(SingleDeviceStrategy):
         self._dht: Any = None
         self._shared: dict[Optimizer, Any] = {}
         """hivemind's optimizer around each of the user's, once peers share it."""
+        self._groups: dict[Optimizer, int] = {}
+        """How many groups of parameters each of them had then."""
         self._idle: dict[Optimizer, ThreadPoolExecutor] = {}
         self._micro_batches = 1
         self._epochs: list[int] = []
@@ -142,6 +144,7 @@ class HivemindStrategy(SingleDeviceStrategy):
             if number < len(self._epochs):
                 _count_from(shared, self._epochs[number])
             self._shared[optimizer] = shared
+            self._groups[optimizer] = len(optimizer.param_groups)
             self._idle[optimizer] = _end_with_program(shared.tracker)
         return self._shared[optimizer]
 
@@ -181,6 +184,11 @@ class HivemindStrategy(SingleDeviceStrategy):
     ) -> Any:
         """Hand this peer's gradients over; all step if there are enough of them."""
         shared = self._share(optimizer)
+        if len(optimizer.param_groups) != self._groups[optimizer]:
+            raise ConfigurationError(
+                "add_param_group: peers agreed on the parameters when they met, so hivemind takes "
+                "no others: give the optimizer all parameter groups in configure_optimizers"
+            )
         before = shared.local_epoch
         assert self.batch_size is not None
         result = shared.step(closure, batch_size=self.batch_size * self._micro_batches)
@@ -219,6 +227,7 @@ class HivemindStrategy(SingleDeviceStrategy):
         self._epochs = [shared.local_epoch for shared in self._shared.values()] or self._epochs
         for optimizer in optimizers:
             shared = self._shared.pop(optimizer, None)
+            self._groups.pop(optimizer, None)
             if shared is not None:
                 shared.shutdown()
                 self._idle.pop(optimizer).shutdown()

@@ -159,15 +159,20 @@ class Ranks:
 
     def _end_by(self, number: int) -> None:
         """Send a signal to all ranks, and wait for their end."""
-        self._send(number)
+        # Each is a process that Ray starts first; the ranks have all of the grace after that.
+        if sending := self._send(number):
+            ray.wait(sending, num_returns=len(sending), timeout=_END_GRACE)
         if self._calls:
             ray.wait(self._calls, num_returns=len(self._calls), timeout=_END_GRACE)
 
-    def _send(self, number: int) -> None:
+    def _send(self, number: int) -> list[Any]:
+        """Begin to send a signal to all ranks, and return the calls that do so."""
+        calls = []
         processes: dict[str, list[int]] = defaultdict(list)
         for place in self._places.values():
             processes[place.node].append(place.pid)
         for node, own in processes.items():
             there = NodeAffinitySchedulingStrategy(node, soft=False)
             sending = ray.remote(send_signal).options(num_cpus=0, scheduling_strategy=there)
-            sending.remote(own, int(number))
+            calls.append(sending.remote(own, int(number)))
+        return calls

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from stratagem.discovery import Capabilities, ComponentSpec, StrategySpec, hookimpl
 
-TORCHFT = Capabilities(
+TORCHFT = Capabilities.parallel(
     accelerators=("cpu", "cuda"),
-    launchers=None,  # any
-    one_process=False,
-    many_devices=True,
-    multi_node=True,
     # A step counts once all replicas have agreed on it, and a replica that joins goes on from a
     # checkpoint of the others: both need a loop that the strategy can speak to, the Trainer's.
     manual_backward=False,

@@ -71,6 +71,8 @@ class TorchFTStrategy(ParallelStrategy):
         self.replica_timeout = timedelta(seconds=replica_timeout)
         self._manager: Manager | None = None
         self._store: TCPStore | None = None
+        self._checkpoint: Callable[[], dict[str, Any]] | None = None
+        """Returns this replica's checkpoint; of torchft, only the manager's threads stay."""
         self._received: dict[str, Any] | None = None
         """The checkpoint of another replica, until it is loaded."""
         self._counted = {"step": 0, "batches_committed": 0}
@@ -105,13 +107,14 @@ class TorchFTStrategy(ParallelStrategy):
         self, prepared: PreparedModel, checkpoint: Callable[[], dict[str, Any]]
     ) -> dict[str, Any] | None:
         """Meet the other replicas; return the checkpoint of one that is ahead."""
-        self._manager = self._make_manager(checkpoint)
+        self._checkpoint = checkpoint
+        self._manager = self._make_manager()
         self._manager.load_state_dict(self._counted)
         self._meet()
         joined, self._received = self._received, None
         return joined
 
-    def _make_manager(self, checkpoint: Callable[[], dict[str, Any]]) -> Manager:
+    def _make_manager(self) -> Manager:
         """Return torchft's manager of this rank, and let rank 0 hold the replica's store."""
         lighthouse = self.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
         if not lighthouse:
@@ -134,7 +137,7 @@ class TorchFTStrategy(ParallelStrategy):
         return Manager(
             pg=(ProcessGroupNCCL if on_cuda else ProcessGroupGloo)(timeout=self.replica_timeout),
             load_state_dict=self._take,
-            state_dict=checkpoint,
+            state_dict=self._give,
             min_replica_size=self.min_replicas,
             # Replicas meet, and heal, before the forward: after it, gradients are of old weights.
             use_async_quorum=False,
@@ -152,6 +155,10 @@ class TorchFTStrategy(ParallelStrategy):
                 self._store, f"{self.hostname}:{port}", self.ranks.global_rank
             ),
         )
+
+    def _give(self) -> dict[str, Any]:
+        assert self._checkpoint is not None
+        return self._checkpoint()
 
     def _take(self, state: dict[str, Any]) -> None:
         self._received = state
@@ -252,7 +259,7 @@ class TorchFTStrategy(ParallelStrategy):
         if self._manager is not None:
             self._counted = self._manager.state_dict()
             self._manager.shutdown()
-        self._manager = self._store = None
+        self._manager = self._store = self._checkpoint = None
         self._has_quorum = False
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from stratagem.errors import ConfigurationError
-from stratagem.strategies import StepModule
+from stratagem.strategies import user_module
 
 MULTIPLE = 16
 """What float8 kernels want both sizes of a weight to be a multiple of."""
@@ -53,8 +53,7 @@ def find_layers(
     Raises:
         ConfigurationError: the model lacks a module of `ignore_modules`.
     """
-    root = module.module if isinstance(module, StepModule) else module
-    names = dict(root.named_modules())
+    names = dict(user_module(module).named_modules())
     unknown = sorted(set(ignore_modules) - names.keys())
     if unknown:
         known = ", ".join(sorted(name for name in names if name)[:20])

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
         batches_to_evaluate as batches_to_evaluate,
         batches_to_train as batches_to_train,
     )
-    from stratagem.callbacks.progress.model_summary import (
-        ModelSummary as ModelSummary,
-        summarize as summarize,
+    from stratagem.callbacks.progress.report import (
+        full_numel as full_numel,
+        short_count as short_count,
     )
 
     def __getattr__(name: str) -> Any: ...  # names that installed distributions add
@@ -32,6 +32,6 @@ else:
             "stratagem.callbacks.checkpoints.names": "filled",
             "stratagem.callbacks.early_stopping": "EarlyStopping",
             "stratagem.callbacks.progress.bar": "ProgressBar batches_to_evaluate batches_to_train",
-            "stratagem.callbacks.progress.model_summary": "ModelSummary summarize",
+            "stratagem.callbacks.progress.report": "full_numel short_count",
         },
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from stratagem.module.module import Module
     from stratagem.trainer import Trainer
 
-LOGGED: ContextVar[Module] = ContextVar("LOGGED")
-"""The Module of the run that is under way, which logs for callbacks."""
+LOGGED: ContextVar[Callable[[], Module | None]] = ContextVar("LOGGED")
+"""Returns the Module of the run that is under way, which logs for callbacks.
+
+A weak reference: a timer or a task that is started in the run keeps a copy of the context.
+"""
 
 
 class Callback:
@@ -64,7 +67,7 @@ class Callback:
         Raises:
             UserCodeError: as there; or no run is under way.
         """
-        module = LOGGED.get(None)
+        module = LOGGED.get(lambda: None)()
         if module is None:
             raise UserCodeError(
                 f"{type(self).__name__}.log({name!r}, ...) works in a callback's hooks, while a "

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 from stratagem.discovery.exports import exporter
 
 if TYPE_CHECKING:
-    from stratagem.checkpoint.catalog import SUFFIX as SUFFIX, find_all as find_all
+    from stratagem.checkpoint.catalog import (
+        SUFFIX as SUFFIX,
+        find_all as find_all,
+        find_format as find_format,
+    )
     from stratagem.checkpoint.trainer_format import (
         FORMAT_VERSION as FORMAT_VERSION,
         check_trainer_checkpoint as check_trainer_checkpoint,
@@ -31,7 +35,7 @@ else:
         __name__,
         "checkpoint_io",
         {
-            "stratagem.checkpoint.catalog": "SUFFIX find_all",
+            "stratagem.checkpoint.catalog": "SUFFIX find_all find_format",
             "stratagem.checkpoint.trainer_format": "FORMAT_VERSION check_trainer_checkpoint",
             "stratagem.interfaces.checkpoint_io": "CheckpointIO",
             "stratagem.native.checkpoint.sharded.directory": "consolidate_checkpoint",

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Protocol
 
 from stratagem.checkpoint.checksum import PIECE_SIZE, Checksum, checksum_of_file
 from stratagem.checkpoint.entries import Refused, read_entries
-from stratagem.errors import CheckpointCorruptError, format_text
+from stratagem.errors import CheckpointCorruptError, CheckpointFormatError, format_text
 
 FORMAT_VERSION = 2
 
@@ -214,18 +214,12 @@ def read_archive(file: BinaryIO, path: str) -> Archive:
     tail = file.read()
     at = tail.rfind(_END)
     if at < 0 or len(tail) - at < _END_SIZE:
-        file.seek(0)
-        begin = file.read(4)
-        raise not_whole(
-            path,
-            size,
-            "its end is missing"
-            if begin == b"PK\x03\x04"
-            else f"it begins with {begin!r}, expected a zip archive",
-        )
+        check_begin(file, path, size)
+        raise not_whole(path, size, "its end is missing")
     comment = tail[at + _END_SIZE :]
     expected = int.from_bytes(tail[at + 20 : at + 22], "little")
     if expected != len(comment):
+        check_begin(file, path, size)
         raise not_whole(path, size, f"it ends with {len(comment)} bytes, expected {expected}")
     if not comment:
         return Archive(size, 0, None, None)
@@ -277,6 +271,21 @@ def refused(path: str, reason: Refused) -> CheckpointCorruptError:
         f"{path!r} was refused: {reason}. torch.save writes no such file: do not use it unless you "
         "know who made it"
     )
+
+
+def check_begin(file: BinaryIO, path: str, size: int) -> None:
+    """Refuse a file of another format; one may hold an archive, also at its end.
+
+    Raises:
+        CheckpointFormatError: it does not begin as a zip archive does.
+    """
+    file.seek(0)
+    begin = file.read(4)
+    if not b"PK\x03\x04".startswith(begin):
+        raise CheckpointFormatError(
+            f"{path!r} is not a whole checkpoint ({size} bytes): it begins with {begin!r}, "
+            "expected a zip archive. If it is of another format, name that one"
+        )
 
 
 def not_whole(path: str, size: int, what: str) -> CheckpointCorruptError:

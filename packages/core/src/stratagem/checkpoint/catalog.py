@@ -8,12 +8,27 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from stratagem.checkpoint.archive import Manifest, check_entries, read_archive, verify_checksum
+from stratagem.checkpoint.archive import (
+    Manifest,
+    check_begin,
+    check_entries,
+    read_archive,
+    verify_checksum,
+)
 from stratagem.checkpoint.directory import MANIFEST, read_directory, verify_files
-from stratagem.errors import CheckpointError, CheckpointNotFoundError, format_value
+from stratagem.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    format_text,
+    format_value,
+)
 from stratagem.storage import paths
+
+if TYPE_CHECKING:
+    from stratagem.interfaces.checkpoint_io import CheckpointIO
 
 
 @dataclass(frozen=True)
@@ -58,10 +73,53 @@ def describe_checkpoint(path: str | Path, *, verify: bool = False) -> Descriptio
     with opened as opened_file:
         file = cast("BinaryIO", opened_file)
         archive = read_archive(file, str(path))
+        if archive.manifest is None:
+            check_begin(file, str(path), archive.size)
         if verify:
             verify_checksum(file, archive, str(path))
             check_entries(file, archive, str(path))
     return Description(archive.size, 1, archive.checksum, archive.manifest)
+
+
+def find_format(path: str | Path, name: str = "") -> tuple[str, CheckpointIO]:
+    """Return the name of the checkpoint format that can load a checkpoint, and the format, built.
+
+    Args:
+        path: of the checkpoint; in a form that the format takes.
+        name: of a format, which is returned without a try; "": each installed one tries to load it.
+
+    Raises:
+        UnknownNameError: no format has that name.
+        CheckpointFormatError: no installed format can load it; says why, for each of them.
+
+    Example:
+        >>> import tempfile
+        >>> from stratagem.checkpoint import SingleFileCheckpointIO, find_format
+        >>> path = f"{tempfile.mkdtemp()}/a.ckpt"
+        >>> SingleFileCheckpointIO().save_checkpoint({"step": 1}, path)
+        >>> find_format(path, "single_file")[0]
+        'single_file'
+    """
+    from stratagem.discovery.registry import get_registry
+
+    if name:
+        return name, get_registry().find("checkpoint_io", name).spec.build()
+    refusals = []
+    for candidate in get_registry().candidates("checkpoint_io"):
+        # The boundary at which a format's failure, of whatever class, is a line of the error.
+        try:
+            checkpoint_io: CheckpointIO = candidate.spec.build()
+            if checkpoint_io.asynchronous:
+                continue  # it writes in another one
+            checkpoint_io.load_checkpoint(path)
+            return candidate.spec.name, checkpoint_io
+        except CheckpointFormatError:
+            refusals.append(candidate.spec.name)
+        except Exception as error:
+            refusals.append(f"{candidate.spec.name} ({format_text(str(error), 300)})")
+    raise CheckpointFormatError(
+        f"{str(path)!r} is not a whole checkpoint of any installed format: {', '.join(refusals)}"
+    )
 
 
 SUFFIX = ".ckpt"
@@ -80,7 +138,7 @@ def verify(path: str | os.PathLike[str]) -> Description:
     except CheckpointError:
         raise
     except FileNotFoundError as error:
-        raise CheckpointNotFoundError(f"there is no checkpoint at {str(path)!r}") from error
+        raise CheckpointNotFoundError(f"no checkpoint {str(path)!r}") from error
 
 
 def run_of(path: str | os.PathLike[str]) -> str:

@@ -110,7 +110,7 @@ def read_directory(path: Path) -> Directory:
         there = sorted(p.name for p in path.glob("*.ckpt"))
         raise CheckpointNotFoundError(
             f"{str(path)!r} is a directory without {MANIFEST!r}, so it is no checkpoint; expected "
-            f"one, or a file such as one of these in it: {', '.join(there) or 'none'}"
+            f"the path of one. The folder contains {', '.join(there) or 'no checkpoints'}"
         )
     with open_member(path, MANIFEST) as opened:
         if os.fstat(opened.fileno()).st_size > _LARGEST_MANIFEST:

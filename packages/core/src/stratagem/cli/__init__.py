@@ -6,11 +6,12 @@ import gc
 import importlib
 import io
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stratagem.launch.process import open_standard_streams
+from stratagem.launch.process import numpy_warned_once, open_standard_streams
 
 if TYPE_CHECKING:
     from stratagem.cli.console import (
@@ -94,16 +95,17 @@ def main() -> int:
 
         stop = watch_plugins()
     try:
-        code = run_command(arguments)
+        with numpy_warned_once():
+            code = run_command(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        try:
-            sys.stdout.flush()
-        except BrokenPipeError:
-            # The reader of the output has gone, as `head` does; nothing more must be written.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 1
-        raise  # of another pipe
+        output = select.poll()
+        output.register(sys.stdout.fileno(), 0)
+        if not output.poll(0):
+            raise  # of another pipe
+        # The reader of the output has gone, as `head` does; nothing more must be written.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     finally:
         if stop is not None:
             stop()

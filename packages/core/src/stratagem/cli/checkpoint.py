@@ -7,24 +7,37 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stratagem.checkpoint.catalog import Description, describe_checkpoint
+from stratagem.checkpoint.catalog import Description, describe_checkpoint, find_format
 from stratagem.cli.console import parser_of, print_table
-from stratagem.errors import CheckpointError, format_names
+from stratagem.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    UnknownNameError,
+    format_names,
+    format_text,
+)
+
+if TYPE_CHECKING:
+    from stratagem.interfaces.checkpoint_io import CheckpointIO
 
 _INSPECT = """Show who saved a checkpoint, under what, and what is in it.
 
 The command reads the manifest, a few hundred bytes at the end of the checkpoint, whatever its size.
-It checks nothing. The exit code is 1 if it is no checkpoint.
+It checks nothing. A checkpoint of a plugin's format is loaded instead. The exit code is 1 if no
+installed format knows it.
 """
 
 _VERIFY = """Read checkpoints whole and compare them with their checksums.
 
-Each has a line of output. The exit code is 1 if one of them is damaged, or has no checksum.
+Each has a line of output. A checkpoint of a plugin's format is verified by that format. The exit
+code is 1 if one of them is damaged, or has no checksum.
 """
 
 _CONSOLIDATE = """Make one file of a checkpoint that is a directory.
@@ -37,17 +50,20 @@ def inspect(arguments: Sequence[str]) -> int:
     """Print a checkpoint's manifest; return the exit code."""
     parser = parser_of("checkpoint inspect", _INSPECT)
     parser.add_argument("path", help="a checkpoint: a file, a directory, a URL")
+    _add_format(parser)
     options = parser.parse_args(arguments)
     try:
-        description = describe_checkpoint(options.path)
-    except (CheckpointError, OSError) as error:
+        found = _described(options.path, options.format)
+        facts = (
+            _facts_of_another(options.path, *found) if isinstance(found, tuple) else _facts(found)
+        )
+    except (CheckpointError, UnknownNameError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-    facts = _facts(description)
     if options.json:
         print(json.dumps(facts, indent=2))
         return 0
-    if description.manifest is None:
+    if isinstance(found, Description) and found.manifest is None:
         print(f"{options.path} has no manifest: plain torch made it", file=sys.stderr)
     print_table(
         ("what", "value"),
@@ -67,11 +83,18 @@ def verify(arguments: Sequence[str]) -> int:
     """Compare checkpoints with their checksums; return the exit code."""
     parser = parser_of("checkpoint verify", _VERIFY, json=False)
     parser.add_argument("paths", nargs="+", help="checkpoints: files, directories, URLs")
+    _add_format(parser)
+    options = parser.parse_args(arguments)
     failed = False
-    for path in parser.parse_args(arguments).paths:
+    for path in options.paths:
         try:
-            description = describe_checkpoint(path, verify=True)
-        except (CheckpointError, OSError) as error:
+            description = _described(path, options.format, verify=True)
+            if isinstance(description, tuple):
+                name, checkpoint_io = description
+                checkpoint_io.verify_checkpoint(path)
+                print(f"{path}: whole, of the format {name!r}")
+                continue
+        except (CheckpointError, UnknownNameError, OSError) as error:
             print(error, file=sys.stderr)
             failed = True
             continue
@@ -85,6 +108,42 @@ def verify(arguments: Sequence[str]) -> int:
         else:
             print(f"{path}: whole, {description.size} bytes, xxh3_128 {description.checksum}")
     return int(failed)
+
+
+def _add_format(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--format", metavar="NAME", default="", help="of the checkpoint; the one that loads it"
+    )
+
+
+def _described(
+    path: str, name: str, *, verify: bool = False
+) -> Description | tuple[str, CheckpointIO]:
+    """Return what a checkpoint says of itself, or the format that knows it if it is not core's.
+
+    Raises:
+        CheckpointError, OSError: no installed format can load it.
+        UnknownNameError: no format has that name.
+    """
+    if name not in ("", "single_file", "directory"):
+        return find_format(path, name)
+    try:
+        return describe_checkpoint(path, verify=verify)
+    except (CheckpointFormatError, CheckpointNotFoundError):
+        if name:
+            raise
+        return find_format(path)
+
+
+def _facts_of_another(path: str, name: str, checkpoint_io: CheckpointIO) -> dict[str, Any]:
+    """Return what a checkpoint of a plugin's format holds; reads all of it."""
+    contents = checkpoint_io.load_checkpoint(path)
+    known = ("epoch", "global_step", "run")
+    return {
+        "format": name,
+        **{key: contents[key] for key in known if isinstance(contents.get(key), (int, str))},
+        "contents": [format_text(str(key)) for key in contents],
+    }
 
 
 def consolidate(arguments: Sequence[str]) -> int:

@@ -14,15 +14,13 @@ from stratagem.cli.console import aligned, parser_of, print_table
 from stratagem.cli.program import ask_plugins, failed_commands
 from stratagem.discovery import AcceleratorSpec, Check, ClusterEnvironmentSpec, PrecisionSpec
 from stratagem.discovery.entry_points import CORE, fits, read_text
-from stratagem.discovery.hints import names_by_distribution
+from stratagem.discovery.hints import NVIDIA, names_by_distribution, nvidia_gpus
 from stratagem.discovery.installed import version_of
 from stratagem.discovery.registry import RUN_TIME, Candidate, PluginReport, Registry, get_registry
 from stratagem.errors import format_text
 from stratagem.launch.process import available_cores
 from stratagem.plan.cluster import CLUSTER_VARIABLE
 from stratagem.plan.components import probe_accelerator
-
-_NVIDIA = "/proc/driver/nvidia"
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ def this_system() -> System:
         cores=available_cores(),
         all_cores=os.cpu_count() or 1,
         memory=_memory(),
-        gpus=nvidia_gpus(_NVIDIA),
+        gpus=nvidia_gpus(NVIDIA),
     )
 
 
@@ -78,26 +76,6 @@ def _memory() -> int | None:
         return min(total, int(read_text("/sys/fs/cgroup/memory.max")))
     except ValueError:
         return total
-
-
-def nvidia_gpus(driver: str) -> tuple[str, ...]:
-    """Return a line for each GPU, from the files of the driver; nvidia-smi takes up to seconds.
-
-    Args:
-        driver: its folder, /proc/driver/nvidia.
-    """
-    numbers = re.search(r"\d+\.\d+(\.\d+)?", read_text(f"{driver}/version"))
-    version = f", driver {numbers[0]}" if numbers else ""
-    gpus = []
-    try:
-        found = sorted(os.listdir(f"{driver}/gpus"))  # noqa: PTH208 - pathlib is slow to import
-    except OSError:
-        return ()
-    for gpu in found:
-        information = read_text(f"{driver}/gpus/{gpu}/information")
-        model = re.search(r"^Model:\s*(.+?)\s*$", information, re.MULTILINE)
-        gpus.append(f"{gpu}: {model[1] if model else 'unknown model'}{version}")
-    return tuple(gpus)
 
 
 SUMMARY = "Show what is installed and what is wrong with it."
@@ -422,7 +400,14 @@ def _machine(system: System) -> dict[str, str]:
         cores += f" of {system.all_cores}"
     memory = "unknown" if system.memory is None else f"{system.memory / 2**30:.1f} GiB"
     gpus = "; ".join(system.gpus) or "none found (only NVIDIA's are looked for)"
-    return {"platform": system.platform, "cores": cores, "memory": memory, "GPUs": gpus}
+    return {
+        "platform": system.platform,
+        "cores": cores,
+        "memory": memory,
+        "GPUs": gpus,
+        "sockets": "127.0.0.1 in a run on one node: other users of this machine can connect to it "
+        "(SECURITY.md)",
+    }
 
 
 def _plugin_row(report: PluginReport) -> tuple[str, ...]:

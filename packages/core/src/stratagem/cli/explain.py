@@ -40,8 +40,9 @@ def run(arguments: Sequence[str]) -> int:
     add("--precision", type=_number, default="32-true", help="a name, or 64, 32, 16, bf16")
     add("--checkpoint-io", help="a name; the default otherwise")
     add("--cluster-environment", help="a name; detected otherwise")
+    add("--why", action="store_true", help="also show what was not taken, and why not")
     options = vars(parser.parse_args(arguments))
-    as_json = options.pop("json")
+    as_json, why = options.pop("json"), options.pop("why")
     try:
         plan = resolve(RunRequest(**options, interactive=False), get_registry())
     except StratagemError as error:
@@ -53,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
         fields = ("what", "choice", "provider", "why")
         print(json.dumps([dict(zip(fields, row, strict=True)) for row in plan.rows()], indent=2))
     else:
-        print(plan.explain())
+        print(plan.explain(why=why))
     return 0
 
 

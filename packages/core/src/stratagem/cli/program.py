@@ -101,6 +101,8 @@ def failed_commands(registry: Registry) -> list[tuple[str, Check]]:
 
 
 _HELP = ("--help", "-h")
+_MEANT = {"checkpoint show": "checkpoint inspect", "train": "fit", "list": "strategies"}
+"""Names that users try, and the commands."""
 _MORE = "`stratagem COMMAND --help` shows the options of a command."
 
 
@@ -149,7 +151,7 @@ def run_other(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    near = nearest_of(name, list(summaries))
+    near = _MEANT.get(name) or nearest_of(name, list(summaries))
     parts = [
         f"stratagem: error: No such command {name!r}.",
         *([f"Did you mean {near!r}?"] if near else []),

@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from stratagem.cli.console import at_least
 from stratagem.errors import StratagemError
@@ -33,8 +33,8 @@ _DESCRIPTION = f"""{SUMMARY}
 The script trains with Trainer or Lite. Its ranks start at once and end together: when one fails,
 the others are ended, and one error names it and shows its traceback.
 
-Options may stand before and after SCRIPT. What this command does not know is passed on to the
-script; what follows `--` is passed on unread:
+Options may stand before and after SCRIPT. Unknown options are passed to the script, and so is
+everything that follows `--`:
 
     stratagem run train.py --devices 2 --lr 0.1
     stratagem run train.py --devices 2 -- --devices "an option of the script"
@@ -44,6 +44,12 @@ A script that is written for Lightning runs unchanged with --as-lightning, which
 Stratagem. Without --devices it starts the ranks that its Trainer asks for:
 
     stratagem run --as-lightning train.py
+
+A config file of Accelerate's gives the numbers of ranks and nodes, unless options do, and the
+accelerator, precision and accumulate_grad_batches that the script's Lite leaves open. This needs
+`pip install stratagem-extras`:
+
+    stratagem run --accelerate-config default_config.yaml train.py
 
 The exit code is that of the rank that failed first (128 and the number of the signal, if one ended
 it), or 130 after Ctrl-C, 143 after SIGTERM. Two of Ctrl-C kill the ranks at once.
@@ -129,11 +135,13 @@ def _parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     add = parser.add_argument
-    needed = "ranks on this node; needed but with --as-lightning"
+    needed = "ranks on this node; needed but with --as-lightning or --accelerate-config"
     add("--devices", metavar="N", type=at_least(1), help=needed)
     lightning = "let `import lightning` mean Stratagem in SCRIPT (needs stratagem-lightning)"
     add("--as-lightning", action="store_true", help=lightning)
-    add("--num-nodes", metavar="N", type=at_least(1), default=1, help="machines that take part")
+    config = "a config file of Accelerate's, YAML or JSON (needs stratagem-extras)"
+    add("--accelerate-config", metavar="FILE", type=Path, help=config)
+    add("--num-nodes", metavar="N", type=at_least(1), help="machines that take part")
     add("--node-rank", metavar="N", type=at_least(0), help="which of them this is, from 0")
     add("--main-address", metavar="HOST", help="the machine of node rank 0, for several nodes")
     add("--main-port", metavar="PORT", type=at_least(1), help="a port that is free there")
@@ -171,32 +179,44 @@ def parse(arguments: Sequence[str]) -> Launch:
         )
     if not Path(script).is_file():
         parser.error(f"script={script!r}: there is no such file in {Path.cwd()}")
+    fields = vars(options)
+    if config := fields.pop("accelerate_config"):
+        _take_config(config, fields)
+    fields["num_nodes"] = fields["num_nodes"] or 1
     _check_devices(options, parser)
     _check_nodes(options, parser)
-    fields = vars(options)
-    before = _lightning_command() if fields.pop("as_lightning") else ()
+    before: Any = ()
+    if fields.pop("as_lightning"):
+        before = tuple(_provided("lightning_command", "--as-lightning"))
     for name, default in (("devices", 0), ("node_rank", 0), ("main_address", network.LOOPBACK)):
         fields[name] = fields[name] or default
     after = tuple(rest[1:])
     return Launch(script=script, script_arguments=after, prefix_of_script=before, **fields)
 
 
-def _lightning_command() -> tuple[str, ...]:
-    """Return the interpreter's arguments before a script that is written for Lightning.
+def _take_config(config: Path, fields: dict[str, Any]) -> None:
+    """Fill the options that were not given, and set the variables of the ranks."""
+    given, variables = _provided("accelerate_config", "--accelerate-config", config)
+    fields.update({name: value for name, value in given.items() if fields[name] is None})
+    os.environ.update(variables)
+
+
+def _provided(name: str, option: str, *arguments: Any) -> Any:
+    """Return what a function of another distribution returns, which an option needs.
 
     Raises:
-        SystemExit: stratagem-lightning is missing or unusable (exit code 2); one line says why.
+        SystemExit: it is missing or unusable (exit code 2); one line says why.
     """
     from stratagem.discovery.registry import get_registry  # which other runs do without
 
-    registry, name = get_registry(), "stratagem.cli.lightning_command"
+    registry = get_registry()
     try:
-        if name in registry.names("name"):
-            return tuple(registry.find("name", name).spec.load()())
-        problem = " ".join(registry.possible_providers("lightning_command", "stratagem.cli"))
+        if f"stratagem.cli.{name}" in registry.names("name"):
+            return registry.find("name", f"stratagem.cli.{name}").spec.load()(*arguments)
+        problem = " ".join(registry.possible_providers(name, "stratagem.cli"))
     except StratagemError as error:
         problem = str(error)
-    print(f"stratagem run: error: --as-lightning cannot be used. {problem}", file=sys.stderr)
+    print(f"stratagem run: error: {option} cannot be used. {problem}", file=sys.stderr)
     raise SystemExit(2)
 
 

@@ -186,7 +186,11 @@ def why_not(name: str, registry: Registry, environ: Mapping[str, str], probe: Pr
         probe: asks an accelerator what it finds.
     """
     reasons = []
-    for devices in ("auto", 1, 2):
+    spec = registry.find("strategy", name).spec
+    can = getattr(spec, "capabilities", None)
+    # A strategy that divides a batch over the devices of one process is of no use with one device.
+    divides = can is not None and can.one_process and can.many_devices and not can.accelerators
+    for devices in (2,) if divides else ("auto", 1, 2):
         request = RunRequest(strategy=name, devices=devices, environ=environ, interactive=False)
         try:
             resolve(request, registry, probe=probe)

@@ -9,7 +9,14 @@ from stratagem._lazy import lazy_names
 if TYPE_CHECKING:
     from stratagem.data.combined_loader import CombinedLoader as CombinedLoader
     from stratagem.data.pytree import map_tensors as map_tensors, move_to_device as move_to_device
-    from stratagem.data.sharding import UNKNOWN as UNKNOWN, length_of as length_of
+    from stratagem.data.sharding import (
+        UNKNOWN as UNKNOWN,
+        ShardedSampler as ShardedSampler,
+        divides_data as divides_data,
+        length_of as length_of,
+        sampler_of as sampler_of,
+        with_sampler as with_sampler,
+    )
     from stratagem.rng import generators_of_loader as generators_of_loader
 else:
     __getattr__, __dir__, __all__ = lazy_names(
@@ -18,6 +25,7 @@ else:
             "stratagem.data.combined_loader": "CombinedLoader",
             "stratagem.data.pytree": "map_tensors move_to_device",
             "stratagem.rng": "generators_of_loader",
-            "stratagem.data.sharding": "UNKNOWN length_of",
+            "stratagem.data.sharding": "UNKNOWN ShardedSampler divides_data length_of sampler_of "
+            "with_sampler",
         },
     )

@@ -12,7 +12,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
-    RandomSampler,
     Sampler,
     SequentialSampler,
 )
@@ -124,14 +123,14 @@ def shard_loader(
             "attribute num_replicas, or pass use_distributed_sampler=False"
         )
     sampler = ShardedSampler(sampler_of(loader), index, count, even=even, seed=chosen_seed())
-    return _with_sampler(loader, sampler)
+    return with_sampler(loader, sampler)
 
 
 def in_order(source: Any) -> Any:
     """Return a loader, or several in a list or a dict, that do not shuffle.
 
-    A DataLoader whose sampler is a RandomSampler is copied with a SequentialSampler; any other
-    keeps its order.
+    A DataLoader is copied with a SequentialSampler, unless it has one or a batch sampler of the
+    user's, whose order is kept.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -142,10 +141,13 @@ def in_order(source: Any) -> Any:
         return {name: in_order(one) for name, one in source.items()}
     if isinstance(source, (list, tuple)):
         return [in_order(one) for one in source]
-    if not isinstance(source, DataLoader) or not isinstance(sampler_of(source), RandomSampler):
+    if not isinstance(source, DataLoader) or isinstance(source.dataset, IterableDataset):
+        return source
+    is_torchs = source.batch_sampler is None or type(source.batch_sampler) is BatchSampler
+    if not is_torchs or isinstance(sampler_of(source), SequentialSampler):
         return source
     sampler: Sampler[int] = SequentialSampler(source.dataset)  # type: ignore[arg-type]
-    return _with_sampler(source, sampler)
+    return with_sampler(source, sampler)
 
 
 def sampler_of(loader: DataLoader[Any]) -> Any:
@@ -162,8 +164,14 @@ def sampler_of(loader: DataLoader[Any]) -> Any:
     return batches.sampler if type(batches) is BatchSampler else loader.sampler
 
 
-def _with_sampler(loader: DataLoader[Any], sampler: Sampler[Any]) -> DataLoader[Any]:
-    """Return a copy of a loader, whose batch sampler is torch's own or none, with a sampler."""
+def with_sampler(loader: DataLoader[Any], sampler: Sampler[Any]) -> DataLoader[Any]:
+    """Return a copy of a loader, whose batch sampler is torch's own or none, with a sampler.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> list(with_sampler(DataLoader([3, 1, 2], batch_size=2), [2, 0]))
+        [tensor([2, 3])]
+    """
     # DataLoader refuses assignments to these after __init__; a copy avoids guessing the arguments
     # of a subclass's constructor.
     copied = copy.copy(loader)
@@ -201,6 +209,11 @@ def has_persistent_workers(loader: Any) -> bool:
     """Whether a loader's workers were started and stay from epoch to epoch."""
     persistent = getattr(loader, "persistent_workers", False)
     return persistent and getattr(loader, "_iterator", None) is not None
+
+
+def is_iterable(loader: Any) -> bool:
+    """Whether a loader reads an IterableDataset, whose length may be an estimate."""
+    return isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
 def length_of(loader: Any) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
-from typing import Any, final
+from typing import Any, Literal, final
 
 from stratagem.errors import PluginError
 
@@ -49,9 +49,10 @@ class Capabilities:
             before sharding.
         sharded_state: model and optimizer state are spread over ranks: a load leaves a `LazyTensor`
             for what was saved in shards, of which each rank reads its part.
-        replicated: parameters that are not sharded tensors (DTensor) are the same on all ranks
-            after each step; False: ranks hold different ones (stages of a pipeline, replicas
-            between two averages), and `Trainer(detect_divergence=...)` is refused.
+        parameters: how ranks compare in the parameters that are not sharded tensors (DTensor).
+            "same": equal on all ranks after each step. "drift": each rank has a replica, and they
+            differ between two averages (local SGD, gossip). "divided": each rank has other
+            parameters (stages of a pipeline). `Trainer(detect_divergence=...)` needs "same".
         checkpoint_io: the checkpoint format that it takes where none is asked for.
         allows_uneven_eval: ranks may run different numbers of evaluation batches (no collective in
             a forward without gradients).
@@ -63,8 +64,8 @@ class Capabilities:
 
     Example:
         >>> from stratagem.strategies import Capabilities
-        >>> Capabilities(one_process=False, many_devices=True, launchers=None).replicated
-        True
+        >>> Capabilities.parallel(parameters="drift").one_process
+        False
     """
 
     accelerators: tuple[str, ...] | None = None
@@ -81,7 +82,7 @@ class Capabilities:
     gradient_clipping: bool = True
     accepts_existing_optimizers: bool = True
     sharded_state: bool = False
-    replicated: bool = True
+    parameters: Literal["same", "drift", "divided"] = "same"
     checkpoint_io: str = "single_file"
     allows_uneven_eval: bool = True
     compiles: tuple[str, ...] = ("model",)
@@ -89,6 +90,18 @@ class Capabilities:
     def __post_init__(self) -> None:
         """Refuse what would be misread: `("spawn")` is no tuple, and each letter a name."""
         check_fields(self, "Capabilities")
+
+    @classmethod
+    def parallel(cls, **fields: Any) -> Capabilities:
+        """Return the capabilities of a process for each device, on one node or several.
+
+        It sets `one_process=False`, `many_devices=True`, `multi_node=True` and `launchers=None`.
+
+        Args:
+            **fields: further fields, or other values of these four.
+        """
+        common = {"one_process": False, "many_devices": True, "multi_node": True}
+        return cls(**{"launchers": None, **common, **fields})
 
 
 def _are_names(value: object) -> bool:
@@ -102,6 +115,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a tuple of names or None; of one it is ('name',)",
     ),
     "bool": (lambda value: isinstance(value, bool), "True or False"),
+    "Literal['same', 'drift', 'divided']": (
+        lambda value: value in ("same", "drift", "divided"),
+        "'same', 'drift' or 'divided'",
+    ),
     "int": (lambda value: isinstance(value, int), "a number"),
     "str": (lambda value: isinstance(value, str), "a string"),
 }

@@ -353,6 +353,8 @@ def why_not_lasting(clauses: str) -> str:
         why = f"it requires no release of {CORE} in particular"
     elif "==" in clauses:
         why = f"{CORE}{clauses} is one release, and pip refuses every other"
+    elif fits(clauses, __version__) is False:
+        why = f"{CORE}{clauses} excludes the installed release {__version__}"
     elif fits(clauses, f"{major}.{int(minor) + 1}"):
         why = (
             f"{CORE}{clauses} takes the next minor release, so that pip installs it beside a core "

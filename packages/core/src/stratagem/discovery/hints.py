@@ -1,11 +1,17 @@
-"""Which distribution provides a name that is not installed here."""
+"""Which distribution provides a name, or serves a GPU, and is not installed here."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Collection, Mapping
 
+from stratagem.discovery.entry_points import read_text
 from stratagem.discovery.known_names import KNOWN_NAMES
+
+NVIDIA = "/proc/driver/nvidia"
+"""Where the driver lists its GPUs."""
 
 _THIRD_PARTIES = {
     "colossalai": "colossalai",
@@ -79,11 +85,13 @@ def _is_module(kind: str) -> bool:
     return kind.partition(".")[0] == "stratagem"
 
 
-def installation_hint(name: str, kind: str | None = None) -> str:
+def installation_hint(name: str, kind: str | None = None, subject: str = "It") -> str:
     """Return a sentence that says what to install for a name, or an empty string if unknown."""
     distribution = distribution_of(name, kind)
     if distribution is not None:
-        return f"It is provided by {distribution}: pip install {distribution}."
+        return (
+            f"{subject} needs {distribution}, which is not installed: pip install {distribution}."
+        )
     package = _THIRD_PARTIES.get(name.casefold())
     if package is not None:
         return (
@@ -91,3 +99,36 @@ def installation_hint(name: str, kind: str | None = None) -> str:
             "and declares an entry point in the group 'stratagem.backends'."
         )
     return ""
+
+
+def missing_backend(accelerator: object, installed: Collection[str]) -> str:
+    """Return what to install for a GPU that no installed accelerator can use; "": nothing.
+
+    Args:
+        accelerator: the argument: "auto" is given a hint.
+        installed: the names of accelerators.
+    """
+    if accelerator != "auto" or "cuda" in installed or not nvidia_gpus(NVIDIA):
+        return ""
+    backend = distribution_of("cuda", "accelerator")
+    return f"this machine has an NVIDIA GPU, which needs {backend}: pip install {backend}"
+
+
+def nvidia_gpus(driver: str) -> tuple[str, ...]:
+    """Return a line for each GPU, from the files of the driver; nvidia-smi takes up to seconds.
+
+    Args:
+        driver: its folder.
+    """
+    numbers = re.search(r"\d+\.\d+(\.\d+)?", read_text(f"{driver}/version"))
+    version = f", driver {numbers[0]}" if numbers else ""
+    gpus = []
+    try:
+        found = sorted(os.listdir(f"{driver}/gpus"))  # noqa: PTH208 - pathlib is slow to import
+    except OSError:
+        return ()
+    for gpu in found:
+        information = read_text(f"{driver}/gpus/{gpu}/information")
+        model = re.search(r"^Model:\s*(.+?)\s*$", information, re.MULTILINE)
+        gpus.append(f"{gpu}: {model[1] if model else 'unknown model'}{version}")
+    return tuple(gpus)

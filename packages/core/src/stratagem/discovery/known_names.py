@@ -25,7 +25,7 @@ stratagem-backend-xla stratagem.accelerators: XLAAccelerator
 stratagem-backend-xla stratagem.strategies: SingleXLAStrategy, XLAFSDPStrategy, XLAStrategy
 stratagem-backend-xla strategy: single_xla, tpu_spawn, xla, xla_debug, xla_fsdp
 stratagem-extras callback: backbone_finetuning, device_stats, ema, gradient_accumulation
-stratagem-extras callback: lambda, lr_monitor, on_exception_checkpoint, pruning
+stratagem-extras callback: lambda, lr_monitor, model_summary, on_exception_checkpoint, pruning
 stratagem-extras callback: rich_progress_bar, swa, throughput, timer, tqdm_progress_bar
 stratagem-extras callback: weight_averaging
 stratagem-extras command: checkpoint average, checkpoint convert, fit, predict, test, validate
@@ -35,11 +35,12 @@ stratagem-extras stratagem: Tuner
 stratagem-extras stratagem.callbacks: BackboneFinetuning, BaseFinetuning, BasePredictionWriter
 stratagem-extras stratagem.callbacks: DeviceStatsMonitor, EMAWeightAveraging
 stratagem-extras stratagem.callbacks: GradientAccumulationScheduler, LambdaCallback
-stratagem-extras stratagem.callbacks: LearningRateMonitor, ModelPruning, OnExceptionCheckpoint
-stratagem-extras stratagem.callbacks: RichProgressBar, StochasticWeightAveraging
-stratagem-extras stratagem.callbacks: TQDMProgressBar, ThroughputMonitor, Timer, WeightAveraging
+stratagem-extras stratagem.callbacks: LearningRateMonitor, ModelPruning, ModelSummary
+stratagem-extras stratagem.callbacks: OnExceptionCheckpoint, RichProgressBar
+stratagem-extras stratagem.callbacks: StochasticWeightAveraging, TQDMProgressBar
+stratagem-extras stratagem.callbacks: ThroughputMonitor, Timer, WeightAveraging, summarize
 stratagem-extras stratagem.cli: LRSchedulerCallable, OptimizerCallable, SaveConfigCallback
-stratagem-extras stratagem.cli: TrainerArgumentParser, TrainerCLI
+stratagem-extras stratagem.cli: TrainerArgumentParser, TrainerCLI, accelerate_config
 stratagem-extras stratagem.loggers: CometLogger, MLFlowLogger, NeptuneLogger, TensorBoardLogger
 stratagem-extras stratagem.loggers: WandbLogger
 stratagem-extras stratagem.module: to_onnx, to_torchscript

@@ -40,6 +40,8 @@ from stratagem.errors import (
 Key = tuple[str, str]
 """A kind, and a name in lower case."""
 
+_MEANT = {"fp16": "16-mixed", "float16": "16-true", "half": "16-true", "fp32": "32-true"}
+"""Names of precisions elsewhere, and the names here."""
 _LONGEST = 100
 """Characters of what a plugin has returned, in a message."""
 _MOST_COMPONENTS = 10_000
@@ -376,16 +378,22 @@ class Registry:
     def _unknown(self, kind: str, name: str) -> str:
         known = self.names(kind)
         qualifier, _, plain = name.rpartition(":")
-        parts = [f"unknown {kind.replace('_', ' ')} {name!r}."]
         holders = self._candidates.get((kind, plain.casefold()), [])
-        near = nearest_of(plain.casefold(), known)
-        if holders:
-            others = ", ".join(repr(f"{holder.distribution}:{plain}") for holder in holders)
-            parts.append(f"{qualifier!r} provides none of that name; there is {others}.")
-        elif near:
-            parts.append(f"Did you mean {near!r}?")
-        parts += self.possible_providers(plain, kind)
-        if kind == "accelerator" and not installation_hint(plain, kind):
+        what = f"{kind.replace('_', ' ')} {name!r}"
+        providers, hint = self.possible_providers(plain, kind), installation_hint(plain, kind)
+        meant = _MEANT if kind == "precision" else {}
+        near = nearest_of(plain.casefold(), known) or meant.get(plain.casefold(), "")
+        if hint in providers and distribution_of(plain, kind) is not None and not holders:
+            near, parts = "", [installation_hint(plain, kind, what), *providers[1:]]
+        else:
+            parts = [f"unknown {what}."]
+            if holders:
+                others = ", ".join(repr(f"{holder.distribution}:{plain}") for holder in holders)
+                parts.append(f"{qualifier!r} provides none of that name; there is {others}.")
+            elif near:
+                parts.append(f"Did you mean {near!r}?")
+            parts += providers
+        if kind == "accelerator" and not hint:
             parts.append(
                 "If torch has a device of that name, pass "
                 f"accelerator=DeviceAccelerator({plain!r}) (from stratagem.accelerators)."

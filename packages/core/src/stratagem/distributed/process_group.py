@@ -184,7 +184,8 @@ class ProcessGroupRanks(Ranks):
         if self.device is None:
             raise ConfigurationError(
                 "ranks communicate once their processes are launched: call this in a run of the "
-                "Trainer, after lite.launch(), or in run() of a Lite"
+                "Trainer, after lite.launch(), in run() of a Lite, or in a strategy after "
+                "super().setup_environment()"
             )
         return self.device
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any
 
@@ -117,6 +119,59 @@ def unexpected_arguments(kind: type, given: Mapping[str, Any]) -> ConfigurationE
         f"{kind.__name__}({listed}): unknown; expected some of "
         + ", ".join(sorted(known - {"self"}))
     )
+
+
+def why_not_initialized(strategy: object, base: type) -> str:
+    """Return how an `__init__` of a strategy's class loses the arguments of its base; "": none.
+
+    Args:
+        strategy: an object.
+        base: Strategy, which sets `requested`.
+
+    Example:
+        >>> from stratagem.strategies import SingleDeviceStrategy, Strategy, why_not_initialized
+        >>> class Forgets(SingleDeviceStrategy):
+        ...     def __init__(self, **components):
+        ...         super().__init__()
+        >>> why_not_initialized(Forgets(), Strategy).partition(",")[0]
+        'Forgets.__init__ takes **components and does not pass it on'
+    """
+    if "requested" not in vars(strategy):
+        name = type(strategy).__name__
+        return f"{name}.__init__ does not call super().__init__(**components): call it first"
+    for kind in type(strategy).__mro__[: type(strategy).__mro__.index(base)]:
+        code = getattr(vars(kind).get("__init__"), "__code__", None)
+        if code is None or not code.co_flags & inspect.CO_VARKEYWORDS:
+            continue
+        last = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+        taken = code.co_varnames[last]
+        # A pair of names is the argument of some instructions.
+        read = [name for each in dis.get_instructions(code) for name in _names(each.argval)]
+        if taken not in read:
+            return (
+                f"{kind.__name__}.__init__ takes **{taken} and does not pass it on, so that "
+                f"options such as launcher= are lost: call super().__init__(**{taken}) first"
+            )
+    return ""
+
+
+def _names(argument: Any) -> tuple[Any, ...]:
+    return argument if isinstance(argument, tuple) else (argument,)
+
+
+def context_of(method: Callable[..., Any], *arguments: Any) -> AbstractContextManager[Any]:
+    """Return the context that a strategy's method makes.
+
+    Raises:
+        PluginError: it returned something else.
+    """
+    context = method(*arguments)
+    if not isinstance(context, AbstractContextManager):
+        raise PluginError(
+            f"{method.__qualname__} returned {context!r}; expected a context manager: decorate it "
+            "with contextlib.contextmanager and yield once, or return contextlib.nullcontext()"
+        )
+    return context
 
 
 def check_capabilities(kind: type, base: type, can: Capabilities) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.compile import compile_model
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, PluginError
 from stratagem.plan.step_options import Compilation
 
 
@@ -22,7 +22,7 @@ class StepModule(nn.Module):
     `training_step` and whatever else is called, not only around the model's `forward`.
 
     Args:
-        module: the user's.
+        module: the user's; `user_module` returns it.
 
     Example:
         >>> import torch
@@ -67,14 +67,16 @@ class PreparedModel:
 
     Attributes:
         module: what to call; a wrapper (DDP), an engine (DeepSpeed), or the module itself.
-        original: the module that was handed to `prepare`; its parameter names are the canonical
-            ones.
+        original: the module that was handed to `prepare`, a `StepModule` in both front ends; its
+            parameter names are the canonical ones. `user_module(prepared.original)` is the user's.
         optimizers: bound to the parameters as they are after wrapping and sharding.
         evaluation_module: what to call where no gradient is wanted; differs from `module` if the
             wrapper communicates in forward and ranks may run different numbers of batches.
         clear_gradients: sets the gradients of each optimizer's parameters to None.
         run_backward: runs backward from a loss, which comes first, with the arguments of
             `Tensor.backward`; a Module's own `backward` takes its place.
+        strategy_data: objects that the strategy keeps for this model, such as residuals or counts;
+            empty at first, and gone with the model. `Strategy.state` saves them.
 
     Example:
         >>> from torch import nn
@@ -92,8 +94,14 @@ class PreparedModel:
     evaluation_module: nn.Module
     clear_gradients: list[Callable[[], None]] = field(init=False)
     run_backward: Callable[..., None] = field(init=False)
+    strategy_data: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        if callable(self.optimizers):
+            raise PluginError(
+                f"PreparedModel(optimizers={self.optimizers!r}): expected a list of optimizers; "
+                "call make_optimizers(optimizers) after wrapping, and pass what it returns"
+            )
         self.run_backward = Tensor.backward
         self.clear_gradients = [self.gradient_clearer(one) for one in self.optimizers]
 
@@ -103,7 +111,7 @@ class PreparedModel:
         Called once it is prepared, where `compile=...` asks for it and `capabilities.compiles` has
         "model". An engine that compiles in its own way returns a subclass that overrides this.
         """
-        compile_model(_model_in(self.original), compilation, self.groups_to_compile())
+        compile_model(user_module(self.original), compilation, self.groups_to_compile())
 
     def groups_to_compile(self) -> list[nn.Module]:
         """Return the modules to compile each by itself; none: the model as its code calls it."""
@@ -134,7 +142,18 @@ def _clear_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-def _model_in(module: nn.Module) -> nn.Module:
+def user_module(module: nn.Module) -> nn.Module:
+    """Return the module that the user wrote: the one in a `StepModule`, or else `module` itself.
+
+    Args:
+        module: what `Strategy.prepare` or `wrap` is given, or `PreparedModel.original`.
+
+    Example:
+        >>> from torch import nn
+        >>> from stratagem.strategies import StepModule, user_module
+        >>> user_module(StepModule(nn.Linear(2, 1)))
+        Linear(in_features=2, out_features=1, bias=True)
+    """
     return module.module if isinstance(module, StepModule) else module
 
 

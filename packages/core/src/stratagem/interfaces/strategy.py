@@ -23,6 +23,7 @@ from stratagem.interfaces.contract_checks import (
     check_capabilities,
     check_overrides,
     unexpected_arguments,
+    why_not_initialized,
 )
 from stratagem.interfaces.launcher import Launcher
 from stratagem.interfaces.precision import Precision
@@ -71,12 +72,12 @@ class Strategy(Stepping, ABC):
         9. A save calls `model_state`, `optimizer_state` for each optimizer, then `state`; a load
            `load_model_state`, `load_optimizer_state`, then `load_state`, whatever the order in a
            user's dict. On every rank, since they may communicate.
-       10. `release(prepared)`: before the module is prepared again, and when another Trainer takes
+       10. `release(prepared)`: before the module is prepared again, and when another run takes
            over; `teardown()` at the end of the process.
 
-    It knows nn.Module, Optimizer and tensors, and never Trainer or Module: what it is handed is a
-    `StepModule`, whose `forward(method_name, *args)` calls the user's method, so that hooks of a
-    wrapper fire whatever the method.
+    It knows nn.Module, Optimizer and tensors, and never Trainer or Module. `prepare` and `wrap` are
+    handed a `StepModule`, whose `forward(method_name, *args)` calls the user's method, so that
+    hooks of a wrapper fire whatever the method. `user_module(module)` returns the user's own.
 
     Args:
         accelerator, checkpoint_io, cluster_environment: objects or discovered names; None leaves
@@ -151,14 +152,11 @@ class Strategy(Stepping, ABC):
 
         Raises:
             ConfigurationError: a method of it, or of a component, does not take what it is called
-                with; the class contradicts its capabilities; or its `__init__` does not call this
-                class's.
+                with; the class contradicts its capabilities; or its `__init__` does not pass
+                `**components` on to this class's.
         """
-        if "requested" not in vars(self):
-            raise ConfigurationError(
-                f"{type(self).__name__}.__init__ does not call super().__init__(**components): "
-                "call it first"
-            )
+        if why := why_not_initialized(self, Strategy):
+            raise ConfigurationError(why)
         check_overrides(type(self), Strategy)
         check_capabilities(type(self), Strategy, self.capabilities)
         check_overrides(type(components.accelerator), Accelerator)
@@ -257,7 +255,7 @@ class Strategy(Stepping, ABC):
         """Return the model as this strategy runs it: converted, moved, wrapped.
 
         Args:
-            module: built by the user, on any device.
+            module: a `StepModule` around the user's module, on any device.
             optimizers: a function that makes them, called after wrapping and sharding; or existing
                 ones, where `capabilities.accepts_existing_optimizers`.
             move_to_device: move the parameters to this rank's device.
@@ -283,7 +281,11 @@ class Strategy(Stepping, ABC):
         return optimizer
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Return what training calls; before the optimizers are made. By default the module."""
+        """Return what training calls; before the optimizers are made. By default the module.
+
+        Args:
+            module: a `StepModule`; layers are replaced in place, in `user_module(module)`.
+        """
         return module
 
     def input_converter(self) -> Callable[[Any], Any] | None:
@@ -330,9 +332,12 @@ class Strategy(Stepping, ABC):
     def release(self, prepared: PreparedModel) -> None:
         """Free what this holds for a model (an engine, buffers), which may be prepared again.
 
-        Called by all ranks before the same module is prepared again, by this strategy or another
-        one, and when another Trainer begins a run; `prepared` is not trained any more, but may
-        still be evaluated or saved.
+        Called before the same module is prepared again, by this strategy or another one, before a
+        run of the same Trainer with another module, and when another Trainer begins a run.
+        `prepared` is not trained any more, but may still be evaluated or saved.
+
+        It must not communicate. What a rank has collected as garbage is not released there, so
+        that other ranks may be the only ones to call this.
         """
 
     # -- state

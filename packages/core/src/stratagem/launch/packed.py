@@ -99,11 +99,14 @@ def pack(
             _find_unpicklable(one, type(one).__name__, imports_main=imports_main) for one in held
         )
         what = next(filter(None, unpicklable), "what it was given")
+        remedy = ""
+        if plan.launcher.name == "spawn":
+            remedy = "; or use strategy='ddp' (or 'ddp_fork'), which pickles nothing"
         raise ConfigurationError(
-            f"the launcher {plan.launcher.name!r} pickles what the ranks need, and {what} cannot "
-            f"be pickled ({type(error).__name__}: {error}): define functions and classes at the "
-            "top of a module, leave out open files and locks, or use strategy='ddp' (or "
-            "'ddp_fork'), which pickles nothing"
+            f"strategy={plan.strategy.name!r} pickles your objects (launcher "
+            f"{plan.launcher.name!r}), and {what} cannot be pickled ({type(error).__name__}: "
+            f"{error}): define functions and classes at the top of a module, and leave out open "
+            f"files and locks{remedy}"
         ) from None
 
 
@@ -228,4 +231,5 @@ def _find_unpicklable(thing: Any, path: str, depth: int = 0, *, imports_main: bo
         for name, value in held:
             if found := _find_unpicklable(value, name, depth + 1, imports_main=imports_main):
                 return found
-    return f"{path} ({thing!r})"
+    is_lambda = getattr(thing, "__name__", "") == "<lambda>"
+    return f"{path.removeprefix('Job.')} ({'a lambda' if is_lambda else repr(thing)})"

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 
 
 def open_standard_streams() -> None:
@@ -35,12 +40,47 @@ def open_standard_streams() -> None:
             setattr(sys, name, null_stream)
 
 
+@contextmanager
+def numpy_warned_once() -> Iterator[None]:
+    """Keep torch from warning again that NumPy is missing: here, and in processes started within.
+
+    Example:
+        >>> from stratagem.launch.process import numpy_warned_once
+        >>> with numpy_warned_once():
+        ...     pass  # start ranks
+    """
+    if find_spec("numpy") is not None:
+        yield
+        return
+    message = "Failed to initialize NumPy"
+    warnings.filterwarnings("ignore", message)
+    before = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (before, f"ignore:{message}:UserWarning")))
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONWARNINGS"]
+        if before is not None:
+            os.environ["PYTHONWARNINGS"] = before
+
+
 def _is_open(descriptor: int) -> bool:
     try:
         os.fstat(descriptor)
     except OSError:
         return False
     return True
+
+
+def print_hint(hint: str) -> None:
+    """Print a hint to stderr."""
+    print(f"stratagem: {hint}", file=sys.stderr, flush=True)
+
+
+@functools.cache
+def print_hint_once(hint: str) -> None:
+    """Print a hint to stderr, once in a process."""
+    print_hint(hint)
 
 
 def printable(text: str, encoding: str | None = None) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from stratagem.errors import RankFailedError
+from stratagem.errors import RankFailedError, hide_frames
 
 if TYPE_CHECKING:
     from stratagem.launch.watch import Watch
@@ -49,6 +49,7 @@ def record_failure(error: BaseException) -> bool:
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if not path or isinstance(error, SystemExit):
         return False
+    hide_frames(error)
     report = "".join(traceback.format_exception(error))
     message = {
         "message": f"{type(error).__name__}: {error}",

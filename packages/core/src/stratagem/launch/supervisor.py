@@ -99,7 +99,7 @@ class Failure:
             what = f"; its traceback:\n\n{self.report.rstrip()}"
         else:
             output = "above" if self.log_file is None else f"in {self.log_file}"
-            what = f"; it left no traceback: see its output {output}"
+            what = f"; it exited without a Python traceback; its output is {output}"
         return RankFailedError(
             f"{where}rank {self.rank} of {world_size} {how}{what}",
             rank=self.rank,

@@ -7,10 +7,39 @@ from typing import Any
 
 import torch
 
-from stratagem.data.sharding import length_of, set_epoch
+from stratagem.data.sharding import UNKNOWN, is_iterable, length_of, set_epoch
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.rng import rng_state, set_rng_state
 from stratagem.state.rank_states import RankStates
+
+
+class Reading:
+    """Which data loaders a loop is reading.
+
+    Attributes:
+        active: those in an iteration; the last of them has yielded the present batch.
+        latest: the one whose batch, or whose end, came last; None: none was read yet.
+    """
+
+    def __init__(self) -> None:
+        self.active: list[LiteDataLoader] = []
+        self.latest: LiteDataLoader | None = None
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the present batch is the last one of its epoch, so far as its loader knows."""
+        return bool(self.active) and self.active[-1].is_at_end
+
+    def begin_batch(self, loader: LiteDataLoader) -> None:
+        """Note that a loader yields a batch."""
+        if self.latest is not loader or loader not in self.active:
+            self.end(loader)
+            self.active.append(loader)
+            self.latest = loader
+
+    def end(self, loader: LiteDataLoader) -> None:
+        """Note that a loader's iteration is over."""
+        self.active = [other for other in self.active if other is not loader]
 
 
 class LiteDataLoader:
@@ -27,6 +56,11 @@ class LiteDataLoader:
         rank: this process's.
         shard: this rank's part of the data, (index, count).
         rng_of: this rank's accelerator and device, whose RNG state is saved and restored too.
+        reading: where each batch is noted.
+
+    Attributes:
+        resumable: the loader, as it is iterated over from any batch on.
+        is_at_end: whether the batch that was yielded last is the epoch's last one.
     """
 
     def __init__(
@@ -38,6 +72,7 @@ class LiteDataLoader:
         shard: tuple[int, int] = (0, 1),
         *,
         rng_of: tuple[Accelerator, torch.device] | tuple[()] = (),
+        reading: Reading | None = None,
     ) -> None:
         # Here, since a loop of the user's may need no data loader of ours.
         from stratagem.data.resume.resumable import Resumable
@@ -46,7 +81,7 @@ class LiteDataLoader:
         self._move = move
         self._rng_of = rng_of
         self._rank = rank
-        self._data = Resumable(loader, name, rank, shard)
+        self.resumable = Resumable(loader, name, rank, shard)
         self._epoch = 0
         """Of the next iteration, unless the user sets it by hand."""
         self._last = 0
@@ -55,6 +90,10 @@ class LiteDataLoader:
         self._done = 0
         """Batches of the present epoch that `_begun` does not count."""
         self._random: dict[str, Any] | None = None
+        self._reading = reading or Reading()
+        self._end = 0.0
+        """Batches of the present epoch; infinity: not known."""
+        self.is_at_end = False
 
     @property
     def sampler(self) -> Any:
@@ -73,7 +112,7 @@ class LiteDataLoader:
             self._epoch += 1
         if self._begun is not None:
             self._done = 0  # the loop before was left, and this is another epoch
-        batches, _ = self._data.begin(self._present_epoch(), self._done, length_of(self.loader))
+        batches, _ = self.resumable.begin(self._present_epoch(), self._done, length_of(self.loader))
         if self._random is not None:
             # Last, since the loader has drawn numbers of its own.
             set_rng_state(self._random, *self._rng_of)
@@ -81,13 +120,25 @@ class LiteDataLoader:
         # What a DataLoader has passed over, it has counted.
         self._done -= getattr(batches, "_num_yielded", 0)
         self._begun = batches
+        done = self._batches_done()
+        left = self.resumable.batches_left(done)
+        if left == UNKNOWN and not is_iterable(self.loader):
+            left = length_of(self.loader) - done
+        self._end = done + left
         return self._batches(batches)
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         ready = batches if hasattr(batches, "_num_yielded") else self._counted(batches)
         if self._move is not None:
             ready = map(self._move, ready)
-        yield from ready
+        self.is_at_end = False
+        try:
+            for batch in ready:
+                self.is_at_end = self._batches_done() >= self._end
+                self._reading.begin_batch(self)
+                yield batch
+        finally:
+            self._reading.end(self)
         if self._begun is batches:
             self._begun, self._done = None, 0
 
@@ -97,18 +148,23 @@ class LiteDataLoader:
             self._done += 1
             yield batch
 
+    def _batches_done(self) -> int:
+        """Return the number of batches of the present epoch that were yielded."""
+        done: int = self._done + getattr(self._begun, "_num_yielded", 0)
+        return done
+
     def _present_epoch(self) -> int:
         epoch: int = getattr(self.sampler, "epoch", self._last)
         return epoch
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's place in the data, and its RNG states."""
-        batches = self._done + getattr(self._begun, "_num_yielded", 0)
+        batches = self._batches_done()
         return {
             "epoch": self._present_epoch() if batches else self._epoch,
             "batches": batches,
             "random": rng_state(*self._rng_of),
-            "loader": self._data.state(),
+            "loader": self.resumable.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -123,7 +179,7 @@ class LiteDataLoader:
         first = states[0]
         batches, self._epoch = first["batches"], first["epoch"]
         self._begun = None
-        self._done = self._data.resume(states.of("loader"), batches)
+        self._done = self.resumable.resume(states.of("loader"), batches)
         if self._rank < len(states):
             # Once more when the iteration begins, if that is to draw what was drawn before.
             random = states[self._rank]["random"]

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from stratagem.compile import own_module
 from stratagem.data import sharding
 from stratagem.data.pytree import map_tensors, move_to_device
+from stratagem.discovery.registry import get_registry
 from stratagem.distributed.uneven_inputs import UnevenInputs
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
@@ -23,9 +24,10 @@ from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.ranks import ReduceOp
 from stratagem.interfaces.strategy import Strategy
-from stratagem.lite.dataloader import LiteDataLoader
+from stratagem.lite.dataloader import LiteDataLoader, Reading
 from stratagem.lite.module import LiteModule
-from stratagem.lite.state import STRATEGY_STATE, collect, restore
+from stratagem.lite.state import STRATEGY_STATE, SetUpObjects, collect, restore
+from stratagem.plan.components import is_zero
 from stratagem.plan.step_options import GradientClip, StepOptions
 from stratagem.rng import seed_everything
 from stratagem.runtime.device_errors import explained_device_errors, raise_explained
@@ -39,7 +41,15 @@ from stratagem.runtime.prepare import (
     prepared_of,
     warn_of_lost_epsilon,
 )
-from stratagem.runtime.runtime import Devices, FrontEnd, Plugin, Runtime, as_list
+from stratagem.runtime.runtime import (
+    Devices,
+    FrontEnd,
+    Plugin,
+    Runtime,
+    as_list,
+    launch_arguments,
+    public_call,
+)
 from stratagem.state.shards import read_whole
 from stratagem.storage import paths
 
@@ -55,15 +65,20 @@ class Lite(FrontEnd):
     Args:
         accelerator: a name ("cpu", "gpu", ...), an Accelerator, or "auto".
         strategy: a name, a Strategy, or "auto".
-        devices: how many, which, -1 for all, or "auto".
+        devices: how many, which, -1 for all, or "auto"; None or 0: the CPU.
         num_nodes: machines taking part.
-        precision: a name ("32-true", "bf16-mixed", ...), 64, 32, 16, "bf16", or a Precision.
+        precision: a name ("32-true", "bf16-mixed", ...), 64, 32, 16, "bf16", or a Precision; None:
+            "32-true".
         plugins: CheckpointIO, ClusterEnvironment, Launcher or Precision objects, or names of them.
         callbacks: objects whose methods `call` finds.
-        loggers: where `log_dict` writes.
+        loggers: where `log_dict` writes: Logger objects, or names such as "tensorboard".
+        accumulate_grad_batches: batches of an optimizer step, in blocks of `accumulate`.
         async_save: write checkpoints while training goes on, in whatever format.
         step_options: what the strategy is to know of your steps, such as
             `StepOptions(sync_batchnorm=True)`; your own loop clips and accumulates.
+
+    `stratagem run --accelerate-config FILE` decides what `accelerator`, `precision` and
+    `accumulate_grad_batches` leave open.
 
     Attributes:
         plan: what was chosen, and why; `lite.plan.explain()` is its text.
@@ -90,24 +105,38 @@ class Lite(FrontEnd):
         True
     """
 
+    @public_call
     def __init__(
         self,
         accelerator: str | Accelerator = "auto",
         strategy: str | Strategy = "auto",
         devices: Devices = "auto",
         num_nodes: int = 1,
-        precision: str | int | Precision = "32-true",
+        precision: str | int | Precision | None = None,
         plugins: Plugin | Sequence[Plugin] | None = None,
         callbacks: object | Sequence[object] | None = None,
         loggers: object | Sequence[object] | None = None,
         *,
+        accumulate_grad_batches: int | None = None,
         async_save: bool = False,
         step_options: StepOptions | None = None,
     ) -> None:
+        defaults = launch_arguments()
+        if accelerator == "auto":
+            accelerator = defaults.get("accelerator", accelerator)
+        if precision is None:
+            precision = defaults.get("precision", "32-true")
+        if accumulate_grad_batches is None:
+            accumulate_grad_batches = defaults.get("accumulate_grad_batches", 1)
+        if type(accumulate_grad_batches) is not int or accumulate_grad_batches < 1:
+            raise ConfigurationError(
+                f"accumulate_grad_batches={accumulate_grad_batches!r}: expected a whole number of "
+                "at least 1"
+            )
         self._runtime = Runtime(
             accelerator=accelerator,
             strategy=strategy,
-            devices=devices,
+            devices=None if is_zero(devices) else devices,
             num_nodes=num_nodes,
             precision=precision,
             plugins=plugins,
@@ -117,8 +146,18 @@ class Lite(FrontEnd):
         self.plan = self._runtime.plan
         self.strategy: Strategy = self._runtime.strategy
         self._callbacks = as_list(callbacks)
-        self._loggers = as_list(loggers)
+        self._loggers = [
+            get_registry().find("logger", one).spec.build() if isinstance(one, str) else one
+            for one in as_list(loggers)
+        ]
         self._prepared: list[PreparedModel] = []
+        self._objects = SetUpObjects()
+        self._reading = Reading()
+        self._window = accumulate_grad_batches
+        self._divisor = 1
+        """Number by which `backward` divides the loss; above 1 within `accumulate`."""
+        self._micro_batches = 0
+        """Blocks of `accumulate` in this epoch."""
         self._weight = 1.0
         """Weight of the present batch's loss; see `join_uneven_inputs`."""
         own_run: Callable[..., Any] | None = getattr(type(self), "run", None)
@@ -193,6 +232,76 @@ class Lite(FrontEnd):
         ranks = self.ranks
         return map_tensors(lambda tensor: ranks.all_reduce(tensor, reduce_op), _tensors(data))
 
+    def gather_for_metrics(self, data: Any) -> Any:
+        """Return the samples of every rank, on every rank, each sample once.
+
+        Samples that the loader repeated to give all ranks as many are left out, and so are batches
+        that `join_uneven_inputs` repeated. Samples of one loader come in the order of its sampler.
+        Call it with each batch, or once after the loop with an epoch's.
+
+        Args:
+            data: tensors whose first dimension counts samples, which may differ between ranks;
+                lists of objects (weights-only-safe data), an object for each sample; and dicts,
+                lists and tuples of them. Of a tensor without dimensions each rank's value returns.
+
+        Raises:
+            UserCodeError: the ranks' data differ in structure or in another dimension, or they are
+                not counted by sample and the loader repeated some.
+
+        Example:
+            >>> import torch
+            >>> from stratagem import Lite
+            >>> lite = Lite(accelerator="cpu")
+            >>> loader = lite.setup_dataloaders(torch.utils.data.DataLoader(range(3), 2))
+            >>> [lite.gather_for_metrics(batch).tolist() for batch in loader]
+            [[0, 1], [2]]
+        """
+        from stratagem.lite.gathering import gather_samples
+
+        return gather_samples(self.ranks, data, self._reading, is_repeated=not self._weight)
+
+    def pad_across_processes(
+        self, data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+    ) -> Any:
+        """Return tensors padded to the size that the largest of all ranks has in a dimension.
+
+        Args:
+            data: a tensor, or a nested collection of tensors; one without this dimension stays.
+            dim: which dimension.
+            pad_index: the value of what is added.
+            pad_first: add it before, not after.
+
+        Example:
+            >>> import torch
+            >>> from stratagem import Lite
+            >>> Lite(accelerator="cpu").pad_across_processes(torch.ones(2, 3), dim=1).shape
+            torch.Size([2, 3])
+        """
+        from stratagem.lite.gathering import pad_to_longest
+
+        return pad_to_longest(self.ranks, data, dim, pad_index, pad_first)
+
+    @contextmanager
+    def split_between_processes(self, data: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Give each rank its part of a list, tuple or tensor, one after the other.
+
+        Args:
+            data: also a dict of them, of one length.
+            apply_padding: repeat the last element until all ranks have as many.
+
+        Returns:
+            A context that yields this rank's part; the first ranks may have one more.
+
+        Example:
+            >>> from stratagem import Lite
+            >>> with Lite(accelerator="cpu").split_between_processes(["a", "b"]) as prompts:
+            ...     prompts
+            ['a', 'b']
+        """
+        from stratagem.lite.gathering import split
+
+        yield split(self.ranks, data, apply_padding)
+
     def broadcast(self, data: Any, src: int = 0) -> Any:
         """Return rank `src`'s data on every rank.
 
@@ -214,28 +323,55 @@ class Lite(FrontEnd):
 
     def setup(
         self,
-        module: nn.Module,
-        *optimizers: Optimizer,
+        *objects: Any,
         move_to_device: bool = True,
         compile: Compile = None,
     ) -> Any:
-        """Prepare a model and its optimizers for the strategy.
+        """Prepare models, optimizers, schedulers and data loaders for the strategy, in any order.
+
+        A scheduler that is set up moves on when its optimizer does: within `accumulate`, at the end
+        of a window. If it is set up together with loaders, its length was computed from them before
+        their data were divided between ranks, so each `step` moves it on once for every part.
 
         Args:
-            module: a model; once for each of several.
-            *optimizers: made from its parameters.
-            move_to_device: move the parameters to this rank's device.
-            compile: True: torch.compile of the model; or a dict of its arguments; None: as
+            *objects: models, optimizers made from their parameters, learning rate schedulers, data
+                loaders, and objects with `state_dict()` and `load_state_dict()`, which `save_state`
+                then saves; None stays None.
+            move_to_device: move parameters and batches to this rank's device.
+            compile: True: torch.compile of the models; or a dict of its arguments; None: as
                 `step_options` says. See docs/compiling.md.
 
         Returns:
-            The model, or (model, optimizer, ...) if optimizers were given, or if the strategy's
-            engine makes one by its own config.
+            The object, or a tuple of them in the order of the arguments. An optimizer that the
+            strategy's engine makes by its own config follows its model.
 
         Raises:
-            ConfigurationError: the model was set up before, or an optimizer has none of its
-                parameters.
+            ConfigurationError: a model was set up before, an optimizer has no parameter of a model,
+                or an object is of another kind.
+
+        Example:
+            >>> import torch
+            >>> from stratagem import Lite
+            >>> lite = Lite(accelerator="cpu")
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> loader = torch.utils.data.DataLoader(torch.ones(8, 2))
+            >>> loader, model, optimizer = lite.setup(loader, model, optimizer)
+            >>> len(loader)
+            8
         """
+        if not objects:
+            raise ConfigurationError("setup() received nothing; expected a model")
+        is_model = isinstance(objects[0], nn.Module)
+        if is_model and all(isinstance(one, Optimizer) for one in objects[1:]):
+            return self._setup_model(*objects, move_to_device=move_to_device, compile=compile)
+        from stratagem.lite.objects import setup_objects
+
+        return setup_objects(self, objects, move_to_device=move_to_device, compile=compile)
+
+    def _setup_model(
+        self, module: nn.Module, *optimizers: Optimizer, move_to_device: bool, compile: Compile
+    ) -> Any:
         strategy = self._runtime.launched_strategy()
         module = own_module(module)
         if isinstance(module, LiteModule):
@@ -250,9 +386,11 @@ class Lite(FrontEnd):
             )
         self._prepared.append(prepared)
         model = LiteModule(module, prepared, strategy)
+        self._objects.add("model", model)
         if not prepared.optimizers:
             return model
         wrapped = [wrap_optimizer(o, prepared, strategy) for o in prepared.optimizers]
+        self._objects.add("optimizer", *wrapped)
         return (model, *wrapped)
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
@@ -270,6 +408,7 @@ class Lite(FrontEnd):
                 prepared.optimizers.append(optimizer)
                 warn_of_lost_epsilon(self.strategy, optimizer)
             wrapped.append(wrap_optimizer(optimizer, prepared, self.strategy))
+        self._objects.add("optimizer", *wrapped)
         return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
 
     def setup_dataloaders(
@@ -301,15 +440,18 @@ class Lite(FrontEnd):
         wrapped: list[LiteDataLoader] = []
         for loader in dataloaders:
             if use_distributed_sampler and replace_sampler:
-                loader = sharding.shard_loader(loader, index, count, even=True)
+                loader = self._shard_loader(loader, index, count)
             name = "the data loader"
             if len(dataloaders) > 1:
                 name += f" {len(wrapped)} of setup_dataloaders()"
             shard = (index, count)
-            wrapped.append(
-                LiteDataLoader(loader, move, name, self.global_rank, shard, rng_of=rng_of)
-            )
+            options: Any = {"rng_of": rng_of, "reading": self._reading}
+            wrapped.append(LiteDataLoader(loader, move, name, self.global_rank, shard, **options))
+        self._objects.add("dataloader", *wrapped)
         return wrapped[0] if len(wrapped) == 1 else wrapped
+
+    def _shard_loader(self, loader: Any, index: int, count: int) -> Any:
+        return sharding.shard_loader(loader, index, count, even=True)
 
     # -- a step
 
@@ -320,9 +462,12 @@ class Lite(FrontEnd):
 
         Args:
             loss: a scalar with a gradient.
-            model: which model it is of; needed with several models under a strategy whose engine
-                owns backward.
+            model: which model it is of; needed with several models under a strategy that is not
+                core's and overrides `backward`, such as DeepSpeed's.
             *args, **kwargs: those of `Tensor.backward`.
+
+        Raises:
+            ConfigurationError: there is no model, or it must be named.
         """
         prepared = model.prepared if model is not None else self._only_prepared()
         check_backward(self.plan)
@@ -330,6 +475,8 @@ class Lite(FrontEnd):
             self._runtime.raise_errors()
         if self._weight != 1.0:
             loss = loss * self._weight
+        if self._divisor > 1:
+            loss = loss / self._divisor
         try:
             self.strategy.backward(prepared, loss, *args, **kwargs)
         except RuntimeError as error:
@@ -338,6 +485,15 @@ class Lite(FrontEnd):
     def _only_prepared(self) -> PreparedModel:
         if not self._prepared:
             raise ConfigurationError("backward() needs a model that was set up: call setup() first")
+        # Those of core treat all models alike there.
+        if len(self._prepared) > 1 and not type(self.strategy).backward.__module__.startswith(
+            "stratagem."
+        ):
+            raise ConfigurationError(
+                f"backward(loss) with {len(self._prepared)} models: the strategy "
+                f"{self.plan.strategy.name!r} overrides backward, which reduces the gradients of "
+                "one model. Name it: lite.backward(loss, model=model)"
+            )
         return self._prepared[-1]
 
     def clip_gradients(
@@ -399,6 +555,42 @@ class Lite(FrontEnd):
         else:
             with held:
                 yield
+
+    def accumulate(self, *models: LiteModule) -> AbstractContextManager[bool]:
+        """Take an optimizer step for every `accumulate_grad_batches` batches of a loop.
+
+        In the block, `backward` divides the loss by that number. `step` and `zero_grad` of
+        optimizers, and `step` of schedulers that were set up, do nothing until the window is over,
+        and gradients are communicated then. The last batch of a loader ends a window as well,
+        unless the loader reads an IterableDataset; the divisor is the same then.
+
+        Args:
+            *models: as `setup` returned them.
+
+        Returns:
+            A context that yields whether this block ends a window.
+
+        Example:
+            >>> import torch
+            >>> from stratagem import Lite
+            >>> lite = Lite(accelerator="cpu", accumulate_grad_batches=2)
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> loader = torch.utils.data.DataLoader(torch.ones(3, 2))
+            >>> model, optimizer, loader = lite.setup(model, optimizer, loader)
+            >>> for batch in loader:
+            ...     with lite.accumulate(model) as is_last:
+            ...         lite.backward(model(batch).sum())
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
+            ...     print(is_last)
+            False
+            True
+            True
+        """
+        from stratagem.lite.objects import accumulate
+
+        return accumulate(self, models)
 
     def join_uneven_inputs(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield this rank's batches; once they end, the last one again while others have more.
@@ -521,6 +713,46 @@ class Lite(FrontEnd):
         checkpoint.pop(STRATEGY_STATE, None)
         return read_whole(checkpoint)
 
+    def save_state(self, folder: PathLike) -> None:
+        """Save everything that was set up, and the RNG states of every rank, into a folder.
+
+        That is models, optimizers, schedulers and other objects that `setup` was given, data
+        loaders with their position, and the place in a window of `accumulate`. Every rank calls it.
+
+        Args:
+            folder: a local path or a URL; the file in it is "state.ckpt", as `save` writes it.
+
+        Example:
+            >>> import tempfile
+            >>> import torch
+            >>> from stratagem import Lite
+            >>> lite = Lite(accelerator="cpu")
+            >>> folder = tempfile.mkdtemp()
+            >>> model = lite.setup(torch.nn.Linear(1, 1))
+            >>> lite.save_state(folder)
+            >>> before = model.weight.item()
+            >>> _ = torch.nn.init.zeros_(model.weight)
+            >>> lite.load_state(folder)
+            >>> model.weight.item() == before
+            True
+        """
+        from stratagem.lite.objects import save_state
+
+        save_state(self, folder)
+
+    def load_state(self, folder: PathLike) -> None:
+        """Load what `save_state` saved, into the objects that were set up in the same order.
+
+        The next iteration over a loader goes on with the batch that would have come next.
+
+        Raises:
+            CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says what is
+                wrong with it.
+        """
+        from stratagem.lite.objects import load_state
+
+        load_state(self, folder)
+
     # -- callbacks and loggers
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -538,6 +770,23 @@ class Lite(FrontEnd):
             for logger in self._loggers:
                 logger.log_metrics(numbers_of(metrics), step)
 
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Write hyperparameters to every logger, on rank 0.
+
+        Example:
+            >>> import tempfile
+            >>> from pathlib import Path
+            >>> from stratagem import Lite
+            >>> from stratagem.loggers import CSVLogger
+            >>> logger = CSVLogger(tempfile.mkdtemp())
+            >>> Lite(accelerator="cpu", loggers=logger).log_hyperparams({"lr": 0.1})
+            >>> (Path(logger.log_dir) / "hparams.json").read_text().split()
+            ['{', '"lr":', '0.1', '}']
+        """
+        if self.is_global_zero:
+            for logger in self._loggers:
+                logger.log_hyperparams(params)
+
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of every callback that has it."""
         for callback in self._callbacks:
@@ -550,6 +799,20 @@ class Lite(FrontEnd):
                     f"{type(method).__name__}; expected a method"
                 )
             method(*args, **kwargs)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            from stratagem.lite.accelerate_names import COUNTERPARTS
+
+            if name not in COUNTERPARTS:
+                return self.__getattribute__(name)  # the ordinary error, or that of a property
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}. {COUNTERPARTS[name]} "
+                "(docs/from-accelerate.md)",
+                name=name,
+                obj=self,
+            )
 
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool = True) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -24,6 +26,35 @@ STRATEGY_STATE = "stratagem.strategy_state"
 
 PRECISION_STATE = "stratagem.precision_state"
 """The entry for the precision's state, such as the scale of losses, where it has one."""
+
+
+class SetUpObjects:
+    """Everything that a Lite has set up, by kind and number: "model0", "optimizer0", ..."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Any] = {}
+        # A loader that the user has let go of is not read again; its workers should end.
+        self._loaders: WeakValueDictionary[str, LiteDataLoader] = WeakValueDictionary()
+        self._counts: Counter[str] = Counter()
+
+    def __reduce__(self) -> tuple[type[SetUpObjects], tuple[()]]:
+        # A rank that is started with a copy of the Lite sets up objects of its own.
+        return SetUpObjects, ()
+
+    def add(self, kind: str, *objects: Any) -> None:
+        """Keep objects under the next numbers of their kind."""
+        for one in objects:
+            kept: Any = self._loaders if isinstance(one, LiteDataLoader) else self._kept
+            kept[f"{kind}{self._counts[kind]}"] = one
+            self._counts[kind] += 1
+
+    def state(self) -> dict[str, Any]:
+        """Return the objects by name, as `Lite.save` and `Lite.load` take them."""
+        return {**self._kept, **self._loaders}
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        """Return the objects of a type."""
+        return [one for one in self._kept.values() if isinstance(one, kind)]
 
 
 def collect(strategy: Strategy, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,8 +33,9 @@ class CSVLogger(Logger):
 
     A row that a full disk or a crash has cut short is removed before the next one is written. A
     resumed fit moves the rows of its checkpoint's step and later to `metrics.cut.csv`, and writes
-    them again. It gets a folder of its own if another process is writing to the one of its run, or
-    if its run has ended without an error after more steps.
+    them again. A row of the step before that is in the file is not written twice. The fit gets a
+    folder of its own if another process is writing to the one of its run, or if its run has ended
+    without an error after more steps.
 
     Args:
         save_dir: folder of all experiments.
@@ -81,6 +82,8 @@ class CSVLogger(Logger):
         self._columns: list[str] = []
         self._written = False
         self._resumed_at: int | None = None
+        self._last_rows: list[dict[str, str]] = []
+        """Rows of the last step before the one that is resumed, which may be written again."""
 
     @property
     def experiment(self) -> Any:
@@ -181,6 +184,10 @@ class CSVLogger(Logger):
         if not self._written:
             self._continue_file()
         full: list[dict[str, Any]] = [{"step": step, **values} for step, values in rows]
+        if self._last_rows:
+            full = [row for row in full if not self._is_there(row)]
+            if any(str(row["step"]) != self._last_rows[0]["step"] for row in full):
+                self._last_rows = []  # the next step has come
         known = set(self._columns)
         extended = [row for row in full if not row.keys() <= known]
         new = list(dict.fromkeys(c for row in extended for c in row if c not in known))
@@ -197,6 +204,13 @@ class CSVLogger(Logger):
                 writer.writerow(self._columns)
             writer.writerows([row.get(column, "") for column in self._columns] for row in full)
         self._written = True
+
+    def _is_there(self, row: Mapping[str, Any]) -> bool:
+        """Whether the interrupted run has written a row, perhaps with further values."""
+        return any(
+            all(other.get(name) == str(value) for name, value in row.items())
+            for other in self._last_rows
+        )
 
     def _continue_file(self) -> None:
         """Take over the columns of a file that is there: a named version may have been used."""
@@ -220,9 +234,12 @@ class CSVLogger(Logger):
             for record in _records(old):
                 if first is not None and _step_of(record) >= first:
                     cut.append(record)
-                else:
-                    header = header or record
-                    file.write(record)
+                    continue
+                header = header or record
+                if first is not None and _step_of(record) == first - 1:
+                    rows = map(_decoded, [header, record])
+                    self._last_rows += csv.DictReader(io.StringIO("".join(rows), newline=""))
+                file.write(record)
             file.flush()
             os.fsync(file.fileno())
         if cut:

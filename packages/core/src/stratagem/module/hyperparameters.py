@@ -5,6 +5,10 @@ from __future__ import annotations
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import reduce
+from importlib import import_module
+from operator import getitem
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -69,10 +73,12 @@ class HyperParametersMixin:
 
         Called in the `__init__` of a base class, it also keeps those of the subclass's. What cannot
         be loaded without executing code (a module, a function) is in `hparams`, and left out of
-        checkpoints with a warning: `load_from_checkpoint` is then given it again.
+        checkpoints with a warning: `load_from_checkpoint` is then given it again. OmegaConf's
+        configs are saved with their interpolations resolved, and are configs again after a load.
 
         Args:
-            *names: which; none: all; or one dict or argparse.Namespace, to keep what is in it.
+            *names: which; none: all; or one dict, argparse.Namespace or config, to keep what is in
+                it.
             ignore: which not.
             frame: of the `__init__`; None: where this is called.
             logger: give them to the loggers, too.
@@ -100,7 +106,10 @@ class HyperParametersMixin:
         found = {k: v for k, v in kept.items() if k in wanted and k not in ignored}
         for name in ignored:
             self.hparams.pop(name, None)
-        self.hparams.update(found)
+        if _is_config(first) and not ignored and not self.hparams:
+            self.__dict__["_hparams"] = first
+        else:
+            self.hparams.update(found)
         self.__dict__["_hparams_initial"] = HyperParameters(self.hparams if logger else {})
 
 
@@ -133,12 +142,16 @@ def arguments_from(
     Raises:
         CheckpointMismatchError: one that the class needs is neither saved nor passed.
     """
-    saved = checkpoint.get(f"{prefix}hyper_parameters", {})
+    saved = _with_configs(
+        checkpoint.get(f"{prefix}hyper_parameters", {}),
+        checkpoint.get(f"{prefix}hparams_configs", []),
+    )
     holder = checkpoint.get(f"{prefix}hparams_name", "")
     accepted = inspect.signature(cls).parameters
     within = holder if holder in accepted and holder not in passed else ""
-    of_holder = {within: HyperParameters({**saved, **passed})} if within else {}
-    arguments = accepted_by(cls, of_holder or {**saved, **passed})
+    together = {**saved, **passed}
+    of_holder = _config(together) if _is_config(saved) else HyperParameters(together)
+    arguments = accepted_by(cls, {within: of_holder} if within else together)
     missing = [
         name
         for name, p in accepted.items()
@@ -178,13 +191,54 @@ def arguments_of_init(module: object, frame: FrameType | None) -> dict[str, Any]
     return kept
 
 
-def savable(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return those that a checkpoint can hold, and of the others by name, why it cannot.
+def savable(
+    parameters: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, str], list[list[Any]]]:
+    """Return those that a checkpoint can hold, why it cannot hold the others, and configs' places.
 
     Example:
         >>> savable({"lr": 0.1, "activation": abs})[0]
         {'lr': 0.1}
     """
+    places: list[list[Any]] = []
+    with suppress(RecursionError):  # of what contains itself, which is found below
+        parameters = _without_configs(parameters, (), places)
     reasons = {name: find_offending_value(value) for name, value in parameters.items()}
     kept = {name: value for name, value in parameters.items() if not reasons[name]}
-    return kept, {name: reason for name, reason in reasons.items() if reason}
+    places = [place for place in places if not place or place[0] in kept]
+    return kept, {name: reason for name, reason in reasons.items() if reason}, places
+
+
+def _is_config(value: object) -> bool:
+    return type(value).__module__.startswith("omegaconf.")
+
+
+def _without_configs(value: Any, place: tuple[Any, ...], places: list[list[Any]]) -> Any:
+    """Return a value with plain data for OmegaConf's configs, and add their places to `places`."""
+    if _is_config(value):
+        with suppress(Exception):  # it refers to something that is not there
+            value = import_module("omegaconf").OmegaConf.to_container(value, resolve=True)
+            places.append(list(place))
+    elif type(value) in (dict, HyperParameters):
+        return {k: _without_configs(v, (*place, k), places) for k, v in value.items()}
+    elif type(value) is list:
+        return [_without_configs(v, (*place, i), places) for i, v in enumerate(value)]
+    return value
+
+
+def _with_configs(saved: Any, places: list[list[Any]]) -> Any:
+    """Return saved hyperparameters with OmegaConf's configs at their places."""
+    for place in places:
+        if not place:
+            return _config(saved)
+        with suppress(KeyError, IndexError, TypeError):
+            holder = reduce(getitem, place[:-1], saved)
+            holder[place[-1]] = _config(holder[place[-1]])
+    return saved
+
+
+def _config(value: Any) -> Any:
+    """Return plain data as a config, unless it would call a resolver when it is read."""
+    with suppress(Exception):  # OmegaConf is not installed, or does not take it
+        return value if "${" in str(value) else import_module("omegaconf").OmegaConf.create(value)
+    return value

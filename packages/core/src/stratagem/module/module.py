@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -420,6 +421,26 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
             )
         return model if map_location is None else model.to(map_location)
 
+
+class _OfClass(classmethod):  # type: ignore[type-arg]
+    """A class method that refuses to be called on an instance, whose weights it would not set."""
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return (
+            super().__get__(instance, owner) if instance is None else partial(self._refuse, owner)
+        )
+
+    def _refuse(self, owner: type, *args: Any, **kwargs: Any) -> None:
+        raise UserCodeError(
+            f"load_from_checkpoint returns a new model, and was called on an instance: call "
+            f"model = {owner.__name__}.load_from_checkpoint(path)"
+        )
+
+
+# A type checker sees a class method.
+Module.load_from_checkpoint = _OfClass(  # type: ignore[method-assign, assignment]
+    Module.load_from_checkpoint.__func__  # type: ignore[attr-defined]
+)
 
 # torch.jit.script compiles the properties of a class, but for those that it names.
 Module.__jit_unused_properties__ = [

@@ -22,14 +22,10 @@ from stratagem.discovery import (
 SINGLE_DEVICE = Capabilities(compiles=("model", "step"))
 """What one process on one device can do."""
 
-DDP = Capabilities(launchers=None, one_process=False, many_devices=True, multi_node=True)
+DDP = Capabilities.parallel()
 """What DistributedDataParallel can do."""
 
-FSDP = Capabilities(
-    launchers=None,
-    one_process=False,
-    many_devices=True,
-    multi_node=True,
+FSDP = Capabilities.parallel(
     sharded_state=True,
     # The end of forward prepares the reduction of gradients, so an earlier backward has no effect.
     backward_in_forward=False,
@@ -360,7 +356,6 @@ _COMPONENTS: tuple[ComponentSpec, ...] = (
         )
         for name, place, summary in (
             ("model_checkpoint", "checkpoints.model_checkpoint:ModelCheckpoint", "save and keep"),
-            ("model_summary", "progress.model_summary:ModelSummary", "print the layers"),
             ("progress_bar", "progress.bar:ProgressBar", "show progress"),
         )
     ),

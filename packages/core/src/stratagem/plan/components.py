@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from stratagem.discovery.capabilities import Capabilities
+from stratagem.discovery.hints import missing_backend
 from stratagem.discovery.specs import AcceleratorSpec, Availability, PrecisionSpec, load_target
 from stratagem.errors import ConfigurationError, format_text
 from stratagem.plan.cluster import PLAIN, Cluster
@@ -45,12 +46,12 @@ def choose_devices(
         ConfigurationError: what was asked for is not there, or is no number of devices.
     """
     asked = resolution.asked("devices", "auto")
-    if is_zero(asked) and found.indexed:
+    if is_zero(asked):
         raise ConfigurationError(
-            f"devices=0 leaves nothing to train on with accelerator={accelerator.name!r}: pass "
-            "a number of devices, or accelerator='cpu'"
+            "devices=0 leaves nothing to train on: pass a number of devices, -1 for all, or "
+            "accelerator='cpu' to train without a GPU"
         )
-    if asked is None or asked == "auto" or is_zero(asked):
+    if asked is None or asked == "auto":
         return _automatic_devices(resolution, accelerator, found, wanted, cluster)
     indices = parse_devices(asked, found, accelerator.name)
     if found.indexed and max(indices) >= found.count:
@@ -58,7 +59,7 @@ def choose_devices(
             f"devices={asked!r} asks for {accelerator.name} device {max(indices)}, but there "
             f"are {found.count} here ({found.reason}), counted from 0"
         )
-    return _usable(asked, indices, found, accelerator.name), "you asked for it"
+    return _usable(asked, indices, found, accelerator.name), "your argument"
 
 
 def _usable(
@@ -118,7 +119,7 @@ def devices_elsewhere(
             f"{accelerator.name} devices to use on each node"
         )
     unknown = Availability(0, "not looked for here")
-    return parse_devices(asked, unknown, accelerator.name), "you asked for it"
+    return parse_devices(asked, unknown, accelerator.name), "your argument"
 
 
 def choose_num_nodes(
@@ -225,13 +226,15 @@ def choose_accelerator(
         if not isinstance(name, str) or isinstance(asked, type):
             raise ConfigurationError(
                 f"accelerator={asked!r}: expected a name or an instance of "
-                "stratagem.accelerators.Accelerator"
+                "stratagem.accelerators.Accelerator" + _of_device(str(asked))
             )
         selected = Selection("accelerator", name, GIVEN, "you passed it", asked)
     elif asked != "auto":
+        if advice := _of_device(asked) if ":" in asked else "":
+            raise ConfigurationError(f"accelerator={asked!r}: expected a name{advice}")
         selected = resolution.find("accelerator", asked, NAMED)
-    elif resolution.request.devices is None or is_zero(resolution.request.devices):
-        selected = resolution.find("accelerator", "cpu", f"devices={resolution.request.devices!r}")
+    elif resolution.request.devices is None:
+        selected = resolution.find("accelerator", "cpu", "devices=None")
     elif elsewhere is not None:
         raise ConfigurationError(
             "accelerator='auto' takes the best of this machine, but the launcher "
@@ -248,6 +251,14 @@ def choose_accelerator(
             "pass accelerator='auto' to take what there is"
         )
     return selected, found
+
+
+def _of_device(device: str) -> str:
+    """Return how to ask for a device of torch such as "cuda:0"; "": it is none."""
+    name, _, index = device.partition(":")
+    if not name.isidentifier() or (index and not index.isdecimal()):
+        return ""
+    return f": write accelerator={name!r}" + (f", devices=[{index}]" if index else "")
 
 
 def _best_accelerator(
@@ -267,7 +278,8 @@ def _best_accelerator(
         found = resolution.probe(spec)
         if found.free:
             why = f"the best that is available here ({found.reason})"
-            return selection_of(candidate, why), found
+            missing = missing_backend("auto", resolution.registry.names("accelerator"))
+            return selection_of(candidate, "; ".join(filter(None, (why, missing)))), found
         refused.append(f"{spec.name} ({_why_not(found)})")
     raise ConfigurationError(
         "no accelerator is available for this request: "

@@ -17,7 +17,7 @@ from stratagem.errors import ConfigurationError
 if TYPE_CHECKING:
     from stratagem.plan.step_options import StepOptions
 
-NAMED = "you named it"
+NAMED = "your argument"
 """Why a component was chosen that the user named."""
 
 GIVEN = "given as an object"
@@ -183,8 +183,8 @@ class RunRequest:
 
     Attributes:
         accelerator: a name, an Accelerator, or "auto".
-        devices: how many (an int), which ("1, 4" or [1, 4]), all (-1), or "auto". None and 0 mean
-            the CPU, as in the documents.
+        devices: how many (an int), which ("1, 4" or [1, 4]), all (-1), or "auto". None means
+            the CPU.
         num_nodes: machines taking part; 1 also means "as the cluster says".
         strategy: a name, a Strategy, or "auto".
         precision: a name, a Precision, or one of 64, 32, 16, "bf16".
@@ -268,9 +268,13 @@ class RunPlan:
             row(self.checkpoint_io),
         ]
 
-    def explain(self) -> str:
-        """Return the plan as text, a line for each choice and its reason."""
-        rows = self.rows()
+    def explain(self, *, why: bool = False) -> str:
+        """Return the plan as text, a line for each choice and its reason.
+
+        Args:
+            why: also say which cluster environments were not taken, and why not.
+        """
+        rows = [row for row in self.rows() if why or not row[0].startswith(" ")]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         return "\n".join(
             "  ".join(text.ljust(width) for text, width in zip(row, [*widths, 0], strict=True))

@@ -118,15 +118,18 @@ def _compared_with_the_model(
     """Return the model's names that a state lacks.
 
     Raises:
-        PluginError: a whole tensor has another shape than the model's.
+        PluginError: a whole tensor has another shape than the model's, whose parameters are not
+            divided: this rank's part of a tensor would be saved as the whole.
     """
     whole = prepared.original.state_dict()
+    divided = strategy.capabilities.parameters == "divided"
     for name, value in whole.items():
         saved = state.get(name)
         # An engine may keep an empty tensor in a parameter's place, and return one where rank 0
         # has the whole.
         if (
-            isinstance(saved, torch.Tensor)
+            not divided
+            and isinstance(saved, torch.Tensor)
             and isinstance(value, torch.Tensor)
             and min(saved.numel(), value.numel())
             and saved.shape != value.shape

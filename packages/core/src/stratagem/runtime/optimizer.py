@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
 
+from stratagem.errors import ConfigurationError
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.strategy import Strategy
 from stratagem.runtime.device_errors import raise_explained
 
 _SHADOWING = ("step", "zero_grad", "state_dict", "load_state_dict")
+_NO_CONTEXT = nullcontext()
 
 
 class LiteOptimizer:
@@ -25,6 +29,8 @@ class LiteOptimizer:
     prepared: PreparedModel
     strategy: Strategy
     _clear_gradients: Callable[[], None]
+    is_held: bool = False
+    """Whether `step` and `zero_grad` do nothing, since a window of accumulation is not over."""
 
     @property
     def state(self) -> Any:
@@ -41,15 +47,28 @@ class LiteOptimizer:
         """The user's optimizer's defaults."""
         return self.optimizer.defaults
 
-    def step(self, closure: Any = None) -> Any:
-        """Step through the strategy."""
+    def step(self, closure: Any = None, **arguments: Any) -> Any:
+        """Step through the strategy.
+
+        Args:
+            closure: as torch's optimizers take it.
+            **arguments: further ones that the optimizer's own `step` takes.
+
+        Raises:
+            ConfigurationError: an engine steps, which does not hand these arguments on.
+        """
+        if self.is_held:
+            return None
         try:
-            return self.strategy.optimizer_step(self.prepared, self.optimizer, closure)
+            with _with_arguments(self, arguments) if arguments else _NO_CONTEXT:
+                return self.strategy.optimizer_step(self.prepared, self.optimizer, closure)
         except RuntimeError as error:
             raise_explained(error, self.strategy, self.prepared)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
+        if self.is_held:
+            return
         # An engine has gradients of its own, and clears them in one way.
         if set_to_none or self.strategy.capabilities.engine_steps:
             self._clear_gradients()
@@ -66,6 +85,26 @@ class LiteOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state by parameter names."""
         self.strategy.load_optimizer_state(self.prepared, self.optimizer, state)
+
+
+@contextmanager
+def _with_arguments(wrapped: LiteOptimizer, arguments: dict[str, Any]) -> Iterator[None]:
+    """Let the step of the user's optimizer, which a strategy calls, take further arguments."""
+    if wrapped.strategy.capabilities.engine_steps:
+        raise ConfigurationError(
+            f"{type(wrapped).__name__}.step() received {', '.join(arguments)}, but the engine of "
+            f"{type(wrapped.strategy).__name__} takes this step and passes no arguments on: call "
+            "step() without them, or choose another strategy"
+        )
+    own: dict[str, Any] = vars(wrapped.optimizer)
+    before = own.get("step")
+    own["step"] = partial(wrapped.optimizer.step, **arguments)
+    try:
+        yield
+    finally:
+        del own["step"]
+        if before is not None:
+            own["step"] = before
 
 
 def _itself(optimizer: Optimizer) -> Optimizer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -67,6 +68,8 @@ def prepare(
     _latest[module] = ref(strategy), ref(prepared)
     for optimizer in prepared.optimizers:
         warn_of_lost_epsilon(strategy, optimizer)
+        if strategy.capabilities.engine_steps:
+            vars(optimizer)["add_param_group"] = partial(_refuse_group, type(strategy).__name__)
     if compilation is None and strategy.components.step is not None:
         compilation = strategy.components.step.compilation
     if compilation and not compilation.whole_step:
@@ -109,11 +112,33 @@ def _wrap_is_called(strategy: Strategy) -> Iterator[None]:
         )
 
 
-def release(module: nn.Module) -> None:
-    """Let the strategy that has prepared a module last free what it holds for it; once."""
+def release(module: nn.Module, only: PreparedModel | None = None) -> None:
+    """Let the strategy that has prepared a module last free what it holds for it; once.
+
+    Args:
+        module: the user's.
+        only: do nothing if the module was prepared again after this; None: release it anyway.
+    """
+    if only is not None and _latest.get(module, (_nothing, _nothing))[1]() is not only:
+        return
     strategy, prepared = (one() for one in _latest.pop(module, (_nothing, _nothing)))
     if isinstance(strategy, Strategy) and isinstance(prepared, PreparedModel):
         strategy.release(prepared)
+        for optimizer in prepared.optimizers:
+            vars(optimizer).pop("add_param_group", None)
+
+
+def _refuse_group(strategy: str, param_group: object) -> None:
+    """Stand in for `add_param_group` of an optimizer that an engine steps.
+
+    Raises:
+        ConfigurationError: always.
+    """
+    raise ConfigurationError(
+        f"add_param_group: the engine of {strategy} trains the parameters that the optimizer had "
+        "when it was set up, and no others: give the optimizer all parameter groups at once, and "
+        "freeze those that are not to train yet with requires_grad_(False)"
+    )
 
 
 def _nothing() -> None:

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import json
+import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
-from stratagem.discovery.registry import get_registry
-from stratagem.errors import ConfigurationError, PluginError
+from stratagem.discovery.hints import missing_backend
+from stratagem.discovery.registry import get_registry, nearest_of
+from stratagem.errors import (
+    ConfigurationError,
+    PluginError,
+    StratagemError,
+    format_names,
+    hide_frames,
+)
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.components import Components
-from stratagem.interfaces.contract_checks import check_overrides, check_strategy
+from stratagem.interfaces.contract_checks import check_overrides, check_strategy, context_of
 from stratagem.interfaces.launcher import Launcher
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.ranks import Ranks
 from stratagem.interfaces.strategy import Strategy
 from stratagem.launch.environment import environment_of_request
-from stratagem.launch.process import open_standard_streams
+from stratagem.launch.process import numpy_warned_once, open_standard_streams, print_hint_once
 from stratagem.launch.rank import at_end_of_rank, fail_at_end, run_as_rank, this_rank
 from stratagem.plan.plan import RunPlan, RunRequest
 from stratagem.plan.resolution import resolve
@@ -33,6 +43,22 @@ Devices = int | str | list[int] | tuple[int, ...] | None
 Plugin = str | Precision | ClusterEnvironment | CheckpointIO | Launcher
 """A component, or the name of one."""
 
+_ARGUMENTS_VARIABLE = "STRATAGEM_LITE"
+"""The environment variable of arguments that `stratagem run` gives in a script's place: JSON."""
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+_REMEDIES = {
+    "epochs": "max_epochs=...",
+    "num_epochs": "max_epochs=...",
+    "gpus": "accelerator='gpu', devices=...",
+    "checkpoint_callback": "enable_checkpointing=...",
+    "resume_from_checkpoint": "trainer.fit(..., ckpt_path=...)",
+    "batch_size": "DataLoader(..., batch_size=...)",
+}
+"""Arguments that users of other trainers pass, and what to write instead."""
+
 _CLASSES = {
     "cluster_environment": ClusterEnvironment,
     "checkpoint_io": CheckpointIO,
@@ -40,6 +66,42 @@ _CLASSES = {
     "launcher": Launcher,
 }
 """By the request's field; a name that several kinds have means the first."""
+
+
+def public_call(function: Callable[P, Result]) -> Callable[P, Result]:
+    """Decorate a public method: errors that report a mistake of the caller end at the call.
+
+    An unknown argument raises a TypeError that names the nearest one.
+    """
+    signature = inspect.signature(function)
+    name = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            problem = str(error).replace("too many", "got too many")
+            raise TypeError(f"{name}() {problem}{_advice(kwargs, signature)}") from None
+        try:
+            return function(*args, **kwargs)
+        except StratagemError as error:
+            if not hide_frames(error):
+                raise
+            # A plain `raise` would restore the frames in Python 3.10. Tracebacks show this line.
+            raise error  # STRATAGEM_FULL_TRACEBACKS=1 shows all frames
+
+    return call
+
+
+def _advice(arguments: Collection[str], signature: inspect.Signature) -> str:
+    known = [name for name in signature.parameters if name != "self"]
+    for name in arguments:
+        if name in _REMEDIES and name not in known:
+            return f". Write {_REMEDIES[name]} instead"
+        if name not in known and (near := nearest_of(name, known)):
+            return f". Did you mean {near!r}?"
+    return f": pass arguments by name; expected {format_names(known, 10)}"
 
 
 def sort_plugins(
@@ -89,6 +151,12 @@ def as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+
+
+def launch_arguments() -> dict[str, Any]:
+    """Return the arguments that `stratagem run --accelerate-config` gives to Lite, by name."""
+    given: dict[str, Any] = json.loads(os.environ.get(_ARGUMENTS_VARIABLE, "{}"))
+    return given
 
 
 class Runtime:
@@ -156,6 +224,7 @@ class Runtime:
         self.is_launched = False
         self.raise_errors: Callable[[], None] | None = None
 
+    @numpy_warned_once()
     def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Start the processes, set up their environment, and call a function on every rank.
 
@@ -224,7 +293,7 @@ class Runtime:
     def init_module(self) -> Iterator[None]:
         """Create parameters on the device, in the precision's dtype and as the strategy shards."""
         strategy = self.launched_strategy()
-        with strategy.device, strategy.precision.init_context(), strategy.model_context():
+        with strategy.device, strategy.precision.init_context(), context_of(strategy.model_context):
             yield
 
     def _run_on_new_rank(self, inherited: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -243,6 +312,12 @@ class Runtime:
             return
         strategy, plan = self.strategy, self.plan
         strategy.setup_environment()
+        if strategy.ranks.device is None:
+            raise PluginError(
+                f"{type(strategy).__name__}.setup_environment does not call "
+                "super().setup_environment(), which sets up the device and joins the other ranks: "
+                "call it"
+            )
         if strategy.ranks.world_size != plan.world_size:
             raise PluginError(
                 f"{type(strategy).__name__} was launched as {plan.world_size} rank(s), and its "
@@ -254,6 +329,10 @@ class Runtime:
         checkpoint_io.setup(strategy.ranks, plan.strategy.name)
         if checkpoint_io.asynchronous:
             self.raise_errors = checkpoint_io.raise_errors
+        names = get_registry().names("accelerator")
+        missing = missing_backend(plan.request.accelerator, names)
+        if missing and strategy.ranks.is_global_zero:
+            print_hint_once(missing)
         self.is_launched = True
         at_end_of_rank(functools.partial(_teardown, weakref.ref(strategy)))
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from stratagem.state.safe_data import find_offending_value
+from stratagem.state.safe_data import (
+    check_safe_data,
+    find_offending_value,
+    from_bytes,
+    to_bytes,
+)
 from stratagem.state.state_dict import (
     check_weights,
     load_named_state,
@@ -11,9 +16,12 @@ from stratagem.state.state_dict import (
 )
 
 __all__ = [
+    "check_safe_data",
     "check_weights",
     "find_offending_value",
+    "from_bytes",
     "load_named_state",
     "matching_groups",
     "named_state",
+    "to_bytes",
 ]

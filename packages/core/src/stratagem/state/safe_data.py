@@ -3,9 +3,7 @@
 Here they are checked before a save, packed for other ranks and for the launching process, and
 searched for weights that are not finite.
 
-Weights-only-safe data are None, bool, int, float, complex, str, bytes, tensors, and dicts, lists,
-tuples and
-sets of them: what `torch.load(weights_only=True)` accepts from any version of torch.
+`check_safe_data` says what they are.
 """
 
 from __future__ import annotations
@@ -19,7 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem.errors import CheckpointContentError, ConfigurationError, format_value
+from stratagem.errors import (
+    CheckpointContentError,
+    CheckpointCorruptError,
+    ConfigurationError,
+    format_value,
+)
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, bytearray)
 # An expanded tensor of up to so many bytes does no harm when it is copied.
@@ -217,8 +220,7 @@ def unpack_result(data: bytes) -> Any:
     Raises:
         CheckpointCorruptError: it is nothing that `pack_result` made.
     """
-    encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return decode(encoded, "what rank 0 has returned")
+    return from_bytes(data, "what rank 0 has returned")
 
 
 def bytes_of(tensor: Tensor) -> bytes:
@@ -246,11 +248,67 @@ def why_refused(contents: Any) -> str:
     return ""
 
 
-def check_contents(checkpoint: Any, path: str | Path) -> None:
-    """Refuse what `why_refused` says.
+def check_safe_data(data: Any, name: str | Path) -> None:
+    """Check that data are weights-only-safe: a checkpoint may hold them, and loading runs no code.
+
+    Weights-only-safe data are None, bool, int, float, complex, str, bytes and bytearray (also empty
+    ones), `torch.Tensor` and `nn.Parameter`, `torch.Size`, `torch.dtype` and `torch.device`, and
+    dict, OrderedDict, Counter, list, tuple and set of them; the keys of a dict too. Nothing else
+    is, also no subclass of these: not NumPy arrays and scalars, dataclasses, enums, frozensets,
+    named tuples or paths. Tensors may share memory, and share it again after a load. Data nested
+    more than 256 deep, and tensors far larger than their memory (`expand`), are refused.
+
+    Args:
+        data: such as a checkpoint, or what `Strategy.state` returns.
+        name: what the error calls the target of the save, such as its path.
 
     Raises:
-        CheckpointContentError: says where it is.
+        CheckpointContentError: names the place, such as `checkpoint['rates'][0]`, and its type.
+
+    Example:
+        >>> from stratagem.state import check_safe_data
+        >>> check_safe_data({"seen": {1, 2}, ("a", 1): b""}, "a.ckpt")
+        >>> check_safe_data({"seen": range(3)}, "a.ckpt")
+        Traceback (most recent call last):
+        stratagem.errors.CheckpointContentError: cannot save a.ckpt: checkpoint['seen'] is of ...
     """
-    if why := why_refused(checkpoint):
-        raise CheckpointContentError(f"cannot save {path}: {why}")
+    if why := why_refused(data):
+        raise CheckpointContentError(f"cannot save {name}: {why}")
+
+
+def to_bytes(data: Any, name: str | Path) -> bytes:
+    """Return weights-only-safe data as bytes, for `from_bytes`; checks them first.
+
+    Args:
+        data, name: as for `check_safe_data`.
+
+    Raises:
+        CheckpointContentError: as `check_safe_data` does.
+
+    Example:
+        >>> from stratagem.state import from_bytes, to_bytes
+        >>> from_bytes(to_bytes({"seen": {1, 2}, "empty": b""}, "a.ckpt"), "a.ckpt")
+        {'seen': {1, 2}, 'empty': b''}
+    """
+    check_safe_data(data, name)
+    return _saved(data).getvalue()
+
+
+def from_bytes(stored: bytes, name: str | Path) -> Any:
+    """Return what `to_bytes` was given, tensors on the CPU; nothing in it is executed.
+
+    It reads what `torch.load(weights_only=True)` does, and empty bytes, which that refuses.
+
+    Args:
+        stored: of `to_bytes` or `torch.save`.
+        name: what errors call it.
+
+    Raises:
+        CheckpointCorruptError: it is nothing that `to_bytes` made, or is damaged.
+    """
+    if not stored:
+        raise CheckpointCorruptError(f"{str(name)!r} was refused: it is empty")
+    loaded = decode(torch.frombuffer(bytearray(stored), dtype=torch.uint8), str(name))
+    if oversized := find_oversized(loaded, "checkpoint"):
+        raise CheckpointCorruptError(f"{str(name)!r} was refused: {oversized}")
+    return loaded

@@ -15,7 +15,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stratagem.errors import CheckpointMismatchError, format_text, format_value
+from stratagem.errors import (
+    CheckpointMismatchError,
+    StratagemError,
+    format_text,
+    format_value,
+)
 from stratagem.state.shards import LazyTensor
 
 _ADVICE = "Use what it was saved with, or load the weights alone and begin anew"
@@ -131,7 +136,7 @@ def load_scheduler_state(scheduler: Any, state: Any) -> None:
         CheckpointMismatchError: a value has another kind, or replaces a method; names it.
     """
     _check_scheduler(scheduler, state)
-    with as_mismatch(scheduler):
+    with as_mismatch(type(scheduler).__name__):
         scheduler.load_state_dict(dict(state))
 
 
@@ -158,13 +163,19 @@ def _check_scheduler(scheduler: Any, state: Any) -> None:
 
 
 @contextmanager
-def as_mismatch(target: Any) -> Iterator[None]:
-    """Turn the bare error of a `load_state_dict` into one that says what was loaded."""
+def as_mismatch(target: str) -> Iterator[None]:
+    """Turn the bare error of a load into one that says what was loaded.
+
+    Args:
+        target: what loads its state, such as "the callback Timer".
+    """
     try:
         yield
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, StratagemError):
+            raise
         raise CheckpointMismatchError(
-            f"{type(target).__name__} cannot load its state ({type(error).__name__}: "
+            f"{format_text(target)} cannot load its state ({type(error).__name__}: "
             f"{format_text(str(error))}). {_ADVICE}"
         ) from error
 

@@ -77,7 +77,7 @@ def load_named_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str
     check_entries(optimizer, dict(module.named_parameters()), state)
     indices = {name: index for index, name in names.items()}
     entries = {indices[name]: entry for name, entry in state["state"].items() if name in indices}
-    with as_mismatch(optimizer):
+    with as_mismatch(type(optimizer).__name__):
         optimizer.load_state_dict({"state": entries, "param_groups": matched})
 
 

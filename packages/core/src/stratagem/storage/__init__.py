@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from stratagem.storage.paths import (
         Location as Location,
         check_is_new as check_is_new,
+        durable_replace as durable_replace,
         exists as exists,
         is_url as is_url,
         join as join,
@@ -29,8 +30,8 @@ else:
         {
             "stratagem.storage.local": "DurableDirectory sync_directory",
             "stratagem.storage.paths": (
-                "Location check_is_new exists is_url join parse_user_path read to_location "
-                "try_folder write"
+                "Location check_is_new durable_replace exists is_url join parse_user_path read "
+                "to_location try_folder write"
             ),
         },
     )

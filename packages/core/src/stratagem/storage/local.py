@@ -195,6 +195,9 @@ class DurableFile:
     Args:
         path: where the file shall appear; its directory is made if there is none.
 
+    Attributes:
+        temporary: the path of the temporary file.
+
     Raises:
         OSError: the directory cannot be made or written to.
     """
@@ -204,7 +207,7 @@ class DurableFile:
         self.renamed = False
         make_directory(path.parent)
         remove_leftovers(path.parent)
-        self._temporary, descriptor = _create_locked(path.parent)
+        self.temporary, descriptor = _create_locked(path.parent)
         self._file = StreamedFile(descriptor)
 
     def __enter__(self) -> DurableFile:
@@ -214,7 +217,7 @@ class DurableFile:
         try:
             if not self.renamed:
                 # Before closing, which lets go of the lock.
-                self._temporary.unlink(missing_ok=True)
+                self.temporary.unlink(missing_ok=True)
         finally:
             try:
                 self._file.close()
@@ -235,7 +238,7 @@ class DurableFile:
                 file is in its place, but a power cut may take it away again.
         """
         self._file.sync()
-        self._temporary.replace(self.path)
+        self.temporary.replace(self.path)
         self.renamed = True
         sync_directory(self.path.parent)
 

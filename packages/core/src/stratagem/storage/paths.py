@@ -289,6 +289,76 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
         file.commit()
 
 
+@contextmanager
+def durable_file(path: str | os.PathLike[str]) -> Iterator[DurableFile | RemoteFile]:
+    """Open a new file, which takes the place of what is at `path` at the end of the block.
+
+    Raises:
+        CheckpointSaveError: the file system refused; says what is at the path now.
+    """
+    path = to_location(path)
+    if isinstance(path, Path) and path.is_dir():
+        raise CheckpointSaveError(f"cannot save {str(path)!r}: it is a directory, give a file")
+    file = None
+    try:
+        with DurableFile(path) if isinstance(path, Path) else RemoteFile(path) as file:
+            yield file
+            file.commit()
+    except OSError as error:
+        if file is not None and file.renamed:
+            state = "it is in its place, but may be lost in a power cut"
+        elif _may_exist(path):
+            state = "what was there before is unchanged"
+        else:
+            state = "nothing is there"
+        raise CheckpointSaveError(
+            f"cannot save {str(path)!r}: {type(error).__name__}: {error}; {state}",
+            errno=error.errno,
+        ) from error
+
+
+def _may_exist(path: Location) -> bool:
+    try:
+        return exists(path)
+    except OSError:
+        return True  # of a file system that cannot be reached: it has changed nothing
+
+
+@contextmanager
+def durable_replace(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield the path of a new, empty file, which takes the place of `path` at the end of the block.
+
+    For files that another library writes: a database, HDF5, safetensors. The new file is synced,
+    renamed over `path`, and the directory is synced. A kill or a power cut at any moment leaves the
+    old file or the new one, whole. If the block raises, the old file stays and the new one is
+    removed; what a killed process left is removed by the next save in that directory.
+
+    Args:
+        path: local. The library must write to the yielded path in place and close the file.
+
+    Raises:
+        CheckpointSaveError: the file system refused, or `path` is a URL.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from stratagem.storage import durable_replace
+        >>> target = Path(tempfile.mkdtemp(), "notes.txt")
+        >>> with durable_replace(target) as new:
+        ...     new.write_text("whole or not at all")
+        19
+        >>> target.read_text()
+        'whole or not at all'
+    """
+    if is_url(path) and not isinstance(to_location(path), Path):
+        raise CheckpointSaveError(
+            f"cannot save {str(path)!r}: this format writes local files; give a local path"
+        )
+    with durable_file(path) as file:
+        assert isinstance(file, DurableFile)
+        yield file.temporary
+
+
 def try_folder(folder: str | os.PathLike[str]) -> None:
     """Make a local folder, if there is none, and try to write into it; nothing is left there.
 

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import Dataset
 
-from stratagem.callbacks import ModelCheckpoint
+from stratagem.callbacks import Callback, ModelCheckpoint
+from stratagem.discovery.registry import nearest_of
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.strategy import Strategy
+from stratagem.launch.process import print_hint, print_hint_once
 from stratagem.module.hyperparameters import HyperParametersMixin, savable
 from stratagem.module.module import Module
 from stratagem.plan.plan import RunPlan, supports
 from stratagem.plan.step_options import StepOptions
-from stratagem.runtime.runtime import Runtime
+from stratagem.runtime.runtime import Runtime, launch_arguments
 from stratagem.storage import paths
 from stratagem.trainer.progress import Progress, RunState
 
@@ -27,15 +32,24 @@ if TYPE_CHECKING:
     from stratagem.trainer.trainer import Trainer
 
 
-# Methods of Lightning that are not called here, and what to do.
+# Methods of Lightning that a stage does not call here, and what to do.
+_MODEL = {"configure_sharded_model": "rename it to configure_model"}
+_VALIDATION = {
+    "validation_epoch_end": "rename it to on_validation_epoch_end, and keep outputs in an attribute"
+}
 _UNCALLED = {
-    "configure_sharded_model": "rename it to configure_model",
-    "test_epoch_end": "rename it to on_test_epoch_end, and keep outputs in an attribute",
-    "training_epoch_end": "rename it to on_train_epoch_end, and keep outputs in an attribute",
-    "training_step_end": "put it into training_step",
-    "validation_epoch_end": (
-        "rename it to on_validation_epoch_end, and keep outputs in an attribute"
-    ),
+    "fit": {
+        "training_epoch_end": "rename it to on_train_epoch_end, and keep outputs in an attribute",
+        "training_step_end": "put it into training_step",
+        **_VALIDATION,
+        **_MODEL,
+    },
+    "validate": _VALIDATION | _MODEL,
+    "test": {
+        "test_epoch_end": "rename it to on_test_epoch_end, and keep outputs in an attribute",
+        **_MODEL,
+    },
+    "predict": _MODEL,
 }
 _NEEDED = {
     "fit": ("training_step", "configure_optimizers"),
@@ -65,30 +79,41 @@ def check_not_running(state: RunState, stage: str) -> None:
         )
 
 
-def check_module(model: Any, stage: str, *, makes_optimizers: bool = False) -> None:
+def check_module(job: Job, *, makes_optimizers: bool = False) -> None:
     """Check that a model can be fitted, validated, tested or predicted with.
 
     Args:
-        model: what the user passed.
-        stage: "fit", "validate", "test" or "predict".
+        job: what the user passed.
         makes_optimizers: whether the strategy makes the optimizer where the model does not.
 
     Raises:
         UserCodeError: it is no Module, lacks a method, or has one that would not be called.
     """
+    model: Any = job.model
+    stage = job.stage
     if not isinstance(model, Module):
+        what, advice = type(model).__name__, "pass an instance of a subclass of Module"
+        if isinstance(model, type):
+            what, advice = f"the class {model.__name__}", f"pass an instance: {model.__name__}()"
+        elif isinstance(job.loaders, Module):
+            advice = f"the arguments are swapped: call trainer.{stage}(model, data)"
+        elif isinstance(model, nn.Module):
+            advice = (
+                "a plain nn.Module is trained with Lite, or wrapped in a Module with training_step "
+                "and configure_optimizers"
+            )
         raise UserCodeError(
-            f"expected a stratagem.Module, received {type(model).__name__}: a plain nn.Module is "
-            "trained with Lite, or wrapped in a Module with training_step and configure_optimizers"
+            f"trainer.{stage}() expected a stratagem.Module as model, received {what}: {advice}"
         )
     if "_metrics" not in vars(model):
         raise UserCodeError(
             f"{type(model).__name__}.__init__ does not call super().__init__(); call it first"
         )
-    if uncalled := [name for name in _UNCALLED if hasattr(model, name)]:
+    remedy_of = _UNCALLED[stage]
+    if uncalled := sorted(name for name in remedy_of if hasattr(model, name)):
         of_remedy: dict[str, list[str]] = {}
         for name in uncalled:
-            of_remedy.setdefault(_UNCALLED[name], []).append(name)
+            of_remedy.setdefault(remedy_of[name], []).append(name)
         remedies = (f"for {', '.join(names)}, {what}" for what, names in of_remedy.items())
         raise UserCodeError(
             f"{type(model).__name__} defines {', '.join(uncalled)}, which Stratagem does not "
@@ -98,9 +123,18 @@ def check_module(model: Any, stage: str, *, makes_optimizers: bool = False) -> N
     if makes_optimizers and "configure_optimizers" in missing:
         missing.remove("configure_optimizers")
     if missing:
+        own = [name for name in dir(type(model)) if not hasattr(Module, name)]
+        near = nearest_of(missing[0], own)
         raise UserCodeError(
             f"{type(model).__name__} does not define {' and '.join(missing)}, which "
-            f"trainer.{stage} needs"
+            f"trainer.{stage} needs" + (f": rename {near}" if near else "")
+        )
+    taken = signature(model.training_step).parameters if stage == "fit" else {}
+    if "optimizer_idx" in taken and taken["optimizer_idx"].default is Parameter.empty:
+        raise UserCodeError(
+            f"{type(model).__name__}.training_step takes optimizer_idx, which is not passed: for "
+            "several optimizers set self.automatic_optimization = False and step those of "
+            "self.optimizers() in training_step; for one, remove the argument"
         )
 
 
@@ -165,7 +199,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def _warn_of_unsavable(holder: HyperParametersMixin) -> None:
     """Say which hyperparameters checkpoints leave out, before anything is trained."""
-    _, reasons = savable(holder.hparams)
+    reasons = savable(holder.hparams)[1]
     if reasons:
         name, reason = next(iter(reasons.items()))
         warnings.warn(
@@ -203,7 +237,35 @@ def give_hints(strategy: Strategy) -> None:
     if not strategy.ranks.is_global_zero:
         return
     for hint in strategy.accelerator.hints(strategy.device, strategy.precision.dtype):
-        _print_once(hint)
+        print_hint_once(hint)
+
+
+def hint_at_mistakes(run: Run) -> None:
+    """Say on rank 0 what in a fit is probably a mistake."""
+    if not run.strategy.ranks.is_global_zero:
+        return
+    if isinstance(run.job.loaders, Dataset):
+        print_hint(
+            f"a {type(run.job.loaders).__name__} was passed instead of a loader, so that each "
+            "sample is a batch: pass DataLoader(dataset, batch_size=...)"
+        )
+    for owner in (run.module, *run.trainer.callbacks):
+        for hint in _misspelled_hooks(type(owner)):
+            print_hint(hint)
+
+
+def _misspelled_hooks(owner: type) -> list[str]:
+    """Return a hint for each method whose name is nearly that of a hook."""
+    ours = ("stratagem", "torch")
+    bases = [base for base in owner.__mro__ if base.__module__.startswith(ours)]
+    known = {name for base in (Callback, *bases) for name in vars(base)}
+    names = [name for name in dir(owner) if name.startswith("on_") and name not in known]
+    near = {name: get_close_matches(name, known, 1, 0.9) for name in names}
+    return [
+        f"{owner.__name__}.{name} is not a hook and is never called: did you mean {hooks[0]}?"
+        for name, hooks in near.items()
+        if hooks
+    ]
 
 
 def hint_at_log_interval(trainer: Trainer, batches: float) -> None:
@@ -217,19 +279,10 @@ def hint_at_log_interval(trainer: Trainer, batches: float) -> None:
     if not trainer.loggers or trainer.options.fast_dev_run or not trainer.is_global_zero:
         return
     if every > batches > 0:
-        _print_once(
+        print_hint_once(
             f"loggers are given the values of every {every}th step (log_every_n_steps), and an "
             f"epoch has {batches:.0f} training batches: pass a smaller number to see more of them"
         )
-
-
-def _print_once(hint: str) -> None:
-    if hint not in _printed_hints:
-        _printed_hints.add(hint)
-        print(f"stratagem: {hint}", file=sys.stderr, flush=True)
-
-
-_printed_hints: set[str] = set()
 
 
 def check_manual_optimization(
@@ -291,17 +344,61 @@ def check_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None
             )
 
 
+def new_parameter_check(run: Run) -> Callable[[], None]:
+    """Return a function that refuses parameters whose gradients no other rank would get.
+
+    Args:
+        run: a fit whose model is prepared.
+    """
+    module, strategy = run.module, run.trainer.plan.strategy.name
+    if run.strategy.ranks.world_size == 1:
+        return lambda: None
+    # A parameter may have another name later, as pruning gives it.
+    known = {each for name, p in module.named_parameters() for each in (name, id(p))}
+
+    def check() -> None:
+        for name, parameter in module.named_parameters():
+            if name not in known and id(parameter) not in known:
+                raise UserCodeError(
+                    f"the parameter {name!r} was added after the strategy {strategy!r} prepared "
+                    "the model, so that its gradients would stay on each rank: add it in __init__ "
+                    "or configure_model"
+                )
+
+    return check
+
+
+def check_launch_arguments(plan: RunPlan, options: StepOptions) -> None:
+    """Check that a Trainer runs as `stratagem run --accelerate-config` says.
+
+    Raises:
+        ConfigurationError: the file asks for something else than the Trainer's arguments.
+    """
+    own = {
+        "accelerator": plan.accelerator.name,
+        "precision": plan.precision.name,
+        "accumulate_grad_batches": options.accumulation.get(0),
+    }
+    for name, value in launch_arguments().items():
+        if name in own and own[name] != value:
+            raise ConfigurationError(
+                f"the file of --accelerate-config means {name}={value!r}, which reaches Lite only, "
+                f"and this Trainer has {name}={own[name]!r}: pass {name}={value!r} to the Trainer, "
+                "or start the script with --devices instead"
+            )
+
+
 def check_divergence_detection(plan: RunPlan, every_n_steps: int) -> None:
     """Check that ranks may be compared every so many steps (0: never).
 
     Raises:
         ConfigurationError: the strategy lets their parameters differ.
     """
-    if every_n_steps and not plan.capabilities.replicated:
+    if every_n_steps and plan.capabilities.parameters != "same":
         raise ConfigurationError(
             f"detect_divergence={every_n_steps!r} compares the parameters of all ranks, "
-            f"which the strategy {plan.strategy.name!r} lets differ (replicated=False in "
-            "its capabilities): leave detect_divergence out"
+            f"which the strategy {plan.strategy.name!r} lets differ (parameters="
+            f"{plan.capabilities.parameters!r} in its capabilities): leave detect_divergence out"
         )
 
 
@@ -359,7 +456,8 @@ def _folders(trainer: Trainer, stage: str) -> Iterator[tuple[paths.Location, str
     for logger in trainer.loggers:
         if logger.save_dir is not None:
             yield paths.to_location(logger.save_dir), f"{type(logger).__name__}: save_dir"
-    for saver in trainer.callbacks if stage == "fit" else ():
+    saves = stage == "fit" and not trainer.options.fast_dev_run
+    for saver in trainer.callbacks if saves else ():
         if not isinstance(saver, ModelCheckpoint):
             continue
         if saver.dirpath is not None:

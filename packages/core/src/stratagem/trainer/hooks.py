@@ -150,7 +150,6 @@ def make_callbacks(
     checkpointing: bool,
     progress_bar: bool,
     model_summary: bool,
-    quick: bool,
 ) -> list[Callback]:
     """Return a Trainer's callbacks: the user's, and the built-in ones that were asked for.
 
@@ -159,7 +158,6 @@ def make_callbacks(
         checkpointing: add a ModelCheckpoint if there is none.
         progress_bar: add a ProgressBar if there is none.
         model_summary: add a ModelSummary if there is none.
-        quick: leave out each ModelCheckpoint: a `fast_dev_run` saves nothing.
 
     Raises:
         ConfigurationError: an object is no Callback, or two callbacks would share a state.
@@ -169,6 +167,7 @@ def make_callbacks(
             raise ConfigurationError(
                 f"callbacks has {callback!r}; expected instances of stratagem.Callback, or names "
                 "of installed callbacks"
+                + (": call the class" if isinstance(callback, type) else "")
             )
     made = list(callbacks)
     saves = any(isinstance(callback, ModelCheckpoint) for callback in made)
@@ -185,26 +184,22 @@ def make_callbacks(
 
         if not any(isinstance(callback, ModelSummary) for callback in made):
             made.insert(0, ModelSummary())
-    return merge_callbacks(made, [], quick=quick)
+    check_state_keys(made)
+    return made
 
 
-def merge_callbacks(
-    callbacks: Sequence[Callback], added: Sequence[Callback], *, quick: bool
-) -> list[Callback]:
+def merge_callbacks(callbacks: Sequence[Callback], added: Sequence[Callback]) -> list[Callback]:
     """Return callbacks with a Module's own, which replace others of the same type.
 
     Args:
         callbacks: the Trainer's.
         added: the Module's.
-        quick: leave out each ModelCheckpoint: a `fast_dev_run` saves nothing.
 
     Raises:
         ConfigurationError: two would share a state.
     """
     kinds = tuple(type(callback) for callback in added)
     merged = [callback for callback in callbacks if type(callback) not in kinds] + list(added)
-    if quick:
-        merged = [callback for callback in merged if not isinstance(callback, ModelCheckpoint)]
     check_state_keys(merged)
     return merged
 

@@ -70,12 +70,22 @@ class Job:
             loaders, datamodule = None, loaders
         if isinstance(datamodule, (str, Path)) and ckpt_path is None:
             datamodule, ckpt_path = None, datamodule
-        if isinstance(ckpt_path, (str, Path)) and ckpt_path not in ("best", "last"):
+        if ckpt_path is not None and not isinstance(ckpt_path, (str, Path)):
+            raise ConfigurationError(
+                f"ckpt_path={ckpt_path!r}: expected a path, a URL, 'best' or 'last'"
+            )
+        if ckpt_path not in (None, "best", "last"):
             ckpt_path = paths.parse_user_path(ckpt_path)
+        for passed in (loaders, datamodule):
+            if isinstance(passed, type):
+                raise ConfigurationError(
+                    f"expected data for {stage}(), received the class {passed.__name__}: pass an "
+                    f"instance: {passed.__name__}(...)"
+                )
         if datamodule is not None and not isinstance(datamodule, DataModule):
             raise ConfigurationError(
                 f"datamodule={datamodule!r}: expected a stratagem.DataModule, received a "
-                f"{type(datamodule).__name__}"
+                f"{type(datamodule).__name__}: pass loaders as the argument after the model"
             )
         if loaders is not None and datamodule is not None:
             raise ConfigurationError(

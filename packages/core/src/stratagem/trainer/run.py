@@ -7,12 +7,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from stratagem.callbacks.callback import LOGGED
+from stratagem.discovery.registry import nearest_of
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.launch.process import printable
 from stratagem.launch.rank import this_rank
@@ -23,7 +24,13 @@ from stratagem.storage import paths
 from stratagem.trainer import checks
 from stratagem.trainer.hooks import Hooks
 from stratagem.trainer.loaders.loaders import EvaluationLoader
-from stratagem.trainer.loaders.open import FitData, open_evaluation_data, open_fit_data
+from stratagem.trainer.loaders.open import (
+    FitData,
+    open_evaluation_data,
+    open_fit_data,
+    reopen_training,
+    reopen_validation,
+)
 from stratagem.trainer.loops import evaluation, fit as fit_loop
 from stratagem.trainer.loops.interruption import Interruption
 from stratagem.trainer.loops.validation import Validation
@@ -111,6 +118,8 @@ class Run:
             self.prepared, self.optimizers = before.prepared, before.optimizers
             self.schedulers.configs = before.schedulers.configs
             self._former_rank_state = before.rank_state
+        elif before is not None and before.prepared is not None:
+            release(before.module, before.prepared)
         self.resume_point = ResumePoint()
         """The checkpoint that this run loads, if any, and the identity of a fit."""
         self.fit_data: FitData | None = None
@@ -146,7 +155,7 @@ class Run:
         checks.check_folders_on_ranks(trainer, stage)
         restore_determinism = set_determinism(self.strategy.accelerator, trainer.options)
         self.profiling.begin(self)
-        before = LOGGED.set(module)
+        before = LOGGED.set(ref(module))
         try:
             # First: callbacks ask for the loggers' folder, which a resumed run has already.
             self.resume_point = find_resume_point(trainer, self.job)
@@ -231,6 +240,7 @@ class Run:
         data = self.open_fit_data()
         strategy.set_batch_size(data.loader.batch_size)
         checks.hint_at_log_interval(trainer, data.loader.batches)
+        checks.hint_at_mistakes(self)
         prepared = self._prepare_to_train()
         path = self.resume_point.path
         if path is not None:
@@ -305,7 +315,10 @@ class Run:
 
     def open_fit_data(self) -> FitData:
         """Make this rank's loaders of a fit."""
-        data = self.fit_data = open_fit_data(self)
+        return self._use_data(open_fit_data(self))
+
+    def _use_data(self, data: FitData) -> FitData:
+        self.fit_data = data
         self.evaluation_loaders["validation"] = data.validation
         return data
 
@@ -314,6 +327,15 @@ class Run:
         what = _EVALUATED[self.stage]
         loaders = self.evaluation_loaders[what] = open_evaluation_data(self, what)
         return loaders
+
+    def reopen_training(self) -> FitData:
+        """Make the training loaders of a fit again."""
+        self._close_data()
+        return self._use_data(reopen_training(self))
+
+    def reopen_validation(self) -> None:
+        """Make the validation loaders of a fit again."""
+        self._use_data(reopen_validation(self))
 
     def reopen_fit_data(self, epoch: int) -> FitData:
         """Make the loaders of a fit again, as the user's methods make them in an epoch."""
@@ -374,6 +396,8 @@ class Run:
         if self.is_within_step and not weights_only:
             self.deferred_saves.append(path)
             return
+        # A run that resumes from it does not write them again.
+        self.rows.flush()
         checkpoint = collect_checkpoint(self, weights or self.weights(), weights_only=weights_only)
         save = self.profiling.wrap("save_checkpoint", self.runtime.checkpoint_writer.save)
         save(checkpoint, path)
@@ -390,7 +414,7 @@ class Run:
     def _save_interrupted(self) -> str | None:
         """Save the run in the checkpoints' folder before a signal ends it; return the path."""
         saver = self.trainer.checkpoint_callback
-        if saver is None or saver.dirpath is None:
+        if saver is None or saver.dirpath is None or self.trainer.options.fast_dev_run:
             return None
         path = saver.save_to_resume_from(self.trainer, "interrupted")
         self.runtime.checkpoint_writer.finish()
@@ -438,8 +462,14 @@ class Run:
         elif self.rank_state is not None:
             # A run that resumes in this epoch goes on with the values before this early end.
             self.rank_state.keep_values()
-        metrics.reduce_epoch()
-        self.hooks.call_before_metrics("on_train_epoch_end")
+        entries = metrics.entries
+        try:
+            metrics.reduce_epoch()
+            self.hooks.call_before_metrics("on_train_epoch_end")
+        except BaseException:
+            # A run that resumes from a checkpoint of this moment ends the epoch again.
+            progress.end_begun, metrics.entries = False, entries
+            raise
         epoch = metrics.end_epoch()
         # The epoch's values stand at its last step, with the epoch's number.
         last_step = max(0, progress.global_step - 1)
@@ -504,9 +534,11 @@ class Run:
         values = self.trainer.callback_metrics
         if name not in values:
             logged = ", ".join(sorted(values)) or "nothing"
+            near = nearest_of(name, list(values))
             raise UserCodeError(
                 f"{who}(monitor={name!r}): no value of that name was logged; there is {logged}. "
-                f"Log it in the Module with self.log({name!r}, ...)"
+                + (f"Did you mean {near!r}? " if near else "")
+                + f"Log it in the Module with self.log({name!r}, ...)"
             )
         return values[name]
 
@@ -531,14 +563,14 @@ def _print_errors(function: Callable[..., object], *args: Any) -> None:
         print(f"stratagem: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
-_runs: WeakSet[Run] = WeakSet()
-"""The runs of this process whose prepared models may still hold something."""
+_runs: WeakKeyDictionary[Run, None] = WeakKeyDictionary()
+"""The runs of this process whose prepared models may still hold something, in their order."""
 
 
 def release_finished_engines(run: Run) -> None:
     """Free what strategies hold for other Trainers' runs: a process may train many models."""
     for other in list(_runs):
         if other.runtime is not run.runtime and other.trainer.state.status != "running":
-            _runs.discard(other)
+            del _runs[other]
             release(other.module)
-    _runs.add(run)
+    _runs[run] = None

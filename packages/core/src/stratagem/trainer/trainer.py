@@ -23,11 +23,12 @@ from stratagem.module.module import Module
 from stratagem.plan.plan import RunPlan
 from stratagem.plan.step_options import Compilation, StepOptions, gradient_clip, seconds
 from stratagem.runtime.checkpoint_writer import CheckpointWriter
-from stratagem.runtime.runtime import Devices, FrontEnd, Plugin, Runtime, as_list
+from stratagem.runtime.runtime import Devices, FrontEnd, Plugin, Runtime, as_list, public_call
 from stratagem.storage import paths
 from stratagem.trainer.checks import (
     check_divergence_detection,
     check_folders_before_launch,
+    check_launch_arguments,
     check_module,
     check_not_running,
     warn_on_refit,
@@ -93,7 +94,8 @@ class Trainer(FrontEnd):
         gradient_clip_algorithm: "norm" or "value".
         deterministic: use deterministic algorithms; "warn" only warns where there is none.
         benchmark: let the accelerator's libraries choose kernels by trying them out.
-        inference_mode: evaluate under inference_mode, not no_grad.
+        inference_mode: validate, test and predict under inference_mode; within a fit, validation
+            runs under no_grad in any case.
         use_distributed_sampler: divide data between ranks.
         sync_batchnorm: batch norm layers take their statistics over all ranks.
         compile: True: torch.compile of the model; "step": of the whole step; docs/compiling.md.
@@ -103,7 +105,8 @@ class Trainer(FrontEnd):
         enable_checkpointing: add a ModelCheckpoint if there is none.
         async_save: write checkpoints while training goes on; needs memory of the host for a copy.
         enable_progress_bar: add a ProgressBar if there is none.
-        enable_model_summary: add a ModelSummary if there is none: a table of the layers, on stderr.
+        enable_model_summary: add a ModelSummary (of `stratagem-extras`) if there is none: a table
+            of the layers, on stderr.
         enable_autolog_hparams: give loggers the hyperparameters of the model and the DataModule
             when a run begins.
         overfit_batches: train on so many batches (int) or such a fraction of them (float), always
@@ -130,6 +133,7 @@ class Trainer(FrontEnd):
         'single_device'
     """
 
+    @public_call
     @none_means_default
     def __init__(
         self,
@@ -227,6 +231,7 @@ class Trainer(FrontEnd):
             async_save=async_save,
             step_options=options.step_options,
         )
+        check_launch_arguments(self.plan, options.step_options)
         check_divergence_detection(self.plan, options.detect_divergence)
         self.loggers: list[Logger] = [] if quick else make_loggers(logger, options.default_root_dir)
         self._profiler: Profiler | None = None
@@ -239,7 +244,6 @@ class Trainer(FrontEnd):
             checkpointing=enable_checkpointing,
             progress_bar=enable_progress_bar,
             model_summary=enable_model_summary,
-            quick=quick > 0,
         )
         self._forget_runs()
 
@@ -318,6 +322,7 @@ class Trainer(FrontEnd):
 
     # -- the four runs
 
+    @public_call
     def fit(
         self,
         model: Module,
@@ -349,6 +354,7 @@ class Trainer(FrontEnd):
             Job.of("fit", model, train_dataloaders, datamodule, ckpt_path, val_dataloaders)
         )
 
+    @public_call
     def validate(
         self,
         model: Module | None = None,
@@ -369,6 +375,7 @@ class Trainer(FrontEnd):
         job = Job.of("validate", self._model_or_last(model), dataloaders, datamodule, ckpt_path)
         return self._evaluate(job, verbose)
 
+    @public_call
     def test(
         self,
         model: Module | None = None,
@@ -381,6 +388,7 @@ class Trainer(FrontEnd):
         job = Job.of("test", self._model_or_last(model), dataloaders, datamodule, ckpt_path)
         return self._evaluate(job, verbose)
 
+    @public_call
     def predict(
         self,
         model: Module | None = None,
@@ -405,6 +413,7 @@ class Trainer(FrontEnd):
             return None
         return predictions[0] if len(predictions) == 1 else predictions
 
+    @public_call
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
         """Save the run as it is; every rank calls it, and returns once the file is durable.
 
@@ -440,7 +449,7 @@ class Trainer(FrontEnd):
     def _execute(self, job: Job) -> Any:
         """Launch, and run on every rank."""
         check_not_running(self._state, job.stage)
-        check_module(job.model, job.stage, makes_optimizers=self.strategy.makes_optimizers)
+        check_module(job, makes_optimizers=self.strategy.makes_optimizers)
         self._state = RunState(job.stage, "running", job.stage)
         try:
             check_folders_before_launch(self, self.runtime, job.stage)
@@ -473,8 +482,7 @@ class Trainer(FrontEnd):
         job.attach(self)
         if self._run is None or self._run.module is not job.model:
             added = as_list(job.model.configure_callbacks())
-            quick = self.options.fast_dev_run > 0
-            self.callbacks = merge_callbacks(self.callbacks, added, quick=quick)
+            self.callbacks = merge_callbacks(self.callbacks, added)
         if job.stage == "fit":
             warn_on_refit(self._run, job)
             self.should_stop = False
@@ -521,6 +529,24 @@ class Trainer(FrontEnd):
         from stratagem.trainer.step.hooked_step import make_step
 
         return make_step(run, prepared)
+
+    def make_sharded_loader(
+        self, loader: Any, index: int, count: int, *, even: bool, name: str, what: str
+    ) -> Any:
+        """Return a loader that reads one rank's part of the data.
+
+        A loader that divides its data itself is returned as it is.
+
+        Args:
+            loader: the user's.
+            index, count: which part, of how many.
+            even: repeat samples until all parts have as many.
+            name: stands for the loader in errors.
+            what: "train", "validation", "test" or "predict".
+        """
+        from stratagem.data.sharding import shard_loader
+
+        return shard_loader(loader, index, count, even=even, name=name)
 
     def make_batch_feed(
         self, step: Callable[..., Any], batches: Iterator[IndexedBatch], count: float, takes: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -250,16 +250,26 @@ def _let_schedulers_know(trainer: Trainer, optimizer: Optimizer, groups: int) ->
     for group in optimizer.param_groups[groups:]:
         group.setdefault("initial_lr", group["lr"])
         for config in trainer.lr_scheduler_configs:
-            scheduler = config.scheduler
-            if getattr(scheduler, "optimizer", None) is not optimizer:
-                continue
-            for name in ("base_lrs", "min_lrs"):
-                values = getattr(scheduler, name, None)
-                if isinstance(values, list) and values:
-                    values.append(group["initial_lr"] if name == "base_lrs" else values[-1])
-            functions = getattr(scheduler, "lr_lambdas", None)
-            if functions:
-                functions.append(functions[-1])
+            if getattr(config.scheduler, "optimizer", None) is optimizer:
+                _add_group(config.scheduler, group)
+
+
+def _add_group(scheduler: Any, group: Mapping[str, Any]) -> None:
+    """Tell a scheduler, and those that it is made of, of a further group."""
+    for name, value in (
+        ("base_lrs", group["initial_lr"]),
+        ("_last_lr", group["lr"]),
+        ("min_lrs", None),
+    ):
+        values = getattr(scheduler, name, None)
+        if isinstance(values, list) and values:
+            # A list may be shared with another scheduler, which gets a list of its own.
+            setattr(scheduler, name, [*values, values[-1] if value is None else value])
+    functions = getattr(scheduler, "lr_lambdas", None)
+    if functions:
+        functions.append(functions[-1])
+    for part in getattr(scheduler, "_schedulers", ()):
+        _add_group(part, group)
 
 
 def multiplicative(epoch: int) -> float:

@@ -9,6 +9,8 @@ from stratagem.errors import ConfigurationError
 from stratagem.launch import rank_zero_warn
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from stratagem.module import Module
     from stratagem.trainer import Trainer
 
@@ -99,7 +101,8 @@ class LearningRateMonitor(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
         """Log before an epoch."""
-        if self.logging_interval == "step":
+        # A run that resumes within an epoch begins it a second time.
+        if self.logging_interval == "step" or trainer.run.progress.batches:
             return
         values = self._read(trainer, "epoch")
         trainer.run.rows.write(values, trainer.global_step, trainer.current_epoch)
@@ -111,25 +114,34 @@ class LearningRateMonitor(Callback):
             if hasattr(config.scheduler, "optimizer")
         }
         values: dict[str, float] = {}
-        momenta: dict[str, float] = {}
-        decays: dict[str, float] = {}
         for index, optimizer in enumerate(trainer.optimizers):
             # A rate that no scheduler changes is logged with both.
             if self.logging_interval is None and intervals.get(id(optimizer), interval) != interval:
                 continue
             names = self._of_groups(trainer, index)
-            for name, group in zip(names, optimizer.param_groups, strict=True):
-                values[name] = float(group["lr"])
+            values |= self._get_optimizer_stats(optimizer, names)
+            for name in names:
                 self.lrs.setdefault(name, []).append(values[name])
-                if self.log_momentum:
-                    momenta[f"{name}-momentum"] = float(_momentum_of(group) or 0.0)
-                if self.log_weight_decay:
-                    decays[f"{name}-weight_decay"] = float(group.get("weight_decay", 0.0))
-        self.last_momentum_values.update(momenta)
-        self.last_weight_decay_values.update(decays)
-        values |= momenta | decays
         trainer.run.latest.values.update(values)
         return values
+
+    def _get_optimizer_stats(self, optimizer: Optimizer, names: list[str]) -> dict[str, float]:
+        """Return the values of the parameter groups; libraries override it.
+
+        Args:
+            optimizer: whose groups.
+            names: of the groups.
+        """
+        values, momenta, decays = {}, {}, {}
+        for name, group in zip(names, optimizer.param_groups, strict=True):
+            values[name] = float(group["lr"])
+            if self.log_momentum:
+                momenta[f"{name}-momentum"] = float(_momentum_of(group) or 0.0)
+            if self.log_weight_decay:
+                decays[f"{name}-weight_decay"] = float(group.get("weight_decay", 0.0))
+        self.last_momentum_values.update(momenta)
+        self.last_weight_decay_values.update(decays)
+        return values | momenta | decays
 
     def _of_groups(self, trainer: Trainer, index: int) -> list[str]:
         """Return the names of an optimizer's parameter groups, which may have become more.

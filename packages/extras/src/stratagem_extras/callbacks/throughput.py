@@ -154,6 +154,7 @@ class ThroughputMonitor(Callback):
         self._totals: dict[str, list[int]] = {}
         self._began: dict[str, float] = {}
         self._left = 0.0
+        self._resumed_time = 0.0
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         """Refuse a Trainer that logs nothing; begin anew."""
@@ -170,8 +171,9 @@ class ThroughputMonitor(Callback):
             self._totals[name] = [0, 0, 0]
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        """Begin to count."""
-        self._began["train"] = monotonic()
+        """Begin to count, after what the run that is resumed has counted."""
+        self._began["train"] = monotonic() - self._resumed_time
+        self._resumed_time = 0.0
 
     def on_train_batch_end(
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
@@ -204,6 +206,18 @@ class ThroughputMonitor(Callback):
         """Count a batch."""
         if not trainer.sanity_checking:
             self._count(_stage(trainer), module, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the numbers of batches, samples and items by stage, and seconds of training."""
+        return {
+            "totals": {stage: list(totals) for stage, totals in self._totals.items()},
+            "time": monotonic() - self._began["train"] if "train" in self._began else 0.0,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue to count from there; rates are of this run."""
+        self._totals |= {stage: list(totals) for stage, totals in state["totals"].items()}
+        self._resumed_time = float(state["time"])
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end

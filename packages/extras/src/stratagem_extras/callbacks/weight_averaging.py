@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.callbacks import Callback
+from stratagem.data import map_tensors
 from stratagem.errors import ConfigurationError
+from stratagem.strategies import Strategy
 
 if TYPE_CHECKING:
     from stratagem.module import Module
@@ -180,6 +182,8 @@ class WeightAveraging(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         """Begin with the weights as they are, or with the average of the run that is resumed."""
+        if trainer.plan.capabilities.sharded_state:
+            _check_shards(module, type(self).__name__, trainer.plan.strategy.name)
         averages = self._averages = Averages(module, self._device, use_buffers=self._use_buffers)
         self._last_step, self._last_epoch = trainer.global_step, trainer.current_epoch
         self._is_in_model = False
@@ -187,8 +191,8 @@ class WeightAveraging(Callback):
         restored, self._restored = self._restored, {}
         if loaded is not None:
             # By way of the model, since the strategy knows how a state is spread over ranks.
-            prepared = trainer.run.require_prepared()
-            trainer.strategy.load_model_state(prepared, dict(loaded))
+            prepared, methods = trainer.run.require_prepared(), _state_methods(trainer)
+            methods.load_model_state(trainer.strategy, prepared, dict(loaded))
             averages.swap(module)
             averages.count = restored.get("n_averaged", 1)
 
@@ -260,10 +264,10 @@ class WeightAveraging(Callback):
         if averages is None or not averages.count or self._is_in_model:
             return
         with averages.in_place(module):
-            state = {
-                name: value.detach().clone() if isinstance(value, Tensor) else value
-                for name, value in trainer.run.weights().state.items()
-            }
+            prepared = trainer.run.require_prepared()
+            saved = _state_methods(trainer).model_state(trainer.strategy, prepared)
+            # Copied with the tensors in `Shards`: they alias the weights, which come back.
+            state = map_tensors(lambda tensor: tensor.detach().clone(), saved)
         if "progress" in checkpoint:
             checkpoint["current_model_state"] = checkpoint["state_dict"]
         checkpoint["state_dict"] = state
@@ -275,6 +279,25 @@ class WeightAveraging(Callback):
         trained = checkpoint.pop("current_model_state", None)
         if trained is not None and trainer.run.stage == "fit":
             self._loaded, checkpoint["state_dict"] = checkpoint["state_dict"], trained
+
+
+def _state_methods(trainer: Trainer) -> type[Strategy]:
+    """Return the class whose methods save and load what the model holds.
+
+    Those of a strategy whose engine takes the steps save the engine's own copy of the weights.
+    """
+    return Strategy if trainer.plan.capabilities.engine_steps else type(trainer.strategy)
+
+
+def _check_shards(module: nn.Module, who: str, strategy: str) -> None:
+    """Refuse a strategy that takes the weights out of the model between two steps."""
+    taken = next((name for name, p in module.named_parameters() if p.numel() == 0), None)
+    if taken is not None:
+        raise ConfigurationError(
+            f"{who} reads the weights after each step, and {strategy!r} takes them out of the "
+            f"model then: {taken!r} has no element there. Use a strategy whose shards stay in the "
+            "model, such as 'fsdp', or leave the callback out"
+        )
 
 
 class EMAWeightAveraging(WeightAveraging):

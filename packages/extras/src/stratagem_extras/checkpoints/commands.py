@@ -36,8 +36,11 @@ def convert(arguments: Sequence[str]) -> int:
         default="safetensors",
         help="safetensors (the default), or lightning: a Trainer's, for Lightning 2.x",
     )
+    parser.add_argument(
+        "--format", metavar="NAME", default="", help="of the source; the one that loads it"
+    )
     options = parser.parse_args(arguments)
-    return _do("convert", options.source, options.target, options.key, options.to)
+    return _do("convert", options.source, options.target, options.key, options.to, options.format)
 
 
 def average(arguments: Sequence[str]) -> int:

@@ -11,10 +11,17 @@ import torch
 from torch import Tensor
 
 from stratagem import __version__
-from stratagem.checkpoint import FORMAT_VERSION, CheckpointIO, check_trainer_checkpoint
+from stratagem.checkpoint import (
+    FORMAT_VERSION,
+    CheckpointIO,
+    check_trainer_checkpoint,
+    find_format,
+)
 from stratagem.discovery import get_registry, require_package
 from stratagem.errors import (
     CheckpointContentError,
+    CheckpointCorruptError,
+    CheckpointFormatError,
     CheckpointMismatchError,
     CheckpointSaveError,
     ConfigurationError,
@@ -28,7 +35,9 @@ _OF_TRAINER = "state_dict"
 _COUNTS = "num_batches_tracked"
 
 
-def convert(source: Path, target: Path, key: str | None = None, to: str = "safetensors") -> str:
+def convert(
+    source: Path, target: Path, key: str | None = None, to: str = "safetensors", form: str = ""
+) -> str:
     """Write the weights in a checkpoint as a safetensors file; return what was done.
 
     Args:
@@ -36,6 +45,7 @@ def convert(source: Path, target: Path, key: str | None = None, to: str = "safet
         target: the new file.
         key: which entry of the checkpoint are the weights; None: the one that can be.
         to: "safetensors"; or "lightning": all of a Trainer's checkpoint, in Lightning's form.
+        form: the name of the source's format; "": the installed one that can load it.
 
     Raises:
         ConfigurationError: the target is there already, or is not to be a safetensors file.
@@ -43,7 +53,7 @@ def convert(source: Path, target: Path, key: str | None = None, to: str = "safet
         CheckpointError: the source cannot be read or has no weights, or the target not be written.
     """
     if to == "lightning":
-        return _to_lightning(source, target)
+        return _to_lightning(source, target, form)
     if to != "safetensors":
         raise ConfigurationError(f"to={to!r}: expected 'safetensors' or 'lightning'")
     if target.suffix != ".safetensors":
@@ -54,7 +64,7 @@ def convert(source: Path, target: Path, key: str | None = None, to: str = "safet
     _refuse_existing(target)
     for package in ("safetensors", "numpy"):  # the library imports numpy
         require_package("convert", package, extra="safetensors")
-    weights, left_out = _weights(_read(source), source, key)
+    weights, left_out = _weights(_read(source, form), source, key)
     try:
         size = _write_safetensors(weights, target)
     except OSError as error:
@@ -123,10 +133,10 @@ def _unsupported(path: Path, name: str, tensor: Tensor) -> CheckpointContentErro
     )
 
 
-def _to_lightning(source: Path, target: Path) -> str:
+def _to_lightning(source: Path, target: Path, form: str) -> str:
     spec = get_registry().find("checkpoint_io", "lightning").spec
     _refuse_existing(target)
-    checkpoint = check_trainer_checkpoint(_read(source), source)
+    checkpoint = check_trainer_checkpoint(_read(source, form), source)
     checkpoint.setdefault("format_version", FORMAT_VERSION)
     spec.build().save_checkpoint(checkpoint, target)
     kept = "all that Lightning resumes from" if "progress" in checkpoint else "weights only"
@@ -179,8 +189,17 @@ def _io() -> CheckpointIO:
     return io
 
 
-def _read(source: Path) -> dict[str, Any]:
-    return _io().load_checkpoint(source)
+def _read(source: Path, form: str = "") -> dict[str, Any]:
+    """Return a checkpoint of any installed format; `form`: of that one."""
+    if form:
+        return find_format(source, form)[1].load_checkpoint(source)
+    try:
+        return _io().load_checkpoint(source)
+    except CheckpointCorruptError as error:
+        try:
+            return find_format(source)[1].load_checkpoint(source)
+        except CheckpointFormatError as of_all:
+            raise (of_all if isinstance(error, CheckpointFormatError) else error) from None
 
 
 def _refuse_existing(target: Path) -> None:

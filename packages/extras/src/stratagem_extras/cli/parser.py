@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from jsonargparse import ArgumentParser, class_from_function, get_loader, set_loader
@@ -53,6 +55,11 @@ def _check_aliases(text: str) -> None:
             )
 
 
+_NOISE = re.compile(
+    r"\s*(-\s*)?(Does not validate against any of the Union|Subtypes: \[|Given value type: |"
+    r"Expected a <class 'NoneType'>)"
+)
+"""Lines of jsonargparse's errors that say how it has read a type hint."""
 _load_yaml = get_loader("yaml")
 
 
@@ -117,6 +124,19 @@ class TrainerArgumentParser(ArgumentParser):  # type: ignore[misc]  # checked wi
         self.callback_keys: list[str] = []
         self.optimizers: dict[str, tuple[Any, str]] = {}
         self.schedulers: dict[str, tuple[Any, str]] = {}
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print an error, without the lines that do not help, and end with exit code 2."""
+        lines = [line for line in message.splitlines() if not _NOISE.match(line)]
+        # A class is shown by its name.
+        text = re.sub(r"(?:a )?<class '(?:\w+\.)*(\w+)'>", r"\1", "\n".join(lines))
+        super().error(text, ex)
+        raise AssertionError  # `error` ends the program or raises
+
+    def print_usage(self, file: Any = None) -> None:
+        """Print the usage, unless an error follows: that has 50 lines."""
+        if file is not sys.stderr:
+            super().print_usage(file)
 
     def add_component_args(
         self,

@@ -74,6 +74,11 @@ class AdvancedProfiler(Profiler):
         if self._running:
             self._profiles[self._running].enable()
 
+    @property
+    def profiled_actions(self) -> dict[str, cProfile.Profile]:
+        """The profile of each action: of one that ran within several others, the newest of them."""
+        return {path[-1]: profile for path, profile in self._profiles.items()}
+
     def stats(self) -> dict[str, pstats.Stats]:
         """Return what was measured, for each action."""
         found: dict[str, pstats.Stats] = {}

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from stratagem.accelerators import Accelerator
 from stratagem.errors import ConfigurationError
 from stratagem.lite import Lite, LiteDataLoader, LiteModule, PathLike, numbers_of
 from stratagem.runtime import LiteOptimizer
 from stratagem_lightning.api.core.module import LightningModule
-from stratagem_lightning.api.core.shorthands import expand_shorthands
+from stratagem_lightning.api.core.numbers import in_order_of_distributed_sampler
+from stratagem_lightning.api.core.shorthands import expand_shorthands, replace_half_on_cpu
 from stratagem_lightning.api.strategies.filtering import Filter, filtered
 from stratagem_lightning.api.strategies.single_device import SingleDeviceStrategy
 from stratagem_lightning.api.utilities.data import first_of_one
@@ -32,9 +34,10 @@ class Fabric(Lite):
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        if {"gpus", "tpu_cores"} & options.keys():
-            named = dict(zip(("accelerator", "strategy", "devices"), arguments, strict=False))
-            options, arguments = expand_shorthands({**options, **named}), arguments[3:]
+        named = inspect.signature(Lite).bind_partial(*arguments).arguments
+        if not named.keys() & options.keys():  # otherwise Lite says what was given twice
+            options = replace_half_on_cpu(expand_shorthands({**options, **named}))
+            arguments = ()
         super().__init__(*arguments, **options)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -46,6 +49,16 @@ class Fabric(Lite):
     def log(self, name: str, value: Any, step: int | None = None) -> None:
         """Write a value to every logger, on rank 0."""
         self.log_dict({name: value}, step)
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The accelerator."""
+        return self.strategy.accelerator
+
+    @property
+    def _precision(self) -> Any:
+        """The precision, for another Fabric with the same; private, and libraries read it."""
+        return self.strategy.precision
 
     @property
     def loggers(self) -> list[Any]:
@@ -100,7 +113,9 @@ class Fabric(Lite):
         prepared: LiteModule = model[0] if isinstance(model, tuple) else model
         return prepared
 
-    def setup(self, module: Any, *optimizers: Any, **options: Any) -> Any:
+    def setup(  # type: ignore[override]  # the model comes first, as Fabric's
+        self, module: Any, *optimizers: Any, **options: Any
+    ) -> Any:
         """Prepare a model and its optimizers; as `Lite.setup`.
 
         Args:
@@ -165,6 +180,12 @@ class Fabric(Lite):
                 "returned before: set up each of them once"
             )
         return super().setup_dataloaders(*dataloaders, **options)
+
+    def _shard_loader(self, loader: Any, index: int, count: int) -> Any:
+        """Return a loader that reads one rank's part of the data, in Lightning's order."""
+        sharded = super()._shard_loader(loader, index, count)
+        # Fabric shuffles only what the loader shuffles, of training data too.
+        return in_order_of_distributed_sampler(sharded, "", shuffles=True)
 
     def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Start the processes; as `Lite.launch`.

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-import stratagem_lightning.api.strategies.single_device  # noqa: F401 - adds Lightning's names to strategies
+import torch
+
 from stratagem import callbacks as own, storage, trainer
 from stratagem.accelerators import Accelerator
 from stratagem.checkpoint import find_all
@@ -20,13 +21,24 @@ from stratagem.launch import rank_zero_info, rank_zero_warn
 from stratagem.loggers import Logger
 from stratagem.profilers import Profiler
 from stratagem.strategies import StepOptions
+from stratagem_lightning.api.accelerators.connector import TrainerConnector
 from stratagem_lightning.api.callbacks.model_checkpoint import ModelCheckpoint
 from stratagem_lightning.api.callbacks.rich_bar import RichProgressBar
-from stratagem_lightning.api.core import dataloader_iter
+from stratagem_lightning.api.core import advice, dataloader_iter
 from stratagem_lightning.api.core.loops import EvaluationLoop, FitLoop, PredictionLoop
-from stratagem_lightning.api.core.shorthands import expand_shorthands
+from stratagem_lightning.api.core.numbers import (
+    count_batches_for_schedulers,
+    divide_by_whole_window,
+    draw_at_reload,
+    in_order_of_distributed_sampler,
+    reset_seed,
+    shard_for_one_rank,
+)
+from stratagem_lightning.api.core.overrides import refuse_uncalled_overrides
+from stratagem_lightning.api.core.shorthands import expand_shorthands, replace_half_on_cpu
 from stratagem_lightning.api.core.states import TrainerState
 from stratagem_lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardLogger
+from stratagem_lightning.api.strategies.single_device import belongs_to
 
 if TYPE_CHECKING:
     from stratagem.strategies import PreparedModel
@@ -53,6 +65,19 @@ _BAREBONES = {
     "log_every_n_steps": 0,
 }
 """The options that `barebones` sets."""
+
+
+_PRIVATE = {
+    "_active_loop": "trainer.state.stage, trainer.global_step and trainer.current_epoch",
+    "_callback_connector": "trainer.callbacks",
+    "_checkpoint_connector": "trainer.save_checkpoint() and the argument ckpt_path",
+    "_data_connector": "trainer.train_dataloader and trainer.val_dataloaders",
+    "_evaluation_loop": "trainer.num_val_batches and trainer.callback_metrics",
+    "_logger_connector": "trainer.callback_metrics, logged_metrics and progress_bar_metrics",
+    "_results": "trainer.callback_metrics",
+    "_signal_connector": "trainer.received_sigterm and the hook on_exception",
+}
+"""What to use in the place of private attributes that public code reads."""
 
 
 class _Option:
@@ -121,8 +146,9 @@ class Trainer(trainer.Trainer):
 
     @_taking_arguments_of(trainer.Trainer)
     def __init__(self, **options: Any) -> None:
+        self._loops: dict[str, EvaluationLoop] = {}
         passed = {n: v for n, v in options.items() if v is not None or n not in _OWN_DEFAULTS}
-        options = expand_shorthands({**_of_environment(), **passed})
+        options = replace_half_on_cpu(expand_shorthands({**_of_environment(), **passed}))
         self.barebones = bool(options.pop("barebones", False))
         if self.barebones:
             options = _of_barebones(options)
@@ -152,8 +178,9 @@ class Trainer(trainer.Trainer):
         )
         if quick and plain and logger not in (False, []):
             self.loggers = [DummyLogger()]
-
+        belongs_to(self.strategy, self)
         _say_what_one_means(options)
+        self._arguments = options
 
     # -- the four runs
 
@@ -174,6 +201,7 @@ class Trainer(trainer.Trainer):
             weights_only: not needed here: nothing in a checkpoint is ever executed.
         """
         path = self._last_if_there(ckpt_path, "fit")
+        self._begin(model, datamodule)
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, path)
 
     def validate(  # type: ignore[override]  # in Lightning's order
@@ -193,7 +221,10 @@ class Trainer(trainer.Trainer):
             weights_only: not needed here: nothing in a checkpoint is ever executed.
         """
         path = self._best_if_left_out(model, ckpt_path, "validate")
-        return self._logged(super().validate(model, dataloaders, datamodule, path, verbose))
+        self._begin(model, datamodule)
+        printed = verbose and "validate" not in self._loops
+        values = super().validate(model, dataloaders, datamodule, path, printed)
+        return self._logged(values, "validate", verbose)
 
     def test(  # type: ignore[override]  # in Lightning's order
         self,
@@ -206,7 +237,10 @@ class Trainer(trainer.Trainer):
     ) -> list[dict[str, float]]:
         """Run testing. Arguments as in `validate`."""
         path = self._best_if_left_out(model, ckpt_path, "test")
-        return self._logged(super().test(model, dataloaders, datamodule, path, verbose))
+        self._begin(model, datamodule)
+        printed = verbose and "test" not in self._loops
+        values = super().test(model, dataloaders, datamodule, path, printed)
+        return self._logged(values, "test", verbose)
 
     def predict(
         self,
@@ -219,13 +253,38 @@ class Trainer(trainer.Trainer):
     ) -> Any:
         """Predict; as `stratagem.Trainer.predict`, with `model` and `ckpt_path` of `validate`."""
         path = self._best_if_left_out(model, ckpt_path, "predict")
+        self._begin(model, datamodule)
         return super().predict(model, dataloaders, datamodule, return_predictions, path)
 
+    def _begin(self, model: Any, datamodule: Any) -> None:
+        """Do what Lightning does at the start of a run, and refuse what it alone would call."""
+        own = [self, self.strategy, *self.callbacks, *self.loggers, *self._loops.values()]
+        refuse_uncalled_overrides([*own, model, datamodule])
+        reset_seed(self.strategy)
+
     def make_train_step(self, run: Run, prepared: PreparedModel) -> Step:
-        """Return the step of a fit; also of one whose `training_step` takes `dataloader_iter`."""
+        """Return the step of a fit, which counts and weights batches as Lightning does.
+
+        Also of one whose `training_step` takes `dataloader_iter`.
+        """
+        advice.warn_of_eval_mode(run)
+        count_batches_for_schedulers(run)
+        draw_at_reload(run)
         if dataloader_iter.takes_dataloader_iter(run.module.training_step):
             return dataloader_iter.ReadingStep(run, prepared)
-        return super().make_train_step(run, prepared)
+        return divide_by_whole_window(super().make_train_step(run, prepared), run)
+
+    def make_sharded_loader(
+        self, loader: Any, index: int, count: int, *, even: bool, name: str, what: str
+    ) -> Any:
+        """Return a loader that reads one rank's part of the data, in Lightning's order."""
+        advice.warn_of_loader(loader, what)
+        sharded = super().make_sharded_loader(loader, index, count, even=even, name=name, what=what)
+        if count == 1:
+            sharded = shard_for_one_rank(sharded, self.strategy)
+        return in_order_of_distributed_sampler(
+            sharded, what, shuffles=not self.options.overfit_batches
+        )
 
     def make_batch_feed(
         self,
@@ -243,12 +302,24 @@ class Trainer(trainer.Trainer):
         """Run, and forget before another run what was logged in the one before."""
         if job.stage != "fit":
             self._latest = type(self._latest)()
+        else:
+            advice.warn_of_validation(job)
+            advice.warn_of_default_epochs(self._arguments)
         return super()._run_on_rank(job)
 
-    def _logged(self, results: list[dict[str, float]]) -> list[dict[str, float]]:
-        """Return of the values of each loader those that loggers are given, as Lightning does."""
+    def _logged(
+        self, results: list[dict[str, float]], stage: str, verbose: bool
+    ) -> list[dict[str, float]]:
+        """Return of the values of each loader those that loggers are given, as Lightning does.
+
+        A loop of the user's prints them.
+        """
         names = self._latest.for_loggers
-        return [{n: value for n, value in one.items() if n in names} for one in results]
+        logged = [{n: value for n, value in one.items() if n in names} for one in results]
+        if verbose and self.is_global_zero and stage in self._loops:
+            tensors = [{n: torch.tensor(value) for n, value in one.items()} for one in logged]
+            self._loops[stage]._print_results(tensors, stage)
+        return logged
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -374,6 +445,23 @@ class Trainer(trainer.Trainer):
     def accelerator(self) -> Accelerator:
         """The accelerator."""
         return self.strategy.accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _PRIVATE:
+            raise AttributeError(
+                f"Trainer.{name} is private to Lightning, and Stratagem has no such object: use "
+                f"{_PRIVATE[name]}"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def scaler(self) -> Any:
+        """What scales the loss under `precision="16-mixed"`; None: nothing does."""
+        return getattr(self.strategy.precision, "scaler", None)
+
+    @property
+    def _accelerator_connector(self) -> TrainerConnector:
+        return TrainerConnector(self)
 
     @property
     def num_devices(self) -> int:
@@ -540,9 +628,20 @@ class Trainer(trainer.Trainer):
     @property
     def validate_loop(self) -> EvaluationLoop:
         """The progress of a validation."""
-        return EvaluationLoop(self)
+        return self._loops.get("validate") or EvaluationLoop(self)
 
-    test_loop = validate_loop
+    @validate_loop.setter
+    def validate_loop(self, loop: EvaluationLoop) -> None:
+        self._loops["validate"] = loop
+
+    @property
+    def test_loop(self) -> EvaluationLoop:
+        """The progress of a test."""
+        return self._loops.get("test") or EvaluationLoop(self)
+
+    @test_loop.setter
+    def test_loop(self, loop: EvaluationLoop) -> None:
+        self._loops["test"] = loop
 
     @property
     def predict_loop(self) -> PredictionLoop:
@@ -600,13 +699,18 @@ def _of_barebones(options: dict[str, Any]) -> dict[str, Any]:
 
 def _say_what_one_means(options: Mapping[str, Any]) -> None:
     """Say whether it is one batch or all of them, where 1 and 1.0 are easily mistaken."""
-    for name in (*(f"limit_{what}_batches" for what in _LIMITED), "overfit_batches"):
+    limits = (*(f"limit_{what}_batches" for what in _LIMITED), "overfit_batches")
+    for name in (*limits, "val_check_interval"):
         value = options.get(name)
-        if value != 1 or isinstance(value, bool):
+        if value != 1 or not isinstance(value, (int, float)) or isinstance(value, bool):
             continue
-        means = "1 batch of an epoch is" if isinstance(value, int) else "100% of the batches are"
-        other = "1.0 takes all of them" if isinstance(value, int) else "1 takes a single one"
-        rank_zero_info(f"{name}={value}: {means} taken; {other}")
+        is_one = isinstance(value, int)
+        means = "1 batch will be used" if is_one else "100% of the batches will be used"
+        if name == "val_check_interval":
+            when = "after every batch" if is_one else "at the end of the training epoch"
+            means = f"validation will run {when}"
+        other = "1.0 means the whole epoch" if is_one else "1 means a single batch"
+        rank_zero_info(f"`Trainer({name}={value})` was configured so {means}; {other}")
 
 
 _LIMITED = ("train", "val", "test", "predict")

@@ -151,11 +151,14 @@ class _Source:
             found = getattr(sys.modules.get(module), name, None) if module else None
             return found if isinstance(found, Capabilities) else None
         if isinstance(value, ast.Call) and not value.args:
-            if self.imported(value.func)[1] != "Capabilities":
+            make, function = Capabilities, value.func
+            if isinstance(function, ast.Attribute) and function.attr == "parallel":
+                make, function = Capabilities.parallel, function.value  # type: ignore[assignment]
+            if self.imported(function)[1] != "Capabilities":
                 return None
             try:
                 arguments = {str(k.arg): ast.literal_eval(k.value) for k in value.keywords}
-                return Capabilities(**arguments)
+                return make(**arguments)
             except (ValueError, TypeError, PluginError):
                 return None
         return None

@@ -22,7 +22,12 @@ from stratagem.environments import ClusterEnvironment
 from stratagem.errors import ConfigurationError, PluginError
 from stratagem.launch import Launcher
 from stratagem.precision import Precision
-from stratagem.strategies import Strategy, check_capabilities, check_overrides
+from stratagem.strategies import (
+    Strategy,
+    check_capabilities,
+    check_overrides,
+    why_not_initialized,
+)
 
 INTERFACES: dict[str, type | str] = {
     "accelerator": Accelerator,
@@ -230,9 +235,8 @@ def _mistakes_of_strategy(spec: StrategySpec, made: Strategy) -> Iterator[str]:
     parallel = load_target(_PARALLEL, what="the base of strategies of several processes")
     if isinstance(made, parallel) and own.one_process and own.many_devices:
         yield one_process_of(kind.__name__)
-    if "requested" not in vars(made):
-        init = f"{kind.__name__}.__init__"
-        yield f"{init} does not call super().__init__(**components): call it first"
+    if why := why_not_initialized(made, Strategy):
+        yield why
     try:
         check_capabilities(kind, Strategy, own)
     except ConfigurationError as error:

@@ -1,4 +1,4 @@
-"""`stratagem new-backend`: the files of a distribution that adds a strategy, to start from."""
+"""`stratagem new-backend`: the files of a distribution that adds a component, to start from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -25,11 +26,11 @@ from stratagem.discovery import (
 )
 from stratagem.errors import ConfigurationError
 
-SUMMARY = "Write a new distribution with a strategy of your own, to start from."
+SUMMARY = "Write a new distribution with a strategy or another component of your own."
 
 _DESCRIPTION = f"""{SUMMARY}
 
-A folder with a pyproject.toml, a plugin module, a strategy that trains, the conformance kit as its
+A folder with a pyproject.toml, a plugin module, a component that works, the conformance kit as its
 test, a README and a CI file. It builds and passes as it stands. The folder is made here and has the
 distribution's name; one that holds files is left alone. Nothing is installed or run.
 """
@@ -42,18 +43,171 @@ _FILES = {
     "src/$package/__init__.py": None,
     "src/$package/py.typed": None,
     "src/$package/plugin.py": "plugin.py",
-    "src/$package/strategy.py": "strategy.py",
-    "tests/test_strategy.py": "test_strategy.py",
+    "src/$package/$module.py": "$module.py",
+    "tests/test_$module.py": "test.py",
 }
 """Where each file goes, and which one in the folder `template` it is made of; None: it is empty."""
 
-_KINDS = (
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What differs between the distributions of two kinds of component.
+
+    The texts may hold the placeholders of `names_of`.
+
+    Attributes:
+        what: a kind of component, as users call it.
+        module: of the component; its template too.
+        suffix: of the class's name.
+        about: what the component does, for the README.
+        usage: arguments of a Trainer that uses it.
+        spec: the class of its spec, of `stratagem.discovery`.
+        conformance: the kit.
+        attribute: of the kit's class, which names the component.
+        head: what comes before the hook in the plugin module.
+        fields: of the spec, beyond those that all specs have.
+        imports: further names of `stratagem.discovery` in the plugin module.
+        test_imports: what the test imports beside the kits.
+        test_head, test_body: what comes before the test's class, and in it.
+    """
+
+    what: str
+    module: str
+    suffix: str
+    about: str
+    usage: str
+    spec: str
+    conformance: str
+    attribute: str
+    head: str = "\n"
+    fields: str = ""
+    imports: tuple[str, ...] = ()
+    test_imports: str = ""
+    test_head: str = ""
+    test_body: str = ""
+
+
+KINDS = {
+    "strategy": Kind(
+        what="strategy",
+        module="strategy",
+        suffix="Strategy",
+        about="a replica on every rank; gradients are averaged after each backward",
+        usage='strategy="$name", devices=2',
+        spec="StrategySpec",
+        conformance="StrategyConformance",
+        attribute="strategy",
+        imports=("Capabilities",),
+        head="CAPABILITIES = Capabilities.parallel()\n\n\n",
+        fields="        capabilities=CAPABILITIES,\n",
+    ),
+    "accelerator": Kind(
+        what="accelerator",
+        module="accelerator",
+        suffix="Accelerator",
+        about="a stand-in that computes on the CPU",
+        usage='accelerator="$name"',
+        spec="AcceleratorSpec",
+        conformance="AcceleratorConformance",
+        attribute="accelerator",
+        imports=("Availability",),
+        head="\ndef probe() -> Availability:\n"
+        '    """Return how many devices can be used here; it must be quick."""\n'
+        '    return Availability(1, "the host, as a stand-in", auto_count=1, indexed=False)\n\n\n',
+        fields="        probe=probe,\n",
+    ),
+    "precision": Kind(
+        what="precision",
+        module="precision",
+        suffix="Precision",
+        about="parameters in float32, and bfloat16 where autocast finds it safe",
+        usage='precision="$name"',
+        spec="PrecisionSpec",
+        conformance="PrecisionConformance",
+        attribute="precision",
+    ),
+    "checkpoint-io": Kind(
+        what="checkpoint format",
+        module="checkpoint_io",
+        suffix="CheckpointIO",
+        about="a file with a checksum, replaced durably",
+        usage='plugins="$name"',
+        spec="CheckpointIOSpec",
+        conformance="CheckpointIOConformance",
+        attribute="checkpoint_io",
+    ),
+    "environment": Kind(
+        what="cluster environment",
+        module="environment",
+        suffix="Environment",
+        about="ranks by the variables that the cluster sets for each process",
+        usage='strategy="ddp", devices=2',
+        spec="ClusterEnvironmentSpec",
+        conformance="ClusterEnvironmentConformance",
+        attribute="cluster_environment",
+        head='PREFIX = "${prefix}_"\n\n\n',
+        fields='        variables=(f"{PREFIX}JOB_ID", f"{PREFIX}RANK"),\n'
+        '        world_size_variable=f"{PREFIX}WORLD_SIZE",\n'
+        '        local_world_size_variable=f"{PREFIX}LOCAL_WORLD_SIZE",\n'
+        '        rank_variable=f"{PREFIX}RANK",\n'
+        '        local_rank_variable=f"{PREFIX}LOCAL_RANK",\n',
+        test_head="\ndef variables(rank: int) -> dict[str, str]:\n"
+        '    """Return what the cluster sets for one of two ranks on this host."""\n'
+        '    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}\n'
+        '    numbers = {"JOB_ID": 7, "MAIN_PORT": 29517, **ranks}\n'
+        '    prefix = "${prefix}"\n'
+        '    return {f"{prefix}_{name}": str(number) for name, number in numbers.items()}\n\n',
+        test_body="\n    ranks = (variables(0), variables(1))",
+    ),
+    "launcher": Kind(
+        what="launcher",
+        module="launcher",
+        suffix="Launcher",
+        about="a new process of this machine for each rank",
+        usage='strategy="ddp", devices=2, plugins="$name"',
+        spec="LauncherSpec",
+        conformance="LauncherConformance",
+        attribute="launcher",
+        fields="        new_processes=True,\n",
+    ),
+    "logger": Kind(
+        what="logger",
+        module="logger",
+        suffix="Logger",
+        about="a line of JSON for each step",
+        usage='logger="$name"',
+        spec="LoggerSpec",
+        conformance="LoggerConformance",
+        attribute="logger",
+        test_imports="import json\nfrom collections.abc import Mapping\nfrom typing import Any\n\n",
+        test_head="\ndef rows(logger: Any) -> list[tuple[int, Mapping[str, float]]]:\n"
+        '    """Return what a logger has written, as pairs of a step and its values."""\n'
+        "    lines = map(json.loads, logger.file.read_text().splitlines())\n"
+        "    return [(step, values) for step, values in lines]\n\n",
+        test_body="\n    read = rows",
+    ),
+    "callback": Kind(
+        what="callback",
+        module="callback",
+        suffix="Callback",
+        about="counts the batches of all fits",
+        usage='callbacks="$name"',
+        spec="CallbackSpec",
+        conformance="CallbackConformance",
+        attribute="callback",
+    ),
+}
+"""What `--kind` may be."""
+
+_TAKEN = (
     "strategy",
     "accelerator",
     "precision",
     "checkpoint_io",
     "cluster_environment",
     "launcher",
+    "logger",
+    "callback",
 )
 _NOT_OURS_TO_GIVE = {
     "core": "Stratagem's core",
@@ -73,7 +227,8 @@ def run(arguments: Sequence[str]) -> int:
         SystemExit: the arguments are wrong (exit code 2), or ask for help.
     """
     parser = parser_of("new-backend", _DESCRIPTION)
-    parser.add_argument("name", metavar="NAME", help="of the strategy, such as local_sgd")
+    parser.add_argument("name", metavar="NAME", help="of the component, such as local_sgd")
+    parser.add_argument("--kind", choices=KINDS, default="strategy", help="of component; strategy")
     parser.add_argument(
         "--distribution",
         metavar="NAME",
@@ -81,9 +236,9 @@ def run(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        names = names_of(options.name, options.distribution, get_registry())
+        names = names_of(options.name, options.distribution, get_registry(), KINDS[options.kind])
         folder = Path(names["distribution"])
-        written = write_files(folder, rendered(names))
+        written = write_files(folder, rendered(names, KINDS[options.kind]))
     except ConfigurationError as error:
         print(error, file=sys.stderr)
         return 2
@@ -99,23 +254,24 @@ def run(arguments: Sequence[str]) -> int:
     print(
         f"\nNext:\n  cd {folder}\n  python -m pip install -e '.[test]'\n  python -m pytest\n"
         f"  stratagem doctor {folder}\n"
-        f"The strategy is in src/{names['package']}/strategy.py."
+        f"The {names['what']} is in src/{names['package']}/{names['module']}.py."
     )
     return 0
 
 
-def names_of(name: str, distribution: str | None, registry: Registry) -> dict[str, str]:
+def names_of(name: str, distribution: str | None, registry: Registry, kind: Kind) -> dict[str, str]:
     """Return what the placeholders of the template stand for.
 
     Args:
-        name: of the strategy.
-        distribution: its name; None: made of the strategy's.
+        name: of the component.
+        distribution: its name; None: made of the component's.
         registry: what is installed, whose names are taken.
+        kind: of component.
 
     Raises:
         ConfigurationError: a name is taken, or not of the form that names have.
     """
-    _check_name(name, registry)
+    _check_name(name, registry, kind.what)
     distribution = distribution or f"stratagem-backend-{name.replace('_', '-')}"
     if normalise(distribution) in (CORE, *names_by_distribution()):
         raise ConfigurationError(
@@ -143,32 +299,52 @@ def names_of(name: str, distribution: str | None, registry: Registry) -> dict[st
         "name": name,
         "distribution": distribution,
         "package": package,
-        "class_name": "".join(map(str.capitalize, name.split("_"))) + "Strategy",
+        "what": kind.what,
+        "module": kind.module,
+        "class_name": "".join(map(str.capitalize, name.split("_"))) + kind.suffix,
+    }
+
+
+def _placeholders(kind: Kind, names: Mapping[str, str]) -> dict[str, str]:
+    """Return what the templates need beside `names`."""
+    known = {**names, "prefix": names["name"].upper()}
+    own = {
+        field: Template(text).substitute(known)
+        for field, text in vars(kind).items()
+        if isinstance(text, str)
+    }
+    kits = ", ".join(sorted((kind.conformance, "PluginConformance")))
+    return {
+        **known,
+        **own,
+        "summary": own["about"][0].upper() + own["about"][1:],
+        "imports": ", ".join([*sorted((*kind.imports, kind.spec)), "hookimpl"]),
+        "kits": kits,
         "core_range": core_range(__version__),
         "api_version": str(PLUGIN_API_VERSION),
     }
 
 
-def _check_name(name: str, registry: Registry) -> None:
-    """Refuse a strategy's name that is taken, or not of the form that names have."""
+def _check_name(name: str, registry: Registry, what: str) -> None:
+    """Refuse a name that is taken, or not of the form that names have."""
     if not _NAME.fullmatch(name):
         nearest = re.sub(r"[^a-z0-9]+", "_", _words_of(name)).strip("_0123456789")
         raise ConfigurationError(
-            f"NAME={name!r}: expected the name of a strategy that is a Python identifier in lower "
-            "case: letters, digits and single '_', beginning with a letter"
+            f"NAME={name!r}: expected the name of {_called(what)} that is a Python identifier in "
+            "lower case: letters, digits and single '_', beginning with a letter"
             + (f", such as {nearest!r}" if nearest else "")
         )
-    for kind in _KINDS:
+    for kind in _TAKEN:
         for candidate in registry.candidates(kind):
             names = (candidate.spec.name, *candidate.spec.aliases)
             if name in (known.casefold() for known in names):
                 raise _taken(name, candidate.distribution, _called(kind))
     if name == "auto":
         raise ConfigurationError(
-            "NAME='auto' is how users leave the choice of a strategy to Stratagem: choose another "
-            "one, such as 'my_auto'"
+            f"NAME='auto' is how users leave the choice of {_called(what)} to Stratagem: choose "
+            "another one, such as 'my_auto'"
         )
-    for kind in _KINDS:
+    for kind in _TAKEN:
         if known := distribution_of(name, kind):
             raise _taken(name, known, _called(kind))
     if name in _NOT_OURS_TO_GIVE:
@@ -195,15 +371,18 @@ def _words_of(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).casefold()
 
 
-def rendered(names: Mapping[str, str]) -> dict[str, str]:
+def rendered(names: Mapping[str, str], kind: Kind) -> dict[str, str]:
     """Return the text of each file, by its path in the folder."""
+    placeholders = _placeholders(kind, names)
     folder = files("stratagem_testing.author") / "template"
     texts = {
-        path: "" if source is None else (folder / f"{source}.txt").read_text(encoding="utf-8")
+        path: ""
+        if source is None
+        else (folder / f"{Template(source).substitute(names)}.txt").read_text(encoding="utf-8")
         for path, source in _FILES.items()
     }
     return {
-        Template(path).substitute(names): Template(text).substitute(names)
+        Template(path).substitute(names): Template(text).substitute(placeholders)
         for path, text in texts.items()
     }
 

@@ -30,7 +30,7 @@ class Launch:
     """What a program launches; a JSON file.
 
     Attributes:
-        what: "note", "return", "hostile", "fail", "killed" or "wait".
+        what: "note", "return", "hostile", "fail", "fail late", "killed" or "wait".
         kind: the launcher, by name or place.
         devices: how many ranks.
         folder: where processes note what they have found.
@@ -123,6 +123,14 @@ def fails_here(lite: Lite, folder: str) -> None:
     lite.barrier()
 
 
+def fails_late(lite: Lite, folder: str) -> None:
+    """Let the last rank raise when the others have returned."""
+    lite.barrier()
+    if lite.global_rank == lite.world_size - 1:
+        time.sleep(1.5)
+        raise ValueError(PLANTED)
+
+
 def killed(lite: Lite, folder: str) -> None:
     """Let the last rank be killed while the others wait for it."""
     if lite.global_rank == lite.world_size - 1:
@@ -140,7 +148,10 @@ def wait(lite: Lite, folder: str) -> None:
     signal.signal(signal.SIGUSR1, before)
 
 
-_FUNCTIONS = {"hostile": hostile, "fail": fails_here, "killed": killed, "wait": wait}
+_FUNCTIONS = {
+    **{"hostile": hostile, "fail": fails_here, "fail late": fails_late},
+    **{"killed": killed, "wait": wait},
+}
 
 
 def _note(place: str, **what: Any) -> None:

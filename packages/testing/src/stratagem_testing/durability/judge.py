@@ -62,7 +62,10 @@ def _next_one(io: CheckpointIO, path: Path, subject: Subject, number: int) -> st
     io.remove_checkpoint(path)
     io.wait()
     if left := sorted(file.name for file in path.parent.iterdir()):
-        return f"leftover: {', '.join(left)}"
+        return (
+            f"leftover: {', '.join(left)}. What a killed save was writing is still there after the "
+            "next save and a removal: let the next save of a path use or remove it"
+        )
     return ""
 
 

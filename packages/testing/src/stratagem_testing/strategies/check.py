@@ -61,7 +61,7 @@ class Result:
     @property
     def replicated(self) -> bool:
         """Whether every rank has whole parameters, which are to be alike."""
-        return self.capabilities.replicated and not self.capabilities.sharded_state
+        return self.capabilities.parameters == "same" and not self.capabilities.sharded_state
 
 
 Judge = Callable[[Result], None]
@@ -80,6 +80,7 @@ class Check:
         reference: whether `run` is also run under `single_device` before, to compare with.
         after: run under `single_device` when the ranks are gone, in the same folder; None: nothing.
         alone: needs ranks of its own, since it ends them.
+        ranks: how many it needs; 0: as many as the target has.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Check:
     reference: bool = False
     after: Run | None = None
     alone: bool = False
+    ranks: int = 0
 
 
 CHECKS: dict[str, Check] = {}
@@ -103,6 +105,7 @@ def check(
     reference: bool = False,
     after: Run | None = None,
     alone: bool = False,
+    ranks: int = 0,
 ) -> Callable[[Run], Check]:
     """Make the decorated function a check; see `Check`.
 
@@ -110,7 +113,7 @@ def check(
         name: "group/what".
         judge: None: what `judge_of` decorates.
         about: what it means when it fails; "": the function's docstring.
-        reference, after, alone: as `Check` has them.
+        reference, after, alone, ranks: as `Check` has them.
     """
 
     def register(run: Run) -> Check:
@@ -122,6 +125,7 @@ def check(
             reference=reference,
             after=after,
             alone=alone,
+            ranks=ranks,
         )
         return made
 

@@ -33,7 +33,7 @@ class StrategyConformance(Conformance):
         models: functions without arguments that make a model of inputs (n, 6) and outputs (n, 1),
             which is trained beside the kit's own.
         equal_to_single_device: whether losses are those of `single_device`; None: as
-            `capabilities.replicated` says. Where they are not (replicas between two averages), the
+            `capabilities.parameters` says: replicas that drift apart have other losses. Then the
             first loss is compared, and training has to make losses smaller.
         zeros_for_unused: whether a parameter without a gradient is stepped as if it were zero, as
             flat buffers of gradients have it: weight decay and momentum move it on.
@@ -75,7 +75,7 @@ class StrategyConformance(Conformance):
             data_groups=((1 if one else devices) if cls.data_groups is None else cls.data_groups),
             tolerance=cls.tolerance,
             models=tuple(map(place_of, cls.models)),
-            equal=capabilities.replicated if equal is None else equal,
+            equal=capabilities.parameters != "drift" if equal is None else equal,
             zeros_for_unused=cls.zeros_for_unused,
             allowed_leftovers=tuple(cls.allowed_leftovers),
         )

@@ -55,11 +55,19 @@ def judge_losses(found: Result, precision: str = "32-true") -> None:
             + (
                 "The first loss differs: it is another model, or other samples"
                 if step == 0
-                else "A step was not that of the mean gradient over all ranks"
+                else "A step was not that of the mean gradient over all ranks: look at backward "
+                "and optimizer_step"
             )
+            + _said_of_weights(found)
             + f"\nlosses   {shown(own)}\nexpected {shown(expected)}"
         )
     judge_replicas(found, tolerance)
+
+
+def _said_of_weights(found: Result) -> str:
+    own, expected = found.ranks[0].get("weights", {}), found.reference.get("weights", {})
+    said = difference(own, expected, 1e-4)
+    return f"\nafter training {said}" if said else ""
 
 
 def judge_losses_of(found: Result, meaning: str) -> None:
@@ -97,8 +105,8 @@ def judge_replicas(found: Result, tolerance: float = 1e-6) -> None:
         for name, values in told["own"].items():
             assert close(values, first.get(name, []), tolerance), (
                 f"ranks 0 and {rank} have different values of {name!r} after training, and "
-                "replicated=True in the capabilities says that they are alike: gradients were not "
-                "averaged over ranks, or ranks began with different weights"
+                "parameters='same' in the capabilities says that they are alike: gradients were "
+                "not averaged over ranks, or ranks began with different weights"
             )
 
 
@@ -152,9 +160,38 @@ def close(own: Flat, expected: Flat, tolerance: float) -> bool:
     )
 
 
+def alike(own: Mapping[str, Flat], expected: Mapping[str, Flat], tolerance: float) -> bool:
+    """Whether the tensors of `expected` have the same numbers in `own`, as `close`."""
+    return all(close(own.get(name, []), values, tolerance) for name, values in expected.items())
+
+
+def difference(own: Mapping[str, Flat], expected: Mapping[str, Flat], tolerance: float) -> str:
+    """Return which tensors differ, the worst of them with its values; "": none does."""
+    wrong = [
+        name for name, values in expected.items() if not close(own.get(name, []), values, tolerance)
+    ]
+    if not wrong:
+        return ""
+
+    def off(name: str) -> float:
+        mine, other = own.get(name, []), expected[name]
+        if len(mine) != len(other):
+            return math.inf
+        return max(abs(a - b) for a, b in zip(mine, other, strict=True))
+
+    worst = max(wrong, key=lambda name: (math.isnan(off(name)), off(name)))
+    mine, other = own.get(worst, []), expected[worst]
+    scale = ratio(mine, other) if len(mine) == len(other) else None
+    times = "" if scale is None or abs(scale - 1) < 1e-3 else f" ({scale:.4g} times it)"
+    others = [repr(name) for name in wrong if name != worst]
+    more = f"; {', '.join(others[:6])} differ{'s' if len(others) == 1 else ''}, too"
+    return f"{worst!r} is {shown(mine)}, expected {shown(other)}{times}{more if others else ''}"
+
+
 def shown(numbers: Flat) -> str:
-    """Return numbers for a message."""
-    return "[" + ", ".join(f"{number:.6g}" for number in numbers[:16]) + "]"
+    """Return numbers for a message; the first ones of many."""
+    more = ", ..." if len(numbers) > 8 else ""
+    return "[" + ", ".join(f"{number:.6g}" for number in numbers[:8]) + more + "]"
 
 
 def norm(vector: Flat) -> float:

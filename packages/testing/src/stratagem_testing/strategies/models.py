@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset
 
 from stratagem.module import Module
@@ -140,6 +141,40 @@ class _Unused(nn.Module):
         return output
 
 
+class _Large(nn.Module):
+    """More than the 25 MB that a bucket of gradients usually has, in a step that costs little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 1)
+        self.parts = nn.ParameterList(nn.Parameter(torch.zeros(1 << 21)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        for number, part in enumerate(self.parts):
+            output = output + x[:, number : number + 1] * part.sum()
+        return output
+
+
+class _Routed(nn.Module):
+    """Two experts; `route` says for each sample which one it goes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.experts = nn.ModuleList([nn.Linear(FEATURES, 1), nn.Linear(FEATURES, 1)])
+        self.route = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        output = x.new_zeros(len(x), 1)
+        for number, expert in enumerate(self.experts):
+            chosen = (self.route == number).nonzero().flatten()
+            if len(chosen):
+                output = output.index_add(0, chosen, expert(x[chosen]))
+        return output
+
+
 def frozen() -> nn.Module:
     """A first layer, and a bias, that are not trained."""
     net = dense()
@@ -152,6 +187,18 @@ def frozen() -> nn.Module:
 def batch_norm() -> nn.Module:
     """Statistics of a batch, and buffers of floats and of an integer."""
     return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def wide() -> nn.Module:
+    """A layer of 160,000 weights: engines keep smaller ones whole on each rank."""
+    width = 400
+    return nn.Sequential(
+        nn.Linear(FEATURES, width),
+        nn.Tanh(),
+        nn.Linear(width, width),
+        nn.Tanh(),
+        nn.Linear(width, 1),
+    )
 
 
 def dropout() -> nn.Module:
@@ -170,6 +217,9 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "scalar": _Scalar,
     "dropout": dropout,
     "buffered": _Buffered,
+    "large": _Large,
+    "wide": wide,
+    "routed": _Routed,
 }
 """What a model's name stands for."""
 
@@ -181,12 +231,19 @@ def build(name: str, seed: int = 0) -> nn.Module:
     return made
 
 
-def _groups(parameters: Any) -> list[dict[str, Any]]:
-    """Return biases and weights as two groups; weights with options of their own."""
-    every = list(parameters)
+def _groups(named: Any) -> list[dict[str, Any]]:
+    """Return biases and weights as two groups; weights with options of their own.
+
+    By their names, since the shapes of a divided model are another matter.
+    """
+    every = list(named)
     return [
-        {"params": [p for p in every if p.ndim < 2]},
-        {"params": [p for p in every if p.ndim >= 2], "lr": 0.03, "weight_decay": 0.02},
+        {"params": [p for name, p in every if name.endswith("bias")]},
+        {
+            "params": [p for name, p in every if not name.endswith("bias")],
+            "lr": 0.03,
+            "weight_decay": 0.02,
+        },
     ]
 
 
@@ -195,11 +252,14 @@ OPTIMIZERS: Mapping[str, Callable[[Any], Optimizer]] = {
     "unit": lambda parameters: SGD(parameters, lr=1.0),
     "momentum": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
     "adam": lambda parameters: Adam(parameters, lr=0.02),
-    "groups": lambda parameters: SGD(_groups(parameters), lr=0.08, momentum=0.9),
-    "adam_groups": lambda parameters: Adam(_groups(parameters), lr=0.02),
     "adamw": lambda parameters: AdamW(parameters, lr=0.02, weight_decay=0.1),
 }
 """What an optimizer's name stands for; "unit": a step is the gradient."""
+GROUPED: Mapping[str, Callable[[Any], Optimizer]] = {
+    "groups": lambda named: SGD(_groups(named), lr=0.08, momentum=0.9),
+    "adam_groups": lambda named: Adam(_groups(named), lr=0.02),
+}
+"""The same of optimizers that take parameters with their names."""
 
 
 class Learner(Module):
@@ -215,6 +275,7 @@ class Learner(Module):
         seen: numbers of the samples in each training batch.
         evaluated: (numbers of the samples, sum of their losses) of each evaluation batch.
         modes: whether the model was in training mode, for each micro-batch.
+        rates: the learning rates of all groups, for each micro-batch.
     """
 
     def __init__(self, model: str = "dense", optimizer: str = "sgd", seed: int = 0) -> None:
@@ -225,14 +286,19 @@ class Learner(Module):
         self.seen: list[list[int]] = []
         self.evaluated: list[tuple[list[int], float]] = []
         self.modes: list[bool] = []
+        self.rates: list[list[float]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the mean squared error."""
         number, inputs, target = batch
+        if isinstance(self.net, _Routed):
+            self.net.route = number % 2  # of two ranks, each has the samples of one expert
         loss = mse_loss(self.net(inputs), target)
         self.losses.append(float(loss.detach()))
         self.seen.append(number.tolist())
         self.modes.append(self.net.training)
+        optimizers: Any = self.trainer.optimizers
+        self.rates.append([group["lr"] for one in optimizers for group in one.param_groups])
         self.log("loss", loss.detach(), on_step=False, on_epoch=True)
         self.log("samples", float(len(number)), on_step=False, on_epoch=True, reduce_fx="sum")
         self.log("largest", float(number.max()), on_step=False, on_epoch=True, reduce_fx="max")
@@ -254,13 +320,29 @@ class Learner(Module):
         output: Tensor = self.net(batch[1])
         return output
 
-    def configure_optimizers(self) -> Optimizer:
+    def configure_optimizers(self) -> Any:
         """Return the optimizer of all parameters that are trained."""
-        return OPTIMIZERS[self.optimizer]([p for p in self.parameters() if p.requires_grad])
+        named = [(name, p) for name, p in self.named_parameters() if p.requires_grad]
+        if self.optimizer in GROUPED:
+            return GROUPED[self.optimizer](named)
+        return OPTIMIZERS[self.optimizer]([p for _, p in named])
 
 
-def plain_gradient(samples: list[list[int]], model: str = "dense") -> list[list[float]]:
-    """Return the flat gradient of the mean loss of each batch, by torch alone.
+class Scheduled(Learner):
+    """The learning rates of all groups change after each step."""
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimizer with a scheduler."""
+        optimizer = super().configure_optimizers()
+        scheduler = StepLR(optimizer, 1, gamma=0.6)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+
+def plain_gradient(samples: list[list[int]], model: str = "dense") -> list[dict[str, list[float]]]:
+    """Return the gradient of the mean loss of each batch by parameter, by torch alone.
 
     Args:
         samples: numbers of the samples in each batch.
@@ -271,7 +353,32 @@ def plain_gradient(samples: list[list[int]], model: str = "dense") -> list[list[
     for numbers in samples:
         net = build(model)
         loss = mse_loss(net(data.inputs[numbers]), data.targets[numbers])
-        trained = [p for p in net.parameters() if p.requires_grad]
-        flat = torch.cat([g.flatten() for g in torch.autograd.grad(loss, trained)])
-        gradients.append(flat.tolist())
+        trained = {f"net.{name}": p for name, p in net.named_parameters() if p.requires_grad}
+        found = torch.autograd.grad(loss, list(trained.values()))
+        gradients.append(flat(dict(zip(trained, found, strict=True))))
     return gradients
+
+
+def flat(state: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return the tensors of a state as lists of numbers, without those that lie elsewhere.
+
+    Of a large tensor, every some thousandth number.
+    """
+    return {
+        name: value.detach()
+        .flatten()[:: max(1, value.numel() >> 10)]
+        .to("cpu", torch.float64)
+        .tolist()
+        for name, value in state.items()
+        if isinstance(value, Tensor) and value.numel()
+    }
+
+
+def initial(model: str) -> dict[str, list[float]]:
+    """Return the state that a Learner of a model begins with."""
+    return {f"net.{name}": value for name, value in flat(build(model).state_dict()).items()}
+
+
+def trained_names(model: str) -> list[str]:
+    """Return the names of the parameters of a Learner of a model that are trained, in order."""
+    return [f"net.{name}" for name, p in build(model).named_parameters() if p.requires_grad]

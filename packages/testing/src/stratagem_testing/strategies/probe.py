@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from stratagem.errors import ConfigurationError
 from stratagem.lite import Lite
@@ -17,7 +16,7 @@ from stratagem.trainer import Trainer
 from stratagem_testing.strategies import models
 from stratagem_testing.strategies.target import Target
 
-PATIENCE = 30.0
+PATIENCE = 15.0
 """Seconds that a rank waits for the others to end a check."""
 
 
@@ -97,14 +96,14 @@ class Probe:
     def weights(self, trainer: Trainer) -> dict[str, list[float]]:
         """Return the whole state of the model by name; of sharded ones on rank 0 only."""
         prepared = trainer.run.require_prepared()
-        return flat(trainer.strategy.model_state(prepared))
+        return models.flat(trainer.strategy.model_state(prepared))
 
     def own_weights(self, net: nn.Module) -> dict[str, list[float]]:
         """Return the parameters that this rank has of a user's model, where it has whole ones."""
         capabilities = self.target.capabilities()
-        if capabilities.sharded_state or not capabilities.replicated:
+        if capabilities.sharded_state or capabilities.parameters != "same":
             return {}
-        return flat(dict(net.named_parameters()))
+        return models.flat(dict(net.named_parameters()))
 
     def attempt(self, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return what an action returns, with `refused`: the error that it ends with, or None.
@@ -140,25 +139,6 @@ class Probe:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{', '.join(p.name for p in waiting)} did not come")
             time.sleep(0.002)
-
-
-def flat(state: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return the tensors of a state as lists of numbers, without those that lie elsewhere."""
-    return {
-        name: value.detach().to("cpu", torch.float64).flatten().tolist()
-        for name, value in state.items()
-        if isinstance(value, Tensor) and value.numel()
-    }
-
-
-def initial(model: str) -> dict[str, list[float]]:
-    """Return the state that a Learner of a model begins with."""
-    return {f"net.{name}": value for name, value in flat(models.build(model).state_dict()).items()}
-
-
-def trained_names(net: nn.Module) -> list[str]:
-    """Return the names of the parameters that are trained, in order."""
-    return [name for name, p in net.named_parameters() if p.requires_grad]
 
 
 def _nothing(lite: Lite) -> None:

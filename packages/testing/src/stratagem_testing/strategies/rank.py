@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stratagem.errors import ConfigurationError
 from stratagem.launch import this_rank
 from stratagem.lite import Lite
 from stratagem_testing.strategies.check import CHECKS
@@ -22,6 +23,8 @@ from stratagem_testing.surroundings import Surroundings
 
 BROKEN = 71
 """The exit code of a rank that a check has left without the others."""
+REFUSED = "refused"
+"""The file that says of a check with more ranks that the strategy does not take so many."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +80,23 @@ def main(path: str) -> None:
     before = Surroundings.now()
     load_checks()
     first = session.work[0].target
+    plugins = ["single_file"]
+    # More ranks than a strategy's own test has need not be started by its own launcher.
+    if CHECKS[session.work[0].check].ranks and first.capabilities().launchers is None:
+        plugins += ["fork"] if first.accelerator == "cpu" else []
     # Only their number counts: each check makes its own front end.
-    lite = Lite(
-        accelerator=first.accelerator,
-        strategy=first.make(),
-        devices=first.devices,
-        plugins="single_file",
-    )
+    try:
+        lite = Lite(
+            accelerator=first.accelerator,
+            strategy=first.make(),
+            devices=first.devices,
+            plugins=plugins,
+        )
+    except ConfigurationError as error:
+        for work in session.work:
+            Path(work.folder).mkdir(parents=True)
+            (Path(work.folder) / REFUSED).write_text(str(error))
+        raise
     lite.launch(_run, path, before if lite.plan.launcher.name == "script" else None)
 
 

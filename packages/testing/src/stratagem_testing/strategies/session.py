@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,12 +13,15 @@ from stratagem_testing.processes import clean_environment, end_session
 from stratagem_testing.reports import failure_of
 from stratagem_testing.strategies.check import CHECKS, Ended, Result
 from stratagem_testing.strategies.checks import load_checks
-from stratagem_testing.strategies.rank import Session, Work
+from stratagem_testing.strategies.probe import PATIENCE
+from stratagem_testing.strategies.rank import REFUSED, Session, Work
+from stratagem_testing.strategies.starter import starter
 from stratagem_testing.strategies.target import REFERENCE, Target
 
 SCRIPT = """\
 import sys
 
+from stratagem_testing.strategies.probe import PATIENCE
 from stratagem_testing.strategies.rank import main
 
 if __name__ == "__main__":
@@ -40,7 +41,7 @@ class Outcome:
     """What came of a check: what each rank returned, or why there is nothing.
 
     Attributes:
-        found: for the judge; None where a rank failed.
+        found: for the judge; None where a rank failed, or the check does not concern the target.
         failure: why; "" where none failed.
     """
 
@@ -54,6 +55,8 @@ class Outcome:
             AssertionError: what is wrong, with the check's name and what it means.
         """
         about = CHECKS[name].about
+        if self.found is None and not self.failure:
+            return
         if self.found is None:
             raise AssertionError(failure_of(name, self.failure, about))
         try:
@@ -111,28 +114,40 @@ def run_checks(
     """
     load_checks()
     outcomes: dict[Item, Outcome] = {}
-    together = [item for item in items if not CHECKS[item[1]].alone]
     names = list(dict.fromkeys(name for _, name in items if CHECKS[name].reference))
     reference = reference or Reference(folder, deadline)
     reference_folder, references = reference.of(items[0][0], names)
-    groups = [together, *([item] for item in items if CHECKS[item[1]].alone)]
-    for number, group in enumerate(group for group in groups if group):
+    targets = list(dict.fromkeys(target for target, _ in items))
+    for number, group in enumerate(_groups(items)):
         own = folder / f"ranks{number}"
-        targets = list(dict.fromkeys(target for target, _ in group))
-        work = {
-            item: _work(item, own / f"target{targets.index(item[0])}", reference_folder)
-            for item in group
-        }
-        ran = _run(work, own, deadline)
+        work = {}
+        for target, name in group:
+            ranks = CHECKS[name].ranks
+            tested = target.with_devices(ranks) if ranks else target
+            if tested is None:
+                outcomes[target, name] = Outcome()
+                continue
+            target_folder = own / f"target{targets.index(target)}"
+            work[target, name] = _work((tested, name), target_folder, reference_folder)
+        ran = _run(work, own, deadline) if work else {}
         follow = {
-            item: replace(work[item], target=_plain(item[0]))
-            for item in group
+            item: replace(one, target=_plain(one.target))
+            for item, one in work.items()
             if CHECKS[item[1]].after and not ran[item].failure
         }
         after = _run(follow, own / "after", deadline, after=True) if follow else {}
-        for item in group:
-            outcomes[item] = _outcome(item, ran[item], references, after.get(item))
+        for item, one in work.items():
+            outcomes[item] = _outcome(one, ran[item], references, after.get(item))
     return outcomes
+
+
+def _groups(items: Sequence[Item]) -> list[list[Item]]:
+    """Return what runs together; a check that ends its ranks runs by itself."""
+    groups: dict[Any, list[Item]] = {}
+    for item in items:
+        check = CHECKS[item[1]]
+        groups.setdefault(item if check.alone else check.ranks, []).append(item)
+    return list(groups.values())
 
 
 def failures(target: Target, folder: Path) -> dict[str, str]:
@@ -174,8 +189,10 @@ def _work(item: Item, folder: Path, reference: Path) -> Work:
     return Work(target, check, str(folder / name), str(reference / name))
 
 
-def _outcome(item: Item, ran: _Ran, references: Mapping[str, _Ran], after: _Ran | None) -> Outcome:
-    target, name = item
+def _outcome(work: Work, ran: _Ran, references: Mapping[str, _Ran], after: _Ran | None) -> Outcome:
+    target, name = work.target, work.check
+    if CHECKS[name].ranks and (ran.folder / REFUSED).exists():
+        return Outcome()
     if ran.failure:
         return Outcome(failure=ran.failure)
     reference = references.get(name)
@@ -263,23 +280,18 @@ def _start(session: Session) -> Ended:
     """Run a session's script until it ends or a check takes too long; leave no process."""
     folder = Path(session.folder)
     (folder / "session.json").write_text(json.dumps(asdict(session)))
-    (folder / "ranks.py").write_text(SCRIPT)
+    script = folder / "ranks.py"
+    script.write_text(SCRIPT)
     began = time.monotonic()
-    with (folder / "stderr").open("wb") as stderr, (folder / "stdout").open("wb") as stdout:
-        process = subprocess.Popen(
-            [sys.executable, str(folder / "ranks.py"), str(folder / "session.json")],
-            cwd=folder,
-            env=clean_environment(session.work[0].target.search_path),
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            start_new_session=True,
-        )
-        try:
-            exit_code = _wait(process, folder, session.deadline)
-        finally:
-            processes = end_session(process.pid, 2.0 if process.poll() is not None else 0.0)
-            process.wait()
+    environ = clean_environment(session.work[0].target.search_path)
+    process = starter().start(script, str(folder / "session.json"), environ)
+    exit_code = None
+    try:
+        exit_code = _wait(folder, session.deadline)
+    finally:
+        processes = end_session(process, 0.0 if exit_code is None else 2.0)
+        if exit_code is None:
+            starter().wait(60.0)
     left = {
         int(path.name.split(".")[1]): json.loads(path.read_text())["left"]
         for path in folder.glob("left.*.json")
@@ -293,18 +305,16 @@ def _start(session: Session) -> Ended:
     )
 
 
-def _wait(process: subprocess.Popen[bytes], folder: Path, deadline: float) -> int | None:
+def _wait(folder: Path, deadline: float) -> int | None:
     """Wait for a session's end; None: nothing has gone on for too long."""
     progress, since = "", time.monotonic()
     # Ranks give up by themselves first, and leave their stacks.
-    patience = deadline + 45.0
-    while True:
-        try:
-            return process.wait(timeout=0.05)
-        except subprocess.TimeoutExpired:
-            pass
+    patience = deadline + PATIENCE + 5.0
+    while time.monotonic() - since <= patience:
+        exit_code = starter().wait(0.05)
+        if exit_code is not None:
+            return exit_code
         now = "".join(path.read_text() for path in sorted(folder.glob("at.*")))
         if now != progress:
             progress, since = now, time.monotonic()
-        if time.monotonic() - since > patience:
-            return None
+    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stratagem.discovery import Capabilities, StrategySpec, get_registry
@@ -81,6 +81,14 @@ class Target:
     def world_size(self) -> int:
         """How many processes there are."""
         return 1 if self.capabilities().one_process else self.devices
+
+    def with_devices(self, devices: int) -> Target | None:
+        """Return the same on more devices, of which each is a rank; None: it has no more ranks."""
+        can = self.capabilities()
+        if can.one_process or not can.many_devices or self.devices >= devices:
+            return None
+        groups = self.data_groups if self.data_groups < self.devices else devices
+        return replace(self, devices=devices, data_groups=groups)
 
     def tolerance_of(self, precision: str) -> float:
         """Return how far losses may be off under a precision."""

@@ -14,12 +14,8 @@ from stratagem.discovery import (
     hookimpl,
 )
 
-LOCAL_SGD = Capabilities(
-    launchers=None,  # any
-    one_process=False,
-    many_devices=True,
-    multi_node=True,
-    replicated=False,  # between two averages
+LOCAL_SGD = Capabilities.parallel(
+    parameters="drift",  # between two averages
 )
 """What local SGD can do; the spec and the class hold the same object."""
 

@@ -19,8 +19,9 @@ class LocalSGDStrategy(ParallelStrategy):
     """Trains a replica on every rank without communication, but for an average now and then.
 
     Ranks hold the same parameters from the start; after every `every`-th step of an optimizer its
-    parameters are averaged over ranks. They are also averaged before an evaluation and before state
-    is saved, in place: what is measured or saved is what training goes on from.
+    parameters are averaged over ranks. They are also averaged before state is saved, in place:
+    training goes on from what was saved. An evaluation uses the average, and training then goes on
+    with the parameters that each rank had.
 
     With `every=1` and SGD, momentum included, this is DDP up to rounding: the average of the steps
     is the step of the average.
@@ -40,7 +41,11 @@ class LocalSGDStrategy(ParallelStrategy):
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"every={every!r}: expected a whole number of steps, at least 1")
         self.every = every
-        # Each optimizer has a count of its own: Lite may set up several.
+
+    def setup_environment(self) -> None:
+        """Join the other ranks, and count the steps of each optimizer from here."""
+        super().setup_environment()
+        # Lite may set up several optimizers. A launcher pickles the strategy before this call.
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -63,9 +68,16 @@ class LocalSGDStrategy(ParallelStrategy):
 
     @contextmanager
     def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
-        """Let every rank evaluate the same model."""
-        self._average(_tensors_of(prepared.original))
-        yield
+        """Let every rank evaluate the average of the models, and give back its own after that."""
+        tensors = _tensors_of(prepared.original)
+        own = [tensor.detach().clone() for tensor in tensors]
+        self._average(tensors)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(tensors, own, strict=True):
+                    tensor.copy_(value)
 
     def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
         """Average the model and return its state, the same on every rank."""
@@ -88,6 +100,5 @@ class LocalSGDStrategy(ParallelStrategy):
             tensor.copy_(self.ranks.all_reduce(tensor) if mean else self.ranks.broadcast(tensor))
 
 
-def _tensors_of(module: nn.Module) -> Iterable[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]

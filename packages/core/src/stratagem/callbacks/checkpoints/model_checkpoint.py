@@ -28,8 +28,10 @@ class ModelCheckpoint(Callback):
 
     What calls for a save (steps, epochs, time) may be combined. Only files of this run, or of the
     run that it resumes, are ever removed or replaced: where another run has saved under a name, or
-    is about to, this one adds `-v1`, `-v2` and so on. What a fit's `ckpt_path` has named is kept,
-    so that the same command finds it again; what it found as "last" goes as others do.
+    is about to, this one adds `-v1`, `-v2` and so on. So does a resumed run, where the run that was
+    interrupted has saved under a name after the checkpoint that is resumed. What a fit's
+    `ckpt_path` has named is kept, so that the same command finds it again; what it found as "last"
+    goes as others do.
 
     Args:
         dirpath: where to, a local path or a URL ("s3://bucket/run"); None: a folder `checkpoints`
@@ -59,9 +61,9 @@ class ModelCheckpoint(Callback):
         save_on_exception: save as `exception-step=S.ckpt` when training ends by an error or by
             Ctrl-C. Only where one process trains: of several, the others are elsewhere.
 
-    Where weights are not finite, that is said once, and the newest such checkpoint is kept in the
-    place of none: it counts among neither the best nor the newest, and `last.ckpt` stays. A
-    monitored value that is NaN is the worst.
+    If weights are not finite, a warning says so once. Of such checkpoints only the newest is kept,
+    in addition to the finite ones: it counts among neither the best nor the newest, and `last.ckpt`
+    stays. A monitored value that is NaN is the worst.
 
     With `monitor`, an epoch without validation is passed over where others have it. What calls for
     a save by steps or time waits for the validation that comes next, if that is before the next
@@ -233,7 +235,7 @@ class ModelCheckpoint(Callback):
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         """Choose the folder, alike on every rank."""
-        if stage == "fit":
+        if stage == "fit" and not trainer.options.fast_dev_run:
             self.choose_folder(trainer)
 
     def choose_folder(self, trainer: Trainer) -> None:
@@ -258,7 +260,7 @@ class ModelCheckpoint(Callback):
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         """Start the clock; what was resumed from need not be saved again."""
         self._warned.clear()
-        self._trains = True
+        self._trains = not trainer.options.fast_dev_run
         self._last_time_saved = trainer.run.interruption.agreed_time()
         self._last_step_saved, self._waits = self._saving or (trainer.global_step, False)
         self._saving = None
@@ -359,19 +361,27 @@ class ModelCheckpoint(Callback):
     # -- saving
 
     def _save(self, trainer: Trainer, *, among_best: bool = True) -> None:
+        if trainer.options.fast_dev_run:
+            return
         self._last_step_saved = trainer.global_step
         self._last_time_saved = trainer.run.interruption.agreed_time()
         value = self._monitored(trainer) if among_best and self.save_top_k != 0 else None
         if value is not None and not self._kept.is_among_best(value):
             value = None
-        if value is None and not self._keeps_latest:
-            return
+        if value is not None or self._keeps_latest:
+            self._write(trainer, value)
+
+    def _write(self, trainer: Trainer, value: float | None) -> None:
+        """Save a checkpoint, one of the best if there is a value; remove what it replaces."""
         assert self._folder is not None
         ranks, last = trainer.ranks, self.last_model_path
         before = self._kept.copy(), last
         weights = self._weights(trainer)
         moves_last = self.save_last and not weights.nonfinite
-        path = self._names.choose(ranks, self._folder, self._name(trainer))
+        # A name that stays the same replaces the checkpoint that would be removed for it.
+        own = [] if weights.nonfinite else self._kept.copy().add("", value)
+        own = [old for old in own if old not in self._spared]
+        path = self._names.choose(ranks, self._folder, self._name(trainer), own)
         former, name = "", self._name_of_last(trainer)
         if moves_last and last and self._names.may_move(ranks, last):
             former = "" if is_version_of(last, name) else last
@@ -438,8 +448,8 @@ class ModelCheckpoint(Callback):
             self._warn_once(
                 trainer,
                 f"the weights are not finite: {weights.nonfinite!r} holds NaN or an infinity",
-                "ModelCheckpoint keeps the newest checkpoint of such weights beside the finite "
-                "ones, in the place of none. Trainer(detect_anomaly=True) finds where NaN begins",
+                "Checkpoints with finite weights are kept; only the newest non-finite one is saved "
+                "in addition. Trainer(detect_anomaly=True) finds where NaN begins",
             )
         return weights
 

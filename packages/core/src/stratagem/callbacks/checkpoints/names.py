@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from stratagem.checkpoint.catalog import SUFFIX
@@ -75,11 +75,19 @@ class CheckpointNames:
         self._claim_on_last: Claim | None = None
         self._moves_last = False
 
-    def choose(self, ranks: Ranks, folder: paths.Location, name: str) -> str:
+    def choose(
+        self, ranks: Ranks, folder: paths.Location, name: str, own: Collection[str] = ()
+    ) -> str:
         """Return a path that nothing has and nobody is about to have; called on every rank.
 
         It is `folder/name.ckpt`, or with `-v1`, `-v2` and so on after the name. Where names are
         replaced, something may have it.
+
+        Args:
+            ranks: of the run.
+            folder: where the checkpoint is saved.
+            name: without its ending.
+            own: paths of this run that the checkpoint may replace.
 
         Raises:
             CheckpointSaveError: the folder cannot be written to.
@@ -87,7 +95,7 @@ class CheckpointNames:
         path, problem = "", ""
         if ranks.is_global_zero:
             try:
-                path = self._claim(folder, name)
+                path = self._claim(folder, name, own)
             except OSError as error:
                 problem = f"{type(error).__name__}: {error}"
         path, problem = ranks.broadcast([path, problem])
@@ -95,14 +103,16 @@ class CheckpointNames:
             raise CheckpointSaveError(f"cannot save in {str(folder)!r}: {problem}")
         return str(path)
 
-    def _claim(self, folder: paths.Location, name: str) -> str:
+    def _claim(self, folder: paths.Location, name: str, own: Collection[str]) -> str:
         # Listed once: to look at one name after the other takes a listing for each.
         taken = () if self._replaces else paths.names(folder)
         version = 0
         while True:
             versioned = (f"{name}-v{version}" if version else name) + SUFFIX
             path = paths.join(folder, versioned)
-            claimed = None if versioned in taken else claim(path, may_exist=self._replaces)
+            replaces = self._replaces or str(path) in own
+            is_free = replaces or versioned not in taken
+            claimed = claim(path, may_exist=replaces) if is_free else None
             if claimed is not None:
                 self._claims.append(claimed)
                 return str(claimed.path)

@@ -24,7 +24,7 @@ class RetentionPolicy:
         latest: paths, the newest last. With `latest_k=0` that is what a run which ended early has
             saved to resume from, until there is another checkpoint.
         nonfinite: the newest whose weights are not finite, until there is another checkpoint; "":
-            there is none. It takes the place of none that is kept.
+            there is none. It replaces no finite checkpoint.
 
     Example:
         >>> kept = RetentionPolicy("min", top_k=1, latest_k=1)

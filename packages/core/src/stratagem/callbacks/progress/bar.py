@@ -24,7 +24,7 @@ class ProgressBar(Callback):
     values logged with `prog_bar=True`; validation, testing and predicting have their own. A line of
     each epoch stays. In a notebook the bar is a line of text. Where stdout is no terminal (a pipe,
     the log of SLURM, of a container or of CI), a line goes to stderr every `line_seconds`, and at
-    the end of an epoch, though not more than one a second. What begins and how it ended is said
+    the end of each epoch. What begins and how it ended is said
     there too: where it trains, where logs and checkpoints go, why training ended, which checkpoint
     is the best. `Trainer(enable_progress_bar=False)` silences all of it.
 

@@ -174,9 +174,6 @@ class Terminal(Display):
 class Lines(Display):
     """Lines of text.
 
-    Rows that end within a second of the one before are left out, so that a thousand short epochs
-    do not fill a log; the last one is not.
-
     Args:
         interval: seconds between two lines of a row.
         stream: where they go.
@@ -188,8 +185,6 @@ class Lines(Display):
         self._stream = stream
         self._rewrites = rewrites
         self._width = 0
-        self._left = float("-inf")
-        self._held = ""
 
     def begin(self, row: Row) -> None:
         """Nothing is shown before there is something to say."""
@@ -202,28 +197,18 @@ class Lines(Display):
         self._write(f"{row.what}  {row.text()}", stays=not self._rewrites)
 
     def end(self, row: Row, *, leave: bool) -> None:
-        """With `leave`, write a line, or keep it back as the last one so far."""
+        """With `leave`, write a line that stays."""
         if leave:
-            self._held = f"{row.what}  {row.text()}"
-            if self._rewrites or monotonic() >= self._left + 1.0:
-                self._write_held()
+            self._write(f"{row.what}  {row.text()}", stays=True)
 
     def say(self, text: str) -> None:
         """Write a line."""
-        self._write_held()
         self._write(text, stays=True)
 
     def close(self) -> None:
-        """Write what was kept back, and end the line."""
-        self._write_held()
+        """End the line."""
         if self._width:
             self._write("", stays=True)
-
-    def _write_held(self) -> None:
-        if self._held:
-            self._write(self._held, stays=True)
-            self._left = monotonic()
-        self._held = ""
 
     def _write(self, text: str, *, stays: bool) -> None:
         text = printable(text, getattr(self._stream, "encoding", None))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import TensorDataset
 
-from stratagem.callbacks.progress.model_summary import ModelSummary, full_numel, short_count
 from stratagem.launch.process import available_cores
 
 if TYPE_CHECKING:
@@ -23,13 +24,13 @@ def beginning(trainer: Trainer) -> list[str]:
         f"fit on {plan.accelerator.name}: strategy {plan.strategy.name}, {processes}, "
         f"precision {trainer.strategy.precision.name}"
     ]
-    if not any(isinstance(callback, ModelSummary) for callback in trainer.callbacks):
+    if not any(getattr(callback, "prints_parameters", False) for callback in trainer.callbacks):
         lines.append(_parameters(run.module))
     if run.resume_point.path is not None:
         at = f"epoch {trainer.current_epoch}, step {trainer.global_step}"
         lines.append(f"goes on from {run.resume_point.path}, at {at}")
     lines += _folders(trainer)
-    lines += _hints(trainer)
+    lines += _advice(trainer)
     return [f"stratagem: {line}" for line in lines]
 
 
@@ -61,6 +62,35 @@ def _parameters(module: Module) -> str:
     return f"{type(module).__name__} has {short_count(whole)} parameters{of_them}"
 
 
+def full_numel(parameter: Tensor) -> int:
+    """Return how many numbers a parameter has, also where a rank holds a part of them or none yet.
+
+    Example:
+        >>> import torch
+        >>> full_numel(torch.nn.Parameter(torch.zeros(2, 3)))
+        6
+    """
+    if isinstance(parameter, UninitializedParameter):
+        return 0
+    # A DTensor's is that of all shards. An engine that takes parameters apart leaves an empty one,
+    # and notes its number beside it.
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def short_count(number: int) -> str:
+    """Return a number in at most a few digits.
+
+    Example:
+        >>> short_count(1234567)
+        '1.2 M'
+    """
+    for unit in ("", " K", " M", " B", " T"):
+        if number < 1000 or unit == " T":
+            return f"{number:.1f}{unit}" if unit else str(number)
+        number = number / 1000  # type: ignore[assignment]
+    raise AssertionError
+
+
 def _folders(trainer: Trainer) -> list[str]:
     logs = [logger.log_dir for logger in trainer.loggers if logger.log_dir]
     saved = [str(saver.dirpath) for saver in trainer.checkpoint_callbacks if saver.dirpath]
@@ -70,23 +100,28 @@ def _folders(trainer: Trainer) -> list[str]:
     return [f"{what} go to {', '.join(folders)}" for what, folders in both if folders]
 
 
-def _hints(trainer: Trainer) -> list[str]:
-    """Return what seems not to be meant, as far as it costs nothing to find out."""
-    run, hints = trainer.run, []
+def _advice(trainer: Trainer) -> list[str]:
+    """Return what a fit leaves out: a validation, or cores that would read batches."""
+    run, advice = trainer.run, []
     has_loader = run.job.val_loaders is not None or run.module.defines("val_dataloader")
     if has_loader and not run.module.defines("validation_step"):
-        hints.append(
+        advice.append(
             f"there is a loader for validation, but {type(run.module).__name__} has no "
             "validation_step, so there is no validation"
+        )
+    elif not has_loader and run.module.defines("validation_step") and run.datamodule is None:
+        advice.append(
+            f"{type(run.module).__name__} has validation_step, but there is no loader for "
+            "validation: pass val_dataloaders to fit()"
         )
     loader, cores = trainer.train_dataloader, available_cores() // len(trainer.plan.devices)
     in_memory = isinstance(getattr(loader, "dataset", None), TensorDataset)
     if getattr(loader, "num_workers", None) == 0 and cores > 2 and not in_memory:
-        hints.append(
+        advice.append(
             "batches are read between the steps; DataLoader(num_workers=...) reads them meanwhile "
             f"(about {cores} cores a process are there)"
         )
-    return hints
+    return advice
 
 
 def _reason(trainer: Trainer) -> str:

@@ -273,6 +273,29 @@ class Resumable:
             return self.left
         return length_of(self.loader) - done if self.has_exact_length else math.inf
 
+    def end_of_epoch(self) -> tuple[int, int, int] | None:
+        """Return the samples of this rank's epoch and of its last batch, and the repeated ones.
+
+        The last sample may be one of another rank, repeated so that all ranks have as many. None:
+        the data are not dealt out to ranks sample by sample.
+        """
+        if not isinstance(self._order, Order) or self._order.kind == "whole":
+            return None
+        index, count = self._shard
+        sampler, dealt = self._order.sampler, sampler_of(self._user_loader)
+        is_distributed = self._order.kind == "distributed"
+        if is_distributed and (sampler.drop_last or sampler.num_replicas != count):
+            return None
+        total = len(sampler.dataset if is_distributed else sampler)
+        total -= 0 if self._reshard is None else self._reshard.samples
+        even = self._reshard is not None or getattr(dealt, "even", True)
+        own = -(-total // count) if even else len(range(index, total, count))
+        repeated = int(even and 0 < total % count <= index)
+        last = own % self.batch_size
+        if not last or not getattr(self._user_loader, "drop_last", False):
+            return own, last or self.batch_size, repeated
+        return own - last, self.batch_size, 0
+
     # -- going on
 
     def resume(self, states: Sequence[dict[str, Any]], batches: int) -> int:

@@ -198,7 +198,9 @@ class _Draw:
             return iter(indices)
 
         self.first = checksum(list(islice(batches(order[:size]), 1)))
-        rest = draw_rest(sampler, self.rule)
+        # A short last batch comes after all that the sampler draws; torch's draws at its end, too.
+        is_over = self._done * size > len(order)
+        rest = () if is_over else draw_rest(sampler, self.rule)
         self._rest = batches(chain(order[self._done * size :], rest))
 
     def _pass_over(self, indices: Iterator[Any]) -> None:

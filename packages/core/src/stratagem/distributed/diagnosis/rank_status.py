@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -26,10 +27,12 @@ from stratagem.errors import CommunicationError
 
 COLLECTIVES = frozenset(
     (
-        *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all"),
+        *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object"),
+        *("all_gather_single", "all_reduce", "all_reduce_coalesced", "all_to_all"),
         *("all_to_all_single", "backward", "barrier", "broadcast", "broadcast_object_list"),
-        *("gather", "monitored_barrier", "recv", "reduce", "reduce_scatter"),
-        *("reduce_scatter_tensor", "scatter", "send"),
+        *("gather", "gather_object", "monitored_barrier", "recv", "reduce", "reduce_scatter"),
+        *("reduce_scatter_single", "reduce_scatter_tensor", "scatter"),
+        *("scatter_object_list", "send"),
     )
 )
 """What a rank may be in when it waits for others; backward communicates under most strategies."""
@@ -38,6 +41,15 @@ _MARK_ATTEMPTS = 3
 """How often a rank says that it has left, where the store does not answer for a while."""
 
 THE_END = "the end of its script"
+
+# Python 3.11 reads the frames of all threads under a lock that a fork must not find taken: a worker
+# of a data loader would wait for it forever.
+_reads_frames = threading.Lock()
+os.register_at_fork(
+    before=_reads_frames.acquire,
+    after_in_parent=_reads_frames.release,
+    after_in_child=_reads_frames.release,
+)
 
 
 class RankStatuses:
@@ -70,7 +82,8 @@ class RankStatuses:
             return self._failing
         if self._is_over:
             return RankStatus(self.rank, THE_END, "")
-        frame = sys._current_frames().get(self._main)
+        with _reads_frames:
+            frame = sys._current_frames().get(self._main)
         return RankStatus(self.rank, operation(frame), users_line(frame), self.doing())
 
     # -- asking

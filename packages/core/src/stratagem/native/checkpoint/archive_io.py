@@ -253,8 +253,8 @@ def _check_exists(path: paths.Location) -> None:
     found = [entry.path for entry in catalog.find_all([folder])]
     there = sorted(paths.name_of(each) for each in found if paths.exists(each))
     raise CheckpointNotFoundError(
-        f"there is no checkpoint at {str(path)!r}; in {str(folder)!r} there are: "
-        f"{', '.join(there) or 'none'}"
+        f"no checkpoint {str(path)!r}; the folder {str(folder)!r} contains "
+        f"{', '.join(there) or 'no checkpoints'}"
     )
 
 

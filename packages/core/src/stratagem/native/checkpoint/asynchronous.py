@@ -18,7 +18,7 @@ from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.ranks import Ranks
 from stratagem.launch.rank import at_end_of_rank, record_failure, this_rank
 from stratagem.native.checkpoint.snapshot import Snapshots
-from stratagem.state.safe_data import check_contents
+from stratagem.state.safe_data import check_safe_data
 from stratagem.state.shards import Shards
 
 _GRACE = 20.0
@@ -94,7 +94,7 @@ class AsyncCheckpointIO(CheckpointIO):
                 copied.
             CheckpointSaveError: the save before this one failed; this one was not begun.
         """
-        check_contents(_with_plain_shards(checkpoint), path)
+        check_safe_data(_with_plain_shards(checkpoint), path)
         self.wait()
         snapshot = self._snapshots.take(checkpoint, pin_memory=self._pins_memory)
         # Here and now, since it may communicate.

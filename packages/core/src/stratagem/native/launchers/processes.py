@@ -32,6 +32,9 @@ from stratagem.launch.supervisor import Failure, Output, RankProcesses
 from stratagem.plan.plan import RunPlan
 from stratagem.state.safe_data import pack_result, unpack_result
 
+_NO_GUARD = 78
+"""Exit code of a spawned rank whose script launches when it is imported (EX_CONFIG)."""
+_NAME = "stratagem-rank"
 _END_GRACE = 20.0
 """Seconds that ranks have to end by themselves after Ctrl-C or a signal."""
 
@@ -64,6 +67,10 @@ class ProcessesLauncher(Launcher):
         if rank.this_rank.is_launched:
             # This process is a rank already: of a launch that this call is a part of.
             return run_as_rank(function, *args, **kwargs)
+        process = multiprocessing.current_process()
+        if process.name.startswith(_NAME) and getattr(process, "_inheriting", False):
+            # This rank imports the script, which launches again. The parent raises the error.
+            os._exit(_NO_GUARD)
         with tempfile.TemporaryDirectory(prefix="stratagem-launch-") as folder:
             start: supervisor.StartRank
             if self.start_method == "spawn":
@@ -114,6 +121,13 @@ class ProcessesLauncher(Launcher):
                 ranks.end()
                 raise SystemExit(128 + received[0])
         if ranks.failure is not None:
+            if self.start_method == "spawn" and ranks.failure.exit_code == _NO_GUARD:
+                raise ConfigurationError(
+                    f"strategy={plan.strategy.name!r} starts new interpreters, each of which "
+                    "imports the script, and the script trains when it is imported: put the code "
+                    "that trains under `if __name__ == '__main__':`, or pass strategy='ddp', "
+                    "which needs no such line"
+                )
             raise ranks.failure.error(plan.world_size)
         results = folder / "result"
         if not results.exists():
@@ -161,7 +175,7 @@ class _Fork:
         arguments = (dict(environment), output, self._folder, self._call, self._threads_are_gone)
         return _Process(
             multiprocessing.get_context("fork").Process(
-                target=_forked_rank, args=arguments, name=f"stratagem-rank{number}"
+                target=_forked_rank, args=arguments, name=f"{_NAME}{number}"
             )
         )
 
@@ -183,7 +197,7 @@ class _Spawn:
         arguments = (dict(environment), output, self._folder)
         return _Process(
             multiprocessing.get_context("spawn").Process(
-                target=_spawned_rank, args=arguments, name=f"stratagem-rank{number}"
+                target=_spawned_rank, args=arguments, name=f"{_NAME}{number}"
             )
         )
 

@@ -8,8 +8,7 @@ from types import NoneType
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -18,17 +17,17 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from stratagem.distributed.activation_checkpointing import (
     ActivationCheckpointing,
     apply_activation_checkpointing,
     check_activation_checkpointing,
 )
-from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.errors import ConfigurationError
 from stratagem.interfaces.components import Components
 from stratagem.native.plugin import FSDP
 from stratagem.native.sharding.layout import find_replicated
+from stratagem.native.sharding.reductions import Reductions
 from stratagem.native.sharding.shard_model import shard_model
 from stratagem.native.sharding.wrap_policy import WrapPolicy, check_policy, find_groups
 from stratagem.native.strategies.sharded import ShardedStrategy
@@ -63,7 +62,7 @@ class FSDPStrategy(ShardedStrategy):
     Parameters without a dimension cannot be sharded: they are whole on every rank, and their
     gradients are averaged. A layer that holds a group must run on every rank, or on none: ranks
     gather it together. Where ranks use different parameters within a group, pass
-    `find_unused_parameters=True`; the first backward checks that they do not.
+    `find_unused_parameters=True`; without it, ranks that do end in an error that names them.
 
     Args:
         sharding_strategy: "FULL_SHARD" shards parameters, gradients and optimizer state;
@@ -239,10 +238,8 @@ class FSDPStrategy(ShardedStrategy):
         self._set_prefetch(module, groups)
         if self.find_unused_parameters:
             module.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
-        elif self.mesh_shape()[0][-1] > 1:
-            for part in module.modules():
-                if isinstance(part, FSDPModule):
-                    part.set_custom_reduce_scatter(_CheckedReduceScatter())
+        else:
+            Reductions(self.device).watch(module)
 
     def _offload_policy(self) -> OffloadPolicy:
         if isinstance(self.cpu_offload, OffloadPolicy):
@@ -261,44 +258,6 @@ class FSDPStrategy(ShardedStrategy):
             # look for another one.
             for group in order:
                 group.set_modules_to_backward_prefetch([group])
-
-
-class _CheckedReduceScatter(DefaultReduceScatter):
-    """FSDP2's reduction of a group's gradients, which first compares their sizes between ranks.
-
-    FSDP2 reduces the gradients that a rank has. Where ranks have different ones, the communication
-    library ends the process without a word on the cause, or mixes gradients up. Only the first
-    reduction is compared: it costs a collective.
-    """
-
-    def __init__(self) -> None:
-        self._compared = False
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
-        if not self._compared:
-            self._compared = True
-            _compare(input_tensor, group)
-        return super().__call__(output_tensor, input_tensor, group, op, async_op)
-
-
-def _compare(gradients: Tensor, group: dist.ProcessGroup) -> None:
-    own = torch.tensor(gradients.numel(), device=gradients.device)
-    sizes = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, own, group)
-    if len({int(size) for size in sizes}) > 1:
-        raise UserCodeError(
-            "ranks have gradients of different parameters in the first backward (elements by rank: "
-            f"{', '.join(str(int(size)) for size in sizes)}): expected every rank to use the same "
-            "ones. Pass FSDPStrategy(find_unused_parameters=True) (torch 2.13 or later) where "
-            "a rank leaves some out"
-        )
 
 
 def _policy(given: torch.dtype | MixedPrecisionPolicy | None) -> MixedPrecisionPolicy | None:

@@ -11,12 +11,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from stratagem.data.pytree import map_tensors
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.interfaces.prepared_model import PreparedModel, StepModule
+from stratagem.interfaces.prepared_model import PreparedModel, user_module
 from stratagem.interfaces.ranks import DataSplit
 from stratagem.interfaces.stepping import TrainStep
 from stratagem.native.plugin import MODEL_PARALLEL
 from stratagem.native.sharding.deferred import DeferredBuild
 from stratagem.native.sharding.layout import find_replicated
+from stratagem.native.sharding.reductions import Reductions
 from stratagem.native.sharding.shard_model import give_values, shard_model
 from stratagem.native.sharding.wrap_policy import WrapPolicy, check_policy, find_groups
 from stratagem.native.strategies.sharded import ShardedStrategy
@@ -151,7 +152,7 @@ class ModelParallelStrategy(ShardedStrategy):
         if self.parallelize_fn is not None:
             # Parameters that were sharded eagerly are gathered when the function reaches them.
             with DeferredBuild(self.accelerator, self.device):
-                self._parallelize(module.module if isinstance(module, StepModule) else module)
+                self._parallelize(user_module(module))
         self._check_divided(module)
         groups = [
             group
@@ -165,6 +166,7 @@ class ModelParallelStrategy(ShardedStrategy):
             "ignored_params": set(find_replicated(module)),
         }
         shard_model(module, groups, lambda part: fully_shard(part, **arguments), self.device)
+        Reductions(self.device, self.device_mesh["data_parallel"].get_group()).watch(module)
 
     def _check_divided(self, module: nn.Module) -> None:
         """Refuse tensor parallelism of nothing: its ranks would do the same work twice."""

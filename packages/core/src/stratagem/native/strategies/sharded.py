@@ -156,15 +156,18 @@ class ShardedStrategy(ParallelStrategy):
         rank 0. The shards are always on this rank's device.
 
         Raises:
-            ConfigurationError: an optimizer holds parameters that the model does not have.
+            ConfigurationError: an optimizer holds parameters that the model does not have, or a
+                parameter has a hook.
         """
         root = _root_of(module)
         if root is None:
             given = () if callable(optimizers) else tuple(optimizers)
             module = self.precision.convert_module(module)
-            rebinding = Rebinding(module, given)
+            rebinding, attributes = Rebinding(module, given), _attributes_of(module)
             self.shard(module)
             rebinding.apply(module)
+            for name, parameter in module.named_parameters():
+                parameter.__dict__.update(attributes.get(name, {}))
             _gather_once(module)
             module.register_forward_hook(_reshard_without_grad)
             for child in module.children():
@@ -283,6 +286,30 @@ class ShardedStrategy(ParallelStrategy):
             if self.ranks.is_global_zero:
                 gathered[name] = whole
         return gathered
+
+
+def _attributes_of(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return what user code has set on parameters, for the shards that take their places.
+
+    Raises:
+        ConfigurationError: a parameter has a hook, which nobody would call.
+    """
+    found = {}
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigurationError(
+                f"the parameter {name!r} has a hook, which would not be called: a shard takes the "
+                "parameter's place. Change gradients in on_before_optimizer_step, or use ddp"
+            )
+        # Not ours, which hold whole values.
+        own = {
+            key: value
+            for key, value in vars(parameter).items()
+            if not key.startswith("_stratagem_")
+        }
+        if own:
+            found[name] = own
+    return found
 
 
 def _reshard_without_grad(root: nn.Module, inputs: Any, output: Any) -> None:

@@ -240,6 +240,10 @@ class SafeUnpickler:
         slots: dict[str, Any] | None = None
         if type(state) is tuple and len(state) == 2:
             state, slots = state
+        if type(made) is OrderedDict:
+            # A state dict's own attribute; another one could stand in for a method.
+            state = {name: value for name, value in (state or {}).items() if name == "_metadata"}
+            slots = None
         vars(made).update(state or {})
         for name, value in (slots or {}).items():
             setattr(made, name, value)

@@ -6,18 +6,22 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 
 from stratagem.data.combined_loader import CombinedLoader
-from stratagem.data.sharding import UNKNOWN, length_of, set_epoch, shard_loader
+from stratagem.data.sharding import UNKNOWN, length_of, set_epoch
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.strategy import Strategy
+from stratagem.trainer.hooks import is_users
 
 if TYPE_CHECKING:
     from stratagem.trainer.job import Job
 
 Limit = int | float
 """A number of batches (int), or a fraction of them (float)."""
+
+Divide = Callable[..., Any]
+"""`Trainer.make_sharded_loader`, or what takes its place."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class EvaluationLoader:
 
 
 def evaluation_loaders(
-    source: Any, strategy: Strategy, *, what: str, limit: Limit, use_distributed_sampler: bool
+    source: Any, strategy: Strategy, *, what: str, limit: Limit, divide: Divide | None
 ) -> list[EvaluationLoader]:
     """Return the loaders for validation, testing or predicting, as this rank reads them.
 
@@ -52,7 +56,7 @@ def evaluation_loaders(
         strategy: of the ranks that share the data.
         what: "validation", "test" or "predict".
         limit: how many batches to take of each.
-        use_distributed_sampler: divide the data between ranks.
+        divide: divides the data between ranks; None: every rank reads all of it.
 
     Raises:
         UserCodeError: one is not iterable, is empty, or has no length where one is needed.
@@ -62,16 +66,14 @@ def evaluation_loaders(
     loaders = []
     for index, one in enumerate(several):
         name = f"the {what} data loader" + (f" {index}" if len(several) > 1 else "")
-        loader = shard(
-            one, strategy, name=name, divide=use_distributed_sampler, training=False, limit=limit
-        )
+        loader = shard(one, strategy, name=name, divide=divide, what=what, limit=limit)
         batches = limit_batches(length_of(loader), limit, name=name, limit_name=limit_name)
         loaders.append(EvaluationLoader(loader, batches, name))
     return loaders
 
 
 def shard(
-    source: Any, strategy: Strategy, *, name: str, divide: bool, training: bool, limit: Limit
+    source: Any, strategy: Strategy, *, name: str, divide: Divide | None, what: str, limit: Limit
 ) -> Any:
     """Return one loader as this rank reads it.
 
@@ -81,29 +83,30 @@ def shard(
     if isinstance(source, CombinedLoader):
         return source.of(
             [
-                shard(
-                    one,
-                    strategy,
-                    name=f"{name} {index}",
-                    divide=divide,
-                    training=training,
-                    limit=limit,
-                )
+                shard(one, strategy, name=f"{name} {index}", divide=divide, what=what, limit=limit)
                 for index, one in enumerate(source.flattened)
             ]
         )
-    if not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
+    has_items = hasattr(source, "__iter__") or hasattr(source, "__getitem__")
+    if not has_items or isinstance(source, (str, bytes)):
         raise UserCodeError(
-            f"{name} is a {type(source).__name__}; expected a DataLoader or another iterable of "
-            "batches"
+            f"{name} is {source!r} ({type(source).__name__}); expected a DataLoader or another "
+            "iterable of batches"
         )
-    loader = source
-    if divide:
+    dataset = getattr(source, "dataset", None)
+    in_order = isinstance(getattr(source, "sampler", None), SequentialSampler)
+    if in_order and not hasattr(dataset, "__len__"):
+        raise UserCodeError(
+            f"{name} reads a {type(dataset).__name__}, which has no __len__; expected the number "
+            "of samples: define __len__, or subclass IterableDataset"
+        )
+    loader, training = source, what == "train"
+    if divide is not None:
         ranks = strategy.ranks
         index, count = ranks.data_split if training else ranks.eval_split
         # Ranks must run as many steps in training, and in evaluation where forward communicates.
         even = training or not strategy.capabilities.allows_uneven_eval
-        loader = shard_loader(source, index, count, even=even, name=name)
+        loader = divide(source, index, count, even=even, name=name, what=what)
     # A rank may have none of an evaluation's few samples, where others have some.
     nothing_for_this_rank = not training and length_of(source) > 0
     if length_of(loader) == 0 and limit != 0 and not nothing_for_this_rank:
@@ -184,6 +187,12 @@ def source_of(method: str, job: Job, argument: Any, *, needed: bool) -> Any:
         if made is not None:
             return made
     if needed:
+        for source in (job.datamodule, job.model):
+            if is_users(source, method):
+                raise UserCodeError(
+                    f"{type(source).__name__}.{method}() returned None; expected a data loader: "
+                    "return it"
+                )
         raise UserCodeError(
             f"there is no data: pass a data loader or a DataModule, or define {method}() in "
             f"{type(job.model).__name__}"

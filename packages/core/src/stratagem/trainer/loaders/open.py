@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from stratagem.data.combined_loader import CombinedLoader
@@ -49,11 +49,35 @@ def open_fit_data(run: Run) -> FitData:
     else:
         loader = _open_training(run)
         validation = _open_validation(run)
-    watched = [one.loader for one in validation]
+    return _with_rank_state(run, loader, validation)
+
+
+def _with_rank_state(run: Run, loader: TrainLoader, validation: list[EvaluationLoader]) -> FitData:
+    strategy = run.strategy
     rank_state = RankState(
-        run.strategy.ranks, run.progress, loader, watched, epoch=EpochState(run), rng_of=rng_of
+        strategy.ranks,
+        run.progress,
+        loader,
+        [one.loader for one in validation],
+        epoch=EpochState(run),
+        rng_of=(strategy.accelerator, strategy.device),
     )
     return FitData(loader, rank_state, validation)
+
+
+def reopen_training(run: Run) -> FitData:
+    """Return the data of a fit with training loaders that were made anew."""
+    assert run.fit_data is not None
+    validation = run.fit_data.validation
+    return _with_rank_state(run, _open_training(run), validation)
+
+
+def reopen_validation(run: Run) -> FitData:
+    """Return the data of a fit with validation loaders that were made anew."""
+    data, validation = run.fit_data, _open_validation(run)
+    assert data is not None
+    data.rank_state.watch([one.loader for one in validation])
+    return replace(data, validation=validation)
 
 
 def _open_training(run: Run) -> TrainLoader:
@@ -63,7 +87,7 @@ def _open_training(run: Run) -> TrainLoader:
         _in_order(source) if options.overfit_batches else source,
         run.strategy,
         limit=options.limit_train_batches,
-        use_distributed_sampler=options.use_distributed_sampler,
+        divide=run.trainer.make_sharded_loader if options.use_distributed_sampler else None,
         reads=run.profiling.reads,
     )
 
@@ -104,5 +128,5 @@ def _share(run: Run, source: Any, what: str) -> list[EvaluationLoader]:
         run.strategy,
         what=what,
         limit=limits[what],
-        use_distributed_sampler=options.use_distributed_sampler,
+        divide=run.trainer.make_sharded_loader if options.use_distributed_sampler else None,
     )

@@ -15,6 +15,7 @@ from stratagem.data.sharding import UNKNOWN, length_of
 from stratagem.distributed.uneven_inputs import UnevenInputs, remedy_for
 from stratagem.errors import CheckpointMismatchError, UserCodeError
 from stratagem.trainer.loaders.loaders import (
+    Divide,
     Limit,
     limit_batches,
     set_epoch_of,
@@ -40,7 +41,7 @@ class TrainLoader:
         source: a DataLoader or another iterable of batches, or several.
         strategy: of the ranks that share the data.
         limit: `limit_train_batches`.
-        use_distributed_sampler: divide the data between ranks.
+        divide: divides the data between ranks; None: every rank reads all of it.
         reads: returns what is iterated over, given the action's name for profilers and an iterator.
 
     Attributes:
@@ -58,7 +59,7 @@ class TrainLoader:
         strategy: Strategy,
         *,
         limit: Limit,
-        use_distributed_sampler: bool,
+        divide: Divide | None,
         reads: Callable[[str, Iterator[Any]], Iterator[Any]],
     ) -> None:
         # The order matters: each goes by what the one before has left of the data.
@@ -66,8 +67,8 @@ class TrainLoader:
             train_source(source),
             strategy,
             name=NAME,
-            divide=use_distributed_sampler,
-            training=True,
+            divide=divide,
+            what="train",
             limit=limit,
         )
         ranks = strategy.ranks
@@ -184,7 +185,10 @@ class TrainLoader:
         if self._uneven is None and done < self.end and self._strategy.ranks.data_split[1] > 1:
             raise UserCodeError(_broken_promise(done, self.end))
         if done == 0:
-            raise UserCodeError(f"{NAME} yielded no batch; expected at least one")
+            raise UserCodeError(
+                f"{NAME} yielded no batch; expected at least one in each epoch: a generator can be "
+                "read only once, so pass a DataLoader or a list"
+            )
 
     def _lazy_steps(self, accumulate: int) -> Iterator[Collection[Any]]:
         done, end = self._done, min(self.end, self._done + self._data.batches_left(self._done))

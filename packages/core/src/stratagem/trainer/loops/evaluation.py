@@ -12,6 +12,7 @@ import torch
 
 from stratagem.data.combined_loader import CombinedLoader
 from stratagem.errors import UserCodeError
+from stratagem.interfaces.contract_checks import context_of
 from stratagem.launch.process import printable
 from stratagem.trainer.hooks import is_users, positional_parameters
 from stratagem.trainer.loaders.loaders import set_epoch_of
@@ -56,7 +57,7 @@ def evaluate(
     with module.logging_to(metrics), _EvaluationMode(run, what):
         with _inference(run):
             hooks.call(f"on_{what}_start")
-        with run.strategy.evaluation(prepared), _inference(run):
+        with context_of(run.strategy.evaluation, prepared), _inference(run):
             hooks.call(f"on_{what}_epoch_start")
             for _ in _run_batches(run, prepared, loaders, what, metrics):
                 pass
@@ -82,7 +83,7 @@ def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) 
     with _EvaluationMode(run, "predict"):
         with _inference(run):
             hooks.call("on_predict_start")
-        with run.strategy.evaluation(prepared), _inference(run):
+        with context_of(run.strategy.evaluation, prepared), _inference(run):
             hooks.call("on_predict_epoch_start")
             for loader_idx, output in _run_batches(run, prepared, loaders, "predict", metrics):
                 if run.job.keeps_predictions:
@@ -236,10 +237,13 @@ class _EvaluationMode(AbstractContextManager[None]):
 
 
 def _inference(run: Run) -> AbstractContextManager[Any]:
-    """Return inference mode, where it is wanted and device and precision have it."""
+    """Return inference mode, where it is wanted and device and precision have it.
+
+    Within a fit there is none: training can use a tensor that the model keeps from validation.
+    """
     strategy = run.strategy
     able = strategy.accelerator.inference_mode and strategy.precision.inference_mode
-    wanted = run.trainer.options.inference_mode and able
+    wanted = run.trainer.options.inference_mode and run.stage != "fit" and able
     return torch.inference_mode() if wanted else nullcontext()
 
 
@@ -251,8 +255,8 @@ def print_values(stage: str, values: Mapping[str, float]) -> None:
 
     console = Console(file=sys.stdout)
     table = Table(title=stage)
-    table.add_column("value")
-    table.add_column("", justify="right")
+    table.add_column("metric")
+    table.add_column("value", justify="right")
     for name, value in values.items():
         # As Text, so that brackets in a name are not read as rich's markup.
         table.add_row(Text(printable(name, console.encoding)), f"{value:.6g}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stratagem.trainer.checks import check_that_it_ends
+from stratagem.trainer.checks import check_that_it_ends, new_parameter_check
 from stratagem.trainer.loops.divergence import DivergenceCheck
 from stratagem.trainer.step.step import EndOfEpoch
 
@@ -39,6 +39,7 @@ def fit(run: Run, prepared: PreparedModel, step: Step) -> None:
     hooks.call("on_train_start")
     validation.start_clock()
     data.rank_state.begin_training()
+    check_parameters = new_parameter_check(run)
     try:
         if progress.epoch_is_done:
             # Resumed from a checkpoint that was saved in or after the epoch's last validation.
@@ -48,12 +49,13 @@ def fit(run: Run, prepared: PreparedModel, step: Step) -> None:
         while data.loader.batches > 0 and not _is_finished(run):
             epoch = progress.epoch
             if _reloads_data(run):
-                data = run.reopen_fit_data(epoch)
+                data = run.reopen_training()
                 train_steps = _train_steps(run, prepared, step, data.loader)
             data.loader.set_epoch(epoch)
             validates = validation.is_in_epoch(epoch)
             interval = validation.interval(data.loader.batches) if validates else 0
             hooks.call("on_train_epoch_start")
+            check_parameters()
             run.metrics.in_step = True
             data.rank_state.begin_epoch()
             before = replace(progress)
@@ -113,6 +115,8 @@ def _train_steps(
             is_due = False
         if 0 < progress.batches < end:
             run.schedulers.step_after_step(run.strategy.ranks, run.is_metric_pending)
+            if run.should_stop():
+                return False, False
         for micro_batches in step.micro_batches(loader, accumulate):
             progress.last_step = count = len(micro_batches)
             step.start(count, loader.weights)

@@ -6,10 +6,9 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import torch
-
 from stratagem.data.sharding import UNKNOWN
 from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.rng import preserve_rng_state
 from stratagem.trainer.loops.evaluation import evaluate
 
 if TYPE_CHECKING:
@@ -120,16 +119,34 @@ class Validation:
             self.run(prepared)
             self.start_clock()
 
+    def _reloads(self) -> bool:
+        """Whether the loaders are to be made anew before the next time."""
+        progress, options = self._run.progress, self._run.trainer.options
+        every, epoch = options.reload_dataloaders_every_n_epochs, progress.epoch
+        if not every or progress.validated:
+            return False
+        validated_every = options.check_val_every_n_epoch or 1
+        last = max(0, epoch // validated_every * validated_every - 1)
+        return epoch // every > last // every
+
     def run(self, prepared: PreparedModel) -> None:
         """Run it between two training steps, or after the last one of an epoch."""
         run = self._run
         run.rows.flush()
+        if self._reloads():
+            run.reopen_validation()
         if self.last_epoch != run.progress.epoch:
             self.last_epoch, self.batches_of_epoch = run.progress.epoch, 0
-        run.progress.validated = run.progress.batches
+        progress, before = run.progress, run.evaluation.batches
+        validated, progress.validated = progress.validated, progress.batches
         run.module.on_validation_model_zero_grad()
-        before = run.evaluation.batches
-        evaluate(run, prepared, self.loaders, "validation")
+        try:
+            evaluate(run, prepared, self.loaders, "validation")
+        except BaseException:
+            # A run that resumes from a checkpoint of this moment validates again.
+            progress.validated, progress.epoch_is_done = validated, False
+            run.evaluation.batches = before
+            raise
         self.last_batches = run.evaluation.batches - before
         self.batches_of_epoch += self.last_batches
 
@@ -144,7 +161,7 @@ class Validation:
         run.hooks.call("on_sanity_check_start")
         try:
             # Training draws the same random numbers, with this check and without it.
-            with torch.random.fork_rng(devices=[]):
+            with preserve_rng_state(run.strategy.accelerator, run.strategy.device):
                 evaluate(run, prepared, few, "validation", is_sanity_check=True)
         finally:
             self.is_sanity_check = False

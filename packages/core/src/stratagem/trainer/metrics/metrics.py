@@ -115,7 +115,13 @@ class Metrics:
 
     def log(self, name: str, value: Any, options: LogOptions, batch_size: int | None) -> None:
         """Take a value; see `Module.log`."""
-        entry = self._entries.get(name)
+        try:
+            entry = self._entries.get(name)
+        except TypeError:
+            raise UserCodeError(
+                f"self.log() expected a name and a value, received a {type(name).__name__} as name:"
+                " pass a dict of values to self.log_dict()"
+            ) from None
         if entry is None or entry.options != options:
             entry = self._declare(name, options)
         kind = value.__class__

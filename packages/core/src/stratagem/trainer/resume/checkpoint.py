@@ -20,7 +20,8 @@ ranks                   of each rank, RNG states, place in the data, values of t
 callbacks, datamodule   their states
 hyper_parameters        what save_hyperparameters kept
 hparams_name            the argument that held all of it as one dict; where there is one
-datamodule_...          these two of the DataModule; where it has any
+hparams_configs         the places of OmegaConf's configs in them; where there are any
+datamodule_...          these three of the DataModule; where it has any
 ======================  ==========================================================================
 """
 
@@ -43,6 +44,7 @@ from stratagem.runtime.checkpoint_writer import (
 )
 from stratagem.state.rank_states import RankStates, gather_states
 from stratagem.state.safe_data import find_offending_value
+from stratagem.state.state_checks import as_mismatch
 from stratagem.state.state_dict import with_names
 from stratagem.trainer.resume.rank_state import state_of_rank
 
@@ -134,10 +136,12 @@ def collect_checkpoint(run: Run, weights: Weights, *, weights_only: bool) -> dic
 
 def _hyper_parameters(holder: HyperParametersMixin, prefix: str) -> dict[str, Any]:
     """Return a checkpoint's entries for hyperparameters; a model's are always there."""
-    kept = savable(holder.hparams)[0]
+    kept, _, places = savable(holder.hparams)
     entries: dict[str, Any] = {f"{prefix}hyper_parameters": kept} if kept or not prefix else {}
     if kept and holder.hparams_name:
         entries[f"{prefix}hparams_name"] = holder.hparams_name
+    if places:
+        entries[f"{prefix}hparams_configs"] = places
     return entries
 
 
@@ -199,21 +203,25 @@ def restore_training(
         optimizer._opt_called = True  # type: ignore[attr-defined]
     with naming(path):
         run.schedulers.load_state(checkpoint["lr_schedulers"])
-    strategy.precision.load_state_dict(checkpoint["precision"])
+    with naming(path), as_mismatch("the precision"):
+        strategy.precision.load_state_dict(checkpoint["precision"])
     states = checkpoint["callbacks"]
     for callback in run.trainer.callbacks:
         if callback.state_key in states:
-            callback.load_state_dict(states[callback.state_key])
+            with naming(path), as_mismatch(f"the callback {callback.state_key}"):
+                callback.load_state_dict(states[callback.state_key])
     _warn_of_missing(states, run.trainer, path)
     if run.datamodule is not None and "datamodule" in checkpoint:
-        run.datamodule.load_state_dict(checkpoint["datamodule"])
+        with naming(path), as_mismatch("the DataModule"):
+            run.datamodule.load_state_dict(checkpoint["datamodule"])
     progress, every = run.progress, run.trainer.options.reload_dataloaders_every_n_epochs
     progress.load_state_dict(checkpoint["progress"])
     if every and progress.epoch >= every:
         # The loaders of the resumed epoch were made in an earlier one.
         run.reopen_fit_data(progress.epoch - progress.epoch % every)
     if "ranks" in checkpoint and run.rank_state is not None:
-        run.rank_state.resume(RankStates(checkpoint["ranks"]))
+        with naming(path), as_mismatch("the data, the random numbers or the epoch of a rank"):
+            run.rank_state.resume(RankStates(checkpoint["ranks"]))
     # Last: it may go by everything else.
     own = checkpoint.get("strategy_state", {})
     load_strategy_state(strategy, prepared, prepared.optimizers, own)

@@ -27,6 +27,7 @@ class EpochState:
     - `logged`: of each name that training has logged, the options and the reduction so far.
     - `metrics`: the states of torchmetrics objects in the Module, by their place in it.
     - `latest`: the latest values, including those of the last validation.
+    - `row`: on rank 0, values of the last step that the loggers do not have yet.
     - `schedulers`: the last step after which schedulers that need a value were stepped.
     - `validated`: the number of batches of validation; the step of the values that they log.
 
@@ -40,7 +41,7 @@ class EpochState:
         self._ranks, self._module, self._metrics = run.strategy.ranks, run.module, run.metrics
         self._compiles_steps = run.strategy.accelerator.compiles_steps
         self._latest, self._schedulers = run.latest, run.schedulers
-        self._evaluation = run.evaluation
+        self._evaluation, self._progress = run.evaluation, run.progress
         self._kept: dict[str, Any] | None = None
         self._resumed: Mapping[str, Any] | None = None
         self._warned = False
@@ -54,11 +55,13 @@ class EpochState:
         if self._kept is not None:
             return self._kept
         latest = {name: dict(getattr(self._latest, name)) for name in _LATEST}
+        row = self._metrics.row if self._ranks.is_global_zero else {}
         return {
             "split": list(self._ranks.eval_split),
             "logged": self._logged(),
             "metrics": dict(self._metric_states()),
             "latest": map_tensors(lambda tensor: tensor.detach().cpu().clone(), latest),
+            "row": map_tensors(lambda tensor: tensor.detach().cpu().clone(), dict(row)),
             "schedulers": self._schedulers.position(),
             "validated": self._evaluation.batches,
         }
@@ -106,6 +109,9 @@ class EpochState:
             latest.update(own["latest"][name])
         self._schedulers.go_on_from(own["schedulers"])
         self._evaluation.batches = own["validated"]
+        if row := own.get("row"):
+            self._metrics.row = dict(row)
+            self._metrics.end_step(self._progress.global_step - 1, self._progress.epoch)
         if len(states) != ranks.world_size or own["split"] != list(ranks.eval_split):
             own["logged"], own["metrics"] = _of_other_ranks(states, ranks)
         else:

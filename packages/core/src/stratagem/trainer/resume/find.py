@@ -135,7 +135,9 @@ def find_checkpoint(trainer: Trainer, requested: str | Path) -> paths.Location:
     if not found:
         raise CheckpointNotFoundError(
             f"ckpt_path={str(requested)!r}: no checkpoint has been saved yet"
-            f"{f' in {folders}' if folders else ''}: fit first, or pass a path. A "
+            f"{f' in {folders}' if folders else ''}"
+            f"{', since a fast_dev_run saves none' if trainer.options.fast_dev_run else ''}: fit "
+            "first, or pass a path. A "
             "new run saves in a new folder, unless ModelCheckpoint is given dirpath="
             if not rejected
             else f"ckpt_path='last': none of the {len(rejected)} checkpoint(s) in {folders} is "

@@ -68,6 +68,10 @@ class RankState:
         """The RNG states that this rank goes on with, until the loop restores them."""
         self._within_epoch = False
 
+    def watch(self, validation: Sequence[Any]) -> None:
+        """Take these for the validation loaders from here on."""
+        self._validation = validation
+
     def state(self) -> dict[str, Any]:
         """Return what differs between the ranks; weights-only-safe data."""
         return {

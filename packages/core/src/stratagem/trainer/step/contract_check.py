@@ -69,6 +69,19 @@ class StrategyCheck:
             "as Strategy.finish_step does, or a loss of None for every micro-batch"
         )
 
+    def explain_overlap(self) -> NoReturn:
+        """Say that a micro-batch began before the one before it had ended.
+
+        Raises:
+            PluginError: names the class and how to work on several at once.
+        """
+        raise PluginError(
+            f"{self._kind.__name__}.train_step has begun a micro-batch before it ended the one "
+            "before, so that hooks and logged values would be of the wrong one: call "
+            "step.end(micro_batch) first. To work on several at once, keep what step.begin "
+            "returned, end each, and call step.loss(batch, converted=True) for them afterwards"
+        )
+
     def explain_counted_twice(self) -> NoReturn:
         """Say that one step was counted as several.
 

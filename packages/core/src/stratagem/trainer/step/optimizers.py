@@ -110,8 +110,8 @@ def count_steps(optimizer: Any, progress: Progress) -> None:
     """
     step, precision = optimizer.step, optimizer.strategy.precision
 
-    def count(closure: Any = None) -> Any:
-        result = step(closure)
+    def count(closure: Any = None, **arguments: Any) -> Any:
+        result = step(closure, **arguments)
         progress.global_step += not precision.step_was_skipped
         return result
 

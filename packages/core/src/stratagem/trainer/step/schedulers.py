@@ -45,6 +45,10 @@ class Schedulers:
         """Step none of them from here on, in this fit: something else sets learning rates."""
         self._automatic = False
 
+    def steps(self) -> int:
+        """Return the number of steps, by which those of the interval "step" are due."""
+        return self._progress.global_step
+
     def step(self, interval: str, count: int) -> None:
         """Step those that are due after the `count`-th epoch or step, without a value."""
         if not self._automatic:
@@ -93,10 +97,9 @@ class Schedulers:
             ranks: that train together.
             is_metric_pending: see `step_after_epoch`.
         """
-        count = self._progress.global_step
-        if not self._automatic or count == self._seen:
+        if self._progress.global_step == self._seen or not self.have_values_by_steps:
             return
-        self._seen = count
+        self._seen, count = self._progress.global_step, self.steps()
         for config in self.configs:
             if config.is_due_with_value("step", count) and not is_metric_pending(
                 str(config.monitor)

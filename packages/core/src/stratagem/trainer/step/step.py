@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stratagem.errors import NonFiniteLossError, StratagemError, UserCodeError
+from stratagem.interfaces.contract_checks import context_of
 from stratagem.interfaces.prepared_model import StepModule
 from stratagem.interfaces.stepping import TrainStep
+from stratagem.launch.rank_zero import rank_zero_warn
 from stratagem.trainer.hooks import positional_parameters
 from stratagem.trainer.step.batches import batch_converter
 from stratagem.trainer.step.contract_check import StrategyCheck
@@ -74,6 +76,8 @@ class Step(TrainStep):
         self._outputs: Any = None
         self._check = StrategyCheck(strategy, prepared, run.trainer.options.step_options.clip)
         self._is_watched = self._check.is_due and module.automatic_optimization
+        if not module.automatic_optimization:
+            context_of(strategy.backward_in_forward, prepared)  # once, not in each step
         self._on_batch_start = hooks.of("on_train_batch_start")
         self._on_batch_end = hooks.of("on_train_batch_end")
         self._on_before_backward = hooks.of("on_before_backward")
@@ -189,6 +193,8 @@ class Step(TrainStep):
 
     def begin(self, micro_batch: Any) -> Any:
         """Return the converted batch, after the hooks of its start."""
+        if self._begun > self._ended and self._check.is_due:
+            self._check.explain_overlap()
         self._begun += 1
         batch = micro_batch if self._convert is None else self._convert(micro_batch)
         if self._weights is not None:
@@ -209,7 +215,9 @@ class Step(TrainStep):
         if part is not self._batch:
             return self._loss_of_part(part)
         arguments = (part, self.batch_idx) if self._takes_index else (part,)
-        if self._context is None:
+        if part is None:
+            outputs = None  # its collate function has left all samples out
+        elif self._context is None:
             outputs = self._training_step(*arguments)
         else:
             with self._context:
@@ -275,7 +283,7 @@ class Step(TrainStep):
         self._count_batches()
         self._stepped = True
         if self._schedulers.configs:
-            self._schedulers.step("step", self._progress.global_step)
+            self._schedulers.step("step", self._schedulers.steps())
         for hook in self._on_before_zero_grad:
             hook(optimizer)
 
@@ -291,12 +299,22 @@ class Step(TrainStep):
             return None
         if outputs is None:
             world_size = self._run.strategy.ranks.world_size
+            returned = f"{type(self._module).__name__}.training_step returned None"
+            if self._batch is None:
+                returned = "train_dataloader yielded None"
             if world_size > 1:
                 raise UserCodeError(
-                    f"{type(self._module).__name__}.training_step returned None for batch "
-                    f"{self.batch_idx}, which skips it; with {world_size} ranks "
-                    "the others would wait for its gradients: return a loss on every rank, such as "
-                    "0.0 times the output"
+                    f"{returned} for batch {self.batch_idx}, which skips it; with {world_size} "
+                    "ranks the others would wait for its gradients: return a loss on every rank, "
+                    "such as 0.0 times the output"
+                )
+            if self._batch is None:
+                rank_zero_warn(f"{returned}: the batch is skipped, without a training_step")
+            elif self._progress.epoch == self._progress.global_step == self.batch_idx == 0:
+                rank_zero_warn(
+                    f"{returned} for the first batch, which skips it: without a loss the model "
+                    "does not train. End the method with `return loss`, or ignore this warning if "
+                    "the batch is meant to be skipped"
                 )
             return None
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs

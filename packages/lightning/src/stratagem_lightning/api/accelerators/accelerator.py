@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,23 @@ from stratagem import accelerators
 from stratagem.discovery import PLUGIN_API_VERSION, AcceleratorSpec, Availability, get_registry
 from stratagem.errors import ConfigurationError
 from stratagem_lightning.api.instance_check import InstanceCheck, of_class
+
+_ANSWERS: dict[str, Callable[[accelerators.Accelerator], Callable[..., Any]]] = {
+    "is_available": lambda one: lambda: bool(one.availability().free),
+    "auto_device_count": lambda one: lambda: len(one.availability().free),
+    "get_device_stats": lambda one: lambda device: one.device_stats(torch.device(device)),
+}
+
+
+def _find_lightning_name(accelerator: accelerators.Accelerator, name: str) -> Any:
+    """Return what Lightning's users ask any accelerator for."""
+    if name in _ANSWERS:
+        return _ANSWERS[name](accelerator)
+    raise AttributeError(f"{type(accelerator).__name__!r} object has no attribute {name!r}")
+
+
+# For the accelerators of every distribution, once Lightning's names are in use.
+accelerators.Accelerator.__getattr__ = _find_lightning_name  # type: ignore[attr-defined]
 
 
 class Accelerator(accelerators.Accelerator, metaclass=InstanceCheck):

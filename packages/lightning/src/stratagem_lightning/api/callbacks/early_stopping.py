@@ -54,6 +54,11 @@ class EarlyStopping(callbacks.EarlyStopping):
     def stopping_reason(self, reason: EarlyStoppingReason) -> None:
         self.stopped_by = "" if not reason else reason.name.lower()
 
+    def _check(self, trainer: Any) -> None:
+        """Look at the value, but not in a quick run, which may not log it."""
+        if not trainer.options.fast_dev_run:
+            super()._check(trainer)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the reason too."""
         reason = {"stopped_by": self.stopped_by, "message": self.stopping_reason_message}

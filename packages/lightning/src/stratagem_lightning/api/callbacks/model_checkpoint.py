@@ -177,6 +177,33 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             )
         super().setup(trainer, module, stage)
 
+    def on_train_end(self, trainer: "Trainer", module: "Module") -> None:
+        """Save what `save_last` asks for, if no other save came due."""
+        if self.save_last and trainer.global_step and not self.kept_paths:
+            self._save(trainer, among_best=False)
+        super().on_train_end(trainer, module)
+
+    def _write(self, trainer: "Trainer", value: float | None) -> None:
+        if self.monitor is None or value is None:
+            super()._write(trainer, value)
+            return
+        positions = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        candidates = {name: torch.tensor(number) for name, number in positions.items()}
+        current = torch.tensor(value, dtype=torch.float64)  # as exact as it was
+        self._update_best_and_save(current, trainer, {**trainer.callback_metrics, **candidates})
+
+    def _update_best_and_save(
+        self, current: Tensor, trainer: "Trainer", monitor_candidates: dict[str, Any]
+    ) -> None:
+        """Save one of the best; libraries override it to save something more.
+
+        Args:
+            current: the monitored value.
+            trainer: the Trainer.
+            monitor_candidates: all values, with `epoch` and `step`.
+        """
+        super()._write(trainer, float(current))
+
     def _name_of_last(self, trainer: "Trainer") -> str:
         return self._filled(self.CHECKPOINT_NAME_LAST, trainer)
 

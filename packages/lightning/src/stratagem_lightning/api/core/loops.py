@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from stratagem import trainer
 from stratagem_extras.callbacks.prediction_writer import BasePredictionWriter
 
@@ -39,8 +41,8 @@ class _View:
     def __getattr__(self, name: str) -> Any:
         if name not in self.shown:
             raise AttributeError(
-                f"{type(self).__name__} has no {name!r} here; it shows {', '.join(self.shown)} of "
-                "the Trainer: docs/from-lightning.md says what differs"
+                f"{type(self).__name__} has no {name!r} here; expected one of "
+                f"{', '.join(self.shown)}, which are read from the Trainer"
             )
         return getattr(vars(self)["trainer"], name)
 
@@ -51,9 +53,32 @@ class _View:
 
 
 class EvaluationLoop(_View):
-    """`validate_loop` and `test_loop`."""
+    """`validate_loop` and `test_loop`. A subclass may override `_print_results`.
+
+    Args:
+        of: the Trainer, which has what the other arguments say.
+        *arguments, **options: Lightning's.
+
+    Example:
+        >>> from stratagem_lightning.pytorch import Trainer
+        >>> class Names(EvaluationLoop):
+        ...     @staticmethod
+        ...     def _print_results(results, stage):
+        ...         print(stage, *results[0])
+        >>> trainer = Trainer(accelerator="cpu")
+        >>> trainer.test_loop = Names(trainer)
+    """
 
     shown = ("trainer", "inference_mode")
+
+    def __init__(self, of: trainer.Trainer, *arguments: Any, **options: Any) -> None:
+        super().__init__(of)
+
+    @staticmethod
+    def _print_results(results: list[dict[str, Tensor]], stage: str) -> None:
+        """Print the values of each loader."""
+        for name, value in (pair for one in results for pair in one.items()):
+            print(f"{stage} {name}: {float(value):.6g}")
 
     @property
     def batch_progress(self) -> Progress:

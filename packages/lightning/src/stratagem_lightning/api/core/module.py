@@ -16,6 +16,7 @@ from stratagem.module import Module
 from stratagem_lightning.api.core.saving import of_file
 from stratagem_lightning.api.utilities.data import first_of_one
 from stratagem_lightning.api.utilities.exceptions import StateDictError
+from stratagem_lightning.api.utilities.warnings import rank_zero_deprecation
 
 if TYPE_CHECKING:
     import stratagem
@@ -122,6 +123,14 @@ class LightningModule(Module):
             return self.fabric.all_gather(data, group, sync_grads)
         gathered = super().all_gather(data, sync_grads=sync_grads)
         return first_of_one(gathered, self.trainer.world_size)
+
+    def to_torchscript(self, *args: Any, **options: Any) -> Any:
+        """Return the model as TorchScript; as `Module.to_torchscript`, with Lightning's warning."""
+        rank_zero_deprecation(
+            "`LightningModule.to_torchscript` has been deprecated in v2.7 and will be removed in "
+            "v2.8 of Lightning, as PyTorch has deprecated TorchScript: use torch.export"
+        )
+        return super().to_torchscript(*args, **options)
 
     # -- from a checkpoint
 

@@ -88,3 +88,29 @@ def of_file(path: str | Path | None) -> dict[str, Any]:
 
 def _is_text_of_an_object(value: Any, plain: Any) -> bool:
     return isinstance(plain, str) and not isinstance(value, (str, Enum))
+
+
+def load_from_checkpoint(
+    cls: type[Any],
+    checkpoint_path: str | Path,
+    map_location: Any = None,
+    hparams_file: str | Path | None = None,
+    strict: bool | None = None,
+    weights_only: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Make a model of a class from a checkpoint, without an override of `load_from_checkpoint`.
+
+    Args:
+        cls: a LightningModule's or a LightningDataModule's class.
+        checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs: of
+            `load_from_checkpoint`.
+    """
+    ours = (kind for kind in cls.__mro__ if kind.__module__.startswith("stratagem_lightning."))
+    method: Any = next(vars(kind)[_LOAD] for kind in ours if _LOAD in vars(kind))
+    named = {"map_location": map_location, "hparams_file": hparams_file, "strict": strict}
+    given = {name: value for name, value in named.items() if value is not None}
+    return method.__func__(cls, checkpoint_path, weights_only=weights_only, **given, **kwargs)
+
+
+_LOAD = "load_from_checkpoint"

@@ -1,11 +1,14 @@
-"""`gpus` and `tpu_cores`: Lightning's shorthands for an accelerator and its devices."""
+"""What Lightning's arguments mean here: `gpus`, `tpu_cores`, and half precision on a CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from stratagem.discovery import get_registry
 from stratagem.errors import ConfigurationError
+from stratagem.launch import RunRequest, rank_zero_warn
+from stratagem.plan import resolve
 
 
 def expand_shorthands(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -21,8 +24,10 @@ def expand_shorthands(options: Mapping[str, Any]) -> dict[str, Any]:
     expanded = dict(options)
     for shorthand, name in (("gpus", "gpu"), ("tpu_cores", "tpu")):
         value = expanded.pop(shorthand, None)
+        if value == 0 and shorthand == "gpus" and expanded.get("accelerator") in ("auto", None):
+            expanded["accelerator"] = "cpu"
         if not value:
-            continue  # 0 of them means the CPU, as devices=0 does
+            continue
         accelerator, devices = expanded.get("accelerator", "auto"), expanded.get("devices", "auto")
         if accelerator not in ("auto", name, None) or devices not in ("auto", None):
             raise ConfigurationError(
@@ -32,3 +37,28 @@ def expand_shorthands(options: Mapping[str, Any]) -> dict[str, Any]:
             )
         expanded |= {"accelerator": name, "devices": value}
     return expanded
+
+
+def replace_half_on_cpu(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a front end's arguments with bfloat16 for mixed float16, if a CPU trains.
+
+    Lightning does the same, with a warning.
+
+    Example:
+        >>> replace_half_on_cpu({"accelerator": "cpu", "precision": "bf16-mixed"})["precision"]
+        'bf16-mixed'
+    """
+    if options.get("precision") not in (16, "16", "16-mixed"):
+        return dict(options)
+    chosen = {name: options[name] for name in ("accelerator", "devices") if name in options}
+    try:
+        accelerator = resolve(RunRequest(**chosen), get_registry()).accelerator.name
+    except ConfigurationError:
+        return dict(options)  # the front end refuses them
+    if accelerator != "cpu":
+        return dict(options)
+    rank_zero_warn(
+        f"precision={options['precision']!r} is for GPUs: this run uses a CPU, and trains with "
+        "precision='bf16-mixed' instead"
+    )
+    return {**options, "precision": "bf16-mixed"}

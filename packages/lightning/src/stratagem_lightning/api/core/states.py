@@ -174,3 +174,28 @@ class GradClipAlgorithmType(LightningEnum):
     def supported_types() -> list[str]:
         """Return all of them."""
         return [one.value for one in GradClipAlgorithmType]
+
+
+class WriteInterval(LightningEnum):
+    """When predictions are written."""
+
+    BATCH = "batch"
+    EPOCH = "epoch"
+    BATCH_AND_EPOCH = "batch_and_epoch"
+
+    @property
+    def on_batch(self) -> bool:
+        """Whether it is after each batch."""
+        return self in (self.BATCH, self.BATCH_AND_EPOCH)
+
+    @property
+    def on_epoch(self) -> bool:
+        """Whether it is after each epoch."""
+        return self in (self.EPOCH, self.BATCH_AND_EPOCH)
+
+
+class Interval(LightningEnum):
+    """How often a Timer looks at the clock."""
+
+    step = "step"
+    epoch = "epoch"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from stratagem import strategies
 from stratagem.checkpoint import SingleFileCheckpointIO
+from stratagem.data import move_to_device
 from stratagem.errors import ConfigurationError
 from stratagem.lite import LiteModule, collect, restore
 from stratagem.precision import TruePrecision
@@ -29,6 +31,49 @@ _OF_RANKS = frozenset(
         *("broadcast", "all_reduce", "all_gather", "barrier"),
     )
 )
+
+
+_trainers: WeakKeyDictionary[strategies.Strategy, ref[Any]] = WeakKeyDictionary()
+
+
+def belongs_to(strategy: strategies.Strategy, trainer: Any) -> None:
+    """Let a strategy know the Trainer, whose model and optimizers Lightning's users ask it for."""
+    _trainers[strategy] = ref(trainer)
+
+
+def trainer_of(strategy: strategies.Strategy) -> Any:
+    """Return the Trainer of a strategy; None: it has none."""
+    return _trainers.get(strategy, lambda: None)()
+
+
+def _to_device(trainer: Any) -> Callable[..., Any]:
+    def batch_to_device(batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        return move_to_device(batch, device or trainer.strategy.root_device)
+
+    return batch_to_device
+
+
+def _save(trainer: Any) -> Callable[..., None]:
+    def save_checkpoint(checkpoint: Any, filepath: PathLike, storage_options: Any = None) -> None:
+        strategy = trainer.strategy
+        if strategy.ranks.is_global_zero:
+            strategy.checkpoint_io.save_checkpoint(checkpoint, filepath)
+
+    return save_checkpoint
+
+
+_OF_TRAINER: dict[str, Callable[[Any], Any]] = {
+    "lightning_module": lambda trainer: trainer.lightning_module,
+    "model": lambda trainer: trainer.model,
+    "optimizers": lambda trainer: trainer.optimizers,
+    "lr_scheduler_configs": lambda trainer: trainer.lr_scheduler_configs,
+    "launcher": lambda trainer: trainer.plan.launcher,
+    "batch_to_device": _to_device,
+    "save_checkpoint": _save,
+    "load_checkpoint": lambda trainer: trainer.strategy.checkpoint_io.load_checkpoint,
+    "remove_checkpoint": lambda trainer: trainer.strategy.checkpoint_io.remove_checkpoint,
+}
+"""What a strategy of Lightning's has of its Trainer."""
 
 
 def _find_lightning_name(strategy: Any, name: str) -> Any:
@@ -48,6 +93,8 @@ def _find_lightning_name(strategy: Any, name: str) -> Any:
         return lambda decision, all=True: bool(
             strategy.ranks.all_reduce_ints([int(decision)], "min" if all else "max")[0]
         )
+    if name in _OF_TRAINER and (trainer := trainer_of(strategy)) is not None:
+        return _OF_TRAINER[name](trainer)
     own = getattr(type(strategy), name, None)
     if isinstance(own, property):
         own.__get__(strategy)  # raises the error that the property failed with

@@ -38,14 +38,24 @@ class AttributeDict(HyperParameters):
 def extract_batch_size(batch: Any) -> int:
     """Return the first dimension of a batch's first tensor; 1 for a tensor without one.
 
+    Warns if other tensors of the batch have another one.
+
     Raises:
-        ConfigurationError: there is no tensor and no text in it.
+        ConfigurationError: there is no tensor in it.
     """
-    for leaf in _leaves(batch):
-        if isinstance(leaf, torch.Tensor):
-            return 1 if leaf.dim() == 0 else len(leaf)
-        if isinstance(leaf, str):
-            return len(leaf)
+    sizes = [
+        1 if leaf.dim() == 0 else len(leaf)
+        for leaf in _leaves(batch)
+        if isinstance(leaf, torch.Tensor)
+    ]
+    if any(size != sizes[0] for size in sizes):
+        rank_zero_warn(
+            "Trying to infer the `batch_size` from an ambiguous collection: its tensors have "
+            f"different first dimensions. The batch size we found is {sizes[0]}. Pass it, as in "
+            "self.log(..., batch_size=batch_size)"
+        )
+    if sizes:
+        return sizes[0]
     raise ConfigurationError(
         "the batch size cannot be found in the batch, which has no tensor: pass it, as in "
         "self.log(..., batch_size=batch_size)"

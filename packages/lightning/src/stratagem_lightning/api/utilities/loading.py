@@ -26,6 +26,25 @@ def get_filesystem(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     return url_to_fs(os.fspath(path), **kwargs)[0]
 
 
+def is_dir(fs: Any, path: str | os.PathLike[str], strict: bool = False) -> bool:
+    """Whether a path is a folder, which in an object store need not exist unless `strict`.
+
+    Args:
+        fs: a file system of `get_filesystem`.
+        path: in it.
+        strict: the folder must be there.
+
+    Example:
+        >>> is_dir(get_filesystem("."), ".")
+        True
+    """
+    name = os.fspath(path)
+    is_store = not {"file", "memory"} & {
+        *([fs.protocol] if type(fs.protocol) is str else fs.protocol)
+    }
+    return not fs.isfile(name) if is_store and not strict else bool(fs.isdir(name))
+
+
 class NotYetLoadedTensor:
     """What a tensor is there before it is read. Here a file is mapped, so nothing is one."""
 

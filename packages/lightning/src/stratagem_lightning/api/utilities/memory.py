@@ -49,3 +49,13 @@ def garbage_collection_cuda() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def num_cuda_devices() -> int:
+    """Return how many CUDA devices torch can use."""
+    return torch.cuda.device_count()
+
+
+def is_cuda_available() -> bool:
+    """Whether torch can use a CUDA device."""
+    return torch.cuda.device_count() > 0

@@ -174,6 +174,18 @@ def _rng(bench: Bench) -> None:
             "saved anyway; return None"
         )
         return
+    if state is None:
+        # Its kernels draw from the host's generator, so that its state says it all.
+        host = torch.get_rng_state()
+        first = torch.rand(5, device=devices[0]).tolist()
+        torch.set_rng_state(host)
+        again = torch.rand(5, device=devices[0]).tolist()
+        assert again == first, (
+            "rng_state returned None, as of devices that draw from the host's generator, and with "
+            f"the host's state restored the numbers are {again}, and were {first}: return the "
+            "device's state"
+        )
+        return
     assert isinstance(state, torch.Tensor), f"rng_state returned {state!r}; expected a tensor"
     assert state.device.type == "cpu", (
         f"rng_state is on {state.device}: a checkpoint holds it, so it has to be in host memory"

@@ -145,7 +145,8 @@ def _device_memory(bench: Bench) -> None:
     """device_memory returns None or a DeviceMemory in bytes that adds up."""
     accelerator = bench.make()
     device = devices_of(bench, accelerator)[0]
-    kept = torch.ones(1 << 20, device=device)
+    before = accelerator.device_memory(device)
+    kept = torch.ones(1 << 24, device=device)  # 64 MiB
     found = accelerator.device_memory(device)
     if found is None:
         return
@@ -157,6 +158,12 @@ def _device_memory(bench: Bench) -> None:
         assert isinstance(value, int) and value >= 0, (  # noqa: PT018
             f"device_memory has {name}={value!r}; expected bytes, a whole number"
         )
+    assert isinstance(before, DeviceMemory), f"device_memory returned {before!r}, and then {found}"
+    grown, size = found.allocated - before.allocated, kept.numel() * kept.element_size()
+    assert grown > size / 2, (
+        f"device_memory has {grown} bytes more allocated with a tensor of {size} bytes: it is "
+        "another unit (/proc has KiB), or another device's"
+    )
     assert found.peak >= found.allocated, (
         f"device_memory has peak={found.peak} below allocated={found.allocated}"
     )

@@ -139,7 +139,7 @@ def _refused(bench: Bench) -> None:
     assert isinstance(error, CheckpointContentError), (
         "a checkpoint that holds a Path was not refused with CheckpointContentError, but ended "
         f"with {brief(error)}: whoever loads it would have to execute something "
-        "(stratagem.state.safe_data.check_contents finds it)"
+        "(stratagem.state.check_safe_data names it)"
     )
     assert "here" in str(error), f"the refusal does not say where the value is: {error}"
     assert not bench.files(), f"the refused save left {', '.join(bench.files())}"

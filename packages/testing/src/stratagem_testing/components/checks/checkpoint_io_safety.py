@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copyreg
 import os
 import pickle
 import random
 import shutil
+import sys
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from stratagem.checkpoint import CheckpointIO
 from stratagem.errors import CheckpointError, CheckpointNotFoundError
 from stratagem_testing.components.bench import Bench, brief
 from stratagem_testing.components.check import check
-from stratagem_testing.components.checks.checkpoint_io import NAME, number_in, saved
+from stratagem_testing.components.checks.checkpoint_io import NAME, contents, number_in, saved
 from stratagem_testing.durability.faults import note_syncs
 from stratagem_testing.durability.saver import Subject
 from stratagem_testing.durability.scenarios import Row, Scenarios
@@ -46,7 +49,7 @@ def _files(path: Path) -> list[Path]:
 def _not_executed(bench: Bench, what: str) -> None:
     assert not (bench.folder / _MARK).exists(), (
         f"{what} executed code that the checkpoint named: read weights and weights-only-safe data "
-        "only (torch.load with weights_only=True)"
+        "only (stratagem.state.from_bytes, or torch.load with weights_only=True)"
     )
 
 
@@ -76,6 +79,32 @@ def _executed(bench: Bench) -> None:
             file.write_bytes(whole)
 
 
+@check(KIND, "safety/nothing unpickled")
+def _unpickled(bench: Bench) -> None:
+    """A load makes nothing of what a pickle within a checkpoint names, wherever it stands."""
+    io = bench.make()
+    path = bench.folder / NAME
+    # Of these, pickle names a class or a function; a checksum around it proves nothing.
+    values = {**contents(1, shards=io.supports_shards), "complex": 1j, "ordered": OrderedDict(a=1)}
+    io.save_checkpoint({**values, "counter": Counter("a")}, path)
+    io.wait()
+    named: list[str] = []
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        # One that decides itself what it makes has a find_class of its own, which calls this one.
+        if event == "pickle.find_class" and sys._getframe(1).f_code.co_name != "find_class":
+            named.append(".".join(map(str, arguments)))
+
+    sys.addaudithook(note)
+    for name, call in _opened(io, path):
+        bench.error(call)
+        assert not named, (
+            f"{name} unpickles what the checkpoint says (it has looked up {named[0]}), so that "
+            "whoever can write one executes code: load with torch.load(weights_only=True), or from "
+            "a format that names nothing, such as JSON"
+        )
+
+
 @check(KIND, "safety/nothing hostile saved")
 def _saved_hostile(bench: Bench) -> None:
     """An object with code of its own is refused at the save, or not executed at the load."""
@@ -89,6 +118,29 @@ def _saved_hostile(bench: Bench) -> None:
     if bench.error(save) is None:
         bench.error(lambda: io.load_checkpoint(path))
         _not_executed(bench, "load_checkpoint")
+
+
+@check(KIND, "safety/nothing hostile loaded")
+def _loaded_hostile(bench: Bench) -> None:
+    """What somebody else's save has put into a checkpoint, checksums included, is not executed."""
+    io = bench.make()
+    path = bench.folder / NAME
+    # A device may be saved; whoever writes a hostile checkpoint pickles it as a call of a function.
+    reduce: Any = lambda device: (os.mkdir, (_MARK,))  # noqa: E731
+    copyreg.pickle(torch.device, reduce)
+
+    def save() -> None:
+        io.save_checkpoint({"state_dict": {}, "number": torch.device("cpu")}, path)
+        io.wait()
+
+    error = bench.error(save)
+    copyreg.dispatch_table.pop(torch.device)
+    if (bench.folder / _MARK).exists():
+        (bench.folder / _MARK).rmdir()  # a copy of what is saved is made in the same way
+    if error is None:
+        for name, call in _opened(io, path):
+            bench.error(call)
+            _not_executed(bench, name)
 
 
 @check(KIND, "safety/names stay inside")

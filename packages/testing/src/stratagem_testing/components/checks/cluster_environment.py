@@ -78,6 +78,26 @@ def _consistent(bench: Bench) -> None:
     )
 
 
+@check(KIND, "ranks/read when asked")
+def _read_when_asked(bench: Bench) -> None:
+    """One that was made in another process, before there were ranks, knows the rank that it is in.
+
+    A user makes it in the program that starts the ranks, and they get a copy.
+    """
+    try:
+        made = bench.make()
+    except ConfigurationError:
+        return  # it cannot be made but by a rank
+    for number, variables in enumerate(_ranks(bench)):
+        with bench.environ(variables):
+            expected, found = _numbers(bench.make()), _numbers(made)
+        assert found == expected, (
+            f"one that was made before the variables of `ranks`[{number}] were set has {found}, "
+            f"and one that is made with them {expected}: read variables when a method is called, "
+            "and not in __init__"
+        )
+
+
 @check(KIND, "ranks/started by the cluster")
 def _external(bench: Bench) -> None:
     """creates_processes_externally is True of a rank that the cluster has started."""

@@ -248,8 +248,8 @@ def _executed(bench: Bench) -> None:
     code, stderr = _run(bench, "hostile")
     assert not (bench.folder / "executed").exists(), (
         "a result that has code of its own was unpickled in the launching process: send "
-        "weights-only-safe data (stratagem.state.safe_data) and read it by "
-        "torch.load(weights_only=True), or say plain_results = False"
+        "weights-only-safe data (stratagem.launch.pack_result) and read it by "
+        "stratagem.launch.unpack_result, or say plain_results = False"
     )
     assert code != 0, "a result that is not weights-only-safe data came back as something else"
     assert "weights-only-safe data" in stderr, f"the refusal does not say why:\n{stderr[-2000:]}"
@@ -274,6 +274,23 @@ def _failure(bench: Bench) -> None:
     assert seconds < _SOON, f"the program ended {seconds:.0f} s after a rank had failed"
     if _devices(bench) > 1 and _can(bench, "new_processes"):
         assert f"rank {last}" in stderr, f"the error does not name rank {last}:\n{stderr[-2000:]}"
+
+
+@check(KIND, "failure/error after the others", slow=True)
+def _failure_late(bench: Bench) -> None:
+    """A rank that raises when the others have returned, rank 0 included, is heard of, too."""
+    if _devices(bench) < 2:
+        return
+    code, stderr = _run(bench, "fail late")
+    last = _devices(bench) - 1
+    assert code != 0, (
+        f"rank {last} raised an error when the other ranks had returned, and the program ended "
+        "with exit code 0: wait for all ranks, and look at how each has ended"
+    )
+    assert PLANTED in stderr, (
+        f"rank {last} raised ValueError({PLANTED!r}) when the other ranks had returned, and what "
+        f"is printed does not show it:\n{stderr[-3000:]}"
+    )
 
 
 @check(KIND, "failure/a rank that is killed", slow=True)

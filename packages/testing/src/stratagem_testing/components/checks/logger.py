@@ -94,6 +94,27 @@ def _metrics(bench: Bench) -> None:
     _judge_rows(bench, logger, ROWS, "after log_metrics and save")
 
 
+@check(KIND, "rows/of one step")
+def _of_one_step(bench: Bench) -> None:
+    """Values that are logged at a step that has some already, as by validation, are kept, too."""
+    logger = bench.make()
+    rows = [{"loss": 1.5}, {"val_loss": 2.5}, {"rate": 0.5}]
+    for values in rows:
+        logger.log_metrics(values, 3)
+    logger.finalize("success")
+    found = {
+        name: value
+        for step, row in _read(bench, logger)
+        if step == 3
+        for name, value in row.items()
+    }
+    expected = {name: value for row in rows for name, value in row.items()}
+    assert found == expected, (
+        f"three rows of step 3 came back as {found}, expected {expected}: a second row of a step "
+        "has other values, and is no repetition"
+    )
+
+
 @check(KIND, "rows/not finite")
 def _not_finite(bench: Bench) -> None:
     """A value that is NaN or infinite is taken: it is what a user looks for."""

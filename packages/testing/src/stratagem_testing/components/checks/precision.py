@@ -159,7 +159,7 @@ def _again(bench: Bench) -> None:
 
 
 class _Mixed(nn.Module):
-    """A module with tied weights, a frozen layer, and buffers of floats and of an integer."""
+    """A module with tied weights, a frozen layer, and buffers of floats, integers and complex."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,6 +169,8 @@ class _Mixed(nn.Module):
         self.frozen = nn.LayerNorm(WIDTH).requires_grad_(False)
         self.norm = nn.BatchNorm1d(WIDTH)
         self.register_buffer("position", torch.arange(WIDTH))
+        # As rotary embeddings have it.
+        self.register_buffer("angles", torch.polar(torch.ones(WIDTH), torch.arange(1.0, WIDTH + 1)))
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.norm(self.second(self.frozen(self.first(x))))
@@ -196,6 +198,10 @@ def _module(bench: Bench) -> None:
             "floating-point tensors only"
         )
         assert torch.equal(after[name], before[name]), f"convert_module changed {name!r}"
+    assert after["angles"].is_complex(), (
+        f"convert_module made the complex buffer 'angles' {after['angles'].dtype}, without its "
+        "imaginary parts: convert what is_floating_point() says, which complex tensors are not"
+    )
     named: Any = converted
     assert named.first.weight is named.second.weight, (
         "convert_module untied a weight that two layers share"
@@ -209,8 +215,8 @@ def _module(bench: Bench) -> None:
     )
     assert trained, "convert_module froze everything, such as the batch norm's weight"
     rounding = _rounding(named.norm.weight.dtype)
-    for name in ("norm.weight", "norm.running_var", "frozen.weight"):
-        off = (after[name].double() - before[name].double()).abs().max()
+    for name in ("norm.weight", "norm.running_var", "frozen.weight", "angles"):
+        off = (after[name].to(torch.complex128) - before[name]).abs().max()
         assert off <= rounding * before[name].abs().max(), (
             f"convert_module changed the values of {name!r} by {float(off):.2g}"
         )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
+from stratagem.callbacks import Callback
 from stratagem.discovery import StrategySpec, get_registry
+from stratagem.module import Module
 from stratagem_testing.strategies.check import Result, check, judge_of
 from stratagem_testing.strategies.judging import (
     judge_accepted,
@@ -60,12 +64,12 @@ def _judge_refusals(found: Result) -> None:
             "gradient_clipping=True in the capabilities, and gradient_clip_val was refused: "
             f"{told['clipping']['text']}"
         )
-    if not can.replicated:
+    if can.parameters != "same":
         judge_refusal(
             "detect_divergence",
-            "replicated=False",
+            f"parameters={can.parameters!r}",
             told["divergence"],
-            "replicated=False in its capabilities",
+            f"parameters={can.parameters!r} in its capabilities",
         )
     if can.launchers is not None:
         for name, said in told["launchers"].items():
@@ -102,6 +106,28 @@ def _judge_spec(found: Result) -> None:
         f"the spec's capabilities are {told['spec']}, and those of the class {told['class']}: let "
         "both hold one object"
     )
+
+
+@check("capabilities/parameters of ranks")
+def _alike(probe: Probe) -> dict[str, Any]:
+    """Where parameters="same", ranks are alike after each step, as detect_divergence sees it."""
+    if probe.target.capabilities().parameters != "same":
+        return probe.attempt(dict)  # see capabilities/refusals
+    learner = Learner("dense", "momentum")
+    return probe.attempt(
+        lambda: {"steps": probe.fit(learner, max_steps=3, detect_divergence=1).global_step}
+    )
+
+
+@judge_of(_alike)
+def _judge_alike(found: Result) -> None:
+    for rank, told in enumerate(found.ranks):
+        said = told["refused"]
+        assert said is None, (
+            "parameters='same' in the capabilities, and three steps under "
+            f"Trainer(detect_divergence=1) ended on rank {rank} in {said['kind']}: {said['text']}\n"
+            "If ranks are to differ between two averages, say parameters='drift'"
+        )
 
 
 class _Manual(Learner):
@@ -159,7 +185,7 @@ def _rebinds(probe: Probe) -> dict[str, Any]:
     def train() -> dict[str, Any]:
         model, optimizer = lite.setup(net, OPTIMIZERS["sgd"](net.parameters()))
         losses = []
-        batch = next(iter(probe.loader(8)))
+        batch = lite.to_device(next(iter(probe.loader(8))))
         for _ in range(2):
             loss = mse_loss(model(batch[1]), batch[2])
             lite.backward(loss)
@@ -187,3 +213,136 @@ def _judge_rebinds(found: Result) -> None:
             f"rank {rank}: an optimizer that was made before Lite.setup(model, optimizer) does not "
             "train the model: rebind it to the parameters that the model has then"
         )
+
+
+class _Gradients(Callback):
+    """Measures gradients before the first step."""
+
+    def __init__(self) -> None:
+        self.measured: dict[str, Any] = _measured([])
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.measured = _measured(p.grad for p in module.parameters() if p.grad is not None)
+
+
+def _measured(tensors: Iterable[Any]) -> dict[str, Any]:
+    """Return how many elements this process has of some tensors, and where they are."""
+    local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+    return {
+        "elements": sum(tensor.numel() for tensor in local),
+        "devices": sorted({tensor.device.type for tensor in local if tensor.numel()}),
+    }
+
+
+@check("capabilities/what ranks hold", reference=True)
+def _held(probe: Probe) -> dict[str, Any]:
+    """Each rank has less of what the spec says that it shards, and it is where the spec says.
+
+    So it is with sharded_state=True. Nobody can tell host memory from the device's on the CPU.
+    """
+    gradients = _Gradients()
+    trainer = probe.fit(Learner("wide", "adam"), 16, callbacks=[gradients])
+    prepared = trainer.run.require_prepared()
+    prepared.reshard()
+    states = [state for one in prepared.optimizers for state in one.state.values()]
+    tensors = [
+        value
+        for state in states
+        if isinstance(state, Mapping)
+        for value in state.values()
+        if isinstance(value, Tensor) and value.ndim
+    ]
+    spec = None
+    if not probe.target.is_place:
+        spec = get_registry().find("strategy", probe.target.strategy).spec
+    return {
+        "shards": list(getattr(spec, "shards", ())),
+        "offloads": list(getattr(spec, "offloads", ())),
+        "parameters": _measured(prepared.original.parameters()),
+        "gradients": gradients.measured,
+        "optimizer": _measured(tensors),
+    }
+
+
+@judge_of(_held)
+def _judge_held(found: Result) -> None:
+    world = len(found.ranks)
+    for rank, told in enumerate(found.ranks):
+        for part in told["shards"] if world > 1 else ():
+            own, whole = told[part]["elements"], found.reference[part]["elements"]
+            assert own < whole, (
+                f"the spec says shards={tuple(told['shards'])!r}, and rank {rank} has {own} "
+                f"elements of the {part}, of a model on single_device {whole}: nothing was "
+                "divided. Whether a model fits is planned by it: divide it in wrap, or leave it out"
+            )
+        for part in told["offloads"]:
+            places = told[part]["devices"]
+            assert set(places) <= {"cpu"}, (
+                f"the spec says offloads={tuple(told['offloads'])!r}, and the {part} are on "
+                f"{', '.join(places)} on rank {rank}"
+            )
+        if found.capabilities.sharded_state and world > 1:
+            assert any(
+                told[part]["elements"] < found.reference[part]["elements"]
+                for part in ("parameters", "optimizer")
+            ), (
+                "sharded_state=True in the capabilities, and rank "
+                f"{rank} has all parameters and all of the optimizer's state: nothing is sharded"
+            )
+
+
+class _Pure(Module):
+    """Notes nothing in a step, which can be one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = build("dense")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return mse_loss(self.net(batch[1]), batch[2])
+
+    def configure_optimizers(self) -> Any:
+        return OPTIMIZERS["sgd"](self.parameters())
+
+
+class _Losses(Callback):
+    """Notes the loss of each batch."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+@check("capabilities/compiles", reference=True)
+def _compiles(probe: Probe) -> dict[str, Any]:
+    """A model, or a whole step, that the capabilities let torch.compile have trains as ever."""
+
+    def train(whole_step: bool) -> dict[str, Any]:
+        noted, module = _Losses(), _Pure()
+        # The graphs are run as they are: nothing is generated, which takes long.
+        trainer = probe.trainer(
+            compile={"backend": "eager", "step": whole_step}, callbacks=[noted], max_epochs=1
+        )
+        trainer.fit(module, probe.loader(32))
+        return {"shard": list(trainer.ranks.data_split), "losses": noted.losses, "own": {}}
+
+    return {
+        what: probe.attempt(lambda what=what: train(what == "step"))  # type: ignore[misc]
+        for what in ("model", "step")
+    }
+
+
+@judge_of(_compiles)
+def _judge_compiles(found: Result) -> None:
+    for what, reference in found.reference.items():
+        one = replace(found, ranks=[told[what] for told in found.ranks], reference=reference)
+        asked = "compile='step'" if what == "step" else "compile=True"
+        if what not in found.capabilities.compiles:
+            judge_refused(one, asked, f"no {what!r} in compiles", "compile")
+            continue
+        judge_accepted(one, f"{asked} ({what!r} in compiles)")
+        judge_losses(one)

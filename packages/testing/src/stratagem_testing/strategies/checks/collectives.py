@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from stratagem_testing.strategies.check import Result, check, judge_of
-from stratagem_testing.strategies.judging import ratio
+from stratagem_testing.strategies.check import CHECKS, Result, check, judge_of
+from stratagem_testing.strategies.judging import close, ratio
 from stratagem_testing.strategies.models import Learner
 from stratagem_testing.strategies.probe import Probe
 
@@ -53,7 +54,7 @@ def _judge_reductions(found: Result) -> None:
             op = what.removeprefix("numbers: ").split()[0]
             expected = [float(REDUCTIONS[op](column)) for column in columns]
             name = "all_reduce_ints" if what.startswith("numbers") else "all_reduce"
-            assert [float(value) for value in received] == expected, (
+            assert close([float(value) for value in received], expected, 1e-6), (
                 f"{name}({what}) returned {received} on rank {rank}, expected {expected}: another "
                 f"reduction than {op!r}, or not over all ranks"
             )
@@ -179,6 +180,21 @@ def _judge_barrier(found: Result) -> None:
             )
 
 
+TOGETHER = (_all_reduce, _all_gather, _broadcast, _gather, _barrier)
+
+
+@check("collectives/three ranks", ranks=3)
+def _of_three(probe: Probe) -> dict[str, Any]:
+    """The same on three ranks: what is right for two need not be for any other number."""
+    return {each.name: each.run(probe) for each in TOGETHER}
+
+
+@judge_of(_of_three)
+def _judge_three(found: Result) -> None:
+    for each in TOGETHER:
+        CHECKS[each.name].judge(replace(found, ranks=[told[each.name] for told in found.ranks]))
+
+
 @check("collectives/no_sync")
 def _no_sync(probe: Probe) -> dict[str, Any]:
     """A backward pass in no_sync(prepared) communicates no gradients."""
@@ -190,7 +206,7 @@ def _no_sync(probe: Probe) -> dict[str, Any]:
         return {"held": None}
     # As the accumulation of the Trainer does it: forward and backward in the context.
     batch = next(iter(probe.loader(8)))
-    inputs = batch[1]
+    inputs = batch[1].to(strategy.device)
     with profile(activities=[ProfilerActivity.CPU]) as seen, context:
         output = prepared.module("predict_step", (None, inputs), 0)
         strategy.backward(prepared, output.square().mean())

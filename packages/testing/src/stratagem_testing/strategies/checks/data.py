@@ -162,9 +162,14 @@ def _judge_logging(found: Result) -> None:
 
 @check("evaluation/uneven ranks", reference=True)
 def _uneven(probe: Probe) -> dict[str, Any]:
-    """Validation counts each sample once, although ranks have different numbers of batches."""
-    # 9 samples: parts of 5 and 4, in batches of 4 over two ranks: 2 batches and 1.
-    learner = Learner()
+    """Validation counts each sample once, although ranks have different numbers of batches.
+
+    Ranks that end in it wait for one another in forward passes of the evaluation: communicate
+    nothing there, or say allows_uneven_eval=False.
+    """
+    # 9 samples: parts of 5 and 4, in batches of 4 over two ranks: 2 batches and 1. With buffers,
+    # which a wrapper may communicate in each forward pass.
+    learner = Learner("batch_norm")
     trainer = probe.trainer()
     (validated,) = trainer.validate(learner, probe.loader(9), verbose=False)
     (tested,) = trainer.test(learner, probe.loader(9), verbose=False)
@@ -226,18 +231,18 @@ class _Parameters(Callback):
     """Notes which parameters change between one training batch and the next one.
 
     Args:
-        whole: ranks have whole parameters, whose values are looked at, too.
+        values: whether to look at the values of what this rank has, too.
     """
 
-    def __init__(self, whole: bool) -> None:
-        self.whole = whole
+    def __init__(self, values: bool) -> None:
+        self.values = values
         self.left: dict[str, tuple[bool, float]] = {}
         self.changed: list[str] = []
 
     def now(self, module: Any) -> dict[str, tuple[bool, float]]:
         """Return whether each parameter is trained, and a number for its values."""
         return {
-            name: (p.requires_grad, float(p.detach().double().sum()) if self.whole else 0.0)
+            name: (p.requires_grad, float(p.detach().double().sum()) if self.values else 0.0)
             for name, p in module.named_parameters()
         }
 
@@ -255,9 +260,8 @@ def _one_model(probe: Probe) -> dict[str, Any]:
 
     Training goes on in training mode, with the parameters as they were.
     """
-    can = probe.target.capabilities()
-    learner, parameters = _Watching(), _Parameters(can.replicated and not can.sharded_state)
-    trainer = probe.trainer(max_epochs=1, val_check_interval=2, callbacks=[parameters])
+    learner, parameters = _Watching(), _Parameters(not probe.target.capabilities().sharded_state)
+    trainer = probe.trainer(max_epochs=1, val_check_interval=1, callbacks=[parameters])
     trainer.fit(learner, probe.loader(32), probe.loader(8))
     return {
         "outputs": learner.outputs,

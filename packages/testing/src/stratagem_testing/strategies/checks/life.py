@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import inspect
+import pickle
+import random
+import sys
+import weakref
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
+import torch
+
+from stratagem.callbacks import Callback
 from stratagem.strategies import Strategy
 from stratagem_testing.strategies.check import Result, check, judge_of
 from stratagem_testing.strategies.judging import close
@@ -180,3 +190,182 @@ def _judge_bound_again(found: Result) -> None:
         assert told == {"losses": 2, "steps": 2}, (
             f"rank {rank} came to {told} after the release of another model, expected 2 steps"
         )
+
+
+@check("life/pickled")
+def _pickled(probe: Probe) -> dict[str, Any]:
+    """A strategy that was bound can be pickled, as "spawn" and launchers of clusters do it."""
+    launchers = probe.target.capabilities().launchers
+    if launchers is not None and "spawn" not in launchers:
+        return {"said": None}
+    strategy = probe.trainer().strategy
+    return {"said": probe.said(lambda: pickle.loads(pickle.dumps(strategy)))}
+
+
+@judge_of(_pickled)
+def _judge_pickled(found: Result) -> None:
+    for told in found.ranks[:1]:
+        assert told["said"] is None, (
+            "the launcher 'spawn' and those of clusters pickle a strategy after bind, and it ends "
+            f"in {told['said']['kind']}: {told['said']['text']}. Make what cannot be pickled in "
+            "setup_environment, or name the launchers that do without it in "
+            "Capabilities(launchers=...)"
+        )
+
+
+@check("life/freed")
+def _freed(probe: Probe) -> dict[str, Any]:
+    """A model is freed once it is released, and the strategy goes on with another one."""
+    learner = Learner()
+    trainer = probe.fit(learner, 16)
+    kept = weakref.ref(learner.net)
+    del learner
+    trainer.validate(Learner(), probe.loader(8), verbose=False)
+    gc.collect()
+    same = kept() is None
+    del trainer
+    # Another Trainer takes over, and the one before is gone.
+    probe.trainer().validate(Learner(), probe.loader(8), verbose=False)
+    gc.collect()
+    return {"by the strategy": same, "at all": kept() is None}
+
+
+@judge_of(_freed)
+def _judge_freed(found: Result) -> None:
+    for rank, told in enumerate(found.ranks):
+        assert told["by the strategy"] and told["at all"], (  # noqa: PT018
+            f"rank {rank} still has a model that was released"
+            + ("" if told["at all"] else ", also when its strategy is gone")
+            + ": forget in release(prepared) whatever refers to it, and keep nothing of it in a "
+            "class or a module"
+        )
+
+
+class _Tensors(Callback):
+    """Counts the tensors that are there after each of some steps."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, *of_batch: Any) -> None:
+        if trainer.global_step % _BETWEEN == 0:
+            gc.collect()
+            # By class: what an object says that it is may be computed.
+            self.counts.append(sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects()))
+
+
+_BETWEEN = 4
+"""Steps between two counts; the first ones may set up what stays."""
+
+
+@check("life/memory")
+def _memory(probe: Probe) -> dict[str, Any]:
+    """A step leaves no tensors behind: after many steps there are as many as after some."""
+    tensors = _Tensors()
+    probe.fit(Learner("dense", "momentum"), 64, max_steps=3 * _BETWEEN, callbacks=[tensors])
+    return {"counts": tensors.counts}
+
+
+@judge_of(_memory)
+def _judge_memory(found: Result) -> None:
+    for rank, told in enumerate(found.ranks):
+        counts = told["counts"]
+        grown = [after - before for before, after in pairwise(counts)]
+        # Whoever keeps more at each step keeps one at the least.
+        assert min(grown, default=0) < _BETWEEN, (
+            f"rank {rank} has {counts} tensors after {_BETWEEN}, {2 * _BETWEEN} and "
+            f"{3 * _BETWEEN} steps: each step leaves {grown[-1] / _BETWEEN:.3g} behind, until "
+            "memory is full. Forget buffers and handles of collectives when they are done"
+        )
+
+
+ALWAYS = ("setup_environment", "setup", "prepare", "train_step", "end_training", "release")
+"""Calls after which each rank's random numbers are to be its own, and those of its seed."""
+UNCHANGED = ("model_state", "optimizer_state", "state")
+"""Calls that may come once more or once less, so that they must draw none."""
+
+
+@check("life/random numbers")
+def _random(probe: Probe) -> dict[str, Any]:
+    """No call seeds the random numbers, and evaluations and saves leave them as they are.
+
+    Those of torch, of Python and of NumPy.
+    """
+    fits = []
+    for number in range(2):
+        _seed(1 + 100 * number + probe.rank)
+        trainer = probe.trainer(max_epochs=1, val_check_interval=1)
+        strategy = trainer.strategy
+        seen: list[tuple[str, list[str], list[str]]] = []
+        for name in (*ALWAYS, *UNCHANGED):
+            setattr(strategy, name, _watched(getattr(strategy, name), name, seen))
+        evaluation = strategy.evaluation
+
+        @contextmanager
+        def evaluate(prepared: Any, evaluation: Any = evaluation, seen: Any = seen) -> Any:
+            before = _numbers()
+            with evaluation(prepared):
+                seen.append(("evaluation", before, _numbers()))
+                yield
+                inside = _numbers()
+            seen.append(("the end of evaluation", inside, _numbers()))
+
+        strategy.evaluation = evaluate  # type: ignore[method-assign]
+        trainer.fit(Learner(), probe.loader(16), probe.loader(8))
+        trainer.save_checkpoint(probe.folder / "random.ckpt")
+        fits.append(seen)
+    return {"shard": list(trainer.ranks.data_split), "fits": fits}
+
+
+def _seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number)
+
+
+def _numbers() -> list[str]:
+    """Return what stands for the state of each generator of this process."""
+    states = [bytes(torch.get_rng_state().tolist()), repr(random.getstate()).encode()]
+    if "numpy" in sys.modules:
+        states.append(repr(sys.modules["numpy"].random.get_state()[1].tolist()).encode())
+    return [hashlib.sha256(state).hexdigest()[:16] for state in states]
+
+
+def _watched(method: Any, name: str, seen: list[Any]) -> Any:
+    def watched(*arguments: Any, **options: Any) -> Any:
+        before = _numbers()
+        returned = method(*arguments, **options)
+        seen.append((name, before, _numbers()))
+        return returned
+
+    watched.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
+    return watched
+
+
+@judge_of(_random)
+def _judge_random(found: Result) -> None:
+    # Ranks of one part of the data may well draw the same.
+    parts = {told["shard"][0]: told["fits"] for told in reversed(found.ranks)}
+    known: dict[tuple[int, str], tuple[str, int, int]] = {}
+    for part, fits in parts.items():
+        for fit, seen in enumerate(fits):
+            for name, before, after in seen:
+                for which, (old, new) in enumerate(zip(before, after, strict=False)):
+                    whose = ("torch", "random", "numpy.random")[which]
+                    is_changed = old != new
+                    assert not is_changed or name in ALWAYS, (
+                        f"{name} changes the random numbers of {whose}: a run that evaluates or "
+                        "saves once more draws others. Draw from a generator of your own "
+                        "(torch.Generator)"
+                    )
+                    other = known.setdefault((which, new), (name, part, fit))
+                    assert not is_changed or other[1:] == (part, fit), (
+                        f"{name} seeds {whose}: after it, "
+                        + (
+                            "ranks draw the same numbers, such as one dropout for all"
+                            if other[1] != part
+                            else "numbers do not follow from the user's seed"
+                        )
+                        + ". Draw from a generator of your own (torch.Generator)"
+                    )

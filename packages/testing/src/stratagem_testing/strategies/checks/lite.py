@@ -10,7 +10,12 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from stratagem_testing.strategies.check import Result, check, judge_of
-from stratagem_testing.strategies.judging import judge_accepted, judge_losses, judge_refused
+from stratagem_testing.strategies.judging import (
+    judge_accepted,
+    judge_losses,
+    judge_losses_of,
+    judge_refused,
+)
 from stratagem_testing.strategies.models import OPTIMIZERS, build
 from stratagem_testing.strategies.probe import Probe
 
@@ -116,13 +121,49 @@ def _judge_clip(found: Result) -> None:
     judge_refused(found, "Lite.clip_gradients", "engine_clips=True", "clips gradients itself")
 
 
+def _judge_two(found: Result) -> None:
+    if not found.capabilities.manual_backward:
+        judge_refused(found, "a loop under Lite", "manual_backward=False", REFUSAL)
+        return
+    if all(told["refused"] for told in found.ranks):
+        judge_refused(found, "a second model under Lite", "an engine", "models", "setup")
+        return
+    judge_accepted(found, "two models under Lite")
+    judge_losses_of(
+        found,
+        "of two models that were set up in turn, one is not trained as if it were the only one: "
+        "keep what belongs to a model in its PreparedModel, or by it, and not in the strategy",
+    )
+
+
+@check("lite/two models", _judge_two, reference=True)
+def _two_models(probe: Probe) -> dict[str, Any]:
+    """Two models that are set up in one Lite are both trained, as in a GAN."""
+
+    def train() -> dict[str, Any]:
+        lite = probe.lite()
+        nets = [build("dense", seed) for seed in range(2)]
+        set_up = [_set_up(lite, net, afterwards=True) for net in nets]
+        losses = []
+        for _, inputs, target in lite.setup_dataloaders(probe.loader(32)):
+            for model, optimizer in set_up:
+                loss = mse_loss(model(inputs), target)
+                lite.backward(loss, model=model)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(loss.detach()))
+        own = {f"{i}.{k}": v for i, n in enumerate(nets) for k, v in probe.own_weights(n).items()}
+        return {"shard": list(lite.ranks.data_split), "losses": losses, "own": own}
+
+    return probe.attempt(train)
+
+
 @check("lite/state")
 def _state(probe: Probe) -> dict[str, Any]:
     """Lite.save and Lite.load go on with model and optimizer as they were."""
     if not probe.target.capabilities().manual_backward:
         return {}
     path = probe.folder / "lite.ckpt"
-    batch = next(iter(probe.loader(8)))[1:]
 
     def steps(lite: Any, model: Any, optimizer: Any, count: int) -> list[float]:
         losses = []
@@ -135,6 +176,7 @@ def _state(probe: Probe) -> dict[str, Any]:
         return losses
 
     lite = probe.lite()
+    batch = lite.to_device(next(iter(probe.loader(8)))[1:])
     model, optimizer = _set_up(lite, build("dense"))
     steps(lite, model, optimizer, 3)
     lite.save(path, {"model": model, "optimizer": optimizer, "step": 3})

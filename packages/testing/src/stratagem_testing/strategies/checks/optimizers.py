@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import StepLR
 
 from stratagem.callbacks import Callback
 from stratagem.precision import Precision
 from stratagem_testing.strategies.check import Result, Run, check
 from stratagem_testing.strategies.judging import (
     by_part,
+    difference,
     judge_accepted,
     judge_losses_of,
     judge_refused,
 )
-from stratagem_testing.strategies.models import OPTIMIZERS, Learner, build
+from stratagem_testing.strategies.models import OPTIMIZERS, Learner, Scheduled, build
 from stratagem_testing.strategies.probe import Probe
 
 SCALE = 1024.0
-
-
-class _Scheduled(Learner):
-    """Two groups of parameters, of which both learning rates change after each step."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = OPTIMIZERS["groups"]([p for p in self.parameters() if p.requires_grad])
-        scheduler = StepLR(optimizer, 1, gamma=0.6)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
 
 
 def _judge_groups(found: Result) -> None:
@@ -49,7 +38,7 @@ def _judge_groups(found: Result) -> None:
 @check("optimizers/groups and schedule", _judge_groups, reference=True)
 def _groups(probe: Probe) -> dict[str, Any]:
     """Each group of parameters is stepped with its options as they are at that step."""
-    learner = _Scheduled()
+    learner = Scheduled(optimizer="groups")
     return probe.report(learner, probe.fit(learner, max_epochs=2))
 
 
@@ -102,13 +91,22 @@ def _set_up(lite: Any, *makers: Any) -> tuple[nn.Module, Any, list[Any]]:
 
 
 def _train(
-    probe: Probe, lite: Any, net: nn.Module, model: Any, optimizers: Sequence[Any]
+    probe: Probe,
+    lite: Any,
+    net: nn.Module,
+    model: Any,
+    optimizers: Sequence[Any],
+    clip: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Run a plain loop, in which each optimizer steps after each backward."""
+    """Run a plain loop, in which each optimizer clips and steps after each backward."""
     losses = []
     for _, inputs, target in lite.setup_dataloaders(probe.loader(32)):
         loss = mse_loss(model(inputs), target)
         lite.backward(loss)
+        if clip:
+            # All before the first step, so that a wrong one of them shows.
+            for optimizer in optimizers:
+                lite.clip_gradients(model, optimizer, **clip)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -124,12 +122,41 @@ def _train(
 )
 def _two(probe: Probe) -> dict[str, Any]:
     lite = probe.lite()
-    net, model, optimizers = _set_up(
-        lite,
-        lambda parameters: SGD(parameters[:2], lr=0.1),
-        lambda parameters: SGD(parameters[2:], lr=0.03, momentum=0.9),
-    )
-    return _train(probe, lite, net, model, optimizers)
+    return _train(probe, lite, *_set_up(lite, *_TWO))
+
+
+_TWO = (
+    lambda parameters: SGD(parameters[:2], lr=0.1),
+    lambda parameters: SGD(parameters[2:], lr=0.03, momentum=0.9),
+)
+_CLIPS_ITSELF = "clips gradients itself"
+
+
+@_under_lite(
+    "two and clip",
+    "Lite.clip_gradients clips the parameters of the optimizer that it is given, by their norm.",
+    "clipping the gradients of one of two optimizers changed those of the other one, or took its "
+    "norm: clip_gradients(prepared, optimizer, clip) is about optimizer.param_groups",
+    "optimizer",
+    _CLIPS_ITSELF,
+)
+def _two_clipped(probe: Probe) -> dict[str, Any]:
+    lite = probe.lite()
+    return _train(probe, lite, *_set_up(lite, *_TWO), clip={"max_norm": 0.05})
+
+
+@_under_lite(
+    "clip by the largest",
+    "Lite.clip_gradients(norm_type=inf) clips by the largest element.",
+    "norm_type=inf did not clip by the largest element over all parameters and ranks: look at "
+    "clip.norm_type in clip_gradients",
+    "norm_type",
+    _CLIPS_ITSELF,
+)
+def _clip_by_largest(probe: Probe) -> dict[str, Any]:
+    lite = probe.lite()
+    clip = {"max_norm": 0.05, "norm_type": math.inf}
+    return _train(probe, lite, *_set_up(lite, OPTIMIZERS["sgd"]), clip=clip)
 
 
 @_under_lite(
@@ -283,8 +310,7 @@ class _Frozen(Learner):
 
     def __init__(self) -> None:
         super().__init__()
-        first: Any = self.net
-        first[0].requires_grad_(False)
+        _first_layer(self, trained=False)
 
     def configure_optimizers(self) -> Optimizer:
         return OPTIMIZERS["sgd"](list(self.parameters()))
@@ -294,7 +320,13 @@ class _Unfreezes(Callback):
     """Lets the second epoch train the first layer, too."""
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        module.net[0].requires_grad_(trainer.current_epoch > 0)
+        _first_layer(module, trained=trainer.current_epoch > 0)
+
+
+def _first_layer(module: nn.Module, *, trained: bool) -> None:
+    for name, parameter in module.named_parameters():
+        if name.startswith("net.0."):  # of which this rank need not have anything
+            parameter.requires_grad_(trained)
 
 
 def _judge_unfrozen(found: Result) -> None:
@@ -321,5 +353,52 @@ def _unfrozen(probe: Probe) -> dict[str, Any]:
     def train() -> dict[str, Any]:
         learner = _Frozen()
         return probe.report(learner, probe.fit(learner, max_epochs=2, callbacks=[_Unfreezes()]))
+
+    return probe.attempt(train)
+
+
+class _LastLayer(Learner):
+    """Its optimizer has the parameters of the last layer only."""
+
+    def configure_optimizers(self) -> Optimizer:
+        return OPTIMIZERS["momentum"](_of_first_layer(self, False))
+
+
+class _AddsGroup(Callback):
+    """Gives the optimizer the first layer, too, when the second epoch begins."""
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            group = {"params": _of_first_layer(module, True), "lr": 0.03}
+            trainer.optimizers[0].add_param_group(group)
+
+
+def _of_first_layer(module: nn.Module, wanted: bool) -> list[nn.Parameter]:
+    return [p for n, p in module.named_parameters() if n.startswith("net.0.") is wanted]
+
+
+def _judge_added(found: Result) -> None:
+    if all(told["refused"] for told in found.ranks):
+        judge_refused(found, "add_param_group", "an engine", "add_param_group", "group")
+        return
+    judge_accepted(found, "a group of parameters that an optimizer is given while training goes on")
+    meaning = (
+        "parameters that optimizer.add_param_group brings in the second epoch are not trained as "
+        "the others are: look at optimizer.param_groups in each step, and not once in prepare"
+    )
+    judge_losses_of(found, meaning)
+    if found.target.equal:
+        own, expected = found.ranks[0]["weights"], found.reference["weights"]
+        said = difference(own, expected, 100 * found.target.tolerance)
+        assert not said, f"{meaning}: {said}"
+
+
+@check("optimizers/added group", _judge_added, reference=True)
+def _added(probe: Probe) -> dict[str, Any]:
+    """A group of parameters that is added while training goes on is stepped, or refused."""
+
+    def train() -> dict[str, Any]:
+        learner = _LastLayer()
+        return probe.report(learner, probe.fit(learner, max_epochs=2, callbacks=[_AddsGroup()]))
 
     return probe.attempt(train)

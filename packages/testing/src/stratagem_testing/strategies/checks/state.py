@@ -9,15 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stratagem.callbacks import Callback
 from stratagem.checkpoint import read_whole
+from stratagem.errors import ConfigurationError
 from stratagem_testing.strategies.check import Result, check, judge_of
-from stratagem_testing.strategies.judging import close, mean_losses, shown
-from stratagem_testing.strategies.models import Learner
-from stratagem_testing.strategies.probe import Probe, flat, initial
+from stratagem_testing.strategies.judging import (
+    close,
+    difference,
+    judge_accepted,
+    mean_losses,
+    shown,
+)
+from stratagem_testing.strategies.models import Learner, Scheduled, flat, initial
+from stratagem_testing.strategies.probe import Probe
 
 SAVED_AT, STEPS = 3, 6
 """Steps; an epoch has 5, so that both are within one."""
 SAMPLES = 40
+REFUSAL = ConfigurationError.__name__
 
 
 def _train_and_save(
@@ -42,33 +51,109 @@ def _whole(probe: Probe, model: str = "dense", *, shuffle: bool = False) -> Any:
     return probe.report(learner, trainer)
 
 
+class _Saves(Callback):
+    """Saves after each of some steps, and notes what the model is then.
+
+    Args:
+        probe: whose folder has the files, "1.ckpt" of the first step.
+        steps: after which it saves.
+    """
+
+    def __init__(self, probe: Probe, *steps: int) -> None:
+        self.probe = probe
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer: Any, *of_batch: Any) -> None:
+        if trainer.global_step in self.steps:
+            trainer.save_checkpoint(self.probe.folder / f"{trainer.global_step}.ckpt")
+
+
+def _resumed(probe: Probe, model: str = "dropout", **options: Any) -> dict[str, Any]:
+    """Train, save twice on the way, and go on from the second save."""
+    whole: dict[str, Any] = {"max_steps": STEPS, "shuffle": True, **options}
+    told = {}
+    for name, more in (
+        ("saved", {"callbacks": _Saves(probe, 1, SAVED_AT)}),
+        ("resumed", {"ckpt_path": probe.folder / f"{SAVED_AT}.ckpt"}),
+    ):
+        resumes = name == "resumed"
+        torch.manual_seed(8 if resumes else 7)
+        # Other weights: those of the checkpoint count.
+        learner = Scheduled(model, "adam_groups", seed=5 if resumes else 0)
+        trainer = probe.fit(learner, SAMPLES, **whole, **more)
+        told[name] = {**probe.report(learner, trainer), "rates": learner.rates}
+    return told
+
+
+def _judge_resumed(found: Result) -> None:
+    """Compare a run that was resumed with the run that saved and went on, rank by rank."""
+    for rank, told in enumerate(found.ranks):
+        saved, resumed = told["saved"], told["resumed"]
+        rates, expected = resumed["rates"], saved["rates"][SAVED_AT:]
+        assert not rates or close(rates[0], expected[0], 1e-9), (
+            "the optimizer's state was not restored: the first step after a resume has the "
+            f"learning rates {rates[0]} on rank {rank}, "
+            f"expected {expected[0]}: load_optimizer_state has to restore param_groups, and "
+            "optimizer_state to return them as they are at each save"
+        )
+        _same_losses(
+            resumed["losses"],
+            saved["losses"][SAVED_AT:],
+            1e-6,
+            f"the run that saved for the second time then, and went on (rank {rank})",
+        )
+        said = difference(resumed["weights"], saved["weights"], 1e-6)
+        assert not said, (
+            "the losses after a resume are those of the run that saved and went on, and the model "
+            "is another one at the end: something between the optimizer and the weights was not "
+            "restored (weights in a higher precision, a compression error, a count of steps); "
+            f"return it in optimizer_state or state. {said}"
+        )
+
+
 @check("state/exact resume")
 def _resume(probe: Probe) -> dict[str, Any]:
-    """A run that is resumed within an epoch has the losses of one without interruption.
+    """A run that is resumed within an epoch is the run that saved there and went on.
 
-    Weights, optimizer, order of samples and random numbers are restored.
+    Weights, optimizer, learning rates, order of samples, random numbers and the strategy's own
+    state are restored, from a second save in one run.
     """
     torch.manual_seed(7)
-    whole = _whole(probe, "dropout", shuffle=True)
-    torch.manual_seed(7)
-    _train_and_save(probe, "dropout", shuffle=True)
-    torch.manual_seed(8)
-    return {"whole": whole, "resumed": _go_on(probe, probe.folder / "saved.ckpt", "dropout",
-                                              shuffle=True)}  # fmt: skip
+    learner = Scheduled("dropout", "adam_groups")
+    trainer = probe.fit(learner, SAMPLES, max_steps=STEPS, shuffle=True)
+    return {**_resumed(probe), "whole": probe.report(learner, trainer)}
 
 
 @judge_of(_resume)
 def _judge_resume(found: Result) -> None:
-    whole = [told["whole"] for told in found.ranks]
-    expected = mean_losses(whole)[SAVED_AT:]
-    own = mean_losses([told["resumed"] for told in found.ranks])
+    _judge_resumed(found)
     if not found.target.equal:
-        # A save may change what training goes on from (an average), so only its beginning is sure.
-        assert len(own) == len(expected) and all(map(math.isfinite, own)), (  # noqa: PT018
-            f"{len(own)} losses after a resume at step {SAVED_AT}, expected {len(expected)}: {own}"
+        return  # a save may change what training goes on from (an average)
+    expected = mean_losses([told["whole"] for told in found.ranks])
+    own = mean_losses([told["saved"] for told in found.ranks])
+    for step, (mine, other) in enumerate(zip(own, expected, strict=True)):
+        assert math.isclose(mine, other, rel_tol=1e-6, abs_tol=1e-6), (
+            f"a run that saves after the steps 1 and {SAVED_AT} has other losses from its step "
+            f"{step + 1} on than one that does not: {shown(own)}, expected {shown(expected)}. "
+            "model_state, optimizer_state and state must not change what they return"
         )
-        return
-    _same_losses(own, expected, 1e-6, "the run without interruption")
+
+
+def _register_precision(precision: str) -> None:
+    def judge(found: Result) -> None:
+        if all((told["refused"] or {}).get("kind") == REFUSAL for told in found.ranks):
+            return  # see precisions/
+        judge_accepted(found, f"precision={precision!r} with a save and a resume")
+        _judge_resumed(found)
+
+    @check(f"state/exact resume in {precision}", judge)
+    def run(probe: Probe) -> dict[str, Any]:
+        """The same in a low precision, in which rounding hides what was not restored."""
+        return probe.attempt(lambda: _resumed(probe, "dense", precision=precision))
+
+
+for _precision in ("bf16-mixed", "bf16-true"):
+    _register_precision(_precision)
 
 
 def _same_losses(own: list[float], expected: list[float], tolerance: float, of: str) -> None:
@@ -81,9 +166,11 @@ def _same_losses(own: list[float], expected: list[float], tolerance: float, of: 
             f"expected {other:.7g}. "
             + (
                 "The first one differs: weights, the order of samples or random numbers were not "
-                "restored"
+                "restored, or an earlier save's were (look at model_state and load_model_state)"
                 if step == 1
-                else "The first step after it differs: the optimizer's state was not restored"
+                else "The first step after it differs: the optimizer's state was not restored, or "
+                "an earlier save's was (look at optimizer_state and load_optimizer_state; at state "
+                "and load_state for what the strategy itself keeps)"
             )
             + f"\nlosses   {shown(own)}\nexpected {shown(expected)}"
         )

@@ -2,49 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from stratagem_testing.strategies.check import Result, check
 from stratagem_testing.strategies.judging import (
     Flat,
+    alike,
     by_part,
     clipped,
     close,
+    difference,
     judge_accepted,
     judge_losses,
     judge_refused,
     mean,
     norm,
     ratio,
-    shown,
 )
-from stratagem_testing.strategies.models import Learner, plain_gradient
-from stratagem_testing.strategies.probe import Probe, initial, trained_names
+from stratagem_testing.strategies.models import Learner, initial, plain_gradient, trained_names
+from stratagem_testing.strategies.probe import Probe
 
 LIMIT = {"norm": 0.25, "value": 0.05}
 """Less than the gradient of every model here, so that clipping has an effect."""
 
 
-def _one_step(probe: Probe, count: int = 1, **options: Any) -> dict[str, Any]:
+def _one_step(
+    probe: Probe, count: int = 1, model: str = "dense", samples: int = 8, **options: Any
+) -> dict[str, Any]:
     """Take one step of SGD with lr 1: what changes is the gradient that was applied."""
-    learner = Learner("dense", "unit")
-    trainer = probe.fit(learner, 8 * count, accumulate_grad_batches=count, **options)
-    before, after = initial("dense"), probe.weights(trainer)
-    names = [f"net.{name}" for name in trained_names(learner.net)]
-    gradient = [
-        old - new
-        for name in names
-        if name in after
-        for old, new in zip(before[name], after[name], strict=True)
-    ]
+    learner = Learner(model, "unit")
+    trainer = probe.fit(learner, samples * count, accumulate_grad_batches=count, **options)
+    # Of the whole model: a rank need not have all of its parts.
+    before, after = initial(model), probe.weights(trainer)
     return {
         "shard": list(trainer.ranks.data_split),
-        "gradient": gradient,
+        "gradient": {
+            name: [old - new for old, new in zip(before[name], after[name], strict=True)]
+            for name in trained_names(model)
+            if len(after.get(name, ())) == len(before[name])
+        },
         # What torch alone finds for this rank's samples.
-        "alone": plain_gradient(learner.seen),
+        "alone": plain_gradient(learner.seen, model),
         "steps": trainer.global_step,
-        "own": probe.own_weights(trainer.run.require_prepared().original),
     }
 
 
@@ -57,77 +60,128 @@ def _judge_step(found: Result, count: int = 1, algorithm: str = "") -> None:
             f"rank {rank} counts {told['steps']} steps after {count} micro-batch(es) of one step"
         )
     own, expected = found.ranks[0]["gradient"], found.reference["gradient"]
-    if not close(own, expected, 10 * found.target.tolerance):
-        alone = by_part(found.ranks, "alone")
-        said = _fault(found, own, expected, alone, count, algorithm)
+    missing = sorted(expected.keys() - own.keys())
+    assert not missing, (
+        f"model_state(prepared) returned no whole {', '.join(missing)} on rank 0: it has to return "
+        "the whole model there, also what other ranks hold"
+    )
+    tolerance = 10 * found.target.tolerance
+    if not alike(own, expected, tolerance):
+        said = _fault(found, count, algorithm, tolerance)
         raise AssertionError(
-            f"the first step applied {said}\napplied  {shown(own)}\nexpected {shown(expected)}"
+            f"the first step applied {said}\n{difference(own, expected, tolerance)}"
         )
     if found.replicated:
         for rank, told in enumerate(found.ranks[1:], start=1):
-            assert close(told["gradient"], own, 10 * found.target.tolerance), (
+            assert alike(told["gradient"], own, tolerance), (
                 f"rank {rank} applied another gradient than rank 0: gradients are not averaged "
-                "over all ranks"
+                f"over all ranks\n{difference(told['gradient'], own, tolerance)}"
             )
 
 
-def _fault(
-    found: Result,
+def _fault(found: Result, count: int, algorithm: str, tolerance: float) -> str:
+    """Return what a wrong gradient is, in words, and of which parameters."""
+    named, told = found.reference["gradient"], found.ranks[0]["gradient"]
+    wrong = [name for name in named if not close(told[name], named[name], tolerance)]
+    alone = [[_flat(micro, named) for micro in part] for part in by_part(found.ranks, "alone")]
+    is_wrong = [name in wrong for name in named for _ in named[name]]
+
+    def only(vector: Flat) -> list[float]:
+        return [value for value, chosen in zip(vector, is_wrong, strict=True) if chosen]
+
+    candidates = _candidates(alone, LIMIT.get(algorithm, 0.0), algorithm)
+    said = _what(
+        _flat(told, wrong),
+        _flat(named, wrong),
+        {said: only(vector) for said, vector in candidates.items()},
+        [[only(micro) for micro in part] for part in alone],
+        algorithm,
+    )
+    if len(wrong) == len(named):
+        return said
+    return f"{said} (so it is for {', '.join(map(repr, wrong))}; other parameters are right)"
+
+
+def _flat(gradient: Mapping[str, Flat], names: Iterable[str]) -> list[float]:
+    return [value for name in names for value in gradient[name]]
+
+
+def _candidates(
+    alone: Sequence[Sequence[Flat]], limit: float, algorithm: str
+) -> dict[str, list[float]]:
+    """Return what gradients may be by mistake, by what is said of each."""
+    parts = len(alone)
+    whole = mean([mean(part) for part in alone])
+    found = {
+        "the gradient of this rank's samples alone: gradients are not averaged over ranks (look "
+        "at backward, and at what wrap returns)": mean(alone[0]),
+        "gradients that were averaged over ranks in the last micro-batch only: those of the "
+        "micro-batches before are this rank's": mean(
+            [*alone[0][:-1], mean([part[-1] for part in alone])]
+        ),
+    }
+    if not algorithm:
+        return found
+    clip = {
+        "the mean gradient, not clipped: look at clip_gradients": whole,
+        "the mean of gradients that each rank clipped by itself: clip after they are averaged "
+        "over ranks": mean([clipped(mean(part), limit, algorithm) for part in alone]),
+        "the sum of gradients that each micro-batch clipped by itself: clip once, when all are "
+        "there": mean(
+            [clipped(mean(micro), limit, algorithm) for micro in zip(*alone, strict=True)]
+        ),
+    }
+    other = "norm" if algorithm == "value" else "value"
+    clip[
+        f"a gradient that was clipped by {other} and not by {algorithm}: look at clip.algorithm in "
+        "clip_gradients"
+    ] = clipped(whole, limit, other)
+    for name, factor in (("multiplied", parts), ("divided", 1 / parts)):
+        clip[f"a gradient that was clipped while {name} by {parts} (the ranks)"] = [
+            value / factor for value in clipped([factor * v for v in whole], limit, algorithm)
+        ]
+    return clip | found
+
+
+def _what(
     own: Flat,
     expected: Flat,
+    candidates: Mapping[str, Flat],
     alone: Sequence[Sequence[Flat]],
-    count: int,
     algorithm: str,
 ) -> str:
-    """Return what a wrong gradient is, in words."""
-    parts = len(alone)
-    if len(own) != len(expected):
-        return (
-            f"a gradient of {len(own)} elements, expected {len(expected)}: the state is not whole"
-        )
+    """Return what a wrong gradient is; all of these are of the parameters that are wrong."""
+    parts, count = len(alone), len(alone[0])
     if not norm(own):
         return "nothing: no step was taken, or the model that was stepped is another one"
-    limit = LIMIT.get(algorithm, 0.0)
-    whole = mean([mean(part) for part in alone])
-    candidates: dict[str, Flat] = {}
-    if algorithm:
-        candidates["the mean gradient, not clipped"] = whole
-        candidates["the mean of gradients that each rank clipped by itself: clip after they are "
-                   "averaged over ranks"] = mean(
-            [clipped(mean(part), limit, algorithm) for part in alone]
-        )  # fmt: skip
-        candidates["the sum of gradients that each micro-batch clipped by itself: clip once, "
-                   "when all are there"] = mean(
-            [clipped(mean(micro), limit, algorithm) for micro in zip(*alone, strict=True)]
-        )  # fmt: skip
-        other = "norm" if algorithm == "value" else "value"
-        candidates[f"a gradient that was clipped by {other} and not by {algorithm}"] = clipped(
-            whole, limit, other
-        )
-        for name, factor in (("multiplied", parts), ("divided", 1 / parts)):
-            candidates[f"a gradient that was clipped while {name} by {parts} (the ranks)"] = [
-                value / factor for value in clipped([factor * v for v in whole], limit, algorithm)
-            ]
-    candidates["the gradient of this rank's samples alone: gradients are not averaged over "
-               "ranks"] = mean(alone[0])  # fmt: skip
     for said, candidate in candidates.items():
         if not close(candidate, expected, 1e-4) and close(own, candidate, 1e-4):
             return said
     for which, position in (("last", -1), ("first", 0)):
         if count > 1 and ratio(own, mean([part[position] for part in alone])) is not None:
-            return f"the gradient of the {which} micro-batch alone: the others are lost"
+            return (
+                f"the gradient of the {which} micro-batch alone: the others are lost (look at "
+                "accumulate and accumulate_all)"
+            )
     if algorithm == "norm":
         return (
             f"a gradient with the norm {norm(own):.5g}, expected {norm(expected):.5g} (the limit "
-            f"is {limit}): it was not clipped by the norm over all parameters and ranks"
+            f"is {LIMIT[algorithm]}): it was not clipped by the norm over all parameters and ranks "
+            "(look at clip_gradients)"
         )
     scale = ratio(own, expected)
-    if scale is None:
+    if scale is not None and abs(scale - 1) > 1e-3:
+        return f"{scale:.4g} times the gradient: {_meaning(scale, parts, count)}"
+    off = norm([a - b for a, b in zip(own, expected, strict=True)]) / norm(expected)
+    if off < 0.02:
         return (
-            "a gradient of another direction: not the mean over all ranks and micro-batches, or "
-            "it was changed after"
+            f"the mean gradient up to {off:.1%}: it was rounded to a lower precision on its way "
+            "between ranks"
         )
-    return f"{scale:.4g} times the gradient: {_meaning(scale, parts, count)}"
+    return (
+        "a gradient of another direction: not the mean over all ranks and micro-batches, or it was "
+        "changed after (look at backward, accumulate_all and finish_step)"
+    )
 
 
 def _meaning(factor: float, parts: int, count: int) -> str:
@@ -143,7 +197,9 @@ def _meaning(factor: float, parts: int, count: int) -> str:
     return ", or ".join(said) or "the loss is scaled on its way"
 
 
-def _register(name: str, about: str, count: int, algorithm: str = "") -> None:
+def _register(
+    name: str, about: str, count: int = 1, algorithm: str = "", ranks: int = 0, **of_step: Any
+) -> None:
     options: dict[str, Any] = (
         {"gradient_clip_val": LIMIT[algorithm], "gradient_clip_algorithm": algorithm}
         if algorithm
@@ -171,12 +227,23 @@ def _register(name: str, about: str, count: int, algorithm: str = "") -> None:
             judge_accepted(found, f"a step of {count} micro-batch(es) with {options}")
             _judge_step(found, count, algorithm)
 
-    @check(f"steps/{name}", judge, about=about, reference=True)
+    @check(f"steps/{name}", judge, about=about, reference=True, ranks=ranks)
     def run(probe: Probe) -> dict[str, Any]:
-        return probe.attempt(lambda: _one_step(probe, count, **options))
+        return probe.attempt(lambda: _one_step(probe, count, **of_step, **options))
 
 
 _register("gradient", "A step applies the mean gradient over all samples of all ranks.", 1)
+_register(
+    "large model",
+    "The same of a model that is larger than a bucket of gradients (25 MB).",
+    model="large",
+)
+_register(
+    "three ranks",
+    "The same on three ranks: what is right for two need not be for any other number.",
+    samples=6,
+    ranks=3,
+)
 _register("accumulation", "Micro-batches of a step count equally, whichever rank they are on.", 3)
 _register(
     "clip norm", "Gradients are clipped by their norm over all parameters and ranks.", 1, "norm"
@@ -191,3 +258,42 @@ def _several(probe: Probe) -> dict[str, Any]:
     learner = Learner("dense", "momentum")
     trainer = probe.fit(learner, 40, max_epochs=2, accumulate_grad_batches=2)
     return probe.report(learner, trainer)
+
+
+class _NotFinite(Learner):
+    """The loss of the last part of the data is NaN in the second step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        part, parts = self.trainer.ranks.data_split
+        return loss * math.nan if batch_idx == 1 and part == parts - 1 else loss
+
+
+def _judge_not_finite(found: Result) -> None:
+    told = found.ranks[0]
+    if told["refused"] or told["steps"] < told["batches"]:
+        return  # an engine may end the run, or leave the step out
+    assert not told["finite"], (
+        "the loss of a rank was NaN in the second step, the step was taken, and every weight is a "
+        "number after it: somewhere between backward and optimizer_step NaN was made one (as "
+        "nan_to_num does), so that nobody learns that training diverges. Leave it NaN, or leave "
+        "the step out and call step.optimizer_step_was_skipped(optimizer)"
+    )
+
+
+@check("steps/not finite", _judge_not_finite)
+def _not_finite(probe: Probe) -> dict[str, Any]:
+    """A gradient that is NaN stays NaN: it is clipped to nothing else, and is on all ranks."""
+    can = probe.target.capabilities()
+    clip: dict[str, Any] = {"gradient_clip_val": 1.0} if can.gradient_clipping else {}
+
+    def train() -> dict[str, Any]:
+        trainer = probe.fit(_NotFinite(), **clip)
+        values = [value for some in probe.weights(trainer).values() for value in some]
+        return {
+            "steps": trainer.global_step,
+            "batches": trainer.num_training_batches,
+            "finite": all(map(math.isfinite, values)),
+        }
+
+    return probe.attempt(train)

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from stratagem import Module, Trainer
-from stratagem.callbacks import ModelSummary
-from stratagem.callbacks.progress.model_summary import full_numel, summarize
+from stratagem.callbacks import ModelSummary, full_numel, summarize
 from stratagem.errors import ConfigurationError
 
 

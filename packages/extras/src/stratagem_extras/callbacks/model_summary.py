@@ -11,17 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 
-from stratagem.callbacks.callback import Callback
-from stratagem.data.pytree import move_to_device
+from stratagem.callbacks import Callback, full_numel, short_count
+from stratagem.data import move_to_device
 from stratagem.errors import ConfigurationError
-from stratagem.launch.process import printable
 from stratagem.rng import preserve_rng_state
 
 if TYPE_CHECKING:
-    from stratagem.module.module import Module
-    from stratagem.trainer import Trainer
+    from stratagem import Module, Trainer
 
 
 class ModelSummary(Callback):
@@ -46,6 +43,9 @@ class ModelSummary(Callback):
         1
     """
 
+    prints_parameters = True
+    """The report of a fit leaves out what this table says."""
+
     def __init__(self, max_depth: int = 1) -> None:
         if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:
             raise ConfigurationError(
@@ -66,11 +66,10 @@ class ModelSummary(Callback):
         prepared = trainer.run.require_prepared()
         # What shards a model takes its parts together around the call of what was prepared.
         call = partial(prepared.evaluation_module, "forward")
-        with strategy.evaluation(prepared), nullcontext() if context is None else context:
+        with strategy.evaluation(prepared), context or nullcontext():
             summary = summarize(module, self.max_depth, example=example, call=call)
         if trainer.is_global_zero:
-            encoding = getattr(sys.stderr, "encoding", None) or "ascii"
-            print(printable(str(summary), encoding), file=sys.stderr, flush=True)
+            print(summary, file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -207,21 +206,6 @@ def summarize(
     return summary
 
 
-def full_numel(parameter: Tensor) -> int:
-    """Return how many numbers a parameter has, also where a rank holds a part of them or none yet.
-
-    Example:
-        >>> import torch
-        >>> full_numel(torch.nn.Parameter(torch.zeros(2, 3)))
-        6
-    """
-    if isinstance(parameter, UninitializedParameter):
-        return 0
-    # A DTensor's is that of all shards. An engine that takes parameters apart leaves an empty one,
-    # and notes its number beside it.
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
-
-
 def _run_example(
     module: nn.Module,
     listed: Mapping[str, tuple[nn.Module, Layer]],
@@ -292,17 +276,3 @@ def _sizes(data: Any) -> Any:
 
 def _flops(count: int | None) -> str:
     return "?" if count is None else short_count(count)
-
-
-def short_count(number: int) -> str:
-    """Return a number in at most a few digits.
-
-    Example:
-        >>> short_count(1234567)
-        '1.2 M'
-    """
-    for unit in ("", " K", " M", " B", " T"):
-        if number < 1000 or unit == " T":
-            return f"{number:.1f}{unit}" if unit else str(number)
-        number = number / 1000  # type: ignore[assignment]
-    raise AssertionError

@@ -1,0 +1,1 @@
+"""1-bit SGD with error feedback, and checkpoints in SQLite databases, for Stratagem."""

@@ -1,0 +1,135 @@
+"""OneBitStrategy: SGD whose gradients travel as one bit an element, with error feedback.
+
+Seide et al., *1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
+Training of Speech DNNs*, Interspeech 2014. Each rank sends the signs of its gradient plus what it
+has not sent so far (the residual), and the mean size of each parameter's elements.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem.errors import ConfigurationError
+from stratagem.strategies import ParallelStrategy, PreparedModel
+from stratagem_onebit.plugin import CAPABILITIES
+
+
+class OneBitStrategy(ParallelStrategy):
+    """Averages the signs of gradients over ranks, in one gather a step.
+
+    Args:
+        warmup_steps: so many first steps average whole gradients.
+        **components: see `ParallelStrategy`.
+    """
+
+    capabilities = CAPABILITIES
+    _adds_up = False  # whether a later backward sends what has added up until then
+
+    def __init__(self, *, warmup_steps: int = 0, **components: Any) -> None:
+        super().__init__(**components)
+        if warmup_steps < 0:
+            raise ConfigurationError(f"warmup_steps={warmup_steps}: expected 0 or more")
+        self.warmup_steps = warmup_steps
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Give every rank the weights of rank 0."""
+        module.load_state_dict(self.ranks.broadcast(module.state_dict()))
+        return module
+
+    @contextmanager
+    def no_sync(self, prepared: PreparedModel) -> Iterator[None]:
+        """Let the gradients of several micro-batches add up."""
+        self._adds_up = True
+        try:
+            yield
+        finally:
+            self._adds_up = False
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward, then exchange the gradients."""
+        super().backward(prepared, loss, *args, **kwargs)
+        if not self._adds_up:
+            self._exchange(prepared)
+
+    def _exchange(self, prepared: PreparedModel) -> None:
+        own = self._own(prepared)
+        parameters = list(prepared.original.parameters())
+        sizes = [p.numel() for p in parameters]
+        gradients = [p.new_zeros(p.shape) if p.grad is None else p.grad for p in parameters]
+        # The scale of the loss changes; the residual is kept without it.
+        scale = self.precision.scale_loss(torch.ones((), device=self.device)).item()
+        flat = torch.cat([g.flatten() for g in gradients]) / scale + own["residual"]
+        used = torch.tensor([p.grad is not None for p in parameters], device=self.device)
+        own["steps"] += 1
+        if own["steps"] <= self.warmup_steps:
+            mean, used = self.ranks.all_reduce(flat), self.ranks.all_reduce(used.int(), "max") > 0
+        else:
+            lengths = torch.stack([part.abs().mean() for part in torch.split(flat, sizes)])
+            message = [used.byte(), lengths.view(torch.uint8), _packed(flat >= 0)]
+            ends = [part.numel() for part in message]
+            mean, used = torch.zeros_like(flat), torch.zeros_like(used)
+            for rank, sent in enumerate(self.ranks.all_gather(torch.cat(message))):
+                their_use, their_lengths, bits = torch.split(sent, ends)
+                means = their_lengths.clone().view(flat.dtype)
+                signs = _unpacked(bits)[: flat.numel()]
+                value = torch.repeat_interleave(means, torch.tensor(sizes, device=self.device))
+                value = torch.where(signs, value, -value)
+                if rank == self.ranks.global_rank:
+                    decoded = value
+                mean += value / self.ranks.world_size
+                used |= their_use.bool()
+            # NaN and infinity reach every rank, and are not kept for later steps.
+            if bool(mean.isfinite().all()):
+                kept = torch.repeat_interleave(used, torch.tensor(sizes, device=self.device))
+                own["residual"] = torch.where(kept, flat - decoded, own["residual"])
+        for p, part, is_used in zip(
+            parameters, torch.split(mean * scale, sizes), used, strict=True
+        ):
+            p.grad = part.view_as(p).to(p.dtype) if is_used else None
+
+    def _own(self, prepared: PreparedModel) -> dict[str, Any]:
+        """Return the residual (n,) of a model on this rank, and the number of its steps."""
+        if not prepared.strategy_data:
+            dtypes = [torch.float32, *(p.dtype for p in prepared.original.parameters())]
+            dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+            size = sum(p.numel() for p in prepared.original.parameters())
+            residual = torch.zeros(size, dtype=dtype, device=self.device)
+            prepared.strategy_data.update(residual=residual, steps=0)
+        return prepared.strategy_data
+
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
+        """Evaluate with the buffers of rank 0 everywhere: they are what is saved."""
+        for buffer in prepared.original.buffers():
+            buffer.copy_(self.ranks.broadcast(buffer))
+        yield
+
+    def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """Return the residuals of all ranks, (world_size, n), and the number of steps."""
+        own = self._own(prepared)
+        return {"steps": own["steps"], "residuals": self.ranks.all_gather(own["residual"])}
+
+    def load_state(
+        self, prepared: PreparedModel, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+    ) -> None:
+        """Take this rank's residual; under another number of ranks, the mean of all."""
+        own, residuals = self._own(prepared), state["residuals"].to(self.device)
+        same = len(residuals) == self.ranks.world_size
+        mine = residuals[self.ranks.global_rank] if same else residuals.mean(0)
+        own.update(steps=state["steps"], residual=mine.to(own["residual"].dtype))
+
+
+def _packed(bits: Tensor) -> Tensor:
+    """Return booleans (n,) as bytes, eight in each."""
+    padded = torch.nn.functional.pad(bits.byte(), (0, -len(bits) % 8)).view(-1, 8)
+    return (padded << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(1).byte()
+
+
+def _unpacked(data: Tensor) -> Tensor:
+    """Return the booleans in bytes."""
+    powers = torch.arange(8, dtype=torch.uint8, device=data.device)
+    return ((data[:, None] >> powers) & 1).flatten().bool()

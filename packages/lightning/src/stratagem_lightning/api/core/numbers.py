@@ -1,0 +1,132 @@
+"""Where Lightning's numbers differ from ours: data, seeds, short windows, frequencies."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from stratagem import seed_everything
+from stratagem.data import (
+    CombinedLoader,
+    ShardedSampler,
+    divides_data,
+    sampler_of,
+    with_sampler,
+)
+from stratagem.rng import SEED_VARIABLE, chosen_seed, seeds_workers
+from stratagem.strategies import ParallelStrategy, Strategy
+from stratagem_lightning.api.utilities.samplers import DistributedSamplerWrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stratagem.trainer import Run, Step
+
+
+def shard_for_one_rank(loader: Any, strategy: Strategy) -> Any:
+    """Return a loader of the only rank, which reads it through a sampler of ranks as several do.
+
+    Lightning has such a sampler under strategies of several processes, whatever their number.
+    """
+    if (
+        not isinstance(strategy, ParallelStrategy)
+        or not isinstance(loader, DataLoader)
+        or isinstance(loader.dataset, IterableDataset)
+        or divides_data(loader)
+        or type(loader.batch_sampler) not in (BatchSampler, type(None))
+    ):
+        return loader
+    own = sampler_of(loader)
+    return with_sampler(loader, ShardedSampler(own, 0, 1, even=True, seed=chosen_seed()))
+
+
+def in_order_of_distributed_sampler(loader: Any, what: str, *, shuffles: bool) -> Any:
+    """Let a loader that was sharded here read its samples in the order that Lightning has.
+
+    There a DistributedSampler takes the place of the sampler. Training data is always shuffled;
+    data of an evaluation is if the loader shuffles. Ranks read equally many samples, except for
+    predictions.
+
+    Args:
+        loader: of one rank; one that was not sharded here is left as it is.
+        what: "train", "validation", "test" or "predict"; "": any of these, of Fabric.
+        shuffles: False: no data is shuffled.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    part = batches.sampler if type(batches) is BatchSampler else getattr(loader, "sampler", None)
+    if not isinstance(part, ShardedSampler):
+        return loader
+    own = part.sampler
+    options: dict[str, Any] = {
+        "num_replicas": 1,  # the shards are made of this order
+        "rank": 0,
+        "seed": part.seed,
+        "shuffle": shuffles and (what == "train" or isinstance(own, RandomSampler)),
+    }
+    if isinstance(own, (RandomSampler, SequentialSampler)):
+        part.sampler = DistributedSampler(loader.dataset, **options)
+    else:
+        part.sampler = DistributedSamplerWrapper(own, **options)
+    part.even = part.even or what != "predict"
+    return loader
+
+
+def divide_by_whole_window(step: Step, run: Run) -> Step:
+    """Let a step divide its losses by `accumulate_grad_batches` where it has fewer batches.
+
+    Lightning does so in an epoch's last step. Our own Trainer divides by the number of batches.
+    """
+    start = step.start
+
+    def start_window(micro_batches: int, weights: list[float] | None = None) -> None:
+        window = run.accumulation(run.progress.epoch)
+        if micro_batches < window:
+            share = micro_batches / window
+            weights = [share * weight for weight in weights or [1.0] * micro_batches]
+        start(micro_batches, weights)
+
+    step.start = start_window  # type: ignore[method-assign]
+    return step
+
+
+def count_batches_for_schedulers(run: Run) -> None:
+    """Let schedulers that step by steps count the batches of the epoch, as in Lightning."""
+    run.schedulers.steps = lambda: run.progress.batches  # type: ignore[method-assign]
+
+
+def draw_at_reload(run: Run) -> None:
+    """Draw a number for each training loader that is made anew, as Lightning does.
+
+    It asks a new loader for an iterator once more than it reads it, and torch's loaders draw the
+    seed of their workers for each iterator.
+    """
+
+    def reopen(make: Callable[[], Any]) -> Any:
+        data = make()
+        loader = data.loader.loader
+        for one in loader.flattened if isinstance(loader, CombinedLoader) else [loader]:
+            if isinstance(one, DataLoader):
+                torch.empty((), dtype=torch.int64).random_(generator=one.generator)
+        return data
+
+    run.reopen_training = partial(reopen, run.reopen_training)  # type: ignore[method-assign]
+
+
+def reset_seed(strategy: Strategy) -> None:
+    """Seed again, where `seed_everything` was called and several processes may train.
+
+    Lightning does so in each process when it joins the others.
+    """
+    if SEED_VARIABLE in os.environ and isinstance(strategy, ParallelStrategy):
+        seed_everything(workers=seeds_workers())

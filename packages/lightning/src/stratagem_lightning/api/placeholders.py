@@ -1,0 +1,69 @@
+"""Classes of Lightning's that nothing here is an instance of; libraries import them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stratagem.errors import ConfigurationError
+
+_SPIKE = "a callback of your own that looks at the loss in on_train_batch_end"
+_SERVE = "a server of your own, which loads a checkpoint with load_from_checkpoint"
+_COLLECTIVE = "Fabric.all_gather, all_reduce, broadcast and barrier"
+_COLUMNS = "RichProgressBar(theme=...), whose columns are fixed"
+_TPU = "precision='bf16-true' with accelerator='tpu'"
+INSTEAD = {
+    "BatchesProcessedColumn": _COLUMNS,
+    "Collective": _COLLECTIVE,
+    "CustomProgress": _COLUMNS,
+    "CustomTimeColumn": _COLUMNS,
+    "LayerSync": "Trainer(sync_batchnorm=True)",
+    "LitLogger": "CSVLogger, TensorBoardLogger or WandbLogger",
+    "MPSAccelerator": "accelerator='cpu'; no backend for MPS is there yet",
+    "MetricsTextColumn": _COLUMNS,
+    "ProcessingSpeedColumn": _COLUMNS,
+    "ServableModule": _SERVE,
+    "ServableModuleValidator": _SERVE,
+    "SingleDeviceCollective": _COLLECTIVE,
+    "SpikeDetection": _SPIKE,
+    "TorchSyncBatchNorm": "Trainer(sync_batchnorm=True)",
+    "TrainingSpikeException": _SPIKE,
+    "XLACheckpointIO": "a CheckpointIO of stratagem.checkpoint, which every accelerator uses",
+    "XLAEnvironment": "accelerator='tpu', which reads the ranks from PyTorch/XLA",
+    "XLAPrecision": _TPU,
+    "XLAProfiler": "PyTorchProfiler",
+}
+"""What to use in the place of each."""
+
+
+class Placeholder(type):
+    """The type of a class that nothing is an instance of, and that cannot be made.
+
+    Example:
+        >>> from stratagem_lightning.pytorch.accelerators import MPSAccelerator
+        >>> isinstance("anything", MPSAccelerator)
+        False
+    """
+
+    error: Exception
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return False
+
+    def __call__(cls, *arguments: Any, **options: Any) -> Any:
+        """Refuse to be made.
+
+        Raises:
+            ConfigurationError: always; says what to use, or what to install.
+        """
+        raise cls.error
+
+
+def placeholder(name: str, error: Exception) -> Placeholder:
+    """Return a class of this name; making an object of it, or of a subclass, raises the error."""
+    return Placeholder(name, (), {"error": error, "__doc__": str(error)})
+
+
+def __getattr__(name: str) -> Placeholder:
+    if name not in INSTEAD:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return placeholder(name, ConfigurationError(f"Stratagem has no {name}; use {INSTEAD[name]}"))

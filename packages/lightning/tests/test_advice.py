@@ -1,0 +1,81 @@
+"""Warnings at the start of a run, of what is valid and often a mistake."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from stratagem_lightning.api.demos.boring_classes import BoringModel, RandomDataset
+from stratagem_lightning.api.trainer import Trainer
+from stratagem_lightning.api.utilities.warnings import PossibleUserWarning
+
+
+def quick(**options: Any) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        **{"max_epochs": 1, "limit_train_batches": 1, "limit_val_batches": 1, **options},
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("missing", "category", "message"),
+    [
+        ("validation_step", UserWarning, "You passed in a `val_dataloader` but have no `valid"),
+        ("val_dataloader", PossibleUserWarning, "You defined a `validation_step` but have no `val"),
+    ],
+)
+def test_half_of_a_validation_is_said(missing: str, category: type[Warning], message: str) -> None:
+    model = BoringModel()
+    setattr(model, missing, None)
+    with pytest.warns(category, match=message):
+        quick().fit(model)
+
+
+def test_a_fit_that_only_the_default_limits_is_said() -> None:
+    class Stops(BoringModel):
+        def on_train_start(self) -> None:
+            self.trainer.should_stop = True
+
+    with pytest.warns(PossibleUserWarning, match="`max_epochs` was not set"):
+        quick(max_epochs=None).fit(Stops())
+    for limit in ({"max_epochs": 1000}, {"max_steps": 1}, {"max_time": "00:00:10:00"}):
+        quick(**{"max_epochs": None, **limit}).fit(Stops())
+
+
+def test_modules_that_stay_in_eval_mode_are_said() -> None:
+    model = BoringModel()
+    model.frozen = torch.nn.Dropout().eval()
+    with pytest.warns(PossibleUserWarning, match=r"Found 1 module\(s\) in eval mode at the start"):
+        quick().fit(model)
+    # All of them are set to training mode.
+    quick().fit(BoringModel().eval())
+
+
+def test_a_loader_that_shuffles_in_an_evaluation_is_said() -> None:
+    loader = DataLoader(RandomDataset(32, 4), shuffle=True)
+    with pytest.warns(PossibleUserWarning, match="Your `val_dataloader`'s sampler has shuffling"):
+        quick().validate(BoringModel(), loader)
+    with warnings.catch_warnings():
+        quick().fit(BoringModel(), loader)
+
+
+class Sized(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.ones(4, 32))
+
+    def __len__(self) -> int:
+        return 4
+
+
+def test_a_stream_that_has_a_length_is_said() -> None:
+    with pytest.warns(UserWarning, match="Your `IterableDataset` has `__len__` defined"):
+        quick().test(BoringModel(), DataLoader(Sized()))

@@ -1,0 +1,184 @@
+"""What user code overrides, and Lightning alone calls, is refused by name when a run begins."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stratagem.errors import UserCodeError
+from stratagem_lightning.api.callbacks.model_checkpoint import ModelCheckpoint
+from stratagem_lightning.api.core.datamodule import LightningDataModule
+from stratagem_lightning.api.core.loops import EvaluationLoop
+from stratagem_lightning.api.core.module import LightningModule
+from stratagem_lightning.api.demos.boring_classes import BoringModel
+from stratagem_lightning.api.trainer import Trainer
+
+NAMES = ("callbacks", "loggers", "profilers", "strategies")
+HOMES: list[Any] = [importlib.import_module(f"stratagem_lightning.pytorch.{n}") for n in NAMES]
+callbacks, loggers, _, strategies = HOMES
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "max_steps": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def override(base: type, *names: str) -> Any:
+    return type("Mine", (base,), dict.fromkeys(names, lambda self, *arguments: None))()
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "options"),
+    [
+        (callbacks.ModelCheckpoint, "_save_topk_checkpoint", lambda one: {"callbacks": one}),
+        (callbacks.ModelCheckpoint, "_save_last_checkpoint", lambda one: {"callbacks": [one]}),
+        (callbacks.EarlyStopping, "_run_early_stopping_check", lambda one: {"callbacks": one}),
+        (loggers.CSVLogger, "group_separator", lambda one: {"logger": one}),
+        (strategies.DDPStrategy, "_setup_model", lambda one: {"strategy": one}),
+    ],
+)
+def test_an_override_that_is_never_called_is_refused(
+    base: type, name: str, options: Callable[[Any], dict[str, Any]]
+) -> None:
+    arguments = {"monitor": "loss"} if base is callbacks.EarlyStopping else {}
+    if base is loggers.CSVLogger:
+        arguments = {"save_dir": "logs"}
+    kind = type("Mine", (base,), {name: lambda self, *arguments: None})
+    saves = {"enable_checkpointing": base is callbacks.ModelCheckpoint}
+    trainer = Trainer(**{**QUIET, **saves, **options(kind(**arguments))})
+    with pytest.raises(UserCodeError) as raised:
+        trainer.fit(BoringModel())
+    assert str(raised.value) == (
+        f"Mine overrides {name} of {base.__name__}, which Lightning calls and Stratagem does not: "
+        "the run would differ silently. Move the code into a hook (such as on_validation_end) or "
+        "a method that both have"
+    )
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_models_and_datamodules_are_looked_at_in_each_stage(stage: str) -> None:
+    run = getattr(Trainer(**QUIET), stage)
+    with pytest.raises(UserCodeError, match="Mine overrides _call_batch_hook of LightningModule"):
+        run(override(BoringModel, "_call_batch_hook"))
+    datamodule = override(LightningDataModule, "_set_hparams", "_to_hparams_dict")
+    text = "Mine overrides _set_hparams, _to_hparams_dict of LightningDataModule"
+    with pytest.raises(UserCodeError, match=text):
+        run(BoringModel(), datamodule=datamodule)
+
+
+def test_a_trainer_that_overrides_its_own_stages_is_refused() -> None:
+    class Mine(Trainer):
+        def _run_stage(self) -> None:
+            pass
+
+    with pytest.raises(UserCodeError, match="Mine overrides _run_stage of Trainer"):
+        Mine(**QUIET).fit(BoringModel())
+
+
+def test_hooks_and_methods_of_their_own_are_not() -> None:
+    seen = []
+
+    class Saver(ModelCheckpoint):
+        def _own(self) -> None:
+            seen.append("own")
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            super().on_train_start(trainer, pl_module)
+            self._own()
+
+    class Fine(BoringModel):
+        def _save_topk_checkpoint(self) -> None:  # means nothing in a model
+            pass
+
+    trainer = Trainer(**{**QUIET, "callbacks": Saver(), "enable_checkpointing": True})
+    trainer.fit(Fine(), [torch.ones(1, 32)] * 2)
+    assert seen == ["own"]
+
+
+def test_the_table_names_only_what_is_not_here() -> None:
+    text = files("stratagem_lightning.api.core").joinpath("uncalled.txt").read_text()
+    classes = {"Trainer": Trainer, "LightningModule": LightningModule}
+    found = 0
+    for line in text.splitlines():
+        name, _, methods = line.partition(": ")
+        kind = classes.get(name) or next((getattr(h, name) for h in HOMES if name in dir(h)), None)
+        if kind is not None:
+            found += 1
+            assert [each for each in methods.split() if hasattr(kind, each)] == []
+    assert found > 40
+
+
+def test_what_libraries_override_is_called(tmp_path: Path) -> None:
+    class Saver(ModelCheckpoint):
+        saved: tuple[float, ...] = ()
+
+        def _update_best_and_save(
+            self, current: torch.Tensor, trainer: Any, monitor_candidates: dict[str, Any]
+        ) -> None:
+            super()._update_best_and_save(current, trainer, monitor_candidates)
+            assert current == self.best_model_score == monitor_candidates["val"]
+            assert monitor_candidates["step"] == trainer.global_step
+            self.saved += (float(current),)
+
+    class Monitor(callbacks.LearningRateMonitor):  # type: ignore[misc, name-defined]
+        def _get_optimizer_stats(self, *arguments: Any) -> dict[str, float]:
+            stats: dict[str, float] = super()._get_optimizer_stats(*arguments)
+            return {name: 2 * value for name, value in stats.items()}
+
+    class Model(BoringModel):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", 1.0 / (1 + self.current_epoch))
+
+    saver, monitor = Saver(tmp_path, monitor="val"), Monitor()
+    options = {**QUIET, "enable_checkpointing": True, "max_steps": -1, "logger": True}
+    trainer = Trainer(
+        **options,
+        max_epochs=2,
+        limit_train_batches=1,
+        default_root_dir=tmp_path,
+        callbacks=[saver, monitor],
+    )
+    trainer.fit(Model())
+    assert saver.saved == (1.0, 0.5)
+    assert monitor.lrs["lr-SGD"][0] == 0.2
+
+
+def test_a_loop_that_prints_in_its_own_way(capsys: pytest.CaptureFixture[str]) -> None:
+    class Printing(EvaluationLoop):
+        @staticmethod
+        def _print_results(results: list[dict[str, torch.Tensor]], stage: str) -> None:
+            print(stage, results[0]["value"].item())
+
+    class Model(BoringModel):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("value", 3.0)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("value", 4.0)
+
+    trainer = Trainer(**QUIET)
+    trainer.test_loop = Printing(trainer, "test", "test", inference_mode=True)
+    trainer.validate_loop = Printing(trainer)
+    trainer.test(Model(), verbose=False)
+    assert capsys.readouterr().out == ""
+    trainer.test(Model())
+    trainer.validate(Model())
+    assert capsys.readouterr().out == "test 3.0\nvalidate 4.0\n"
+    trainer.test_loop = EvaluationLoop(trainer)
+    trainer.test(Model())
+    assert capsys.readouterr().out == "test value: 3\n"
+
+    trainer.test_loop = type("Mine", (Printing,), {"run": lambda self: []})(trainer)
+    with pytest.raises(UserCodeError, match="Mine overrides run of EvaluationLoop"):
+        trainer.test(Model())

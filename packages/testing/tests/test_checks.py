@@ -1,0 +1,82 @@
+"""Single checks of the kits, on what once made them fail components that are right."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from _thread import start_new_thread
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stratagem import Lite
+from stratagem_testing.strategies.check import CHECKS, Result
+from stratagem_testing.strategies.checks import load_checks
+from stratagem_testing.strategies.probe import Probe
+from stratagem_testing.strategies.target import Target
+from stratagem_testing.surroundings import Surroundings
+
+load_checks()
+TARGET = Target(strategy="single_device")
+
+
+def result(check: str, *ranks: Any, reference: Any = None) -> Callable[[], None]:
+    """Return what judges a check by what ranks have told."""
+    found = Result(
+        target=TARGET,
+        capabilities=TARGET.capabilities(),
+        ranks=list(ranks),
+        reference=reference,
+    )
+    return lambda: CHECKS[check].judge(found)
+
+
+@pytest.mark.parametrize("check", ["lite/state", "capabilities/rebinds optimizers"])
+def test_a_loop_of_a_check_has_its_batch_on_the_models_device(
+    check: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[Any] = []
+
+    def to_device(self: Lite, batch: Any) -> Any:
+        own = [tensor.clone() for tensor in batch if isinstance(tensor, torch.Tensor)]
+        moved.extend(own)
+        return [*batch[: len(batch) - len(own)], *own]
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        assert any(target is one for one in moved)
+        return torch.nn.functional.mse_loss(output, target)
+
+    monkeypatch.setattr(Lite, "to_device", to_device)
+    monkeypatch.setattr(sys.modules[CHECKS[check].run.__module__], "mse_loss", loss)
+    CHECKS[check].run(Probe(TARGET, 0, 1, tmp_path, tmp_path))
+    assert moved
+
+
+def test_a_precision_that_the_accelerator_cannot_do_is_no_fault_of_the_strategy() -> None:
+    told = {"refused": {"kind": "ConfigurationError", "text": "no autocast"}, "autocasts": False}
+    reference = {"refused": None, "dtypes": ["torch.bfloat16"], "losses": [1.0], "shard": [0, 1]}
+    result("precisions/bf16-mixed", told, reference=reference)()
+    with pytest.raises(AssertionError, match="the capabilities take precision='bf16-mixed'"):
+        result("precisions/bf16-mixed", {**told, "autocasts": True}, reference=reference)()
+
+
+def test_a_thread_that_python_only_knows_from_outside_is_nothing_left_behind() -> None:
+    """Such as one of autograd's, which has called a function of Python."""
+    before = Surroundings.now()
+    known, goes_on = threading.Event(), threading.Event()
+
+    def call() -> None:
+        threading.current_thread()  # from now on it has an object
+        known.set()
+        goes_on.wait(60.0)
+
+    start_new_thread(call, ())
+    assert known.wait(60.0)
+    try:
+        assert any(isinstance(one, threading._DummyThread) for one in threading.enumerate())
+        assert before.changes() == []
+    finally:
+        goes_on.set()
