@@ -276,6 +276,36 @@ print(code, {"torch", "jsonargparse", "rich", "pluggy"} & set(sys.modules))
 # -- training
 
 
+def test_ranks_that_a_rank_has_started_are_ranks_of_their_own(runs: Runs) -> None:
+    inner = runs.folder / "inner.py"
+    inner.write_text(
+        "from stratagem import Lite\n"
+        "lite = Lite(accelerator='cpu')\n"
+        "lite.launch()\n"
+        "lite.print('inner', lite.world_size)\n"
+    )
+    outer = runs.script(
+        "import subprocess, sys\n"
+        "from stratagem import Lite\n"
+        "Lite(accelerator='cpu')\n"
+        "lite = Lite(strategy='ddp', accelerator='cpu', devices=2)\n"
+        "lite.launch()\n"
+        "command = [sys.executable, '-m', 'stratagem', 'run', 'inner.py', '--devices', '2']\n"
+        "if lite.is_global_zero:\n"
+        "    subprocess.run(command, check=True)\n"
+        "lite.barrier()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, outer],
+        cwd=runs.folder,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=True,
+    )
+    assert done.stdout == "inner 2\n", done.stderr
+
+
 def test_two_ranks_train_together(runs: Runs) -> None:
     ending = """
 import json

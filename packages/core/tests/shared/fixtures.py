@@ -32,8 +32,13 @@ RANK_VARIABLES = (
     "NODE_RANK",
     "RANK",
     "STRATAGEM_CLUSTER",
+    "STRATAGEM_LAUNCH_ORDINAL",
+    "STRATAGEM_LISTEN_FD",
+    "STRATAGEM_PARENT_PID",
+    "STRATAGEM_RANK_PID",
     "STRATAGEM_SEED",
     "STRATAGEM_SEED_WORKERS",
+    "STRATAGEM_STORE",
     *(name for name in os.environ if name.startswith("TORCHELASTIC_")),
     "WORLD_SIZE",
 )

@@ -107,6 +107,8 @@ def run(arguments: Sequence[str]) -> int:
         SystemExit: the arguments are wrong (exit code 2; nothing was started), or ask for help.
     """
     launch = parse(arguments)
+    # Of a launch that this command was started within: the ranks would take them for their own.
+    rank.forget_foreign_variables(())
     if launch.log_dir is not None:
         try:
             launch.log_dir.mkdir(parents=True, exist_ok=True)

@@ -58,6 +58,7 @@ class ScriptLauncher(Launcher):
         os.environ[rank.LAUNCH_VARIABLE] = str(plan.request.ordinal)
         count = plan.processes_per_node
         node_rank = int(environ.get("NODE_RANK", "0"))
+        address = environ.get("MASTER_ADDR", "127.0.0.1") if plan.num_nodes > 1 else "127.0.0.1"
         listener = None
         if "MASTER_PORT" in environ and plan.num_nodes > 1:
             main_port = int(environ["MASTER_PORT"])
@@ -71,9 +72,7 @@ class ScriptLauncher(Launcher):
                 local_world_size=count,
                 node_rank=node_rank,
                 num_nodes=plan.num_nodes,
-                main_address=environ.get("MASTER_ADDR", "127.0.0.1")
-                if plan.num_nodes > 1
-                else "127.0.0.1",
+                main_address=address,
                 main_port=main_port,
             )
             for local_rank in range(count)
