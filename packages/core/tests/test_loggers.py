@@ -365,6 +365,37 @@ def test_rows_are_held_back_as_asked_and_names_have_their_prefix(tmp_path: Path)
     assert logger.experiment is logger
 
 
+def test_every_row_of_a_run_goes_through_log_metrics_of_a_subclass(tmp_path: Path) -> None:
+    class WithoutEpochs(CSVLogger):
+        def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+            kept = {name: value for name, value in metrics.items() if name != "epoch"}
+            super().log_metrics(kept, step)
+
+    logger = WithoutEpochs(tmp_path / "subclass")
+    trainer_in(tmp_path, [logger]).fit(Learner(), numbers())
+    rows = table(logger.log_dir)
+    assert "loss" in rows[0]
+    assert "epoch" not in rows[0]
+    plain = trainer_in(tmp_path, True)
+    plain.fit(Learner(), numbers())
+    assert steps_of(logger.log_dir) == steps_of(plain.log_dir)
+
+
+def test_rows_of_a_run_are_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writes: list[int] = []
+    write = CSVLogger._append
+
+    def counted(logger: CSVLogger, rows: Any) -> None:
+        writes.append(len(rows))
+        write(logger, rows)
+
+    monkeypatch.setattr(CSVLogger, "_append", counted)
+    logger = CSVLogger(tmp_path)
+    logger.log_rows([(step, {"loss": 0.5}) for step in range(3)])
+    logger.log_metrics({"loss": 0.5}, 3)
+    assert writes == [3, 1]
+
+
 def test_a_csv_logger_refuses_what_it_cannot_mean(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"flush_logs_every_n_steps=0\): expected a whole"):
         CSVLogger(tmp_path, flush_logs_every_n_steps=0)

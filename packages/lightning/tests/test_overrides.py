@@ -182,3 +182,40 @@ def test_a_loop_that_prints_in_its_own_way(capsys: pytest.CaptureFixture[str]) -
     trainer.test_loop = type("Mine", (Printing,), {"run": lambda self: []})(trainer)
     with pytest.raises(UserCodeError, match="Mine overrides run of EvaluationLoop"):
         trainer.test(Model())
+
+
+def test_a_writer_of_a_csv_loggers_own_gets_rows_and_hyperparameters(tmp_path: Path) -> None:
+    class Writer:
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+            self.parameters: dict[str, Any] = {}
+            self.saves = 0
+
+        def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+            self.steps.append(step)
+
+        def log_hparams(self, params: dict[str, Any]) -> None:
+            self.parameters.update(params)
+
+        def save(self) -> None:
+            self.saves += 1
+
+    writer = Writer()
+
+    class Mine(loggers.CSVLogger):  # type: ignore[misc, name-defined]
+        @property
+        def experiment(self) -> Writer:
+            return writer
+
+    class Logs(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("loss", 0.5)
+            return super().training_step(batch, batch_idx)
+
+    logger = Mine(tmp_path)
+    logger.log_hyperparams({"width": 3})
+    Trainer(**{**QUIET, "max_steps": 4, "logger": logger, "log_every_n_steps": 2}).fit(Logs())
+    assert writer.steps == [1, 3]
+    assert writer.parameters == {"width": 3}
+    assert writer.saves >= 1
+    assert not Path(logger.log_dir, "metrics.csv").exists()

@@ -72,10 +72,9 @@ class CSVLogger(Logger):
                 f"CSVLogger(flush_logs_every_n_steps={flush_logs_every_n_steps}): expected a whole "
                 "number of at least 1"
             )
-        owner = type(self).__name__
-        self.save_dir = local_folder(owner, save_dir or ".")
+        self.save_dir = local_folder(type(self).__name__, save_dir or ".")
         self.name = name or ""
-        self._folder = VersionFolder(owner, self.save_dir / self.name, version)
+        self._folder = VersionFolder(type(self).__name__, self.save_dir / self.name, version)
         self._prefix = prefix
         self._flush_every = flush_logs_every_n_steps
         self._held: list[tuple[int | None, Mapping[str, float]]] = []
@@ -139,9 +138,12 @@ class CSVLogger(Logger):
             self.save()
 
     def log_rows(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """Append rows."""
-        self._held += [(step, self._named(values)) for step, values in rows]
-        self.save()
+        """Append rows, with one write for all of them."""
+        every, self._flush_every = self._flush_every, len(self._held) + len(rows) + 1
+        try:
+            super().log_rows(rows)
+        finally:
+            self._flush_every = every
 
     def _named(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         begin = f"{self._prefix}-" if self._prefix else ""
@@ -189,16 +191,14 @@ class CSVLogger(Logger):
             if any(str(row["step"]) != self._last_rows[0]["step"] for row in full):
                 self._last_rows = []  # the next step has come
         known = set(self._columns)
-        extended = [row for row in full if not row.keys() <= known]
-        new = list(dict.fromkeys(c for row in extended for c in row if c not in known))
-        file = self._file
+        new = list(dict.fromkeys(c for row in full for c in row if c not in known))
         if not self._written:
             self._folder.make()
         elif new:
             self._add_columns(new)
         self._columns += new
         # Opened for each call: nothing is held back that the end of the process could lose.
-        with _open(file, "a" if self._written else "w") as opened:
+        with _open(self._file, "a" if self._written else "w") as opened:
             writer = csv.writer(opened)
             if not self._written:
                 writer.writerow(self._columns)

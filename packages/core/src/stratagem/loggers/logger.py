@@ -77,7 +77,10 @@ class Logger(ABC):
         """Take the values of one step (an optimizer step, counted from 0)."""
 
     def log_rows(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """Take the values of several steps, each as (step, values), and write them."""
+        """Take the values of several steps, each as (step, values), and write them.
+
+        Every row goes through `log_metrics`, which a subclass may override.
+        """
         for step, metrics in rows:
             # A copy: another logger reads the same row, and this one may take values out of it.
             self.log_metrics(dict(metrics), step)

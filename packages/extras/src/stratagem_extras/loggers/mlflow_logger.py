@@ -91,6 +91,8 @@ class MLFlowLogger(SDKLogger):
         self._synchronous = {} if synchronous is None else {"synchronous": synchronous}
         self._experiment_id: str | None = None
         self._run_id: str | None = None
+        self._collected: list[tuple[int, Mapping[str, Any]]] | None = None
+        """Rows of one call of `log_rows`."""
         self._uploads = Uploads(log_model, self._send)
 
     @property
@@ -156,11 +158,20 @@ class MLFlowLogger(SDKLogger):
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Take the values of one step."""
-        self._log([(0 if step is None else step, metrics)])
+        row = (0 if step is None else step, metrics)
+        if self._collected is None:
+            self._log([row])
+        else:
+            self._collected.append(row)
 
     def log_rows(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         """Take the values of several steps, in as few requests as MLflow allows."""
-        self._log(rows)
+        self._collected = []
+        try:
+            super().log_rows(rows)
+            self._log(self._collected)
+        finally:
+            self._collected = None
 
     def _log(self, rows: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         if not self.writes_here:

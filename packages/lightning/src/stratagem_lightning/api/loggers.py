@@ -40,6 +40,10 @@ def _one_folder(
 class CSVLogger(loggers.CSVLogger):
     """A CSVLogger of the folder `lightning_logs`; rows without a step are counted.
 
+    A subclass may override `experiment` with a writer of its own, which then gets each row by
+    `log_metrics(metrics, step)`, the hyperparameters by `log_hparams(params)`, and calls of
+    `save()`.
+
     Args:
         save_dir, name, version, **options: of `stratagem.loggers.CSVLogger`.
         root_dir: another name for `save_dir`, as Fabric has it.
@@ -70,7 +74,10 @@ class CSVLogger(loggers.CSVLogger):
         """
         step = self._next_step if step is None else step
         self._next_step = step + 1
-        super().log_metrics(metrics, step)
+        if (writer := self.experiment) is self:
+            super().log_metrics(metrics, step)
+        else:
+            writer.log_metrics(metrics, step)
 
     def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
         """Choose the folder, and write a file of no hyperparameters until there are some."""
@@ -79,7 +86,16 @@ class CSVLogger(loggers.CSVLogger):
 
     def log_hyperparams(self, params: Any = None) -> None:
         """Write them as YAML; None: there are none."""
-        write_hyperparameters(self._folder.make() / self.hparams_file, params)
+        if (writer := self.experiment) is self:
+            write_hyperparameters(self._folder.make() / self.hparams_file, params)
+        else:
+            writer.log_hparams(loggers.as_mapping(params or {}))
+
+    def save(self) -> None:
+        """Write the rows that are held back."""
+        super().save()
+        if (writer := self.experiment) is not self:
+            writer.save()
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
