@@ -10,9 +10,10 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,6 +127,16 @@ class TestTensorBoardLogger(LoggerConformance):
 class TestMLFlowLogger(LoggerConformance):
     logger = mlflow_logger
     read = of_mlflow
+
+    def test_rows_of_a_run_go_through_log_metrics_of_a_subclass(self, tmp_path: Path) -> None:
+        class WithoutEpochs(MLFlowLogger):
+            def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+                super().log_metrics({"loss": metrics["loss"]}, step)
+
+        logger = WithoutEpochs(save_dir=tmp_path)
+        logger.log_rows([(step, {"loss": 0.5, "epoch": 0.0}) for step in range(3)])
+        logger.finalize("success")
+        assert of_mlflow(logger) == [(step, {"loss": 0.5}) for step in range(3)]
 
 
 @needs("neptune")
