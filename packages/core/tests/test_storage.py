@@ -134,7 +134,7 @@ def test_a_checkpoint_is_saved_linked_listed_loaded_and_removed(folder: paths.Lo
     assert str(caught.value).startswith(
         f"no checkpoint '{folder}/c.ckpt'; the folder '{folder}' contains a.ckpt, b.ckpt"
     )
-    with pytest.raises(CheckpointNotFoundError):
+    with pytest.raises(CheckpointNotFoundError, match=r"contains a\.ckpt, b\.ckpt"):
         io.verify_checkpoint(paths.join(folder, "c.ckpt"))
     for path in (first, first, last, second):
         io.remove_checkpoint(path)

@@ -133,12 +133,21 @@ def verify(path: str | os.PathLike[str]) -> Description:
         CheckpointCorruptError: it is damaged, or no checkpoint.
         OSError: it cannot be read.
     """
-    try:
-        return describe_checkpoint(os.fspath(path), verify=True)
-    except CheckpointError:
-        raise
-    except FileNotFoundError as error:
-        raise CheckpointNotFoundError(f"no checkpoint {str(path)!r}") from error
+    check_exists(paths.to_location(os.fspath(path)))
+    return describe_checkpoint(os.fspath(path), verify=True)
+
+
+def check_exists(path: paths.Location) -> None:
+    """Raise CheckpointNotFoundError, with the checkpoints beside it, if nothing is at the path."""
+    if paths.exists(path):
+        return
+    folder = paths.parent(path)
+    found = [entry.path for entry in find_all([folder])]
+    there = sorted(paths.name_of(each) for each in found if paths.exists(each))
+    raise CheckpointNotFoundError(
+        f"no checkpoint {str(path)!r}; the folder {str(folder)!r} contains "
+        f"{', '.join(there) or 'no checkpoints'}"
+    )
 
 
 def run_of(path: str | os.PathLike[str]) -> str:

@@ -33,7 +33,6 @@ from stratagem.checkpoint.directory import (
 )
 from stratagem.errors import (
     CheckpointCorruptError,
-    CheckpointNotFoundError,
     CheckpointSaveError,
 )
 from stratagem.interfaces.checkpoint_io import CheckpointIO
@@ -191,7 +190,7 @@ class CheckpointReader:
         if isinstance(path, Path) and path.is_dir():
             _open_directory(path, verify=True, ranks=None, check_parts=True)
             return
-        _check_exists(path)
+        catalog.check_exists(path)
         with paths.open_local(path) as file:
             identity = _identity(os.fstat(file.fileno()))
             contents = _open_file(file, str(path), verify=True)
@@ -215,7 +214,7 @@ class CheckpointReader:
         if isinstance(path, Path) and path.is_dir():
             self.forget()
             return _open_directory(path, verify=self._verify, ranks=ranks)
-        _check_exists(path)
+        catalog.check_exists(path)
         verified = self._take_verified(path)
         if verified is not None:
             return verified
@@ -244,18 +243,6 @@ def _make_reader(verify: bool) -> CheckpointReader:
 def _identity(state: os.stat_result) -> tuple[int, ...]:
     """Return what changes where a file is replaced or written to."""
     return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
-
-
-def _check_exists(path: paths.Location) -> None:
-    if paths.exists(path):
-        return
-    folder = paths.parent(path)
-    found = [entry.path for entry in catalog.find_all([folder])]
-    there = sorted(paths.name_of(each) for each in found if paths.exists(each))
-    raise CheckpointNotFoundError(
-        f"no checkpoint {str(path)!r}; the folder {str(folder)!r} contains "
-        f"{', '.join(there) or 'no checkpoints'}"
-    )
 
 
 # -- one file
