@@ -65,7 +65,7 @@ def test_steps_of_one_allocation_run_at_the_same_time(
 
 
 def test_a_batch_script_that_runs_python_directly_is_no_rank(slurm: Any, tmp_path: Path) -> None:
-    explain = f"{sys.executable} -m stratagem explain --strategy ddp --devices 2"
+    explain = f"{sys.executable} -m stratagem explain --strategy ddp --devices 2 --why"
     text = slurm.submit(tmp_path, explain, "--nodes=2", "--ntasks-per-node=1").wait()
     assert "cluster_environment  plain" in text
     assert "SLURM_STEP_ID is not set, though SLURM_JOB_ID is" in text

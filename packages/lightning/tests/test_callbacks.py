@@ -179,6 +179,23 @@ def test_a_theme_formats_the_values_that_are_shown(
     assert "val_loss 2.0e-01" in shown
 
 
+def test_a_subclass_of_early_stopping_may_decide_itself(pl: Any, tmp_path: Path) -> None:
+    class Patient(pl.callbacks.EarlyStopping):  # type: ignore[misc]
+        asked = 0
+
+        def _evaluate_stopping_criteria(self, current: Any) -> tuple[bool, str | None]:
+            self.asked += 1
+            if self.asked <= 2:
+                return False, None
+            assert current.shape == ()
+            return True, f"asked {self.asked} times"
+
+    stopper = Patient("val_loss")
+    fit(pl, tmp_path, stopper, net=Net((0.1, 0.1, 0.1, 0.1)), max_epochs=4)
+    assert stopper.stopped_epoch == 2
+    assert stopper.stopping_reason_message == "EarlyStopping: asked 3 times"
+
+
 def test_early_stopping_says_its_reason(pl: Any, tmp_path: Path) -> None:
     reasons = pl.callbacks.early_stopping.EarlyStoppingReason
     stopper = pl.callbacks.EarlyStopping("val_loss", patience=1)

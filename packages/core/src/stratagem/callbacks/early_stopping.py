@@ -126,41 +126,42 @@ class EarlyStopping(Callback):
     def _check(self, trainer: Trainer) -> None:
         if not self.strict and self.monitor not in trainer.callback_metrics:
             return
-        score = float(trainer.run.metric(self.monitor, "EarlyStopping"))
+        score, best = float(trainer.run.metric(self.monitor, "EarlyStopping")), self.best_score
+        kind, reason = self.judge(score)
+        if kind == "non_finite_metric" and trainer.is_global_zero:
+            warnings.warn(
+                f"EarlyStopping ends training after step {trainer.global_step}: "
+                f"{self.monitor} is {score}. check_finite=False goes on",
+                stacklevel=2,
+            )
+        if self.verbose and self.best_score != best:
+            improved = f"improved from {best:.4g} to" if math.isfinite(best) else "is"
+            trainer.print(f"stratagem: EarlyStopping: {self.monitor} {improved} {score:.4g}")
+        if kind:
+            self._stop(trainer, kind, reason)
+
+    def judge(self, score: float) -> tuple[str, str]:
+        """Take the value into account; return why training ends, as (kind, text), or ("", "")."""
         if self.check_finite and not math.isfinite(score):
-            if trainer.is_global_zero:
-                warnings.warn(
-                    f"EarlyStopping ends training after step {trainer.global_step}: "
-                    f"{self.monitor} is {score}. check_finite=False goes on",
-                    stacklevel=2,
-                )
-            self._stop(trainer, "non_finite_metric", f"{self.monitor} is {score}")
-            return
+            return "non_finite_metric", f"{self.monitor} is {score}"
         sign = 1.0 if self.mode == "min" else -1.0
-        ends = False
+        ended = "", ""
         for kind, factor, what in (
             ("stopping_threshold", sign, "better"),
             ("divergence_threshold", -sign, "worse"),
         ):
             limit = getattr(self, kind)
             if limit is not None and factor * score < factor * limit:
-                ends = True
-                self._stop(trainer, kind, f"{self.monitor} is {score:.4g}, {what} than {limit:g}")
+                ended = kind, f"{self.monitor} is {score:.4g}, {what} than {limit:g}"
         if sign * score < sign * self.best_score - self.min_delta:
-            if self.verbose:
-                trainer.print(
-                    f"stratagem: EarlyStopping: {self.monitor} improved from {self.best_score:.4g} "
-                    f"to {score:.4g}"
-                    if math.isfinite(self.best_score)
-                    else f"stratagem: EarlyStopping: {self.monitor} is {score:.4g}"
-                )
             self.best_score = score
             self.wait_count = 0
-            return
+            return ended
         self.wait_count += 1
-        if self.wait_count >= self.patience and not ends:
+        if self.wait_count >= self.patience and not ended[0]:
             best = f"{self.monitor} has not improved on {self.best_score:.4g}"
-            self._stop(trainer, "patience_exhausted", f"{best} (patience={self.patience})")
+            return "patience_exhausted", f"{best} (patience={self.patience})"
+        return ended
 
     def _stop(self, trainer: Trainer, kind: str, reason: str) -> None:
         self.stopped_by = kind

@@ -6,6 +6,7 @@ from enum import IntEnum
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stratagem import callbacks
 
@@ -58,6 +59,17 @@ class EarlyStopping(callbacks.EarlyStopping):
         """Look at the value, but not in a quick run, which may not log it."""
         if not trainer.options.fast_dev_run:
             super()._check(trainer)
+
+    def judge(self, score: float) -> tuple[str, str]:
+        """Decide by `_evaluate_stopping_criteria`, which libraries override."""
+        self._kind = ""
+        ends, reason = self._evaluate_stopping_criteria(torch.tensor(score, dtype=torch.float64))
+        return (self._kind or "patience_exhausted", reason or "") if ends else ("", "")
+
+    def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:
+        """Take a value of shape () into account; return whether training ends, and why."""
+        self._kind, reason = super().judge(float(current))
+        return bool(self._kind), reason or None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the reason too."""
