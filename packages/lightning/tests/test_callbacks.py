@@ -196,6 +196,31 @@ def test_a_subclass_of_early_stopping_may_decide_itself(pl: Any, tmp_path: Path)
     assert stopper.stopping_reason_message == "EarlyStopping: asked 3 times"
 
 
+def test_a_subclass_of_model_checkpoint_decides_when_it_saves(pl: Any, tmp_path: Path) -> None:
+    class Mine(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
+        after_training: bool = False
+        skipped = 0
+
+        def _should_save_on_train_epoch_end(self, trainer: Any) -> bool:
+            assert self._save_on_train_epoch_end is None
+            return self.after_training
+
+        def _should_skip_saving_checkpoint(self, trainer: Any) -> bool:
+            self.skipped += trainer.current_epoch == 0
+            return bool(
+                trainer.current_epoch == 0 or self._last_global_step_saved == trainer.global_step
+            )
+
+    saver = Mine(tmp_path / "a", save_top_k=-1)
+    trainer = fit(pl, tmp_path, saver, net=Net((0.1, 0.2, 0.3, 0.4)), max_epochs=3)
+    assert saver.skipped == 1
+    assert len(saver.kept_paths) == 2
+    saver = Mine(tmp_path / "b")
+    trainer.callbacks = [saver]
+    trainer.validate(trainer.lightning_module, loader(), verbose=False)
+    assert [path.name for path in (tmp_path / "b").iterdir()] == ["epoch=3-step=9.ckpt"]
+
+
 def test_early_stopping_says_its_reason(pl: Any, tmp_path: Path) -> None:
     reasons = pl.callbacks.early_stopping.EarlyStoppingReason
     stopper = pl.callbacks.EarlyStopping("val_loss", patience=1)

@@ -177,6 +177,35 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             )
         super().setup(trainer, module, stage)
 
+    @property
+    def _last_global_step_saved(self) -> int:
+        return self._last_step_saved
+
+    @property
+    def _save_on_train_epoch_end(self) -> bool | None:
+        return self.save_on_train_epoch_end
+
+    def _should_skip_saving_checkpoint(self, trainer: "Trainer") -> bool:
+        """Whether nothing is to be saved now; libraries override it."""
+        return bool(trainer.options.fast_dev_run) or trainer.state.fn != "fit"
+
+    def _should_save_on_train_epoch_end(self, trainer: "Trainer") -> bool:
+        """Whether to save after the training epoch, not after validation; libraries override it."""
+        return super()._after_training_epoch(trainer)
+
+    def _after_training_epoch(self, trainer: "Trainer") -> bool:
+        return self._should_save_on_train_epoch_end(trainer)
+
+    def on_validation_end(self, trainer: "Trainer", module: "Module") -> None:
+        """Save after validation; also of a run that only validates, if a subclass asks for it."""
+        super().on_validation_end(trainer, module)
+        if trainer.state.fn == "validate" and not self._after_training_epoch(trainer):
+            self._save(trainer)
+
+    def _save(self, trainer: "Trainer", *, among_best: bool = True) -> None:
+        if not self._should_skip_saving_checkpoint(trainer):
+            super()._save(trainer, among_best=among_best)
+
     def on_train_end(self, trainer: "Trainer", module: "Module") -> None:
         """Save what `save_last` asks for, if no other save came due."""
         if self.save_last and trainer.global_step and not self.kept_paths:
