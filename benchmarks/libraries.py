@@ -178,11 +178,13 @@ def darts() -> None:
 def anomalib() -> None:
     """A model of image patches, whose metrics are callbacks that log."""
     import numpy as np
+    import torch
     from anomalib.data import Folder
     from anomalib.engine import Engine
     from anomalib.models import Padim
     from PIL import Image
 
+    torch.manual_seed(0)
     random = np.random.RandomState(0)
     for kind, count in (("good", 12), ("bad", 4)):
         Path("images", kind).mkdir(parents=True)
