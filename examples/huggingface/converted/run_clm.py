@@ -1,4 +1,4 @@
-"""Train a small GPT-2 on the bytes of a text with stratagem.Trainer; the original is in ../original.
+"""Train a small GPT-2 on the bytes of a text with stratagem.Trainer; see ../original for the other.
 
     python run_clm.py --output_dir clm
     python run_clm.py --output_dir clm --strategy fsdp --devices 2
@@ -11,6 +11,7 @@ import math
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
@@ -52,7 +53,7 @@ class LanguageModel(Module):
             attn_pdrop=0.0,
             bos_token_id=0,
             eos_token_id=0,
-            )
+        )
         self.model = AutoModelForCausalLM.from_config(config)
         self.model.loss_type = "ForCausalLM"
 
@@ -68,15 +69,10 @@ class LanguageModel(Module):
 
     def configure_optimizers(self):
         decayed = set(get_parameter_names(self.model, [torch.nn.LayerNorm], ["bias"]))
+        named = dict(self.model.named_parameters())
         groups = [
-            {
-                "params": [p for n, p in self.model.named_parameters() if n in decayed],
-                "weight_decay": 0.1,
-            },
-            {
-                "params": [p for n, p in self.model.named_parameters() if n not in decayed],
-                "weight_decay": 0.0,
-            },
+            {"params": [named[n] for n in named if n in decayed], "weight_decay": 0.1},
+            {"params": [named[n] for n in named if n not in decayed], "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(groups, lr=5e-3, fused=True)
         steps = self.trainer.estimated_stepping_batches
@@ -128,6 +124,12 @@ def main():
     metrics = trainer.validate(model, eval_loader, verbose=False)[0]
     perplexity = math.exp(metrics["eval_loss"])
     trainer.print(f"perplexity {perplexity:.3f}, accuracy {metrics['eval_accuracy']:.3f}")
+    # Whole weights on rank 0, whatever the strategy.
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model.model, options=options)
+    model.model.save_pretrained(
+        args.output_dir, state_dict=state, is_main_process=trainer.is_global_zero
+    )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForSequenceClassification,
@@ -26,9 +27,9 @@ from transformers.trainer_pt_utils import get_parameter_names
 from stratagem import Module, Trainer, seed_everything
 from stratagem.callbacks import ModelCheckpoint
 
-GOOD = "good great fine lovely bright clever warm".split()
-BAD = "bad awful poor ugly dull silly cold".split()
-OTHER = "the a film book song was is and with very it this".split()
+GOOD = ["good", "great", "fine", "lovely", "bright", "clever", "warm"]
+BAD = ["bad", "awful", "poor", "ugly", "dull", "silly", "cold"]
+OTHER = ["the", "a", "film", "book", "song", "was", "is", "and", "with", "very", "it", "this"]
 
 
 def make_tokenizer():
@@ -37,9 +38,7 @@ def make_tokenizer():
     vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
 
 
 def make_sentences(count, tokenizer):
@@ -137,6 +136,12 @@ def main():
 
     metrics = trainer.validate(model, eval_loader, ckpt_path="best", verbose=False)[0]
     trainer.print(f"loss {metrics['eval_loss']:.3f}, accuracy {metrics['eval_accuracy']:.3f}")
+    # Whole weights on rank 0, whatever the strategy.
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model.model, options=options)
+    model.model.save_pretrained(
+        args.output_dir, state_dict=state, is_main_process=trainer.is_global_zero
+    )
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ from transformers import (
     set_seed,
 )
 
-GOOD = "good great fine lovely bright clever warm".split()
-BAD = "bad awful poor ugly dull silly cold".split()
-OTHER = "the a film book song was is and with very it this".split()
+GOOD = ["good", "great", "fine", "lovely", "bright", "clever", "warm"]
+BAD = ["bad", "awful", "poor", "ugly", "dull", "silly", "cold"]
+OTHER = ["the", "a", "film", "book", "song", "was", "is", "and", "with", "very", "it", "this"]
 
 
 def make_tokenizer():
@@ -32,9 +32,7 @@ def make_tokenizer():
     vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
 
 
 def make_sentences(count, tokenizer):
