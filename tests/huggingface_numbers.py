@@ -1,6 +1,8 @@
-"""Runs a converted example of examples/huggingface, and writes each rank's numbers to a file.
+"""Runs an example of examples/huggingface, and writes the numbers of a converted one to files.
 
-Run: python huggingface_numbers.py run_clm.py FOLDER [arguments of the example]
+Run: python huggingface_numbers.py converted/run_clm.py FOLDER [arguments of the example]
+
+An original runs under torchrun as well. Its Trainer writes trainer_state.json itself.
 """
 
 import json
@@ -30,8 +32,8 @@ class Numbers(Callback):
         self.losses.append(outputs["loss"].item())
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
-        values = trainer.callback_metrics
-        self.evaluations.append({n: float(v) for n, v in values.items() if n.startswith("eval_")})
+        if not trainer.sanity_checking:
+            self.evaluations.append({n: float(v) for n, v in trainer.callback_metrics.items()})
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         numbers = {"losses": self.losses, "evaluations": self.evaluations}
@@ -45,8 +47,12 @@ class Trainer(stratagem.Trainer):
         super().__init__(callbacks=[*callbacks, Numbers()], enable_progress_bar=False, **options)
 
 
+is_original = Path(script).parent.name == "original"
 torch.set_num_threads(1)
 stratagem.Trainer = Trainer  # type: ignore[misc]
 del sys.argv[1:3]
 sys.argv[0] = script
 runpy.run_path(script, run_name="__main__")
+if is_original and torch.distributed.is_initialized():
+    # gloo aborts at times if nobody does.
+    torch.distributed.destroy_process_group()
