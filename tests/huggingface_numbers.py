@@ -49,7 +49,7 @@ class Trainer(stratagem.Trainer):
 
 is_original = Path(script).parent.name == "original"
 torch.set_num_threads(1)
-stratagem.Trainer = Trainer  # type: ignore[misc]
+stratagem.Trainer = Trainer  # type: ignore[misc, assignment]
 del sys.argv[1:3]
 sys.argv[0] = script
 runpy.run_path(script, run_name="__main__")
