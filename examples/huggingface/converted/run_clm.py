@@ -1,4 +1,4 @@
-"""Train a small GPT-2 on the bytes of a text with stratagem.Trainer; see ../original for the other.
+"""Train a small GPT-2 on the bytes of a text with stratagem.Trainer, as ../original does.
 
     python run_clm.py --output_dir clm
     python run_clm.py --output_dir clm --strategy fsdp --devices 2

@@ -1,4 +1,4 @@
-"""Train a small BERT to classify sentences with stratagem.Trainer; the original is in ../original.
+"""Train a small BERT to classify sentences with stratagem.Trainer, as ../original does.
 
     python run_glue.py --output_dir glue
     python run_glue.py --output_dir glue --strategy fsdp --devices 2
