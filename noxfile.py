@@ -138,6 +138,7 @@ LIBRARIES = [
     "contextualized-ml==0.2.9",
 ]
 PEERS = ["lightning==2.6.6", "accelerate==1.15.0"]
+TRANSFORMERS = "transformers==5.23.0"
 # Whose tests of public behaviour are run through stratagem_lightning, and what they need.
 PEER_TESTS = "2.6.5"
 PEER_TOOLS = ["pytest-timeout", "lightning-utilities", "pandas", "cloudpickle", "psutil"]
@@ -384,6 +385,14 @@ def accelerate(session: nox.Session) -> None:
     session.install(PEERS[1])
     files = ("tests/test_from_accelerate.py", "packages/core/tests/test_from_accelerate.py")
     session.run("pytest", *files, *session.posargs)
+
+
+@nox.session
+def huggingface(session: nox.Session) -> None:
+    """Scripts of transformers.Trainer and their conversions: the same numbers; not in CI."""
+    install_everything(session)
+    session.install(TRANSFORMERS, PEERS[1])
+    session.run("pytest", "tests/test_from_huggingface.py", *session.posargs)
 
 
 @nox.session

@@ -31,7 +31,8 @@ NOX = (sys.executable, "-m", "nox")
 SESSIONS = (
     *("demo", "audit", "guide", "scale", "durability", "skew", "matrix", "endurance", "fuzz"),
     "resumes",
-    *("deepspeed_ops", "xla", "loggers", "accelerate", "ray", "conformance", "cluster"),
+    *("deepspeed_ops", "xla", "loggers", "accelerate", "huggingface"),
+    *("ray", "conformance", "cluster"),
     *("third_parties", "libraries", "torch_versions"),
 )
 COUNTED = ("passed", "failed", "skipped")
