@@ -56,6 +56,7 @@ PROFILERS = (
     ("pytorch", "pytorch:PyTorchProfiler", "operators and kernels, by torch.profiler"),
 )
 NAMES = (
+    ("stratagem.plan_memory", "planner.plan:plan_memory", "what each strategy would hold"),
     ("stratagem.Tuner", "tuner:Tuner", "find a batch size or a learning rate"),
     ("stratagem.callbacks.BaseFinetuning", "callbacks.finetuning:BaseFinetuning", ""),
     ("stratagem.callbacks.summarize", "callbacks.model_summary:summarize", ""),
@@ -80,6 +81,7 @@ NAMES = (
 
 
 COMMANDS = (
+    ("plan", "planner.command:plan", "Show which strategies a model would fit with."),
     ("fit", "cli.commands:fit", "Train a model that a config file describes."),
     ("validate", "cli.commands:validate", "Validate a model that a config file describes."),
     ("test", "cli.commands:test", "Test a model that a config file describes."),

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -133,7 +134,7 @@ class ShardedStrategy(ParallelStrategy):
         if self.accelerator.is_host:
             return_freed_memory()
         sizes, names = self.mesh_shape()
-        self.device_mesh = _device_mesh(self.device.type, sizes, names)
+        self.device_mesh = _device_mesh(self.device.type, sizes, names, dist.group.WORLD)
 
     # -- model and optimizers
 
@@ -340,8 +341,10 @@ class _Held(AbstractContextManager[None]):
 
 
 @lru_cache
-def _device_mesh(kind: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Return a mesh over all ranks; one for all strategies of a process, since it makes groups."""
+def _device_mesh(
+    kind: str, sizes: tuple[int, ...], names: tuple[str, ...], world: dist.ProcessGroup | None
+) -> DeviceMesh:
+    """Return a mesh over all ranks; one for all strategies of a group, since it makes others."""
     return init_device_mesh(kind, sizes, mesh_dim_names=names)
 
 

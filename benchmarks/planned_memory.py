@@ -1,0 +1,342 @@
+"""Compares what `plan_memory` predicts with the tensors of real steps.
+
+    python benchmarks/planned_memory.py                                # all: about an hour
+    python benchmarks/planned_memory.py --models decoder lstm --strategies fsdp --precisions 32-true
+
+For each model, strategy and precision it takes two steps on CPUs, with two processes where the
+strategy takes several, and counts the bytes of their tensors at the maximum of the second step. It
+prints them beside the prediction, with the largest resident memory of rank 0 for comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MARK = "measured "
+STRATEGIES = (
+    "single_device",
+    "ddp",
+    "ddp_sharded",
+    "fsdp",
+    "fsdp_shard_grad_op",
+    "fsdp_no_shard",
+    "fsdp_cpu_offload",
+    "deepspeed_stage_1",
+    "deepspeed_stage_2",
+    "deepspeed_stage_3",
+)
+
+
+class Decoder(nn.Module):
+    """A causal transformer."""
+
+    def __init__(self, width: int = 512, layers: int = 10, words: int = 4000) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True)
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, words)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Return logits, (batch, length, words)."""
+        hidden = self.embedding(words)
+        mask = nn.Transformer.generate_square_subsequent_mask(words.shape[1])
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask, is_causal=True)
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+class TiedEncoder(nn.Module):
+    """A transformer whose head shares its weight with the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8000, 256)
+        layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+        self.head = nn.Linear(256, 8000)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Return logits, (batch, length, words)."""
+        return self.head(self.layers(self.embedding(words)))  # type: ignore[no-any-return]
+
+
+class Residual(nn.Module):
+    """Two convolutions beside a projection."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(before, after, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(after),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(after, after, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(after),
+        )
+        self.projection = nn.Conv2d(before, after, 1, stride, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return features, (batch, after, height / stride, width / stride)."""
+        return torch.relu(self.body(images) + self.projection(images))
+
+
+class ResNet(nn.Module):
+    """Residual blocks at four resolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 64, 7, 2, 3)
+        self.blocks = nn.Sequential(
+            Residual(64, 64, 1), Residual(64, 128, 2), Residual(128, 256, 2), Residual(256, 512, 2)
+        )
+        self.head = nn.Linear(512, 1000)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits, (batch, 1000)."""
+        return self.head(self.blocks(self.stem(images)).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class UNet(nn.Module):
+    """Down and up again, with connections across."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (3, 64, 128, 256)
+        self.down = nn.ModuleList(Residual(a, b, 1) for a, b in pairwise(sizes))
+        self.up = nn.ModuleList((Residual(256 + 128, 128, 1), Residual(128 + 64, 64, 1)))
+        self.head = nn.Conv2d(64, 3, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return images of the same shape."""
+        kept = []
+        for block in self.down:
+            images = block(images)
+            kept.append(images)
+            images = nn.functional.max_pool2d(images, 2)
+        images = nn.functional.interpolate(images, scale_factor=2)
+        for block, other in zip(self.up, (kept[1], kept[0]), strict=True):
+            images = nn.functional.interpolate(images, size=other.shape[2:])
+            images = block(torch.cat((images, other), 1))
+        return self.head(images)  # type: ignore[no-any-return]
+
+
+class LSTM(nn.Module):
+    """Three recurrent layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5000, 512)
+        self.recurrent = nn.LSTM(512, 512, 3, batch_first=True)
+        self.head = nn.Linear(512, 5000)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Return logits, (batch, length, words)."""
+        return self.head(self.recurrent(self.embedding(words))[0])  # type: ignore[no-any-return]
+
+
+class ViT(nn.Module):
+    """A transformer over patches of images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 384, 8, 8)
+        self.position = nn.Parameter(torch.zeros(1, 64, 384))
+        layer = nn.TransformerEncoderLayer(
+            384, 6, 1536, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
+        self.head = nn.Linear(384, 1000)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits, (batch, 1000)."""
+        hidden = self.patches(images).flatten(2).transpose(1, 2) + self.position
+        return self.head(self.layers(hidden).mean(1))  # type: ignore[no-any-return]
+
+
+class Experts(nn.Module):
+    """Layers of eight experts, of which each takes an equal part of the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4000, 256)
+        self.layers = nn.ModuleList(
+            nn.ModuleList(
+                nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+                for _ in range(8)
+            )
+            for _ in range(4)
+        )
+        self.head = nn.Linear(256, 4000)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Return logits, (batch, length, words)."""
+        hidden = self.embedding(words)
+        for layer in self.layers:
+            parts = hidden.chunk(8, dim=1)
+            chosen = [one(part) for one, part in zip(layer, parts, strict=True)]  # type: ignore[call-overload]
+            hidden = hidden + torch.cat(chosen, 1)
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+class Adapted(nn.Module):
+    """A frozen decoder with trained matrices of rank 8 beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = Decoder(layers=6)
+        self.base.requires_grad_(False)
+        self.down, self.up = nn.Linear(4000, 8), nn.Linear(8, 4000)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Return logits, (batch, length, words)."""
+        logits = self.base(words)
+        return logits + self.up(self.down(logits))  # type: ignore[no-any-return]
+
+
+class Table(nn.Module):
+    """A small network over a large table that is not trained."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(50_000, 256))
+        self.body = nn.Sequential(nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 1000))
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Return logits, (batch, length, 1000)."""
+        return self.body(self.table[words])  # type: ignore[no-any-return]
+
+
+def _words(batch: int, length: int) -> Callable[[], Tensor]:
+    return lambda: torch.zeros(batch, length, dtype=torch.long)
+
+
+def _images(batch: int, size: int) -> Callable[[], Tensor]:
+    return lambda: torch.zeros(batch, 3, size, size)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "decoder": (Decoder, _words(4, 128)),
+    "tied": (TiedEncoder, _words(8, 128)),
+    "resnet": (ResNet, _images(8, 64)),
+    "unet": (UNet, _images(4, 64)),
+    "lstm": (LSTM, _words(8, 64)),
+    "vit": (ViT, _images(16, 64)),
+    "experts": (Experts, _words(8, 64)),
+    "adapted": (Adapted, _words(8, 64)),
+    "table": (Table, _words(8, 64)),
+    "wide": (lambda: Decoder(1024, 12, 32000), _words(2, 256)),
+}
+
+
+def measure(model: str, strategy: str, precision: str) -> None:
+    """Take real steps on this rank, and print on rank 0 what they held."""
+    from stratagem import Lite
+    from stratagem_extras.planner.plan import default_loss
+    from stratagem_extras.planner.simulation import Workload, measure_step
+
+    build, batch = MODELS[model]
+    devices = 1 if strategy == "single_device" else 2
+    lite = Lite(accelerator="cpu", strategy=strategy, devices=devices, precision=precision)
+    lite.launch()
+    workload = Workload(
+        batch,
+        default_loss,
+        lambda module: torch.optim.AdamW([p for p in module.parameters() if p.requires_grad]),
+    )
+    phases = measure_step(lite.strategy, workload, build)
+    if lite.is_global_zero:
+        tensors = max(memory.total for memory in phases.values())
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(MARK + json.dumps([tensors, resident]), flush=True)
+
+
+def measured(model: str, strategy: str, precision: str) -> tuple[int, int] | str:
+    """Return bytes of tensors and of resident memory of a real run, or why there is none."""
+    command = [sys.executable, __file__, "--measure", model, strategy, precision]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    for line in done.stdout.splitlines():
+        if line.startswith(MARK):
+            tensors, resident = json.loads(line.removeprefix(MARK))
+            return tensors, resident
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return lines[-1][:100]
+
+
+def main() -> None:
+    """Print a table in Markdown."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
+    parser.add_argument("--precisions", nargs="+", default=["32-true", "bf16-mixed"])
+    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    if options.measure:
+        measure(*options.measure)
+        return
+    from stratagem import plan_memory
+
+    print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores\n")
+    print("| model | precision | strategy | how | predicted MiB | measured | ratio | resident |")
+    print("|---|---|---|---|---|---|---|---|")
+    ratios = []
+    for model in options.models:
+        for precision in options.precisions:
+            build, batch = MODELS[model]
+            plans: dict[int, Any] = {
+                devices: plan_memory(
+                    build,
+                    batch,
+                    precision=precision,
+                    devices=devices,
+                    device_memory="1TB",
+                    strategies=[
+                        name
+                        for name in options.strategies
+                        if (name == "single_device") == (devices == 1)
+                    ]
+                    or ["single_device"],
+                )
+                for devices in (1, 2)
+            }
+            for strategy in options.strategies:
+                devices = 1 if strategy == "single_device" else 2
+                row = next(r for r in plans[devices].strategies if r.name == strategy)
+                real = measured(model, strategy, precision)
+                if isinstance(real, str) or row.memory is None:
+                    why = real if isinstance(real, str) else row.why_not
+                    print(f"| {model} | {precision} | {strategy} | {why} | | | | |", flush=True)
+                    continue
+                ratio = row.memory.total / real[0]
+                ratios.append(ratio)
+                sizes = [f"{size / 2**20:.1f}" for size in (row.memory.total, *real)]
+                print(
+                    f"| {model} | {precision} | {strategy} | {row.how} | {sizes[0]} | {sizes[1]} "
+                    f"| {ratio:.3f} | {sizes[2]} |",
+                    flush=True,
+                )
+    for within in (0.1, 0.2):
+        close = sum(abs(ratio - 1) <= within for ratio in ratios)
+        print(f"\nwithin {within:.0%}: {close} of {len(ratios)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Planning: what each strategy holds in memory, before anything is trained."""

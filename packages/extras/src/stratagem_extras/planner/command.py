@@ -1,0 +1,178 @@
+"""`stratagem plan`: which strategies a model would fit with."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from stratagem.cli import at_least, parser_of, print_table
+from stratagem.discovery import load_target
+from stratagem.errors import ConfigurationError, StratagemError
+
+_DESCRIPTION = """Show which strategies a model would fit with, without using the memory.
+
+  stratagem plan my_module:Net --batch 8x3x224x224 --devices 8 --device A100-80GB
+  stratagem plan --parameters 7e9 --layers 32 --hidden 4096 --vocabulary 32000 \\
+      --sequence 4096 --devices 8 --device H100 --precision bf16-true
+
+MODEL is a class or a function without arguments that returns the model. Sizes plan a decoder in its
+place. A row is what one rank holds at the most during a step: bytes of tensors, of which a plan
+fills at most 90% of a device. "simulated" rows ran the strategy's own step on tensors without
+memory; "computed" rows follow what the strategy says of itself, and are rough for DeepSpeed.
+The exit code is 1 if nothing fits, 2 if the plan cannot be made.
+"""
+
+_SHAPE = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Print a plan; return the exit code."""
+    options = _parser().parse_args(arguments)
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it
+    try:
+        return _plan(options)
+    except StratagemError as error:
+        print(f"stratagem plan: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of("plan", _DESCRIPTION)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="module:Class or module:function")
+    parser.add_argument(
+        "--batch",
+        action="append",
+        metavar="SHAPE[:DTYPE]",
+        help="of a micro-batch of one rank, such as 8x1024:long; once for each input",
+    )
+    parser.add_argument("--optimizer", default="AdamW", help="a class of torch.optim")
+    parser.add_argument("--precision", default="32-true", help="as for the Trainer")
+    parser.add_argument("--devices", type=at_least(1), default=1, help="on each node")
+    parser.add_argument("--num-nodes", type=at_least(1), default=1)
+    parser.add_argument("--device", metavar="NAME", help="such as A100-80GB; or what is here")
+    parser.add_argument("--device-memory", metavar="SIZE", help="such as 80GB")
+    parser.add_argument("--host-memory", metavar="SIZE", help="of a node; or what is here")
+    parser.add_argument("--accumulate-grad-batches", type=at_least(1), default=1, metavar="N")
+    parser.add_argument(
+        "--strategy", action="append", default=[], metavar="NAME", help="only this one; repeatable"
+    )
+    sizes = parser.add_argument_group("a decoder that is not written yet")
+    sizes.add_argument("--parameters", type=at_least(1.0), metavar="N")
+    sizes.add_argument("--layers", type=at_least(1), metavar="N")
+    sizes.add_argument("--hidden", type=at_least(1), metavar="N")
+    sizes.add_argument("--vocabulary", type=at_least(1), metavar="N")
+    sizes.add_argument("--sequence", type=at_least(2), metavar="N")
+    return parser
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from stratagem_extras.planner.plan import plan_memory
+
+    model, batch = _model(options)
+    planned = plan_memory(
+        model,
+        batch,
+        optimizer=options.optimizer,
+        precision=options.precision,
+        devices=options.devices,
+        num_nodes=options.num_nodes,
+        device=options.device,
+        device_memory=options.device_memory,
+        host_memory=options.host_memory,
+        accumulate_grad_batches=options.accumulate_grad_batches,
+        strategies=options.strategy,
+    )
+    if options.json:
+        print(json.dumps({**dataclasses.asdict(planned), "call": planned.call}, indent=2))
+        return int(planned.best is None)
+    print(
+        f"{planned.parameters:,} parameters; {options.num_nodes} node(s) of {options.devices} "
+        f"device(s) of {_gib(planned.capacity)} and a host of {_gib(planned.host)}"
+    )
+    headers = ["strategy", "fits", "device", "parameters", "gradients", "optimizer", "working"]
+    rows = []
+    for row in planned.strategies:
+        if row.memory is None:
+            continue
+        memory = row.memory
+        parts = (memory.parameters, memory.gradients, memory.optimizer)
+        sizes = [_gib(size) for size in (row.on_device, *parts, memory.working + memory.buffers)]
+        host = _gib(row.on_host) if row.on_host else ""
+        seconds = "" if row.seconds is None else f"{row.seconds:.3g} s"
+        rows.append([row.name, "yes" if row.fits else "no", *sizes, host, seconds, row.how])
+    print_table([*headers, "of it in the host", "step, about", "how"], rows)
+    for row in planned.strategies:
+        if row.memory is None:
+            print(f"{row.name}: {row.why_not}")
+    if planned.best is None:
+        nearest = min((r for r in planned.strategies if r.memory), key=lambda r: r.on_device)
+        print(
+            f"\nnothing fits; the nearest is {nearest.name} with {_gib(nearest.on_device)} on a "
+            "device. More devices, a smaller micro-batch or precision='bf16-true' take less"
+        )
+        return 1
+    print(f"\n{planned.call}")
+    return 0
+
+
+def _model(options: argparse.Namespace) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    names = ("parameters", "layers", "hidden", "vocabulary", "sequence")
+    given = [name for name in names if getattr(options, name) is not None]
+    if options.model is None:
+        if len(given) < len(names):
+            missing = ", ".join(f"--{name}" for name in names if name not in given)
+            raise ConfigurationError(
+                f"expected a MODEL, such as my_module:Net, or the sizes of a decoder: {missing} is "
+                "missing"
+            )
+        from stratagem_extras.planner.decoder import PlannedDecoder
+
+        sizes = {name: getattr(options, name) for name in names[1:-1]}
+        shapes = options.batch or [f"1x{options.sequence}:long"]
+        return partial(PlannedDecoder, options.parameters, **sizes), _batch(shapes)
+    if given:
+        raise ConfigurationError(
+            f"received MODEL and --{given[0]}: give a model, or the sizes of a decoder"
+        )
+    if not options.batch:
+        raise ConfigurationError(
+            "expected --batch, the shape of a micro-batch, such as --batch 8x3x224x224"
+        )
+    return load_target(options.model, what="the model"), _batch(options.batch)
+
+
+def _batch(shapes: Sequence[str]) -> Callable[[], Any]:
+    """Return what makes a batch of given shapes.
+
+    Raises:
+        ConfigurationError: one is no shape.
+    """
+    import torch
+
+    made = []
+    for text in shapes:
+        found = _SHAPE.fullmatch(text)
+        dtype = getattr(torch, found[2] or "float32", None) if found else None
+        if found is None or not isinstance(dtype, torch.dtype):
+            raise ConfigurationError(
+                f"--batch {text}: expected sizes and a dtype of torch, such as 8x3x224x224 or "
+                "8x1024:long"
+            )
+        made.append((tuple(map(int, found[1].split("x"))), dtype))
+
+    def batch() -> Any:
+        tensors = [torch.zeros(shape, dtype=dtype) for shape, dtype in made]
+        return tensors[0] if len(tensors) == 1 else tensors
+
+    return batch
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

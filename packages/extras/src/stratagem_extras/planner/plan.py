@@ -1,0 +1,456 @@
+"""plan_memory: what each installed strategy holds in memory, whether it fits, and what to write."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem.discovery import StrategySpec, get_registry, nearest_of
+from stratagem.errors import ConfigurationError, format_names, format_text
+from stratagem.strategies import Strategy
+from stratagem_extras.planner.devices import Device, find_device, parse_size
+from stratagem_extras.planner.simulation import (
+    SimulatedModel,
+    StepMemory,
+    Workload,
+    build_components,
+    simulated_ranks,
+)
+
+_log = logging.getLogger(__name__)
+
+_USABLE = 0.9
+"""The part of a device's memory that a plan may fill: allocators keep some, and libraries too."""
+_EFFICIENCY = 0.4
+"""The part of a device's floating-point operations that large models reach."""
+_FROM_NODE_TO_NODE = 25e9
+"""Bytes a second of a device to another node, over a network of 200 Gb/s."""
+_TO_HOST = 25e9
+"""Bytes a second between a device and its host, over PCI Express 4."""
+_LAUNCHERS = ("launcher", "find_unused_parameters")
+"""Preset arguments by which memory does not differ."""
+
+
+@dataclass(frozen=True)
+class PlannedStrategy:
+    """What one strategy would hold.
+
+    Attributes:
+        name: of the strategy.
+        alike: names that hold the same.
+        memory: of one rank, in its device and its host together; None: it is not known.
+        shards: what the strategy divides between ranks.
+        how: "simulated": the strategy's own step was run; "computed": from a step in one process,
+            by what its spec says of `shards` and `offloads`.
+        why_not: why nothing is known, or why it cannot be used; "".
+        on_host: bytes of a rank in the host's memory.
+        fits: whether a rank fits in the device, and the ranks of a node in the host.
+        seconds: of a step, roughly; None: the device's figures are not known.
+    """
+
+    name: str
+    alike: tuple[str, ...] = ()
+    shards: tuple[str, ...] = ()
+    memory: StepMemory | None = None
+    how: str = ""
+    why_not: str = ""
+    on_host: int = 0
+    fits: bool = False
+    seconds: float | None = None
+
+    @property
+    def on_device(self) -> int:
+        """Bytes of a rank in its device."""
+        return 0 if self.memory is None else self.memory.total - self.on_host
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What `plan_memory` returns.
+
+    Attributes:
+        strategies: what fits comes first, the fastest before the others.
+        parameters: how many the model has.
+        devices: on each node.
+        num_nodes: how many nodes.
+        capacity: bytes of a device.
+        host: bytes of the host's memory on each node.
+        precision, accumulate_grad_batches: as planned.
+        accelerator: of the device, "auto" where it is this machine's.
+    """
+
+    strategies: tuple[PlannedStrategy, ...]
+    parameters: int
+    devices: int
+    num_nodes: int
+    capacity: int
+    host: int
+    precision: str
+    accumulate_grad_batches: int
+    accelerator: str
+
+    @property
+    def best(self) -> PlannedStrategy | None:
+        """The first that fits; None: nothing does."""
+        return next((row for row in self.strategies if row.fits), None)
+
+    @property
+    def call(self) -> str:
+        """The Trainer to write; "": nothing fits."""
+        if self.best is None:
+            return ""
+        options = {
+            "accelerator": self.accelerator,
+            "devices": self.devices,
+            "num_nodes": self.num_nodes if self.num_nodes > 1 else None,
+            "strategy": self.best.name,
+            "precision": self.precision if self.precision != "32-true" else None,
+            "accumulate_grad_batches": (
+                self.accumulate_grad_batches if self.accumulate_grad_batches > 1 else None
+            ),
+        }
+        given = ", ".join(f"{k}={v!r}" for k, v in options.items() if v is not None)
+        return f"Trainer({given})"
+
+
+def plan_memory(
+    model: nn.Module | Callable[[], nn.Module],
+    batch: Any,
+    *,
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    optimizer: str | Callable[[Iterable[nn.Parameter]], Optimizer] = "AdamW",
+    precision: str = "32-true",
+    devices: int = 1,
+    num_nodes: int = 1,
+    device: str | None = None,
+    device_memory: float | str | None = None,
+    host_memory: float | str | None = None,
+    accumulate_grad_batches: int = 1,
+    strategies: Sequence[str] = (),
+) -> MemoryPlan:
+    """Return what each installed strategy would hold in memory, without using that memory.
+
+    A strategy's own step runs on fake tensors as rank 0 of the ranks that are asked for. Where its
+    engine cannot do so, a step in one process is measured instead, and divided by what the
+    strategy's spec says. Bytes are those of tensors: an allocator's reserve and what libraries use
+    come on top, so that a plan fills at most 90% of a device.
+
+    Args:
+        model: a function or a class that builds it, or the model itself, which is not changed. A
+            model that is too large for this machine is planned from a function.
+        batch: a micro-batch of one rank, as tensors or as a function that returns it.
+        loss: returns the loss of a model and a batch; None: what `training_step` returns, else the
+            output's `loss`, else the mean of its first tensor.
+        optimizer: a class of `torch.optim` by name, or a function of the parameters.
+        precision: as for `Trainer`.
+        devices: on each node.
+        num_nodes: how many nodes.
+        device: a name from the table of devices, such as "A100-80GB"; None: what is here.
+        device_memory: of a device, in bytes or as "80GB"; None: as `device` has it.
+        host_memory: of a node; None: this machine's.
+        accumulate_grad_batches: micro-batches in an optimizer step.
+        strategies: names; all that are installed by default.
+
+    Raises:
+        ConfigurationError: an argument is none of the above, or the model cannot be built or
+            run without values.
+
+    Example:
+        >>> import torch
+        >>> from stratagem import plan_memory
+        >>> plan = plan_memory(lambda: torch.nn.Linear(1000, 1000), torch.zeros(8, 1000),
+        ...                    devices=2, device_memory="1GB", strategies=["ddp", "fsdp"])
+        >>> [row.name for row in plan.strategies if row.fits], plan.parameters
+        (['ddp', 'fsdp'], 1001000)
+    """
+    for name, value in (
+        ("devices", devices),
+        ("num_nodes", num_nodes),
+        ("accumulate_grad_batches", accumulate_grad_batches),
+    ):
+        if not isinstance(value, int) or value < 1:
+            raise ConfigurationError(f"{name}={value!r}: expected a whole number of at least 1")
+    planned_for = _device(device, device_memory)
+    host = parse_size(_host_memory() if host_memory is None else host_memory)
+    workload = Workload(
+        batch if callable(batch) else lambda: batch,
+        loss or default_loss,
+        _optimizer_maker(optimizer),
+        accumulate_grad_batches,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of models that are not really trained
+        planner = _Planner(model, workload, planned_for, precision, devices, num_nodes)
+        rows = [planner.row(spec, alike) for spec, alike in _groups(strategies)]
+    flops = max(memory.flops for memory in planner.alone.values())
+    judged = [_judged(row, planned_for, host, devices, num_nodes, flops) for row in rows]
+    if devices * num_nodes > 1:
+        judged = [row for row in judged if row.name != "single_device"]
+    return MemoryPlan(
+        tuple(sorted(judged, key=_cost)),
+        sum(p.numel() for p in planner.model.model.parameters()),
+        devices,
+        num_nodes,
+        planned_for.memory,
+        host,
+        precision,
+        accumulate_grad_batches,
+        planned_for.accelerator,
+    )
+
+
+class _Planner:
+    """Plans one strategy after the other."""
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        workload: Workload,
+        device: Device,
+        precision: str,
+        devices: int,
+        num_nodes: int,
+    ) -> None:
+        self.workload, self.device = workload, device
+        self.precision, self.devices, self.num_nodes = precision, devices, num_nodes
+        try:
+            self.model = SimulatedModel(model)
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            raise ConfigurationError(
+                f"the model cannot be built without memory: {_at(error)}. Build it without reading "
+                "files or values of tensors, or plan its sizes: --parameters, --layers, --hidden"
+            ) from error
+        try:
+            self.alone = self._alone(precision)
+        except Exception as error:
+            raise ConfigurationError(
+                f"a step of the model cannot be run without values: {_at(error)}. Check that the "
+                "batch fits the model; sizes that depend on values of tensors cannot be planned"
+            ) from error
+
+    def row(self, spec: StrategySpec, alike: tuple[str, ...]) -> PlannedStrategy:
+        """Return what a strategy would hold."""
+        capabilities, ranks = spec.capabilities, self.devices * self.num_nodes
+        runs_on = capabilities.accelerators
+        kind = "cpu" if self.device.accelerator == "auto" else self.device.accelerator
+        if runs_on is not None and kind not in runs_on:
+            why = f"runs on {format_names(sorted(runs_on))}, not on {kind}"
+            return PlannedStrategy(spec.name, alike, why_not=why)
+        if spec.name == "single_device":
+            return _planned(spec, alike, self.alone, "simulated")
+        if capabilities.one_process and ranks > 1:
+            why = "one process drives all devices, which cannot be simulated"
+            return PlannedStrategy(spec.name, alike, why_not=why)
+        if not capabilities.engine_steps:
+            components = build_components(self.devices, self.num_nodes, self.precision)
+            strategy: Strategy = spec.build()
+            try:
+                with simulated_ranks(strategy, components):
+                    phases = self.model.simulate_step(strategy, self.workload)
+                return _planned(spec, alike, phases, "simulated")
+            except ConfigurationError as error:
+                return PlannedStrategy(spec.name, alike, why_not=format_text(str(error), 200))
+            # What needs real tensors, such as DistributedDataParallel, is computed instead.
+            except Exception as error:
+                _log.debug("%s cannot be simulated: %s", spec.name, error)
+        alone = self._under_engine(spec) if capabilities.engine_steps else self.alone
+        return _planned(spec, alike, computed(spec, alone, ranks), "computed")
+
+    @cache  # noqa: B019 - a planner lives as long as a plan is made
+    def _alone(self, precision: str) -> dict[str, StepMemory]:
+        """Return the phases of a step in one process."""
+        strategy: Strategy = get_registry().find("strategy", "single_device").spec.build()
+        with simulated_ranks(strategy, build_components(1, 1, precision)):
+            return self.model.simulate_step(strategy, self.workload, counts_flops=True)
+
+    def _under_engine(self, spec: StrategySpec) -> dict[str, StepMemory]:
+        """Return them with copies of the parameters, in float32, which the optimizer steps."""
+        if self.precision not in spec.capabilities.engine_precisions:
+            return {
+                phase: replace(memory, optimizer=memory.optimizer + memory.parameters)
+                for phase, memory in self.alone.items()
+            }
+        return {
+            phase: replace(memory, optimizer=2 * (memory.optimizer + memory.parameters))
+            for phase, memory in self._alone(self.precision.split("-")[0] + "-true").items()
+        }
+
+
+def _planned(
+    spec: StrategySpec, alike: tuple[str, ...], phases: dict[str, StepMemory], how: str
+) -> PlannedStrategy:
+    """Return a row for the phase that holds most."""
+    memory = max(phases.values(), key=lambda memory: memory.total)
+    on_host = sum(getattr(memory, part) for part in spec.offloads)
+    return PlannedStrategy(spec.name, alike, spec.shards, memory, how, on_host=on_host)
+
+
+def computed(
+    spec: StrategySpec, phases: dict[str, StepMemory], ranks: int
+) -> dict[str, StepMemory]:
+    """Return what a rank holds by what a spec says, from the phases of a step in one process.
+
+    What a strategy shards is divided by the number of ranks. Beside the gradients that ranks hold
+    whole lie buffers of their size, as DistributedDataParallel has them. An engine that takes its
+    own steps has two such buffers, and a copy of the parameters for its optimizer, as DeepSpeed.
+
+    Example:
+        >>> from stratagem.discovery import StrategySpec
+        >>> spec = StrategySpec(name="zero", target="m:C", api_version=1, shards=("optimizer",))
+        >>> computed(spec, {"step": StepMemory(8, 8, 16, 0, 2)}, 4)["step"].total
+        30
+    """
+    trained = max(memory.gradients for memory in phases.values())
+    buffers = 0
+    if ranks > 1:
+        buffers = trained if "gradients" not in spec.shards else 0
+    if spec.capabilities.engine_steps:
+        buffers = 2 * trained
+    # Reduced and gathered; gathered once more for backward, where parameters are divided.
+    sent = trained * (3 if "parameters" in spec.shards else 2) if ranks > 1 else 0
+    return {
+        phase: replace(
+            memory,
+            **{
+                part: -(-getattr(memory, part) // (ranks if part in spec.shards else 1))
+                for part in ("parameters", "gradients", "optimizer")
+            },
+            working=memory.working + buffers,
+            sent=sent,
+        )
+        for phase, memory in phases.items()
+    }
+
+
+def default_loss(module: nn.Module, batch: Any) -> Tensor:
+    """Return what a step of a model would call backward on.
+
+    Raises:
+        ConfigurationError: the model returns no tensor.
+    """
+    if callable(step := getattr(module, "training_step", None)):
+        for name in ("log", "log_dict"):
+            setattr(module, name, _nothing)
+        result = step(batch, 0) if len(inspect.signature(step).parameters) > 1 else step(batch)
+        return result["loss"] if isinstance(result, dict) else result  # type: ignore[no-any-return]
+    if isinstance(batch, dict):
+        output = module(**batch)
+    else:
+        output = module(*batch) if isinstance(batch, (tuple, list)) else module(batch)
+    if isinstance(loss := getattr(output, "loss", None), Tensor):
+        return loss
+    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    if not leaves:
+        raise ConfigurationError(
+            f"{type(module).__name__} returned {format_text(repr(output), 80)}, which has no "
+            "tensor: pass loss=..., a function of the model and a batch"
+        )
+    return leaves[0].float().mean()
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stand in for `log`, since no Trainer is there."""
+
+
+def _optimizer_maker(
+    optimizer: str | Callable[[Iterable[nn.Parameter]], Optimizer],
+) -> Callable[[nn.Module], Optimizer]:
+    if isinstance(optimizer, str):
+        known = {
+            name.casefold(): value
+            for name, value in vars(torch.optim).items()
+            if isinstance(value, type) and issubclass(value, Optimizer)
+        }
+        found = known.get(optimizer.casefold())
+        if found is None:
+            near = nearest_of(optimizer, [c.__name__ for c in known.values()])
+            raise ConfigurationError(
+                f"optimizer={optimizer!r}: expected a class of torch.optim, such as 'AdamW', or a "
+                "function of the parameters" + (f". Did you mean {near!r}?" if near else "")
+            )
+        make: Callable[..., Optimizer] = found
+    else:
+        make = optimizer
+    return lambda module: make([p for p in module.parameters() if p.requires_grad])
+
+
+def _groups(names: Sequence[str]) -> list[tuple[StrategySpec, tuple[str, ...]]]:
+    """Return the strategies, each with the names that hold the same.
+
+    Raises:
+        UnknownNameError: a name is not installed.
+    """
+    registry = get_registry()
+    if names:
+        return [(registry.find("strategy", name).spec, ()) for name in names]  # type: ignore[misc]
+    groups: dict[Any, list[StrategySpec]] = {}
+    for candidate in registry.candidates("strategy"):
+        spec = candidate.spec
+        if isinstance(spec, StrategySpec):
+            options = {k: v for k, v in spec.init_args.items() if k not in _LAUNCHERS}
+            key = str(spec.target), spec.shards, spec.offloads, repr(sorted(options.items()))
+            groups.setdefault(key, []).append(spec)
+    return [(first, tuple(spec.name for spec in rest)) for first, *rest in groups.values()]
+
+
+def _judged(
+    row: PlannedStrategy, device: Device, host: int, devices: int, num_nodes: int, flops: int
+) -> PlannedStrategy:
+    if row.memory is None:
+        return row
+    fits = row.on_device <= _USABLE * device.memory and row.on_host * devices <= _USABLE * host
+    seconds = None
+    if device.flops:
+        link = device.link if num_nodes == 1 else min(device.link, _FROM_NODE_TO_NODE)
+        moved = row.memory.sent / link + 2 * row.on_host / _TO_HOST
+        seconds = flops / (_EFFICIENCY * device.flops) + moved
+    return replace(row, fits=fits, seconds=seconds)
+
+
+def _cost(row: PlannedStrategy) -> tuple[Any, ...]:
+    """Return what rows are sorted by: of those that fit, the one that moves least comes first."""
+    if row.memory is None:
+        return (2, row.name)
+    moved = row.seconds or row.memory.sent + row.on_host
+    return (not row.fits, bool(row.on_host), moved, len(row.shards), row.name)
+
+
+def _device(name: str | None, memory: float | str | None) -> Device:
+    if name is not None:
+        found = find_device(name)
+        return found if memory is None else replace(found, memory=parse_size(memory))
+    if memory is not None:
+        return Device("", "auto", parse_size(memory))
+    if torch.cuda.is_available():
+        return Device("", "cuda", torch.cuda.get_device_properties(0).total_memory)
+    return Device("", "cpu", _host_memory())
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _at(error: BaseException) -> str:
+    """Return an error with the last line of the user's code that it came from."""
+    others = str(Path(torch.__file__).parents[1]), str(Path(__file__).parent), "<"
+    place = ""
+    trace = error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith(others):
+            place = f"{file}:{trace.tb_lineno}: "
+        trace = trace.tb_next
+    return f"{place}{type(error).__name__}: {format_text(str(error), 300)}"

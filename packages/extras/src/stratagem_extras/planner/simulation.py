@@ -1,0 +1,375 @@
+"""Steps of a strategy's own code, on real tensors or as one of many simulated ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from stratagem.discovery import get_registry
+from stratagem.errors import ConfigurationError
+from stratagem.strategies import (
+    Components,
+    ParallelStrategy,
+    PreparedModel,
+    StepModule,
+    Strategy,
+    TrainStep,
+)
+from stratagem_extras.planner.meter import Kind, MemoryMeter
+
+_KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "buffers")
+_FEW, _MORE = 3, 6
+"""How many of equal layers are run; what further ones hold is extrapolated from the two."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained, but for the model.
+
+    Attributes:
+        batch: returns a micro-batch of one rank.
+        loss: returns the loss of a model and a micro-batch.
+        optimizer: makes the optimizer of the model, once its parameters are what is trained.
+        micro_batches: in an optimizer step.
+    """
+
+    batch: Callable[[], Any]
+    loss: Callable[[nn.Module, Any], Tensor]
+    optimizer: Callable[[nn.Module], Optimizer]
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """What one rank holds at the most while it takes an optimizer step, in bytes.
+
+    Attributes:
+        parameters, gradients, optimizer, buffers: of the model, as the rank holds them then.
+        working: the rest: activations, gathered parameters, communication and temporary tensors.
+        sent: what the rank hands to collectives in the step.
+        flops: floating-point operations of the rank in the step, not bytes.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    working: int
+    sent: int = 0
+    flops: int = 0
+
+    @property
+    def total(self) -> int:
+        """What the rank holds."""
+        return self.parameters + self.gradients + self.optimizer + self.buffers + self.working
+
+    def plus(self, other: StepMemory, times: float) -> StepMemory:
+        """Return the sum with `times` the other, field by field."""
+        names = [field.name for field in fields(StepMemory)]
+        return StepMemory(**{n: int(getattr(self, n) + times * getattr(other, n)) for n in names})
+
+
+def measure_step(
+    strategy: Strategy,
+    workload: Workload,
+    model: Callable[[], nn.Module],
+    *,
+    counts_flops: bool = False,
+) -> dict[str, StepMemory]:
+    """Take two steps under a strategy that is set up; return what the second one held, by phase.
+
+    The optimizer makes its state in the first step.
+
+    Args:
+        strategy: its environment is set up.
+        workload: what is trained.
+        model: returns the model, which is changed.
+        counts_flops: fill in `flops`, which takes time.
+
+    Returns:
+        For "forward", "backward" and "step".
+    """
+    prepared: list[PreparedModel] = []
+    meter = MemoryMeter(lambda: _known(prepared[0]) if prepared else {})
+    with meter:
+        task = _Task(model(), workload.loss)
+        meter.add(task.parameters())
+        meter.add(task.buffers())
+        prepared.append(
+            strategy.prepare(
+                StepModule(task), lambda: [workload.optimizer(task.model)], move_to_device=False
+            )
+        )
+        step = _Step(strategy, prepared[0], meter)
+        flops = 0
+        for _ in range(2):
+            batches = [workload.batch() for _ in range(workload.micro_batches)]
+            step.start()
+            counter = FlopCounterMode(display=False) if counts_flops else None
+            with counter or nullcontext():
+                strategy.train_step(prepared[0], step, batches)
+            flops = counter.get_total_flops() if counter else 0
+            step.enter("")
+        strategy.release(prepared[0])
+    return {
+        phase: replace(memory, sent=step.sent, flops=flops) for phase, memory in step.held.items()
+    }
+
+
+class SimulatedModel:
+    """A model without memory, of which each strategy takes a copy.
+
+    Args:
+        model: a function that builds it, or the model, which is not changed.
+
+    Raises:
+        Exception: what the function raises where tensors have no values.
+    """
+
+    def __init__(self, model: nn.Module | Callable[[], nn.Module]) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with self.mode, _ValuesAreOne():  # type: ignore[no-untyped-call]
+            self.model = _copy(model) if isinstance(model, nn.Module) else model()
+        self.stacks = {
+            name: len(list(part.children()))
+            for name, part in _outermost_lists(self.model)
+            if _has_equal_layers(part)
+        }
+        """The number of layers of each outermost list of equal layers, by its name."""
+
+    def simulate_step(
+        self, strategy: Strategy, workload: Workload, *, counts_flops: bool = False
+    ) -> dict[str, StepMemory]:
+        """Return what rank 0 holds in the phases of a step, without memory and other ranks.
+
+        The strategy's own code runs, on fake tensors. Collectives return at once. Where code
+        reads a value of a tensor, it reads 1. Of many equal layers some run: each further one adds
+        the same to the maximum of each phase of the step.
+
+        Args:
+            strategy: set up by `simulated_ranks`.
+            workload: what is trained.
+            counts_flops: see `measure_step`.
+
+        Raises:
+            Exception: what the strategy's or the model's code raises on such tensors.
+        """
+
+        def step(kept: dict[str, int]) -> dict[str, StepMemory]:
+            with self.mode, _ValuesAreOne(), patch.object(nn.Module, "_apply", _apply):  # type: ignore[no-untyped-call]
+                return measure_step(
+                    strategy, workload, lambda: self._shortened(kept), counts_flops=counts_flops
+                )
+
+        few = dict.fromkeys(self.stacks, _FEW)
+        phases = first = step(few)
+        for stack, layers in self.stacks.items():
+            more = step({**few, stack: _MORE})
+            phases = {
+                phase: memory.plus(
+                    more[phase].plus(first[phase], -1), (layers - _FEW) / (_MORE - _FEW)
+                )
+                for phase, memory in phases.items()
+            }
+        return phases
+
+    def _shortened(self, kept: dict[str, int]) -> nn.Module:
+        """Return a copy with so many layers of each stack."""
+        stacks = {name: self.model.get_submodule(name) for name in kept}
+        whole = {name: dict(stack._modules) for name, stack in stacks.items()}
+        try:
+            for name, layers in kept.items():
+                stacks[name]._modules = dict(list(whole[name].items())[:layers])
+            return _copy(self.model)
+        finally:
+            for name, modules in whole.items():
+                stacks[name]._modules = modules
+
+
+@contextmanager
+def simulated_ranks(strategy: Strategy, components: Components) -> Iterator[None]:
+    """Set up a strategy as rank 0 of a process group whose other ranks do not exist.
+
+    Args:
+        strategy: not yet bound.
+        components: their devices are the ranks.
+
+    Raises:
+        ConfigurationError: this process has joined a process group.
+    """
+    if dist.is_initialized():
+        raise ConfigurationError(
+            "plan_memory simulates a process group, and this process has joined one: call it "
+            "before processes are launched, or in another process"
+        )
+    threads = torch.get_num_threads()
+    strategy.bind(components)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=components.device_count)
+    if isinstance(strategy, ParallelStrategy):
+        strategy.init_process_group = lambda: None  # type: ignore[method-assign]
+    try:
+        strategy.setup_environment()
+        yield
+    finally:
+        dist.destroy_process_group()
+        torch.set_num_threads(threads)
+
+
+def build_components(devices: int, num_nodes: int, precision: str) -> Components:
+    """Return components of so many devices for a simulation, which runs on the host."""
+    registry = get_registry()
+    return Components(
+        accelerator=registry.find("accelerator", "cpu").spec.build(),
+        precision=registry.find("precision", precision).spec.build(),
+        checkpoint_io=registry.find("checkpoint_io", "single_file").spec.build(),
+        cluster_environment=registry.find("cluster_environment", "plain").spec.build(),
+        devices=tuple(range(devices)),
+        num_nodes=num_nodes,
+    )
+
+
+class _ValuesAreOne(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets code read values of fake tensors, which have none."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # No 0, by which optimizers would divide: it is their count of steps.
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1
+        return func(*args, **(kwargs or {}))
+
+
+class _Task(nn.Module):
+    """A model whose forward returns the loss."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.loss(self.model, batch)
+
+
+class _Step(TrainStep):
+    """The step of a front end without hooks; takes down what each phase of it holds."""
+
+    def __init__(self, strategy: Strategy, prepared: PreparedModel, meter: MemoryMeter) -> None:
+        precision = strategy.precision
+        self.module, self.meter = prepared.module, meter
+        self.context = precision.forward_context() or nullcontext()
+        self.convert = precision.input_converter() or (lambda batch: batch)
+        self.held: dict[str, StepMemory] = {}
+        self.phase = ""
+        self.sent = 0
+
+    def start(self) -> None:
+        """Begin a step, and forget what the one before has held."""
+        self.held = {}
+        self.sent = -self.meter.sent
+
+    def enter(self, phase: str) -> None:
+        """End a phase of the step, and begin the next one; "" is after the last."""
+        meter = self.meter
+        meter.close()
+        if self.phase:
+            known = {kind: meter.parts.get(kind, 0) for kind in _KINDS}
+            memory = StepMemory(**known, working=max(0, meter.peak - sum(known.values())))
+            before = self.held.get(self.phase, memory)
+            self.held[self.phase] = max(before, memory, key=_total)
+        self.phase = phase
+        meter.start()
+        if not phase:
+            self.sent += meter.sent
+
+    def begin(self, micro_batch: Any) -> Any:
+        self.enter("forward")
+        return self.convert(micro_batch)
+
+    def loss(self, part: Any, *, converted: bool = False) -> Tensor:
+        with self.context:
+            loss: Tensor = self.module("forward", part if converted else self.convert(part))
+        return loss
+
+    def before_backward(self, loss: Tensor) -> None:
+        self.enter("backward")
+
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.enter("step")
+
+
+def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """Stand in for `nn.Module._apply`, which swaps fake tensors and fails at it.
+
+    Parameters that are shared stay so. Optimizers are made afterwards.
+    """
+    converted: dict[int, Tensor] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                with torch.no_grad():
+                    value = function(parameter)
+                if value is not parameter:
+                    made = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                    part._parameters[name] = converted.setdefault(id(parameter), made)  # type: ignore[assignment]
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = converted.setdefault(id(buffer), function(buffer))
+    return module
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """Return a copy with parameters and buffers without values, all of them on the host."""
+    copies: dict[int, Tensor] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device="cpu")
+        copies[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        copies[id(buffer)] = torch.empty_like(buffer, device="cpu")
+    return copy.deepcopy(model, dict(copies))
+
+
+def _total(memory: StepMemory) -> int:
+    return memory.total
+
+
+def _known(prepared: PreparedModel) -> dict[Kind, Iterable[Tensor]]:
+    parameters = list(prepared.original.parameters())
+    states = [state for optimizer in prepared.optimizers for state in optimizer.state.values()]
+    return {
+        "parameters": parameters,
+        "gradients": [p.grad for p in parameters if p.grad is not None],
+        "optimizer": [value for s in states for value in s.values() if isinstance(value, Tensor)],
+        "buffers": list(prepared.original.buffers()),
+    }
+
+
+def _outermost_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, part in model.named_children():
+        if isinstance(part, (nn.ModuleList, nn.Sequential)):
+            yield name, part
+        else:
+            yield from ((f"{name}.{inner}", found) for inner, found in _outermost_lists(part))
+
+
+def _has_equal_layers(part: nn.Module) -> bool:
+    layers = list(part.children())
+    return len(layers) > _MORE and len({_shape_of(layer) for layer in layers}) == 1
+
+
+def _shape_of(layer: nn.Module) -> tuple[Any, ...]:
+    tensors = (*layer.named_parameters(), *layer.named_buffers())
+    return type(layer), tuple((name, tuple(t.shape), t.requires_grad) for name, t in tensors)

@@ -1,0 +1,251 @@
+"""Plans of memory: predictions are what real steps hold, and bad input is refused."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stratagem import Lite, Module, plan_memory
+from stratagem.errors import ConfigurationError, UnknownNameError
+from stratagem_extras.planner.command import plan
+from stratagem_extras.planner.devices import find_device, parse_size
+from stratagem_extras.planner.meter import MemoryMeter
+from stratagem_extras.planner.plan import default_loss
+from stratagem_extras.planner.simulation import Workload, measure_step
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Net(nn.Module):
+    """Layers that are equal, between two that are not."""
+
+    def __init__(self, layers: int = 9, width: int = 64) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, width)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(layers)
+        )
+        self.last = nn.Linear(width, 500)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return self.last(hidden)  # type: ignore[no-any-return]
+
+
+def held(model: Any, batch: Any, precision: str = "32-true", micro_batches: int = 1) -> int:
+    """Return the bytes of tensors of a real step."""
+    lite = Lite(accelerator="cpu", precision=precision)
+    lite.launch()
+    workload = Workload(
+        lambda: batch,
+        default_loss,
+        lambda module: torch.optim.AdamW(module.parameters()),
+        micro_batches,
+    )
+    phases = measure_step(lite.strategy, workload, model)
+    return max(memory.total for memory in phases.values())
+
+
+def planned(model: Any, batch: Any, strategy: str = "single_device", **options: Any) -> Any:
+    """Return the row of one strategy."""
+    options = {"device_memory": "1TB", "strategies": [strategy], **options}
+    (row,) = plan_memory(model, batch, **options).strategies
+    return row
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_plan_for_one_device_is_what_a_step_holds(precision: str, micro_batches: int) -> None:
+    batch = torch.zeros(200, 10)
+    row = planned(Net, batch, precision=precision, accumulate_grad_batches=micro_batches)
+    real = held(Net, batch, precision, micro_batches)
+    assert row.how == "simulated"
+    assert row.memory.total == pytest.approx(real, rel=0.01)
+
+
+def test_a_model_is_planned_as_the_function_that_builds_it_and_is_not_changed() -> None:
+    model, batch = Net(), torch.zeros(5, 10)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert planned(model, batch).memory == planned(Net, batch).memory
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert "log" not in vars(model)
+
+
+def test_more_layers_hold_what_each_further_one_adds() -> None:
+    batch = torch.zeros(50, 10)
+    rows = [planned(lambda n=n: Net(n), batch, "fsdp", devices=4) for n in (7, 8, 40)]
+    seven, eight, forty = (row.memory.total for row in rows)
+    assert forty == pytest.approx(seven + 33 * (eight - seven), rel=0.01)
+    assert rows[2].memory.optimizer < planned(lambda: Net(40), batch).memory.optimizer / 3
+
+
+@pytest.mark.parametrize("strategies", [["ddp", "ddp_sharded"], ["fsdp", "fsdp_shard_grad_op"]])
+def test_a_plan_for_two_ranks_is_what_they_hold(strategies: list[str]) -> None:
+    script = ROOT / "benchmarks/planned_memory.py"
+    options = ["--models", "tied", "--precisions", "32-true", "--strategies", *strategies]
+    done = subprocess.run(
+        [sys.executable, str(script), *options], capture_output=True, text=True, check=True
+    )
+    rows = [line.split("|")[3:8] for line in done.stdout.splitlines() if line.startswith("| tied")]
+    assert [name.strip() for name, *_ in rows] == strategies
+    assert all(0.99 < float(ratio) < 1.01 for *_, ratio in rows), done.stdout
+
+
+def test_a_step_of_a_module_is_planned_without_a_trainer() -> None:
+    class Logs(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.net(batch).square().mean()
+            self.log("loss", loss)
+            return {"loss": loss}
+
+    assert planned(Logs, torch.zeros(5, 10)).memory.parameters > 0
+
+
+def test_seventy_billion_parameters_are_planned_in_little_memory(tmp_path: Path) -> None:
+    sizes = "--parameters 70e9 --layers 80 --hidden 8192 --vocabulary 32000 --sequence 4096"
+    options = f"{sizes} --devices 8 --device H100 --precision bf16-true --strategy fsdp --json"
+    done = subprocess.run(
+        [sys.executable, "-m", "stratagem", "plan", *options.split()],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 1, done.stderr  # it does not fit
+    result = json.loads(done.stdout)
+    assert result["parameters"] == pytest.approx(70e9, rel=0.001)
+    (row,) = result["strategies"]
+    # 2 bytes of each parameter, and twice 2 of AdamW, over 8 ranks.
+    assert row["memory"]["optimizer"] == pytest.approx(70e9 * 4 / 8, rel=0.01)
+    assert row["memory"]["parameters"] >= 70e9 * 2 / 8
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 2e9
+
+
+def test_the_plan_says_what_to_write() -> None:
+    batch = torch.zeros(5, 10)
+    one = 4 * sum(p.numel() for p in Net().parameters())
+    whole = plan_memory(Net, batch, devices=4, device="A100-80GB", accumulate_grad_batches=2)
+    assert whole.best is not None
+    assert whole.best.name == "ddp"
+    assert "ddp_spawn" in whole.best.alike
+    assert whole.call == (
+        "Trainer(accelerator='cuda', devices=4, strategy='ddp', accumulate_grad_batches=2)"
+    )
+    less = plan_memory(Net, batch, devices=4, device_memory=4 * one, strategies=["ddp", "fsdp"])
+    assert less.best is not None
+    assert less.best.name == "fsdp"
+    nothing = plan_memory(Net, batch, device_memory=one, strategies=["single_device"])
+    assert nothing.best is None
+    assert nothing.call == ""
+
+
+def test_a_strategy_that_cannot_be_planned_is_listed_with_its_reason() -> None:
+    rows = {
+        row.name: row
+        for row in plan_memory(Net, torch.zeros(5, 10), devices=2, device_memory="1GB").strategies
+    }
+    assert rows["model_parallel"].why_not.startswith("tensor_parallel_size=2, but no layer is div")
+    assert rows["dp"].why_not == "one process drives all devices, which cannot be simulated"
+    hpu = planned(Net, torch.zeros(5, 10), "hpu_parallel", devices=2, device="A10")
+    assert hpu.why_not == "runs on hpu, not on cuda"
+
+
+class Reads(nn.Module):
+    """Cannot be built without values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.load("nowhere.pt")
+
+
+def test_bad_input_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    batch = torch.zeros(5, 10)
+    for options, message in (
+        ({"devices": 0}, "devices=0: expected a whole number of at least 1"),
+        ({"device": "A100"}, "device='A100' is not in the table"),
+        ({"device_memory": "80 parsec"}, "'80 parsec' is not a size of memory: expected bytes, or"),
+        ({"device_memory": -1}, "-1 is not a size"),
+        ({"optimizer": "AdamV"}, "optimizer='AdamV': expected a class of torch.optim.*'AdamW'"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            plan_memory(Net, batch, **options)
+    with pytest.raises(
+        ConfigurationError, match=r"without memory: .*test_planner\.py:\d+: FileNot"
+    ):
+        plan_memory(Reads, batch)
+    with pytest.raises(
+        ConfigurationError, match=r"without values: .*test_planner\.py:\d+: .*Check"
+    ):
+        plan_memory(Net, torch.zeros(5, 11))
+    with pytest.raises(ConfigurationError, match="which has no tensor: pass loss="):
+        default_loss(nn.Identity(), {"input": 3})
+    with pytest.raises(UnknownNameError, match="fsdb"):
+        plan_memory(Net, batch, strategies=["fsdb"])
+
+
+def test_the_command_refuses_what_is_missing_and_what_is_too_much(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for arguments, message in (
+        ("", "expected a MODEL, such as my_module:Net, or the sizes"),
+        ("a:B", "expected --batch"),
+        ("a:B --layers 3 --batch 3", "received MODEL and --layers"),
+        ("torch.nn:Identity --batch 3xx", "expected sizes and a dtype of torch"),
+        ("torch.nn:Identity --batch 3:lng", "expected sizes and a dtype of torch"),
+        (
+            "--parameters 10 --layers 2 --hidden 64 --vocabulary 10 --sequence 8",
+            "pass smaller sizes or more parameters",
+        ),
+    ):
+        assert plan(arguments.split()) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_command_prints_rows_and_the_line_to_write(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "a_users_module", sys.modules[__name__])
+    wanted = "a_users_module:Net --batch 5x10 --devices 2 --device L4 --strategy"
+    assert plan([*wanted.split(), "fsdp", "--strategy", "dp"]) == 0
+    shown = capsys.readouterr().out
+    assert "fsdp      yes" in shown
+    assert "dp: one process drives all devices" in shown
+    assert shown.endswith("Trainer(accelerator='cuda', devices=2, strategy='fsdp')\n")
+    assert plan([*wanted.split(), "fsdp", "--device-memory", "1KB"]) == 1
+    assert "nothing fits; the nearest is fsdp" in capsys.readouterr().out
+
+
+def test_memory_that_is_freed_or_shared_is_not_counted_twice() -> None:
+    with MemoryMeter() as meter:
+        whole = torch.zeros(1000)
+        part = whole[10:]
+        assert meter.live == 4000
+        del whole
+        assert meter.live == 4000
+        part.untyped_storage().resize_(0)
+        assert meter.live == 0
+        meter.start()
+        other = torch.zeros(10)
+    assert (meter.live, meter.peak) == (40, 40)
+    assert other.shape == (10,)
+
+
+def test_sizes_and_devices_are_read_as_people_write_them() -> None:
+    assert find_device("h100").name == "H100"
+    assert find_device("TPU v5e").accelerator == "tpu"
+    assert parse_size("80GiB") == 80 * 2**30
+    assert parse_size("8e10") == parse_size("80 gb") == 80 * 10**9
