@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -100,6 +101,17 @@ def test_a_plan_for_two_ranks_is_what_they_hold(strategies: list[str]) -> None:
     rows = [line.split("|")[3:8] for line in done.stdout.splitlines() if line.startswith("| tied")]
     assert [name.strip() for name, *_ in rows] == strategies
     assert all(0.99 < float(ratio) < 1.01 for *_, ratio in rows), done.stdout
+
+
+def test_the_script_of_the_page_runs(tmp_path: Path) -> None:
+    page = (ROOT / "docs/planning.md").read_text()
+    (script,) = re.findall(r"^```python\n(.+?)^```$", page, re.MULTILINE | re.DOTALL)
+    command = [sys.executable, "-W", "error::DeprecationWarning", "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *rows, call = done.stdout.splitlines()
+    assert any(row.startswith("ddp True") for row in rows)
+    assert call == "Trainer(accelerator='auto', devices=2, strategy='ddp')"
 
 
 def test_a_step_of_a_module_is_planned_without_a_trainer() -> None:

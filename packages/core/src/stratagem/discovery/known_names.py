@@ -28,10 +28,11 @@ stratagem-extras callback: backbone_finetuning, device_stats, ema, gradient_accu
 stratagem-extras callback: lambda, lr_monitor, model_summary, on_exception_checkpoint, pruning
 stratagem-extras callback: rich_progress_bar, swa, throughput, timer, tqdm_progress_bar
 stratagem-extras callback: weight_averaging
-stratagem-extras command: checkpoint average, checkpoint convert, fit, predict, test, validate
+stratagem-extras command: checkpoint average, checkpoint convert, fit, plan, predict, test
+stratagem-extras command: validate
 stratagem-extras logger: comet, mlflow, neptune, tensorboard, wandb
 stratagem-extras profiler: advanced, pytorch, simple
-stratagem-extras stratagem: Tuner
+stratagem-extras stratagem: Tuner, plan_memory
 stratagem-extras stratagem.callbacks: BackboneFinetuning, BaseFinetuning, BasePredictionWriter
 stratagem-extras stratagem.callbacks: DeviceStatsMonitor, EMAWeightAveraging
 stratagem-extras stratagem.callbacks: GradientAccumulationScheduler, LambdaCallback

@@ -26,7 +26,7 @@ class PlannedDecoder(nn.Module):
     Example:
         >>> import torch
         >>> with torch.device("meta"):
-        ...     model = PlannedDecoder(6.74e9, layers=32, hidden=4096, vocabulary=32000)
+        ...     model = PlannedDecoder(6.738416e9, layers=32, hidden=4096, vocabulary=32000)
         >>> round(sum(p.numel() for p in model.parameters()) / 1e9, 2), model.feed_forward
         (6.74, 11008)
     """

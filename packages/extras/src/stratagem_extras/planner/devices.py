@@ -75,7 +75,7 @@ def find_device(name: str) -> Device:
 
     Example:
         >>> find_device("a100 80gb").memory // 2**30
-        80
+        79
     """
     wanted = re.sub(r"[\s_-]", "", name).casefold()
     for device in DEVICES.values():
