@@ -125,7 +125,28 @@ def test_a_step_of_a_module_is_planned_without_a_trainer() -> None:
             self.log("loss", loss)
             return {"loss": loss}
 
-    assert planned(Logs, torch.zeros(5, 10)).memory.parameters > 0
+        def configure_optimizers(self) -> Any:
+            return {"optimizer": torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)}
+
+    memory = planned(Logs, torch.zeros(5, 10)).memory
+    assert memory.optimizer == memory.parameters
+    adam = planned(Logs, torch.zeros(5, 10), optimizer="adamw").memory
+    assert adam.optimizer == pytest.approx(2 * adam.parameters, rel=0.001)
+    with pytest.raises(ConfigurationError, match=r"test_planner\.py:\d+: UserCodeError: .*loss="):
+        planned(NeedsTrainer, torch.zeros(5, 10))
+    own = planned(NeedsTrainer, torch.zeros(5, 10), loss=lambda m, batch: m.net(batch).sum())
+    assert own.memory.total > memory.parameters
+
+
+class NeedsTrainer(Module):
+    """Asks for the epoch in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch).sum() * self.trainer.current_epoch
 
 
 def test_seventy_billion_parameters_are_planned_in_little_memory(tmp_path: Path) -> None:
@@ -215,6 +236,9 @@ def test_the_command_refuses_what_is_missing_and_what_is_too_much(
     for arguments, message in (
         ("", "expected a MODEL, such as my_module:Net, or the sizes"),
         ("a:B", "expected --batch"),
+        ("no_such_module:B --batch 3", "the model 'no_such_module:B' cannot be imported: Module"),
+        ("torch.nn:Idem --batch 3", "has no attribute 'Idem'. Expected module:Class"),
+        ("math:pi --batch 3", "the model 'math:pi' is a float: expected a class"),
         ("a:B --layers 3 --batch 3", "received MODEL and --layers"),
         ("torch.nn:Identity --batch 3xx", "expected sizes and a dtype of torch"),
         ("torch.nn:Identity --batch 3:lng", "expected sizes and a dtype of torch"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import re
 import sys
@@ -13,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.cli import at_least, parser_of, print_table
-from stratagem.discovery import load_target
-from stratagem.errors import ConfigurationError, StratagemError
+from stratagem.errors import ConfigurationError, StratagemError, format_text
 
 _DESCRIPTION = """Show which strategies a model would fit with, without using the memory.
 
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SHAPE[:DTYPE]",
         help="of a micro-batch of one rank, such as 8x1024:long; once for each input",
     )
-    parser.add_argument("--optimizer", default="AdamW", help="a class of torch.optim")
+    parser.add_argument("--optimizer", metavar="NAME", help="of torch.optim; or the model's own")
     parser.add_argument("--precision", default="32-true", help="as for the Trainer")
     parser.add_argument("--devices", type=at_least(1), default=1, help="on each node")
     parser.add_argument("--num-nodes", type=at_least(1), default=1)
@@ -145,7 +145,30 @@ def _model(options: argparse.Namespace) -> tuple[Callable[[], Any], Callable[[],
         raise ConfigurationError(
             "expected --batch, the shape of a micro-batch, such as --batch 8x3x224x224"
         )
-    return load_target(options.model, what="the model"), _batch(options.batch)
+    return _imported(options.model), _batch(options.batch)
+
+
+def _imported(name: str) -> Callable[[], Any]:
+    """Return what MODEL names.
+
+    Raises:
+        ConfigurationError: it is not there, or importing it fails.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (Exception, SystemExit) as error:
+        raise ConfigurationError(
+            f"the model {name!r} cannot be imported: {type(error).__name__}: "
+            f"{format_text(str(error), 300)}. Expected module:Class or module:function, found from "
+            "this folder or installed"
+        ) from error
+    if not callable(found):
+        raise ConfigurationError(
+            f"the model {name!r} is a {type(found).__name__}: expected a class, or a function that "
+            "returns the model"
+        )
+    return found  # type: ignore[no-any-return]
 
 
 def _batch(shapes: Sequence[str]) -> Callable[[], Any]:

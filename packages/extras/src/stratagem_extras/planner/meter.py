@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -26,13 +27,13 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     reserve, is not counted.
 
     Args:
-        known: returns the tensors that are parameters, gradients, and so on. It is called whenever
-            the sum has reached a new maximum.
+        known: returns the tensors that are parameters, gradients, and so on; called by `start` and
+            by `close`.
 
     Attributes:
         live: bytes of the tensors that are alive.
         peak: the maximum of `live` since `start`.
-        parts: what `known` returned at the peak, in bytes of each kind.
+        parts: bytes at the peak of what `known` has returned, by kind; after `close`.
         sent: bytes that collectives move: of an all-reduce twice its tensor, since it scatters and
             gathers; of the others the whole tensor.
 
@@ -55,20 +56,22 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = 0
         self.parts: dict[Kind, int] = {}
         self.sent = 0
+        self._numbers: dict[int, int] = {}
+        """A number of each storage by its address, which another one may have later."""
         self._sizes: dict[int, int] = {}
-        """Bytes of each storage, by its address."""
+        """Bytes of each storage, by its number."""
+        self._next = itertools.count()
+        self._at_peak: dict[int, int] = {}
+        """The same at the maximum."""
         self._is_rising = False
+        self._kinds: dict[int, Kind] = {}
         self._resizes = patch.object(torch.UntypedStorage, "resize_", self._resize())
 
     def start(self) -> None:
         """Forget the maximum so far."""
         self.peak = self.live
         self._is_rising = True
-
-    def count(self, tensors: Iterable[Tensor]) -> int:
-        """Return the bytes of the memory of tensors, each memory once."""
-        storages = {storage._cdata: storage for storage in map(_storage, tensors)}
-        return sum(storage.nbytes() for storage in storages.values())
+        self._kinds = self._known_kinds()
 
     def add(self, tensors: Iterable[Any]) -> None:
         """Count tensors that were made before the meter was entered."""
@@ -77,10 +80,13 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._add(_storage(tensor))
 
     def close(self) -> None:
-        """Take down the parts of the last maximum, where `live` has not fallen since."""
-        if self._is_rising:
-            self._is_rising = False
-            self.parts = {kind: self.count(held) for kind, held in self.known().items()}
+        """Fill in `parts`: of what is known now, and of what was known at `start`."""
+        self._note_peak()
+        kinds = {**self._kinds, **self._known_kinds()}
+        self.parts = {}
+        for number, size in self._at_peak.items():
+            if kind := kinds.get(number):
+                self.parts[kind] = self.parts.get(kind, 0) + size
 
     def __enter__(self) -> MemoryMeter:
         """Begin to count."""
@@ -112,22 +118,37 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        before = self._sizes.get(key)
-        if before == size:
+        address, size = storage._cdata, storage.nbytes()
+        number = self._numbers.get(address)
+        if number is None:
+            number = self._numbers[address] = next(self._next)
+            weakref.finalize(storage, self._free, address)
+        elif self._sizes[number] == size:
             return
-        if before is None:
-            weakref.finalize(storage, self._free, key)
-        self._sizes[key] = size
-        self._change(size - (before or 0))
+        self._change(number, size)
 
-    def _free(self, key: int) -> None:
-        self._change(-self._sizes.pop(key))
+    def _free(self, address: int) -> None:
+        number = self._numbers.pop(address)
+        self._change(number, 0)
+        del self._sizes[number]
 
-    def _change(self, size: int) -> None:
-        if size < 0 and self._is_rising:
-            self.close()
-        self.live += size
+    def _known_kinds(self) -> dict[int, Kind]:
+        known = self.known()
+        addresses = {_storage(tensor)._cdata: kind for kind in known for tensor in known[kind]}
+        return {self._numbers[a]: kind for a, kind in addresses.items() if a in self._numbers}
+
+    def _note_peak(self) -> None:
+        if self._is_rising:
+            self._is_rising = False
+            self._at_peak = dict(self._sizes)
+
+    def _change(self, number: int, size: int) -> None:
+        # Called while a tensor is freed: no other one may be looked at.
+        before = self._sizes.get(number, 0)
+        if size < before:
+            self._note_peak()
+        self._sizes[number] = size
+        self.live += size - before
         if self.live > self.peak:
             self.peak = self.live
             self._is_rising = True

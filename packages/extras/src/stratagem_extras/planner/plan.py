@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -129,7 +128,7 @@ def plan_memory(
     batch: Any,
     *,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
-    optimizer: str | Callable[[Iterable[nn.Parameter]], Optimizer] = "AdamW",
+    optimizer: str | Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
     precision: str = "32-true",
     devices: int = 1,
     num_nodes: int = 1,
@@ -152,7 +151,8 @@ def plan_memory(
         batch: a micro-batch of one rank, as tensors or as a function that returns it.
         loss: returns the loss of a model and a batch; None: what `training_step` returns, else the
             output's `loss`, else the mean of its first tensor.
-        optimizer: a class of `torch.optim` by name, or a function of the parameters.
+        optimizer: a class of `torch.optim` by name, or a function of the parameters; None: what
+            `configure_optimizers` returns, else AdamW.
         precision: as for `Trainer`.
         devices: on each node.
         num_nodes: how many nodes.
@@ -238,7 +238,8 @@ class _Planner:
         except Exception as error:
             raise ConfigurationError(
                 f"a step of the model cannot be run without values: {_at(error)}. Check that the "
-                "batch fits the model; sizes that depend on values of tensors cannot be planned"
+                "batch fits the model. Sizes that depend on values of tensors cannot be planned; a "
+                "Module that needs a Trainer can, by plan_memory(..., loss=..., optimizer=...)"
             ) from error
 
     def row(self, spec: StrategySpec, alike: tuple[str, ...]) -> PlannedStrategy:
@@ -366,8 +367,10 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _optimizer_maker(
-    optimizer: str | Callable[[Iterable[nn.Parameter]], Optimizer],
+    optimizer: str | Callable[[Iterable[nn.Parameter]], Optimizer] | None,
 ) -> Callable[[nn.Module], Optimizer]:
+    if optimizer is None:
+        return _own_optimizer
     if isinstance(optimizer, str):
         known = {
             name.casefold(): value
@@ -385,6 +388,19 @@ def _optimizer_maker(
     else:
         make = optimizer
     return lambda module: make([p for p in module.parameters() if p.requires_grad])
+
+
+def _own_optimizer(module: nn.Module) -> Optimizer:
+    """Return the first optimizer of `configure_optimizers`, or AdamW where there is none."""
+    try:
+        configured: Any = getattr(module, "configure_optimizers", list)()
+    except NotImplementedError:
+        configured = None  # a Module that has none
+    while isinstance(configured, (list, tuple, dict)) and configured:
+        configured = configured["optimizer"] if isinstance(configured, dict) else configured[0]
+    if isinstance(configured, Optimizer):
+        return configured
+    return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
 
 
 def _groups(names: Sequence[str]) -> list[tuple[StrategySpec, tuple[str, ...]]]:
@@ -445,12 +461,12 @@ def _host_memory() -> int:
 
 def _at(error: BaseException) -> str:
     """Return an error with the last line of the user's code that it came from."""
-    others = str(Path(torch.__file__).parents[1]), str(Path(__file__).parent), "<"
     place = ""
     trace = error.__traceback__
     while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if not file.startswith(others):
-            place = f"{file}:{trace.tb_lineno}: "
+        frame, line = trace.tb_frame, trace.tb_lineno
+        library = frame.f_globals.get("__name__", "").partition(".")[0]
+        if not library.startswith(("torch", "stratagem")):
+            place = f"{frame.f_code.co_filename}:{line}: "
         trace = trace.tb_next
     return f"{place}{type(error).__name__}: {format_text(str(error), 300)}"
