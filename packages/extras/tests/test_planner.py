@@ -230,6 +230,16 @@ def test_bad_input_is_refused_with_what_to_do(tmp_path: Path) -> None:
         plan_memory(Net, batch, strategies=["fsdb"])
 
 
+def test_a_process_that_has_joined_others_is_refused(tmp_path: Path) -> None:
+    file = (tmp_path / "store").as_uri()
+    torch.distributed.init_process_group("gloo", init_method=file, rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigurationError, match=r"^plan_memory simulates a process"):
+            plan_memory(Net, torch.zeros(5, 10))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_the_command_refuses_what_is_missing_and_what_is_too_much(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -235,6 +235,8 @@ class _Planner:
             ) from error
         try:
             self.alone = self._alone(precision)
+        except ConfigurationError:
+            raise
         except Exception as error:
             raise ConfigurationError(
                 f"a step of the model cannot be run without values: {_at(error)}. Check that the "

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from stratagem.discovery import get_registry
@@ -297,6 +298,7 @@ class _Step(TrainStep):
 
     def begin(self, micro_batch: Any) -> Any:
         self.enter("forward")
+        self.meter.add(tree_leaves(micro_batch))
         return self.convert(micro_batch)
 
     def loss(self, part: Any, *, converted: bool = False) -> Tensor:
