@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch.distributed as dist
+
 from stratagem.discovery import version_of
 from stratagem.errors import ConfigurationError
 
@@ -137,3 +139,37 @@ def _quieten() -> None:
 
 def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
+
+
+def is_simulated() -> bool:
+    """Whether this process plays one rank of a group that does not exist, on fake tensors."""
+    return dist.is_initialized() and dist.get_backend() == "fake"
+
+
+def release_groups() -> None:
+    """Let DeepSpeed forget its groups, of a process group that ends before this process."""
+    from deepspeed.utils import groups
+
+    groups._release_process_group_references()
+
+
+@contextlib.contextmanager
+def simulated_kernels() -> Iterator[None]:
+    """Let optimizers get kernels that do nothing: fake tensors have no memory to read."""
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    load = CPUAdamBuilder.load
+    CPUAdamBuilder.load = _NoKernel
+    try:
+        yield
+    finally:
+        CPUAdamBuilder.load = load
+
+
+class _NoKernel:
+    """Stands in for a compiled extension, and for what its functions return."""
+
+    def __init__(self, *arguments: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> type[_NoKernel]:
+        return _NoKernel

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import Adam, AdamW, Optimizer
 
 from stratagem.errors import ConfigurationError
 from stratagem_deepspeed.config import offload_device, stage_of
+from stratagem_deepspeed.library import is_simulated, simulated_kernels
 
 FORCE = "zero_force_ds_cpu_optimizer"
 UNTESTED = "zero_allow_untested_optimizer"
@@ -137,11 +140,12 @@ def _as_cpu_adam(optimizer: Optimizer) -> Optimizer:
     decoupled = isinstance(optimizer, AdamW) or any(
         group.get("decoupled_weight_decay") for group in optimizer.param_groups
     )
-    made: Optimizer = DeepSpeedCPUAdam(
-        [{"params": group["params"]} for group in optimizer.param_groups],
-        **{name: optimizer.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")},
-        adamw_mode=decoupled,
-    )
+    with simulated_kernels() if is_simulated() else nullcontext():
+        made: Optimizer = DeepSpeedCPUAdam(
+            [{"params": group["params"]} for group in optimizer.param_groups],
+            **{name: optimizer.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")},
+            adamw_mode=decoupled,
+        )
     for own, users in zip(made.param_groups, optimizer.param_groups, strict=True):
         users.update({key: value for key, value in own.items() if key not in users})
     # Both share one list of groups: a scheduler made for the user's optimizer acts on this one.
@@ -156,9 +160,7 @@ def _as_cpu_adam(optimizer: Optimizer) -> Optimizer:
 
 
 def _say(what: str) -> None:
-    import torch.distributed as dist
-
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if not is_simulated() and (not dist.is_initialized() or dist.get_rank() == 0):
         text = f'{what}; config={{"{FORCE}": False}} keeps torch\'s'
         if text not in _said:
             _said.add(text)

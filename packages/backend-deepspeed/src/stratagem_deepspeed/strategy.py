@@ -37,7 +37,13 @@ from stratagem_deepspeed.config import (
 )
 from stratagem_deepspeed.config_file import read_config
 from stratagem_deepspeed.engine import EngineModule, restored_linear
-from stratagem_deepspeed.library import import_deepspeed, installed_version, quiet_rank
+from stratagem_deepspeed.library import (
+    import_deepspeed,
+    installed_version,
+    is_simulated,
+    quiet_rank,
+    release_groups,
+)
 from stratagem_deepspeed.optimizers import (
     only_one,
     suited,
@@ -235,6 +241,8 @@ class DeepSpeedStrategy(ParallelStrategy):
         """Free the engines, then release what others hold."""
         while self._engines:
             self._engines.pop().release()
+        if is_simulated():
+            release_groups()
         super().teardown()
 
     # -- model and optimizers

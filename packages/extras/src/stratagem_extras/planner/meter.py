@@ -76,7 +76,8 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def add(self, tensors: Iterable[Any]) -> None:
         """Count tensors that were made before the meter was entered."""
         for tensor in tensors:
-            if isinstance(tensor, Tensor):
+            # A meta tensor has no memory; the storage of every fake one says "meta".
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 self._add(_storage(tensor))
 
     def close(self) -> None:

@@ -257,18 +257,17 @@ class _Planner:
         if capabilities.one_process and ranks > 1:
             why = "one process drives all devices, which cannot be simulated"
             return PlannedStrategy(spec.name, alike, why_not=why)
-        if not capabilities.engine_steps:
-            components = build_components(self.devices, self.num_nodes, self.precision)
-            strategy: Strategy = spec.build()
-            try:
-                with simulated_ranks(strategy, components):
-                    phases = self.model.simulate_step(strategy, self.workload)
-                return _planned(spec, alike, phases, "simulated")
-            except ConfigurationError as error:
-                return PlannedStrategy(spec.name, alike, why_not=format_text(str(error), 200))
-            # What needs real tensors, such as DistributedDataParallel, is computed instead.
-            except Exception as error:
-                _log.debug("%s cannot be simulated: %s", spec.name, error)
+        components = build_components(self.devices, self.num_nodes, self.precision)
+        strategy: Strategy = spec.build()
+        try:
+            with simulated_ranks(strategy, components):
+                phases = self.model.simulate_step(strategy, self.workload)
+            return _planned(spec, alike, phases, "simulated")
+        except ConfigurationError as error:
+            return PlannedStrategy(spec.name, alike, why_not=format_text(str(error), 200))
+        # What needs real tensors, such as DistributedDataParallel, is computed instead.
+        except Exception as error:
+            _log.debug("%s cannot be simulated: %s", spec.name, error)
         alone = self._under_engine(spec) if capabilities.engine_steps else self.alone
         return _planned(spec, alike, computed(spec, alone, ranks), "computed")
 

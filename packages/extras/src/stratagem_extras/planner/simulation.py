@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -12,12 +13,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from stratagem.discovery import get_registry
 from stratagem.errors import ConfigurationError
@@ -32,6 +34,16 @@ from stratagem.strategies import (
 from stratagem_extras.planner.meter import Kind, MemoryMeter
 
 _KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "buffers")
+_ATEN = torch.ops.aten
+_KEEP_VALUES = {
+    _ATEN.unbind.int,
+    _ATEN.select.int,
+    _ATEN.slice.Tensor,
+    _ATEN.view.default,
+    _ATEN.clone.default,
+    _ATEN.detach.default,
+    _ATEN._to_copy.default,
+}
 _FEW, _MORE = 3, 6
 """How many of equal layers are run; what further ones hold is extrapolated from the two."""
 
@@ -104,7 +116,8 @@ def measure_step(
         For "forward", "backward" and "step".
     """
     prepared: list[PreparedModel] = []
-    meter = MemoryMeter(lambda: _known(prepared[0]) if prepared else {})
+    trained: set[int] = set()
+    meter = MemoryMeter(lambda: _known(prepared[0], trained) if prepared else {})
     with meter:
         task = _Task(model(), workload.loss)
         meter.add(task.parameters())
@@ -114,6 +127,7 @@ def measure_step(
                 StepModule(task), lambda: [workload.optimizer(task.model)], move_to_device=False
             )
         )
+        trained.update(map(id, prepared[0].original.parameters()))
         step = _Step(strategy, prepared[0], meter)
         flops = 0
         for _ in range(2):
@@ -142,7 +156,7 @@ class SimulatedModel:
 
     def __init__(self, model: nn.Module | Callable[[], nn.Module]) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with self.mode, _ValuesAreOne():  # type: ignore[no-untyped-call]
+        with self.mode, _Values():  # type: ignore[no-untyped-call]
             self.model = _copy(model) if isinstance(model, nn.Module) else model()
         self.stacks = {
             name: len(list(part.children()))
@@ -170,7 +184,7 @@ class SimulatedModel:
         """
 
         def step(kept: dict[str, int]) -> dict[str, StepMemory]:
-            with self.mode, _ValuesAreOne(), patch.object(nn.Module, "_apply", _apply):  # type: ignore[no-untyped-call]
+            with self.mode, _Values(), patch.object(nn.Module, "_apply", _apply):  # type: ignore[no-untyped-call]
                 return measure_step(
                     strategy, workload, lambda: self._shortened(kept), counts_flops=counts_flops
                 )
@@ -217,13 +231,16 @@ def simulated_ranks(strategy: Strategy, components: Components) -> Iterator[None
             "before processes are launched, or in another process"
         )
     threads = torch.get_num_threads()
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(components.device_count)}
     strategy.bind(components)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=components.device_count)
     if isinstance(strategy, ParallelStrategy):
         strategy.init_process_group = lambda: None  # type: ignore[method-assign]
     try:
-        strategy.setup_environment()
-        yield
+        with patch.dict(os.environ, rank):
+            strategy.setup_environment()
+            yield
+            strategy.teardown()
     finally:
         dist.destroy_process_group()
         torch.set_num_threads(threads)
@@ -242,16 +259,37 @@ def build_components(devices: int, num_nodes: int, precision: str) -> Components
     )
 
 
-class _ValuesAreOne(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets code read values of fake tensors, which have none."""
+class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets code read values of fake tensors.
+
+    Whole numbers that code has put into a tensor keep their values, as rank 0 has them: engines
+    compare them between ranks. Of other tensors each number is 1, by which optimizers may divide
+    (it is their count of steps), and no flag is set: gradients have not overflowed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        # No 0, by which optimizers would divide: it is their count of steps.
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return 1
-        return func(*args, **(kwargs or {}))
+        kept = self.kept.get(args[0]) if args and isinstance(args[0], FakeTensor) else None
+        if func in (_ATEN._local_scalar_dense.default, _ATEN.item.default):
+            if kept is not None:
+                with _disable_current_modes():
+                    return kept.item()
+            return 0 if args[0].dtype in (torch.bool, torch.uint8) else 1
+        result = func(*args, **(kwargs or {}))
+        if func is _ATEN.lift_fresh.default:
+            if args[0].dtype in (torch.int32, torch.int64):
+                self.kept[result] = args[0]
+        elif kept is not None and func in _KEEP_VALUES:
+            with _disable_current_modes():
+                values = func(kept, *args[1:], **(kwargs or {}))
+            for part, value in zip(tree_leaves(result), tree_leaves(values), strict=True):
+                self.kept[part] = value
+        return result
 
 
 class _Task(nn.Module):
@@ -348,13 +386,19 @@ def _total(memory: StepMemory) -> int:
     return memory.total
 
 
-def _known(prepared: PreparedModel) -> dict[Kind, Iterable[Tensor]]:
+def _known(prepared: PreparedModel, trained: set[int]) -> dict[Kind, Iterable[Tensor]]:
+    """Return the tensors of a model by kind; an optimizer's own copies of weights are its state."""
     parameters = list(prepared.original.parameters())
-    states = [state for optimizer in prepared.optimizers for state in optimizer.state.values()]
+    optimizer: list[Tensor] = []
+    for one in prepared.optimizers:
+        for state in one.state.values():
+            optimizer += [value for value in state.values() if isinstance(value, Tensor)]
+        for group in one.param_groups:
+            optimizer += [weight for weight in group["params"] if id(weight) not in trained]
     return {
+        "optimizer": optimizer,
         "parameters": parameters,
         "gradients": [p.grad for p in parameters if p.grad is not None],
-        "optimizer": [value for s in states for value in s.values() if isinstance(value, Tensor)],
         "buffers": list(prepared.original.buffers()),
     }
 
