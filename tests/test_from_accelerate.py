@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from stratagem import Lite
-from stratagem.lite.accelerate_names import COUNTERPARTS
+from stratagem.lite.lite import counterparts_of_accelerate
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = Path(__file__).parent / "from_accelerate"
@@ -119,7 +119,7 @@ def test_the_page_names_what_accelerate_has() -> None:
     cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     names = {name for cell in cells for name in re.findall(r"`\.(\w+)", cell)}
     assert len(names) > 30
-    assert names <= COUNTERPARTS.keys() | set(dir(Lite))
+    assert names <= counterparts_of_accelerate().keys() | set(dir(Lite))
 
 
 def test_the_page_counts_the_lines_of_the_examples() -> None:

@@ -17,7 +17,7 @@ from stratagem.errors import PluginError
 from stratagem.interfaces.accelerator import DeviceMemory
 from stratagem.launch.rank import this_rank
 from stratagem.loggers import CSVLogger
-from stratagem.plan.memory import GIB, MemoryNeed, what_would_fit
+from stratagem.plan.memory import GIB, StepMemory, what_would_fit
 
 MIB = 2**20
 
@@ -34,7 +34,9 @@ SPECS = (
     spec("whole_again", WHOLE),
     spec("host", (), WHOLE),
 )
-NEED = MemoryNeed(parameters=4 * GIB, gradients=4 * GIB, optimizer=8 * GIB, buffers=0, rest=4 * GIB)
+NEED = StepMemory(
+    parameters=4 * GIB, gradients=4 * GIB, optimizer=8 * GIB, buffers=0, working=4 * GIB
+)
 
 
 # -- what would fit

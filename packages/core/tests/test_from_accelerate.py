@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader
 
 from stratagem import Lite, Trainer
 from stratagem.errors import CheckpointMismatchError, CheckpointNotFoundError, ConfigurationError
-from stratagem.lite.accelerate_names import COUNTERPARTS
+from stratagem.lite.lite import counterparts_of_accelerate
 from stratagem.loggers import CSVLogger
 
+COUNTERPARTS = counterparts_of_accelerate()
 SCRIPT = Path(__file__).parent / "scripts" / "from_accelerate.py"
 
 

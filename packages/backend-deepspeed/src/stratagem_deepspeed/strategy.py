@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.errors import ConfigurationError
+from stratagem.plan import StepMemory
 from stratagem.strategies import (
     ActivationCheckpointing,
     Components,
@@ -221,6 +222,21 @@ class DeepSpeedStrategy(ParallelStrategy):
     def set_batch_size(self, batch_size: int | None) -> None:
         """Take the training loader's batch size; see `Strategy.set_batch_size`."""
         self.facts = replace(self.facts, batch_size=batch_size or 0)
+
+    def estimate_memory(
+        self, phases: Mapping[str, StepMemory], shards: Collection[str]
+    ) -> dict[str, StepMemory]:
+        """Return the same with the engine's copy of the weights and its two buffers, roughly."""
+        buffers = 2 * max(memory.gradients for memory in phases.values())
+        with_copies = {
+            phase: replace(
+                memory,
+                optimizer=memory.optimizer + memory.parameters,
+                working=memory.working + buffers,
+            )
+            for phase, memory in phases.items()
+        }
+        return super().estimate_memory(with_copies, shards)
 
     # -- environment
 

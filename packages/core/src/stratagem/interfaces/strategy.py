@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -36,6 +37,9 @@ from stratagem.interfaces.prepared_model import (
 from stratagem.interfaces.ranks import Ranks
 from stratagem.interfaces.stepping import Stepping
 from stratagem.state.state_dict import load_named_state, load_weights, named_state
+
+if TYPE_CHECKING:
+    from stratagem.plan.memory import StepMemory
 
 
 class Strategy(Stepping, ABC):
@@ -339,6 +343,27 @@ class Strategy(Stepping, ABC):
         It must not communicate. What a rank has collected as garbage is not released there, so
         that other ranks may be the only ones to call this.
         """
+
+    def estimate_memory(
+        self, phases: Mapping[str, StepMemory], shards: Collection[str]
+    ) -> dict[str, StepMemory]:
+        """Return what a rank holds in each phase of a step.
+
+        Called by a plan if the step cannot be simulated without memory, once the strategy is bound.
+
+        Args:
+            phases: what a process holds that trains the model alone, by the phase of the step:
+                "forward", "backward", "step".
+            shards: what the spec says that ranks divide.
+        """
+        ranks = self.components.device_count
+        trained = max(memory.gradients for memory in phases.values())
+        # Reduced and gathered; gathered once more for backward, where parameters are divided.
+        sent = trained * (3 if "parameters" in shards else 2) if ranks > 1 else 0
+        return {
+            phase: replace(memory.divided(ranks, shards), sent=sent)
+            for phase, memory in phases.items()
+        }
 
     # -- state
 

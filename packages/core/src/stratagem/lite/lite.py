@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -803,12 +804,11 @@ class Lite(FrontEnd):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            from stratagem.lite.accelerate_names import COUNTERPARTS
-
-            if name not in COUNTERPARTS:
+            counterpart = counterparts_of_accelerate().get(name)
+            if counterpart is None:
                 return self.__getattribute__(name)  # the ordinary error, or that of a property
             raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}. {COUNTERPARTS[name]} "
+                f"{type(self).__name__!r} object has no attribute {name!r}. {counterpart} "
                 "(docs/from-accelerate.md)",
                 name=name,
                 obj=self,
@@ -842,3 +842,10 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def _tensors(data: Any) -> Any:
     return torch.tensor(data) if isinstance(data, (bool, int, float)) else data
+
+
+@functools.cache
+def counterparts_of_accelerate() -> dict[str, str]:
+    """Return what to use in place of public names of Accelerate's that Lite does not have."""
+    lines = Path(__file__).with_name("accelerate_names.txt").read_text().splitlines()
+    return dict(line.split(": ", 1) for line in lines)

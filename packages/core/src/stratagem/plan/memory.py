@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 
 from stratagem.discovery.specs import StrategySpec
 
@@ -11,39 +11,48 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class MemoryNeed:
-    """What training a model takes, in bytes.
+class StepMemory:
+    """What a process holds while it takes an optimizer step, in bytes.
 
     Attributes:
-        parameters, gradients, optimizer: of the whole model, as one process would hold it alone.
-        buffers: the same, which no strategy divides.
-        rest: of one rank: activations, inputs, what communication and kernels work with.
+        parameters, gradients, optimizer, buffers: of the model.
+        working: the rest: activations, inputs, gathered parameters, what communication and kernels
+            work with.
+        sent: what it hands to collectives in the step.
+        flops: floating-point operations in the step, not bytes.
+
+    Example:
+        >>> from stratagem.plan import StepMemory
+        >>> alone = StepMemory(parameters=8, gradients=8, optimizer=16, buffers=0, working=4)
+        >>> alone.total, alone.divided(4, ["optimizer"]).total
+        (36, 24)
     """
 
     parameters: int
     gradients: int
     optimizer: int
     buffers: int
-    rest: int
+    working: int
+    sent: int = 0
+    flops: int = 0
+
+    @property
+    def total(self) -> int:
+        """What the process holds."""
+        return self.parameters + self.gradients + self.optimizer + self.buffers + self.working
+
+    def divided(self, ranks: int, shards: Collection[str]) -> StepMemory:
+        """Return what one of so many ranks holds if they divide these fields."""
+        return replace(self, **{part: -(-getattr(self, part) // ranks) for part in shards})
 
     def on_device(self, spec: StrategySpec, ranks: int) -> int:
-        """Return what one of so many ranks would hold on its device under a strategy.
-
-        Example:
-            >>> from stratagem.discovery import StrategySpec
-            >>> spec = StrategySpec(name="zero", target="m:C", api_version=1, shards=("optimizer",))
-            >>> MemoryNeed(10, 10, 20, 1, 5).on_device(spec, 4)
-            31
-        """
-        held = self.buffers + self.rest
-        for part in ("parameters", "gradients", "optimizer"):
-            if part not in spec.offloads:
-                held += -(-getattr(self, part) // (ranks if part in spec.shards else 1))
-        return held
+        """Return what one of so many ranks holds on its device by what a strategy's spec says."""
+        held = self.divided(ranks, spec.shards)
+        return replace(held, **dict.fromkeys(spec.offloads, 0)).total
 
 
 def what_would_fit(
-    need: MemoryNeed,
+    need: StepMemory,
     capacity: int,
     specs: Iterable[StrategySpec],
     *,
@@ -53,14 +62,14 @@ def what_would_fit(
     """Return what would make training fit into the memory of a device, a line each.
 
     Args:
-        need: what it takes.
+        need: what a process holds that trains the model alone.
         capacity: bytes that this process can have on the device.
         specs: the strategies that run on it; those that divide and offload alike are named once.
         ranks: how many devices there would be for it.
         micro_batches: in an optimizer step, as it is now.
 
     Example:
-        >>> need = MemoryNeed(GIB, GIB, 2 * GIB, 0, 4 * GIB)
+        >>> need = StepMemory(GIB, GIB, 2 * GIB, 0, 4 * GIB)
         >>> what_would_fit(need, 7 * GIB, (), ranks=1)
         ['a batch of 1/2 the size with accumulate_grad_batches=2: about 6.00 GiB']
     """
@@ -78,7 +87,7 @@ def what_would_fit(
             lines.append(f"strategy={spec.name!r}{where}: about {gib(held)}")
     fixed = need.parameters + need.gradients + need.optimizer + need.buffers
     for parts in (2, 4, 8, 16, 32, 64):
-        held = fixed + need.rest // parts
+        held = fixed + need.working // parts
         if held <= capacity:
             lines.append(
                 f"a batch of 1/{parts} the size with accumulate_grad_batches="

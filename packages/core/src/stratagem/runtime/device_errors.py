@@ -23,7 +23,7 @@ from stratagem.interfaces.accelerator import DeviceMemory
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.strategy import Strategy
 from stratagem.launch.rank import this_rank
-from stratagem.plan.memory import MemoryNeed, gib, what_would_fit
+from stratagem.plan.memory import StepMemory, gib, what_would_fit
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _REQUEST = re.compile(rf"[Tt]ried to allocate ([\d.]+) ({'|'.join(_UNITS)})")
@@ -135,7 +135,7 @@ def _report(
     return "\n".join(lines)
 
 
-def _advice(strategy: Strategy, need: MemoryNeed, capacity: int) -> list[str]:
+def _advice(strategy: Strategy, need: StepMemory, capacity: int) -> list[str]:
     ranks = max(strategy.ranks.world_size, len(strategy.accelerator.availability().free))
     step = strategy.components.step
     fitting = what_would_fit(
@@ -165,11 +165,11 @@ def _need(
     own: set[int],
     buffers: int,
     rest: int,
-) -> MemoryNeed:
+) -> StepMemory:
     """Return what the whole model takes, whatever part of it this rank holds."""
     whole = sum(_whole_bytes(p) for p in parameters)
     trained = sum(_whole_bytes(p) for p in parameters if p.requires_grad)
-    return MemoryNeed(whole, trained, int(trained * _state_per_weight(optimizers)), buffers, rest)
+    return StepMemory(whole, trained, int(trained * _state_per_weight(optimizers)), buffers, rest)
 
 
 def _whole_bytes(parameter: Any) -> int:

@@ -61,6 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host-memory", metavar="SIZE", help="of a node; or what is here")
     parser.add_argument("--accumulate-grad-batches", type=at_least(1), default=1, metavar="N")
     parser.add_argument(
+        "--activation-checkpointing",
+        action="store_true",
+        help="compute the activations of layers again in backward",
+    )
+    parser.add_argument(
         "--strategy", action="append", default=[], metavar="NAME", help="only this one; repeatable"
     )
     sizes = parser.add_argument_group("a decoder that is not written yet")
@@ -87,6 +92,7 @@ def _plan(options: argparse.Namespace) -> int:
         device_memory=options.device_memory,
         host_memory=options.host_memory,
         accumulate_grad_batches=options.accumulate_grad_batches,
+        activation_checkpointing=options.activation_checkpointing,
         strategies=options.strategy,
     )
     if options.json:

@@ -10,12 +10,14 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Kind = Literal["parameters", "gradients", "optimizer", "buffers"]
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
+_DEVICE = torch.ops.prim.device.default
 _FREED_BY_RESIZE = torch.UntypedStorage.resize_
 
 
@@ -109,6 +111,8 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operation, and count what it returns."""
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # most operations ask for it
         result = func(*args, **(kwargs or {}))
         if func.namespace in _COLLECTIVES:
             given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]

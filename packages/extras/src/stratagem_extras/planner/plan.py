@@ -8,7 +8,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,11 +16,11 @@ from torch.optim import Optimizer
 
 from stratagem.discovery import StrategySpec, get_registry, nearest_of
 from stratagem.errors import ConfigurationError, format_names, format_text
-from stratagem.strategies import Strategy
+from stratagem.plan import StepMemory
+from stratagem.strategies import ActivationCheckpointing, Strategy
 from stratagem_extras.planner.devices import Device, find_device, parse_size
 from stratagem_extras.planner.simulation import (
     SimulatedModel,
-    StepMemory,
     Workload,
     build_components,
     simulated_ranks,
@@ -50,8 +49,8 @@ class PlannedStrategy:
         alike: names that hold the same.
         memory: of one rank, in its device and its host together; None: it is not known.
         shards: what the strategy divides between ranks.
-        how: "simulated": the strategy's own step was run; "computed": from a step in one process,
-            by what its spec says of `shards` and `offloads`.
+        how: "simulated": the strategy's own step was run; "computed": by the strategy's
+            `estimate_memory`, from a step in one process.
         why_not: why nothing is known, or why it cannot be used; "".
         on_host: bytes of a rank in the host's memory.
         fits: whether a rank fits in the device, and the ranks of a node in the host.
@@ -136,6 +135,7 @@ def plan_memory(
     device_memory: float | str | None = None,
     host_memory: float | str | None = None,
     accumulate_grad_batches: int = 1,
+    activation_checkpointing: ActivationCheckpointing = None,
     strategies: Sequence[str] = (),
 ) -> MemoryPlan:
     """Return what each installed strategy would hold in memory, without using that memory.
@@ -160,6 +160,8 @@ def plan_memory(
         device_memory: of a device, in bytes or as "80GB"; None: as `device` has it.
         host_memory: of a node; None: this machine's.
         accumulate_grad_batches: micro-batches in an optimizer step.
+        activation_checkpointing: as for `FSDPStrategy`, here under every strategy: True computes
+            the activations of layers again in backward.
         strategies: names; all that are installed by default.
 
     Raises:
@@ -191,7 +193,8 @@ def plan_memory(
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of models that are not really trained
-        planner = _Planner(model, workload, planned_for, precision, devices, num_nodes)
+        simulated = _simulated(model, activation_checkpointing)
+        planner = _Planner(simulated, workload, planned_for, precision, devices, num_nodes)
         rows = [planner.row(spec, alike) for spec, alike in _groups(strategies)]
     flops = max(memory.flops for memory in planner.alone.values())
     judged = [_judged(row, planned_for, host, devices, num_nodes, flops) for row in rows]
@@ -210,31 +213,36 @@ def plan_memory(
     )
 
 
+def _simulated(
+    model: nn.Module | Callable[[], nn.Module], checkpointing: ActivationCheckpointing
+) -> SimulatedModel:
+    try:
+        return SimulatedModel(model, checkpointing)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"the model cannot be built without memory: {_at(error)}. Build it without reading "
+            "files or values of tensors, or plan its sizes: --parameters, --layers, --hidden"
+        ) from error
+
+
 class _Planner:
     """Plans one strategy after the other."""
 
     def __init__(
         self,
-        model: nn.Module | Callable[[], nn.Module],
+        model: SimulatedModel,
         workload: Workload,
         device: Device,
         precision: str,
         devices: int,
         num_nodes: int,
     ) -> None:
-        self.workload, self.device = workload, device
+        self.model, self.workload, self.device = model, workload, device
         self.precision, self.devices, self.num_nodes = precision, devices, num_nodes
         try:
-            self.model = SimulatedModel(model)
-        except ConfigurationError:
-            raise
-        except Exception as error:
-            raise ConfigurationError(
-                f"the model cannot be built without memory: {_at(error)}. Build it without reading "
-                "files or values of tensors, or plan its sizes: --parameters, --layers, --hidden"
-            ) from error
-        try:
-            self.alone = self._alone(precision)
+            self.alone = self._alone()
         except ConfigurationError:
             raise
         except Exception as error:
@@ -258,9 +266,8 @@ class _Planner:
             why = "one process drives all devices, which cannot be simulated"
             return PlannedStrategy(spec.name, alike, why_not=why)
         components = build_components(self.devices, self.num_nodes, self.precision)
-        strategy: Strategy = spec.build()
         try:
-            with simulated_ranks(strategy, components):
+            with simulated_ranks(strategy := spec.build(), components):
                 phases = self.model.simulate_step(strategy, self.workload)
             return _planned(spec, alike, phases, "simulated")
         except ConfigurationError as error:
@@ -268,27 +275,19 @@ class _Planner:
         # What needs real tensors, such as DistributedDataParallel, is computed instead.
         except Exception as error:
             _log.debug("%s cannot be simulated: %s", spec.name, error)
-        alone = self._under_engine(spec) if capabilities.engine_steps else self.alone
-        return _planned(spec, alike, computed(spec, alone, ranks), "computed")
+        try:
+            (strategy := spec.build()).bind(components)
+            phases = strategy.estimate_memory(self.alone, spec.shards)
+        except Exception as error:
+            why = format_text(f"{type(error).__name__}: {error}", 200)
+            return PlannedStrategy(spec.name, alike, why_not=why)
+        return _planned(spec, alike, phases, "computed")
 
-    @cache  # noqa: B019 - a planner lives as long as a plan is made
-    def _alone(self, precision: str) -> dict[str, StepMemory]:
+    def _alone(self) -> dict[str, StepMemory]:
         """Return the phases of a step in one process."""
         strategy: Strategy = get_registry().find("strategy", "single_device").spec.build()
-        with simulated_ranks(strategy, build_components(1, 1, precision)):
+        with simulated_ranks(strategy, build_components(1, 1, self.precision)):
             return self.model.simulate_step(strategy, self.workload, counts_flops=True)
-
-    def _under_engine(self, spec: StrategySpec) -> dict[str, StepMemory]:
-        """Return them with copies of the parameters, in float32, which the optimizer steps."""
-        if self.precision not in spec.capabilities.engine_precisions:
-            return {
-                phase: replace(memory, optimizer=memory.optimizer + memory.parameters)
-                for phase, memory in self.alone.items()
-            }
-        return {
-            phase: replace(memory, optimizer=2 * (memory.optimizer + memory.parameters))
-            for phase, memory in self._alone(self.precision.split("-")[0] + "-true").items()
-        }
 
 
 def _planned(
@@ -298,43 +297,6 @@ def _planned(
     memory = max(phases.values(), key=lambda memory: memory.total)
     on_host = sum(getattr(memory, part) for part in spec.offloads)
     return PlannedStrategy(spec.name, alike, spec.shards, memory, how, on_host=on_host)
-
-
-def computed(
-    spec: StrategySpec, phases: dict[str, StepMemory], ranks: int
-) -> dict[str, StepMemory]:
-    """Return what a rank holds by what a spec says, from the phases of a step in one process.
-
-    What a strategy shards is divided by the number of ranks. Beside the gradients that ranks hold
-    whole lie buffers of their size, as DistributedDataParallel has them. An engine that takes its
-    own steps has two such buffers, and a copy of the parameters for its optimizer, as DeepSpeed.
-
-    Example:
-        >>> from stratagem.discovery import StrategySpec
-        >>> spec = StrategySpec(name="zero", target="m:C", api_version=1, shards=("optimizer",))
-        >>> computed(spec, {"step": StepMemory(8, 8, 16, 0, 2)}, 4)["step"].total
-        30
-    """
-    trained = max(memory.gradients for memory in phases.values())
-    buffers = 0
-    if ranks > 1:
-        buffers = trained if "gradients" not in spec.shards else 0
-    if spec.capabilities.engine_steps:
-        buffers = 2 * trained
-    # Reduced and gathered; gathered once more for backward, where parameters are divided.
-    sent = trained * (3 if "parameters" in spec.shards else 2) if ranks > 1 else 0
-    return {
-        phase: replace(
-            memory,
-            **{
-                part: -(-getattr(memory, part) // (ranks if part in spec.shards else 1))
-                for part in ("parameters", "gradients", "optimizer")
-            },
-            working=memory.working + buffers,
-            sent=sent,
-        )
-        for phase, memory in phases.items()
-    }
 
 
 def default_loss(module: nn.Module, batch: Any) -> Tensor:
@@ -417,10 +379,19 @@ def _groups(names: Sequence[str]) -> list[tuple[StrategySpec, tuple[str, ...]]]:
     for candidate in registry.candidates("strategy"):
         spec = candidate.spec
         if isinstance(spec, StrategySpec):
-            options = {k: v for k, v in spec.init_args.items() if k not in _LAUNCHERS}
-            key = str(spec.target), spec.shards, spec.offloads, repr(sorted(options.items()))
+            key = str(spec.target), spec.shards, spec.offloads, repr(_options(spec))
             groups.setdefault(key, []).append(spec)
     return [(first, tuple(spec.name for spec in rest)) for first, *rest in groups.values()]
+
+
+def _options(spec: StrategySpec) -> dict[str, Any]:
+    """Return the arguments that matter for memory, without those that have their defaults."""
+    options = {k: v for k, v in sorted(spec.init_args.items()) if k not in _LAUNCHERS}
+    try:
+        known = inspect.signature(spec.load()).parameters
+    except Exception:  # what it needs is not installed, which its row will say
+        return options
+    return {k: v for k, v in options.items() if k not in known or known[k].default != v}
 
 
 def _judged(

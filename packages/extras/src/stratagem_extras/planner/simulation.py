@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,13 +23,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from stratagem.discovery import get_registry
 from stratagem.errors import ConfigurationError
+from stratagem.plan import StepMemory
 from stratagem.strategies import (
+    ActivationCheckpointing,
     Components,
     ParallelStrategy,
     PreparedModel,
     StepModule,
     Strategy,
     TrainStep,
+    apply_activation_checkpointing,
+    check_activation_checkpointing,
 )
 from stratagem_extras.planner.meter import Kind, MemoryMeter
 
@@ -44,7 +48,7 @@ _KEEP_VALUES = {
     _ATEN.detach.default,
     _ATEN._to_copy.default,
 }
-_FEW, _MORE = 3, 6
+_FEW, _MORE = 3, 4
 """How many of equal layers are run; what further ones hold is extrapolated from the two."""
 
 
@@ -63,36 +67,6 @@ class Workload:
     loss: Callable[[nn.Module, Any], Tensor]
     optimizer: Callable[[nn.Module], Optimizer]
     micro_batches: int = 1
-
-
-@dataclass(frozen=True)
-class StepMemory:
-    """What one rank holds at the most while it takes an optimizer step, in bytes.
-
-    Attributes:
-        parameters, gradients, optimizer, buffers: of the model, as the rank holds them then.
-        working: the rest: activations, gathered parameters, communication and temporary tensors.
-        sent: what the rank hands to collectives in the step.
-        flops: floating-point operations of the rank in the step, not bytes.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    buffers: int
-    working: int
-    sent: int = 0
-    flops: int = 0
-
-    @property
-    def total(self) -> int:
-        """What the rank holds."""
-        return self.parameters + self.gradients + self.optimizer + self.buffers + self.working
-
-    def plus(self, other: StepMemory, times: float) -> StepMemory:
-        """Return the sum with `times` the other, field by field."""
-        names = [field.name for field in fields(StepMemory)]
-        return StepMemory(**{n: int(getattr(self, n) + times * getattr(other, n)) for n in names})
 
 
 def measure_step(
@@ -149,14 +123,20 @@ class SimulatedModel:
 
     Args:
         model: a function that builds it, or the model, which is not changed.
+        checkpointing: the modules whose activations are computed again in backward.
 
     Raises:
         Exception: what the function raises where tensors have no values.
     """
 
-    def __init__(self, model: nn.Module | Callable[[], nn.Module]) -> None:
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        checkpointing: ActivationCheckpointing = None,
+    ) -> None:
+        self.checkpointing = check_activation_checkpointing(checkpointing)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with self.mode, _Values():  # type: ignore[no-untyped-call]
+        with self.mode, _Values():
             self.model = _copy(model) if isinstance(model, nn.Module) else model()
         self.stacks = {
             name: len(list(part.children()))
@@ -184,7 +164,7 @@ class SimulatedModel:
         """
 
         def step(kept: dict[str, int]) -> dict[str, StepMemory]:
-            with self.mode, _Values(), patch.object(nn.Module, "_apply", _apply):  # type: ignore[no-untyped-call]
+            with self.mode, _Values(), patch.object(nn.Module, "_apply", _apply):
                 return measure_step(
                     strategy, workload, lambda: self._shortened(kept), counts_flops=counts_flops
                 )
@@ -194,9 +174,7 @@ class SimulatedModel:
         for stack, layers in self.stacks.items():
             more = step({**few, stack: _MORE})
             phases = {
-                phase: memory.plus(
-                    more[phase].plus(first[phase], -1), (layers - _FEW) / (_MORE - _FEW)
-                )
+                phase: _extrapolated(memory, first[phase], more[phase], layers)
                 for phase, memory in phases.items()
             }
         return phases
@@ -208,7 +186,9 @@ class SimulatedModel:
         try:
             for name, layers in kept.items():
                 stacks[name]._modules = dict(list(whole[name].items())[:layers])
-            return _copy(self.model)
+            model = _copy(self.model)
+            apply_activation_checkpointing(model, self.checkpointing)
+            return model
         finally:
             for name, modules in whole.items():
                 stacks[name]._modules = modules
@@ -269,7 +249,7 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kept = WeakTensorKeyDictionary()
+        self.kept: Any = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
@@ -380,6 +360,16 @@ def _copy(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         copies[id(buffer)] = torch.empty_like(buffer, device="cpu")
     return copy.deepcopy(model, dict(copies))
+
+
+def _extrapolated(memory: StepMemory, few: StepMemory, more: StepMemory, layers: int) -> StepMemory:
+    """Return the memory with further layers, of which each adds what more have over few."""
+    times = (layers - _FEW) / (_MORE - _FEW)
+    sizes = {
+        name: int(size + times * (getattr(more, name) - getattr(few, name)))
+        for name, size in asdict(memory).items()
+    }
+    return StepMemory(**sizes)
 
 
 def _total(memory: StepMemory) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
@@ -24,6 +25,8 @@ from stratagem.native.strategies.unfrozen import reduce_unfrozen
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+    from stratagem.plan import StepMemory
 
 _AVERAGING_STEP = "model_averaging_step"
 _FORWARD_SYNC_BUFFERS = (
@@ -246,6 +249,18 @@ class DDPStrategy(ParallelStrategy):
         """Return DDP's own errors with the names of parameters; see `Strategy.explain`."""
         model = prepared.module
         return explain(error, model) if isinstance(model, DistributedDataParallel) else None
+
+    def estimate_memory(
+        self, phases: Mapping[str, StepMemory], shards: Collection[str]
+    ) -> dict[str, StepMemory]:
+        """Return the same with the buckets, which are as large as the gradients, or are these."""
+        buckets = max(memory.gradients for memory in phases.values())
+        if self.components.device_count == 1 or self.ddp_arguments["gradient_as_bucket_view"]:
+            buckets = 0
+        return {
+            phase: replace(memory, working=memory.working + buckets)
+            for phase, memory in super().estimate_memory(phases, shards).items()
+        }
 
     def optimizer_step(
         self,
