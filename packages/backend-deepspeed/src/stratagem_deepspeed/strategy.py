@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.errors import ConfigurationError
-from stratagem.plan import StepMemory
 from stratagem.strategies import (
     ActivationCheckpointing,
     Components,
@@ -23,6 +22,7 @@ from stratagem.strategies import (
     Optimizers,
     ParallelStrategy,
     PreparedModel,
+    StepMemory,
     apply_activation_checkpointing,
     check_activation_checkpointing,
     make_optimizers,

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         DataParallelStrategy as DataParallelStrategy,
         SingleDeviceStrategy as SingleDeviceStrategy,
     )
+    from stratagem.plan.memory import StepMemory as StepMemory
     from stratagem.plan.step_options import (
         Compilation as Compilation,
         GradientClip as GradientClip,
@@ -90,6 +91,7 @@ else:
             "stratagem.interfaces.strategy": "Strategy",
             "stratagem.native.strategies.single_device": "SingleDeviceStrategy",
             "stratagem.native.strategies.communication_hooks": "CommHook CommWrapper",
+            "stratagem.plan.memory": "StepMemory",
             "stratagem.plan.step_options": "Compilation GradientClip StepOptions seconds",
         },
     )

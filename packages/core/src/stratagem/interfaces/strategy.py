@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -36,10 +36,8 @@ from stratagem.interfaces.prepared_model import (
 )
 from stratagem.interfaces.ranks import Ranks
 from stratagem.interfaces.stepping import Stepping
+from stratagem.plan.memory import StepMemory
 from stratagem.state.state_dict import load_named_state, load_weights, named_state
-
-if TYPE_CHECKING:
-    from stratagem.plan.memory import StepMemory
 
 
 class Strategy(Stepping, ABC):
@@ -78,6 +76,7 @@ class Strategy(Stepping, ABC):
            user's dict. On every rank, since they may communicate.
        10. `release(prepared)`: before the module is prepared again, and when another run takes
            over; `teardown()` at the end of the process.
+       11. `estimate_memory` by `stratagem plan`, after `bind` alone.
 
     It knows nn.Module, Optimizer and tensors, and never Trainer or Module. `prepare` and `wrap` are
     handed a `StepModule`, whose `forward(method_name, *args)` calls the user's method, so that

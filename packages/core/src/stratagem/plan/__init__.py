@@ -12,7 +12,6 @@ if TYPE_CHECKING:
         parse_devices as parse_devices,
         probe_accelerator as probe_accelerator,
     )
-    from stratagem.plan.memory import StepMemory as StepMemory
     from stratagem.plan.resolution import resolve as resolve
 else:
     __getattr__, __dir__, __all__ = lazy_names(
@@ -20,7 +19,6 @@ else:
         {
             "stratagem.plan.cluster": "CLUSTER_VARIABLE",
             "stratagem.plan.components": "parse_devices probe_accelerator",
-            "stratagem.plan.memory": "StepMemory",
             "stratagem.plan.resolution": "resolve",
         },
     )

@@ -22,7 +22,7 @@ class StepMemory:
         flops: floating-point operations in the step, not bytes.
 
     Example:
-        >>> from stratagem.plan import StepMemory
+        >>> from stratagem.strategies import StepMemory
         >>> alone = StepMemory(parameters=8, gradients=8, optimizer=16, buffers=0, working=4)
         >>> alone.total, alone.divided(4, ["optimizer"]).total
         (36, 24)

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 from stratagem.discovery import StrategySpec, get_registry, nearest_of
 from stratagem.errors import ConfigurationError, format_names, format_text
-from stratagem.plan import StepMemory
-from stratagem.strategies import ActivationCheckpointing, Strategy
+from stratagem.strategies import ActivationCheckpointing, StepMemory, Strategy
 from stratagem_extras.planner.devices import Device, find_device, parse_size
 from stratagem_extras.planner.simulation import (
     SimulatedModel,

@@ -23,12 +23,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from stratagem.discovery import get_registry
 from stratagem.errors import ConfigurationError
-from stratagem.plan import StepMemory
 from stratagem.strategies import (
     ActivationCheckpointing,
     Components,
     ParallelStrategy,
     PreparedModel,
+    StepMemory,
     StepModule,
     Strategy,
     TrainStep,

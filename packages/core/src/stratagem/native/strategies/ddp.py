@@ -22,6 +22,7 @@ from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.native.plugin import DDP
 from stratagem.native.strategies.communication_hooks import CommHook, CommunicationHook, CommWrapper
 from stratagem.native.strategies.unfrozen import reduce_unfrozen
+from stratagem.plan.memory import StepMemory
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
