@@ -32,6 +32,7 @@ PUBLIC = {
     "torch_build version_of read_text require_package",
     "stratagem.strategies": "Strategy ParallelStrategy SingleDeviceStrategy DDPStrategy TrainStep "
     "PreparedModel Optimizers Ranks ProcessGroupRanks Components StepOptions GradientClip "
+    "StepMemory "
     "Compilation StepModule user_module make_optimizers ActivationCheckpointing "
     "apply_activation_checkpointing check_activation_checkpointing use_huge_pages "
     "return_freed_memory",
@@ -338,6 +339,7 @@ HANDED = (
     "PreparedModel",
     "StepModule",
     "GradientClip",
+    "StepMemory",
     "StepOptions",
     "Components",
     "Shards",

@@ -27,7 +27,6 @@ from stratagem.plan.memory import StepMemory
 if TYPE_CHECKING:
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-    from stratagem.plan import StepMemory
 
 _AVERAGING_STEP = "model_averaging_step"
 _FORWARD_SYNC_BUFFERS = (
