@@ -91,7 +91,15 @@ def test_more_layers_hold_what_each_further_one_adds() -> None:
     assert rows[2].memory.optimizer < planned(lambda: Net(40), batch).memory.optimizer / 3
 
 
-@pytest.mark.parametrize("strategies", [["ddp", "ddp_sharded"], ["fsdp", "fsdp_shard_grad_op"]])
+@pytest.mark.parametrize(
+    "strategies",
+    [
+        ["ddp", "ddp_sharded"],
+        ["fsdp", "fsdp_shard_grad_op"],
+        ["deepspeed_stage_1", "deepspeed_stage_3"],
+        ["deepspeed_stage_2", "deepspeed_stage_2_offload"],
+    ],
+)
 def test_a_plan_for_two_ranks_is_what_they_hold(strategies: list[str]) -> None:
     script = ROOT / "benchmarks/planned_memory.py"
     options = ["--models", "tied", "--precisions", "32-true", "--strategies", *strategies]
