@@ -7,6 +7,7 @@ import re
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stratagem import Lite, Module, plan_memory
+from stratagem import Lite, Module, StrategyRegistry, plan_memory
+from stratagem.discovery import Capabilities
 from stratagem.errors import ConfigurationError, UnknownNameError
+from stratagem.strategies import ParallelStrategy
 from stratagem_extras.planner.command import plan
 from stratagem_extras.planner.devices import find_device, parse_size
 from stratagem_extras.planner.meter import MemoryMeter
@@ -281,6 +284,70 @@ def test_the_command_prints_rows_and_the_line_to_write(
     assert shown.endswith("Trainer(accelerator='cuda', devices=2, strategy='fsdp')\n")
     assert plan([*wanted.split(), "fsdp", "--device-memory", "1KB"]) == 1
     assert "nothing fits; the nearest is fsdp" in capsys.readouterr().out
+
+
+def test_the_page_has_a_bar_for_each_strategy_and_loads_nothing(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    sizes = "--parameters 3e6 --layers 8 --hidden 128 --vocabulary 1000 --sequence 64"
+    options = f"{sizes} --devices 2 --device-memory 100MB --html {page}"
+    assert plan([*options.split(), "--strategy", "ddp", "--strategy", "fsdp"]) == 0
+    text = page.read_text()
+    assert text.count("<h2>Memory of a device by") == 4
+    assert text.count("<rect") == 2 * 4
+    assert "the device has 0.09 GiB" in text
+    assert not re.search(r"(src|href)=|https?:|@import", text)
+
+
+def test_real_steps_are_measured_beside_the_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("measured_net.py").write_text(
+        "from torch import nn\n"
+        "def build():\n"
+        "    return nn.Sequential(nn.Linear(100, 1000), nn.Linear(1000, 100))\n"
+    )
+    arguments = ["measured_net:build", "--batch", "8x100", "--devices", "2", "--measure"]
+    assert plan([*arguments, "--strategy", "ddp", "--strategy", "fsdp"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = {line[0]: float(line[-1]) for line in lines if line and line[0] in ("ddp", "fsdp")}
+    # gloo's threads let go of what they have sent at a time of their own.
+    assert rows == {"ddp": pytest.approx(1, abs=0.02), "fsdp": pytest.approx(0.9, abs=0.3)}
+
+
+def test_activations_that_are_computed_again_are_not_kept() -> None:
+    batch = torch.zeros(500, 10)
+    kept = planned(lambda: Net(20), batch, "fsdp", devices=2)
+    again = planned(lambda: Net(20), batch, "fsdp", devices=2, activation_checkpointing=True)
+    assert again.memory.working < kept.memory.working / 2
+    with pytest.raises(ConfigurationError, match="activation_checkpointing='all': expected True"):
+        planned(Net, batch, activation_checkpointing="all")
+
+
+class Sparse(ParallelStrategy):
+    """Cannot be simulated, and knows that a tenth of the gradients is sent."""
+
+    capabilities = Capabilities.parallel()
+
+    def setup_environment(self) -> None:
+        raise RuntimeError("needs its server")
+
+    def estimate_memory(self, phases: Any, shards: Any) -> Any:
+        estimated = super().estimate_memory(phases, shards)
+        return {name: replace(memory, sent=memory.sent // 10) for name, memory in estimated.items()}
+
+
+def test_a_strategy_that_cannot_be_simulated_says_itself_what_it_holds() -> None:
+    StrategyRegistry.register("sparse", Sparse, description="sends little")
+    try:
+        sparse = planned(Net, torch.zeros(8, 10), "sparse", devices=2)
+        ddp = planned(Net, torch.zeros(8, 10), "ddp", devices=2)
+    finally:
+        StrategyRegistry.remove("sparse")
+    assert (sparse.how, ddp.how) == ("computed", "computed")
+    assert sparse.memory.sent == ddp.memory.sent // 10
+    assert sparse.memory.total == ddp.memory.total - ddp.memory.gradients
 
 
 def test_memory_that_is_freed_or_shared_is_not_counted_twice() -> None:

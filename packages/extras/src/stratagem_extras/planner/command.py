@@ -11,10 +11,13 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stratagem.cli import at_least, parser_of, print_table
 from stratagem.errors import ConfigurationError, StratagemError, format_text
+
+if TYPE_CHECKING:
+    from stratagem_extras.planner.plan import MemoryPlan, PlannedStrategy
 
 _DESCRIPTION = """Show which strategies a model would fit with, without using the memory.
 
@@ -29,21 +32,25 @@ memory; "computed" rows follow what the strategy says of itself, and are rough f
 The exit code is 1 if nothing fits, 2 if the plan cannot be made.
 """
 
+_DRAWN = 5
+"""How many strategies the curves of a page show."""
+
 _SHAPE = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 
 
 def plan(arguments: Sequence[str]) -> int:
     """Print a plan; return the exit code."""
-    options = _parser().parse_args(arguments)
+    options = parser_of_plan().parse_args(arguments)
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it
     try:
-        return _plan(options)
+        return _plan(options, arguments)
     except StratagemError as error:
         print(f"stratagem plan: error: {error}", file=sys.stderr)
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser_of_plan() -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments."""
     parser = parser_of("plan", _DESCRIPTION)
     parser.add_argument("model", nargs="?", metavar="MODEL", help="module:Class or module:function")
     parser.add_argument(
@@ -68,6 +75,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--strategy", action="append", default=[], metavar="NAME", help="only this one; repeatable"
     )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="take two real steps of each strategy that runs here, and print what they held",
+    )
+    parser.add_argument(
+        "--html", metavar="FILE", type=Path, help="write charts as one file, which takes a minute"
+    )
     sizes = parser.add_argument_group("a decoder that is not written yet")
     sizes.add_argument("--parameters", type=at_least(1.0), metavar="N")
     sizes.add_argument("--layers", type=at_least(1), metavar="N")
@@ -77,11 +92,70 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _plan(options: argparse.Namespace) -> int:
+def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    planned = _planned(options)
+    if options.html is not None:
+        from stratagem_extras.planner.page import write_page
+
+        options.html.write_text(write_page(planned, _varied(options, planned)), encoding="utf-8")
+    if options.json:
+        print(json.dumps({**dataclasses.asdict(planned), "call": planned.call}, indent=2))
+        return int(planned.best is None)
+    print(
+        f"{planned.parameters:,} parameters; {options.num_nodes} node(s) of {options.devices} "
+        f"device(s) of {_gib(planned.capacity)} and a host of {_gib(planned.host)}"
+    )
+    headers = ["strategy", "fits", "device", "parameters", "gradients", "optimizer", "working"]
+    headers += ["of it in the host", "step, about", "how"]
+    if options.measure:
+        headers += ["measured", "predicted/measured"]
+    rows, failed = [], []
+    for row in planned.strategies:
+        if row.memory is None:
+            continue
+        memory = row.memory
+        parts = (memory.parameters, memory.gradients, memory.optimizer)
+        sizes = [_gib(size) for size in (row.on_device, *parts, memory.working + memory.buffers)]
+        host = _gib(row.on_host) if row.on_host else ""
+        seconds = "" if row.seconds is None else f"{row.seconds:.3g} s"
+        rows.append([row.name, "yes" if row.fits else "no", *sizes, host, seconds, row.how])
+        if options.measure:
+            real = _measured(arguments, options, row, planned.host)
+            if isinstance(real, int):
+                rows[-1] += [_gib(real), f"{memory.total / real:.2f}"]
+            else:
+                rows[-1] += ["", ""]
+                failed.append(f"{row.name} was not measured: {real}")
+    print_table(headers, rows)
+    for row in planned.strategies:
+        if row.memory is None:
+            print(f"{row.name}: {row.why_not}")
+    for line in failed:
+        print(line)
+    if planned.best is None:
+        nearest = min((r for r in planned.strategies if r.memory), key=lambda r: r.on_device)
+        print(
+            f"\nnothing fits; the nearest is {nearest.name} with {_gib(nearest.on_device)} on a "
+            "device. More devices, a smaller micro-batch, --activation-checkpointing or "
+            "--precision bf16-true take less"
+        )
+        return 1
+    print(f"\n{planned.call}")
+    if options.activation_checkpointing:
+        print(
+            "with activation_checkpointing=True of the strategy's class, or "
+            "stratagem.strategies.apply_activation_checkpointing(model, True)"
+        )
+    return 0
+
+
+def _planned(options: argparse.Namespace, **changes: Any) -> MemoryPlan:
+    """Return the plan, with other arguments of the command or other strategies."""
     from stratagem_extras.planner.plan import plan_memory
 
-    model, batch = _model(options)
-    planned = plan_memory(
+    options = argparse.Namespace(**{**vars(options), **changes})
+    model, batch = model_and_batch(options)
+    return plan_memory(
         model,
         batch,
         optimizer=options.optimizer,
@@ -95,40 +169,55 @@ def _plan(options: argparse.Namespace) -> int:
         activation_checkpointing=options.activation_checkpointing,
         strategies=options.strategy,
     )
-    if options.json:
-        print(json.dumps({**dataclasses.asdict(planned), "call": planned.call}, indent=2))
-        return int(planned.best is None)
-    print(
-        f"{planned.parameters:,} parameters; {options.num_nodes} node(s) of {options.devices} "
-        f"device(s) of {_gib(planned.capacity)} and a host of {_gib(planned.host)}"
-    )
-    headers = ["strategy", "fits", "device", "parameters", "gradients", "optimizer", "working"]
-    rows = []
-    for row in planned.strategies:
-        if row.memory is None:
-            continue
-        memory = row.memory
-        parts = (memory.parameters, memory.gradients, memory.optimizer)
-        sizes = [_gib(size) for size in (row.on_device, *parts, memory.working + memory.buffers)]
-        host = _gib(row.on_host) if row.on_host else ""
-        seconds = "" if row.seconds is None else f"{row.seconds:.3g} s"
-        rows.append([row.name, "yes" if row.fits else "no", *sizes, host, seconds, row.how])
-    print_table([*headers, "of it in the host", "step, about", "how"], rows)
-    for row in planned.strategies:
-        if row.memory is None:
-            print(f"{row.name}: {row.why_not}")
-    if planned.best is None:
-        nearest = min((r for r in planned.strategies if r.memory), key=lambda r: r.on_device)
-        print(
-            f"\nnothing fits; the nearest is {nearest.name} with {_gib(nearest.on_device)} on a "
-            "device. More devices, a smaller micro-batch or precision='bf16-true' take less"
+
+
+def _measured(
+    arguments: Sequence[str], options: argparse.Namespace, row: PlannedStrategy, host: int
+) -> int | str:
+    """Return the bytes of a real step's tensors, or why there is none."""
+    from stratagem_extras.planner.measure import measured
+
+    assert row.memory is not None
+    if options.num_nodes > 1:
+        return "it takes several nodes"
+    if row.memory.total * options.devices > host / 2:
+        return "it would fill more than half of this machine's memory"
+    return measured(arguments, row.name)
+
+
+def _varied(options: argparse.Namespace, planned: MemoryPlan) -> dict[str, dict[str, MemoryPlan]]:
+    """Return plans of the first strategies with other devices, and other sizes of a decoder."""
+    names = [row.name for row in planned.strategies if row.memory is not None][:_DRAWN]
+    devices = sorted({2, 4, 8, 16, options.devices} - {1})
+    varied = {
+        "number of devices on a node": {
+            str(number): _planned(options, devices=number, strategy=names) for number in devices
+        }
+    }
+    if options.model is None:
+        if not options.batch:
+            varied["sequence length"] = {
+                str(length): _planned(options, sequence=length, strategy=names)
+                for length in (options.sequence // 2, options.sequence, 2 * options.sequence)
+            }
+        sizes = (
+            (options.layers * times // 2, options.parameters * times / 2) for times in (1, 2, 4)
         )
-        return 1
-    print(f"\n{planned.call}")
-    return 0
+        varied["parameters of the model"] = {
+            f"{parameters:.2g}": _planned(
+                options, layers=layers, parameters=parameters, strategy=names
+            )
+            for layers, parameters in sizes
+        }
+    return varied
 
 
-def _model(options: argparse.Namespace) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def model_and_batch(options: argparse.Namespace) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return what makes the model, and what makes a batch of it.
+
+    Raises:
+        ConfigurationError: the arguments name no model, or no batch.
+    """
     names = ("parameters", "layers", "hidden", "vocabulary", "sequence")
     given = [name for name in names if getattr(options, name) is not None]
     if options.model is None:

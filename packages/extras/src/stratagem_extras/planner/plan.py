@@ -48,6 +48,7 @@ class PlannedStrategy:
         alike: names that hold the same.
         memory: of one rank, in its device and its host together; None: it is not known.
         shards: what the strategy divides between ranks.
+        offloads: what it keeps in the host.
         how: "simulated": the strategy's own step was run; "computed": by the strategy's
             `estimate_memory`, from a step in one process.
         why_not: why nothing is known, or why it cannot be used; "".
@@ -59,6 +60,7 @@ class PlannedStrategy:
     name: str
     alike: tuple[str, ...] = ()
     shards: tuple[str, ...] = ()
+    offloads: tuple[str, ...] = ()
     memory: StepMemory | None = None
     how: str = ""
     why_not: str = ""
@@ -187,7 +189,7 @@ def plan_memory(
     workload = Workload(
         batch if callable(batch) else lambda: batch,
         loss or default_loss,
-        _optimizer_maker(optimizer),
+        optimizer_maker(optimizer),
         accumulate_grad_batches,
     )
     with warnings.catch_warnings():
@@ -295,7 +297,9 @@ def _planned(
     """Return a row for the phase that holds most."""
     memory = max(phases.values(), key=lambda memory: memory.total)
     on_host = sum(getattr(memory, part) for part in spec.offloads)
-    return PlannedStrategy(spec.name, alike, spec.shards, memory, how, on_host=on_host)
+    return PlannedStrategy(
+        spec.name, alike, spec.shards, spec.offloads, memory, how, on_host=on_host
+    )
 
 
 def default_loss(module: nn.Module, batch: Any) -> Tensor:
@@ -328,9 +332,14 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """Stand in for `log`, since no Trainer is there."""
 
 
-def _optimizer_maker(
+def optimizer_maker(
     optimizer: str | Callable[[Iterable[nn.Parameter]], Optimizer] | None,
 ) -> Callable[[nn.Module], Optimizer]:
+    """Return what makes the optimizer of a model; `optimizer` is as for `plan_memory`.
+
+    Raises:
+        ConfigurationError: torch.optim has no class of this name.
+    """
     if optimizer is None:
         return _own_optimizer
     if isinstance(optimizer, str):
