@@ -219,6 +219,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             "nvmlDeviceGetHandleByIndex": lambda index: index,
             "nvmlDeviceGetName": lambda handle: H100,
             "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle}",
+            "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=80 - handle),
             "nvmlDeviceGetMigMode": unsupported,
             "nvmlDeviceGetComputeMode": lambda handle: pynvml.NVML_COMPUTEMODE_DEFAULT,
             **functions,
@@ -232,8 +233,9 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def test_the_driver_lists_its_gpus(nvml: Callable[..., None]) -> None:
     nvml()
-    gpus = (GPU(0, "GPU-0", H100), GPU(1, "GPU-1", H100))
+    gpus = (GPU(0, "GPU-0", H100, memory=80), GPU(1, "GPU-1", H100, memory=79))
     assert probe.driver() == Driver("550.90", (12, 4), gpus)
+    assert found(driver=Driver("580", (13, 0), gpus)).memory == 79
 
 
 def test_the_instances_of_a_divided_gpu_stand_in_its_place(nvml: Callable[..., None]) -> None:
@@ -248,10 +250,11 @@ def test_the_instances_of_a_divided_gpu_stand_in_its_place(nvml: Callable[..., N
         nvmlDeviceGetMaxMigDeviceCount=lambda handle: 3,
         nvmlDeviceGetMigDeviceHandleByIndex=instance,
         nvmlDeviceGetUUID=lambda handle: f"MIG-{handle}" if "/" in str(handle) else "GPU-0",
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=10),
     )
     answer = probe.driver()
     assert isinstance(answer, Driver)
-    assert [gpu.uuid for gpu in answer.gpus] == ["MIG-0/0", "MIG-0/2"]
+    assert [(gpu.uuid, gpu.memory) for gpu in answer.gpus] == [("MIG-0/0", 10), ("MIG-0/2", 10)]
 
 
 def test_compute_modes_that_keep_us_out_are_problems(nvml: Callable[..., None]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -163,20 +162,27 @@ class NeedsTrainer(Module):
 def test_seventy_billion_parameters_are_planned_in_little_memory(tmp_path: Path) -> None:
     sizes = "--parameters 70e9 --layers 80 --hidden 8192 --vocabulary 32000 --sequence 4096"
     options = f"{sizes} --devices 8 --device H100 --precision bf16-true --strategy fsdp --json"
+    code = (
+        "import resource, sys; from stratagem_extras.planner.command import plan\n"
+        "print(plan(sys.argv[1:]), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "stratagem", "plan", *options.split()],
+        [sys.executable, "-c", code, *options.split()],
         capture_output=True,
         text=True,
+        check=True,
         cwd=tmp_path,
     )
-    assert done.returncode == 1, done.stderr  # it does not fit
-    result = json.loads(done.stdout)
+    text, _, end = done.stdout.rstrip().rpartition("\n")
+    exit_code, resident = map(int, end.split())
+    assert exit_code == 1  # it does not fit
+    result = json.loads(text)
     assert result["parameters"] == pytest.approx(70e9, rel=0.001)
     (row,) = result["strategies"]
     # 2 bytes of each parameter, and twice 2 of AdamW, over 8 ranks.
     assert row["memory"]["optimizer"] == pytest.approx(70e9 * 4 / 8, rel=0.01)
     assert row["memory"]["parameters"] >= 70e9 * 2 / 8
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 2e9
+    assert resident * 1024 < 2e9
 
 
 def test_the_plan_says_what_to_write() -> None:
@@ -192,6 +198,11 @@ def test_the_plan_says_what_to_write() -> None:
     less = plan_memory(Net, batch, devices=4, device_memory=4 * one, strategies=["ddp", "fsdp"])
     assert less.best is not None
     assert less.best.name == "fsdp"
+    assert less.best_doubled is None
+    more = plan_memory(Net, batch, devices=4, device_memory=8 * one, strategies=["ddp", "fsdp"])
+    assert more.best is not None
+    assert more.best_doubled is not None
+    assert (more.best.name, more.best_doubled.name) == ("ddp", "fsdp")
     nothing = plan_memory(Net, batch, device_memory=one, strategies=["single_device"])
     assert nothing.best is None
     assert nothing.call == ""
@@ -281,7 +292,8 @@ def test_the_command_prints_rows_and_the_line_to_write(
     shown = capsys.readouterr().out
     assert "fsdp      yes" in shown
     assert "dp: one process drives all devices" in shown
-    assert shown.endswith("Trainer(accelerator='cuda', devices=2, strategy='fsdp')\n")
+    call = "Trainer(accelerator='cuda', devices=2, strategy='fsdp')"
+    assert shown.endswith(f"{call}\ntwice the size: fsdp would fit\n")
     assert plan([*wanted.split(), "fsdp", "--device-memory", "1KB"]) == 1
     assert "nothing fits; the nearest is fsdp" in capsys.readouterr().out
 
@@ -347,7 +359,9 @@ def test_a_strategy_that_cannot_be_simulated_says_itself_what_it_holds() -> None
         StrategyRegistry.remove("sparse")
     assert (sparse.how, ddp.how) == ("computed", "computed")
     assert sparse.memory.sent == ddp.memory.sent // 10
-    assert sparse.memory.total == ddp.memory.total - ddp.memory.gradients
+    buckets = ddp.memory.gradients
+    # Scalars of the optimizer's step may be there a moment longer.
+    assert sparse.memory.total == pytest.approx(ddp.memory.total - buckets, abs=1000)
 
 
 def test_memory_that_is_freed_or_shared_is_not_counted_twice() -> None:

@@ -26,12 +26,14 @@ class GPU:
         uuid: "GPU-..." or "MIG-...".
         name: the product's.
         problem: why no process of ours can use it; "" if one can.
+        memory: in bytes; None: the driver does not say it.
     """
 
     index: int
     uuid: str
     name: str
     problem: str = ""
+    memory: int | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ def availability(
     names = ", ".join(dict.fromkeys(gpu.name for gpu in usable))
     problems = tuple((i, gpu.problem) for i, gpu in enumerate(seen) if gpu.problem)
     said = "".join(f"; device {index} {problem}" for index, problem in problems)
-    return Availability(count, f"{which}: {names}{said}", problems=problems)
+    memory = min((gpu.memory for gpu in usable if gpu.memory is not None), default=None)
+    return Availability(count, f"{which}: {names}{said}", problems=problems, memory=memory)
 
 
 def _chosen(count: int, of: int) -> str:
@@ -220,14 +223,20 @@ def _gpus(nvml: Any) -> Iterator[GPU]:
             yield GPU(index, "", "a GPU", f"cannot be used: {error}")
             continue
         instances = list(_instances(nvml, handle))
-        for instance in instances:
-            yield GPU(index, instance, f"{name} (MIG)")
+        for instance, memory in instances:
+            yield GPU(index, instance, f"{name} (MIG)", memory=memory)
         if not instances:
-            yield GPU(index, uuid, name, _problem(nvml, handle))
+            yield GPU(index, uuid, name, _problem(nvml, handle), _memory(nvml, handle))
 
 
-def _instances(nvml: Any, handle: Any) -> Iterator[str]:
-    """Yield the UUIDs of the instances that a GPU is divided into."""
+def _memory(nvml: Any, handle: Any) -> int | None:
+    with _unsupported_is_nothing(nvml):
+        return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    return None
+
+
+def _instances(nvml: Any, handle: Any) -> Iterator[tuple[str, int | None]]:
+    """Yield the UUIDs and the memory of the instances that a GPU is divided into."""
     with _unsupported_is_nothing(nvml):
         mode, _ = nvml.nvmlDeviceGetMigMode(handle)
         if mode != nvml.NVML_DEVICE_MIG_ENABLE:
@@ -235,7 +244,7 @@ def _instances(nvml: Any, handle: Any) -> Iterator[str]:
         for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
             with _unsupported_is_nothing(nvml):
                 instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-                yield nvml.nvmlDeviceGetUUID(instance)
+                yield nvml.nvmlDeviceGetUUID(instance), _memory(nvml, instance)
 
 
 def _problem(nvml: Any, handle: Any) -> str:

@@ -14,8 +14,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch.distributed as dist
-
 from stratagem.discovery import version_of
 from stratagem.errors import ConfigurationError
 
@@ -143,6 +141,8 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 def is_simulated() -> bool:
     """Whether this process plays one rank of a group that does not exist, on fake tensors."""
+    import torch.distributed as dist  # here, since `stratagem doctor` does without torch
+
     return dist.is_initialized() and dist.get_backend() == "fake"
 
 

@@ -13,12 +13,12 @@ from stratagem import __version__
 from stratagem.cli.console import aligned, parser_of, print_table
 from stratagem.cli.program import ask_plugins, failed_commands
 from stratagem.discovery import AcceleratorSpec, Check, ClusterEnvironmentSpec, PrecisionSpec
-from stratagem.discovery.entry_points import CORE, fits, read_text
+from stratagem.discovery.entry_points import CORE, fits
 from stratagem.discovery.hints import NVIDIA, names_by_distribution, nvidia_gpus
 from stratagem.discovery.installed import version_of
 from stratagem.discovery.registry import RUN_TIME, Candidate, PluginReport, Registry, get_registry
 from stratagem.errors import format_text
-from stratagem.launch.process import available_cores
+from stratagem.launch.process import available_cores, host_memory
 from stratagem.plan.cluster import CLUSTER_VARIABLE
 from stratagem.plan.components import probe_accelerator
 
@@ -50,7 +50,7 @@ def this_system() -> System:
         platform=_platform(),
         cores=available_cores(),
         all_cores=os.cpu_count() or 1,
-        memory=_memory(),
+        memory=host_memory(),
         gpus=nvidia_gpus(NVIDIA),
     )
 
@@ -64,18 +64,6 @@ def _platform() -> str:
     host = os.uname()
     libc = (os.confstr("CS_GNU_LIBC_VERSION") or "").replace(" ", "")
     return f"{host.sysname}-{host.release}-{host.machine}" + (f"-with-{libc}" if libc else "")
-
-
-def _memory() -> int | None:
-    try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return None
-    try:
-        # "max" where there is no limit, which int() refuses.
-        return min(total, int(read_text("/sys/fs/cgroup/memory.max")))
-    except ValueError:
-        return total
 
 
 SUMMARY = "Show what is installed and what is wrong with it."

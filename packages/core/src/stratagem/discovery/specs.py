@@ -142,6 +142,7 @@ class Availability:
             number of processes may share what there is.
         problems: indices of devices that are counted and that this process cannot use, each with
             what completes "device 0 ..." ("is in exclusive use by the process 7").
+        memory: bytes of the smallest device, or of what all processes share; None: not known.
 
     Example:
         >>> from stratagem.accelerators import Availability, CPUAccelerator
@@ -154,6 +155,7 @@ class Availability:
     auto_count: int | None = None
     indexed: bool = True
     problems: tuple[tuple[int, str], ...] = ()
+    memory: int | None = None
 
     @property
     def free(self) -> tuple[int, ...]:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
+from stratagem.discovery.entry_points import read_text
+
 
 def open_standard_streams() -> None:
     """Let what this process lacks of stdin, stdout and stderr be /dev/null.
@@ -106,6 +108,19 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def host_memory() -> int | None:
+    """Return the bytes of memory that processes here may use together; None: it is not known."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+    try:
+        # "max" where there is no limit, which int() refuses.
+        return min(total, int(read_text("/sys/fs/cgroup/memory.max")))
+    except ValueError:
+        return total
 
 
 def _is_bound(cores: int) -> bool:

@@ -59,10 +59,10 @@ def _dp_incompatible_because(plan: Any) -> str:
 def cpu_availability() -> Availability:
     """Return the cores of this process; any number of ranks may share them."""
     # Imported here: it imports socket and subprocess, which a listing of names does not need.
-    from stratagem.launch.process import available_cores
+    from stratagem.launch.process import available_cores, host_memory
 
     cores = available_cores()
-    return Availability(cores, f"{cores} cores", auto_count=1, indexed=False)
+    return Availability(cores, f"{cores} cores", 1, indexed=False, memory=host_memory())
 
 
 _STRATEGIES = "stratagem.native.strategies"

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from stratagem.discovery.specs import StrategySpec
 
+if TYPE_CHECKING:
+    from torch import nn
+
 GIB = 2**30
+
+USABLE = 0.9
+"""The part of a device's memory that a plan fills: allocators keep some, and libraries too."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,25 @@ class StepMemory:
         """Return what one of so many ranks holds on its device by what a strategy's spec says."""
         held = self.divided(ranks, spec.shards)
         return replace(held, **dict.fromkeys(spec.offloads, 0)).total
+
+
+def memory_to_train(module: nn.Module, bytes_per_weight: int | None = None) -> StepMemory:
+    """Return what a process holds that trains a model alone, without activations.
+
+    The optimizer is not known yet: two numbers for each weight are counted, as Adam keeps them.
+
+    Args:
+        module: the model; parameters that it makes later are not counted.
+        bytes_per_weight: of floating-point weights while they are trained; None: as they are.
+    """
+    whole = trained = 0
+    for parameter in module.parameters():
+        converted = bytes_per_weight if parameter.is_floating_point() else None
+        size = parameter.numel() * (converted or parameter.element_size())
+        whole += size
+        trained += size if parameter.requires_grad else 0
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
+    return StepMemory(whole, trained, 2 * trained, buffers, working=0)
 
 
 def what_would_fit(

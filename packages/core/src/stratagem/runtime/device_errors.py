@@ -28,6 +28,7 @@ from stratagem.plan.memory import StepMemory, gib, what_would_fit
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _REQUEST = re.compile(rf"[Tt]ried to allocate ([\d.]+) ({'|'.join(_UNITS)})")
 
+_REST = "the rest: activations, inputs and what kernels work with"
 _BESIDES = (
     "Besides: precision='bf16-mixed' halves most activations, and strategies with "
     "activation_checkpointing= compute them again in place of keeping them"
@@ -117,10 +118,17 @@ def _report(
         "buffers": _bytes(module.buffers(), kind),
     }
     rest = max(0, memory.peak - sum(held.values()))
+    trained = _bytes((p for p in parameters if p.requires_grad), kind)
+    state = int(trained * _state_per_weight(optimizers))
+    # Of a rank; "gradients" and "optimizer state" are there from the first step on.
+    whole = {**held, "gradients": trained, "optimizer state": held["optimizer state"] or state}
+    held[_REST], whole[_REST] = rest, rest + requested
     has = "" if memory.total is None else f": the device has {gib(memory.total)}"
-    lines = [f"{has}. This process held {gib(memory.peak)} at most:"]
-    lines += [f"  {gib(size):>10}  {what}" for what, size in held.items()]
-    lines.append(f"  {gib(rest):>10}  the rest: activations, inputs and what kernels work with")
+    lines = [
+        f"{has}. This process held {gib(memory.peak)} at most, and a whole step takes about "
+        f"{gib(sum(whole.values()))}:"
+    ]
+    lines += [f"  {gib(size):>10}  {gib(whole[what]):>10}  {what}" for what, size in held.items()]
     if requested:
         lines.append(f"  {gib(requested):>10}  more was asked for")
     unused = memory.reserved - memory.allocated

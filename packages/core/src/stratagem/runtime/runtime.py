@@ -9,10 +9,12 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 from stratagem.discovery.hints import missing_backend
 from stratagem.discovery.registry import get_registry, nearest_of
+from stratagem.discovery.specs import StrategySpec
 from stratagem.errors import (
     ConfigurationError,
     PluginError,
@@ -32,11 +34,16 @@ from stratagem.interfaces.strategy import Strategy
 from stratagem.launch.environment import environment_of_request
 from stratagem.launch.process import numpy_warned_once, open_standard_streams, print_hint_once
 from stratagem.launch.rank import at_end_of_rank, fail_at_end, run_as_rank, this_rank
+from stratagem.plan.components import probe_accelerator
+from stratagem.plan.memory import USABLE, StepMemory, gib, memory_to_train
 from stratagem.plan.plan import RunPlan, RunRequest
 from stratagem.plan.resolution import resolve
 from stratagem.plan.step_options import StepOptions
 from stratagem.rng import inherit_rng, inherited_rng
 from stratagem.runtime.checkpoint_writer import CheckpointWriter
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Devices = int | str | list[int] | tuple[int, ...] | None
 """How many (an int; -1: all), which ([1, 4] or "1, 4"), or "auto"."""
@@ -58,6 +65,9 @@ _REMEDIES = {
     "batch_size": "DataLoader(..., batch_size=...)",
 }
 """Arguments that users of other trainers pass, and what to write instead."""
+
+_DIVIDING = ("ddp_sharded", "fsdp_shard_grad_op", "fsdp", "fsdp_cpu_offload")
+"""What "auto" takes for a model that is too large for DDP; each holds less than the one before."""
 
 _CLASSES = {
     "cluster_environment": ClusterEnvironment,
@@ -193,7 +203,7 @@ class Runtime:
         step_options: StepOptions | None = None,
     ) -> None:
         ordinal, Runtime._count = Runtime._count, Runtime._count + 1
-        self.plan: RunPlan = resolve(
+        plan = resolve(
             RunRequest(
                 accelerator=accelerator,
                 strategy=strategy,
@@ -207,7 +217,12 @@ class Runtime:
             ),
             get_registry(),
         )
-        plan = self.plan
+        self._build(plan)
+        self.is_launched = False
+        self.raise_errors: Callable[[], None] | None = None
+
+    def _build(self, plan: RunPlan) -> None:
+        self.plan = plan
         self.strategy: Strategy = plan.strategy.build()
         check_strategy(self.strategy, plan.strategy.spec, Strategy)
         self.strategy.bind(
@@ -221,8 +236,55 @@ class Runtime:
                 step=plan.request.step_options,
             )
         )
-        self.is_launched = False
-        self.raise_errors: Callable[[], None] | None = None
+
+    def divide(self, module: nn.Module) -> None:
+        """Choose a strategy that divides the model, where "auto" chose DDP and a rank is too small.
+
+        The first of `_DIVIDING` is taken under which parameters, gradients, buffers and an Adam's
+        state fit into a device. Activations are not known, and not counted. Nothing changes after
+        the launch, where the device's memory is not known, and where nothing fits.
+        """
+        plan, request = self.plan, self.plan.request
+        if (
+            self.is_launched
+            or request.strategy != "auto"
+            or not plan.strategy.name.startswith("ddp")
+        ):
+            return
+        found = probe_accelerator(plan.accelerator.source)
+        if found.memory is None:
+            return
+        shared = 1 if found.indexed else len(plan.devices)
+        room = int(USABLE * found.memory / shared)
+        precision = self.strategy.precision
+        converts = plan.precision.name.endswith("-true")
+        need = memory_to_train(module, precision.dtype.itemsize if converts else None)
+        if (under_ddp := self._on_device(need)) <= room:
+            return
+        launcher = plan.launcher.name if request.interactive else request.launcher
+        for name in _DIVIDING:
+            try:
+                chosen = resolve(replace(request, strategy=name, launcher=launcher), get_registry())
+            except ConfigurationError:
+                continue  # it does not go with something else that was asked for
+            self._build(chosen)
+            if (held := self._on_device(need)) <= room:
+                why = (
+                    f"{plan.strategy.name} would hold {gib(under_ddp)} without activations, {name} "
+                    f"holds {gib(held)}, and a rank has {gib(room)}"
+                )
+                strategy = replace(chosen.strategy, why=why)
+                self.plan = replace(chosen, request=request, strategy=strategy)
+                return
+        self._build(plan)
+
+    def _on_device(self, need: StepMemory) -> int:
+        """Return what a rank holds on its device by what the strategy says of itself."""
+        spec = self.plan.strategy.spec
+        assert isinstance(spec, StrategySpec)
+        held = self.strategy.estimate_memory({"step": need}, spec.shards)["step"]
+        host = self.strategy.accelerator.is_host
+        return replace(held, **dict.fromkeys(() if host else spec.offloads, 0)).total
 
     @numpy_warned_once()
     def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -325,6 +387,8 @@ class Runtime:
                 f"{plan.capabilities.one_process}, and its make_ranks() returned something else; "
                 "subclass ParallelStrategy for one process a device"
             )
+        if plan.request.strategy == "auto" and plan.world_size > 1:
+            _check_same(strategy.ranks, plan.strategy.name)
         checkpoint_io = strategy.checkpoint_io
         checkpoint_io.setup(strategy.ranks, plan.strategy.name)
         if checkpoint_io.asynchronous:
@@ -366,6 +430,15 @@ class FrontEnd:
     def is_global_zero(self) -> bool:
         """Whether this is rank 0."""
         return self.ranks.is_global_zero
+
+
+def _check_same(ranks: Ranks, chosen: str) -> None:
+    first = ranks.broadcast(chosen)
+    if chosen != first:
+        raise ConfigurationError(
+            f"strategy='auto' chose {first!r} on rank 0 and {chosen!r} on rank "
+            f"{ranks.global_rank}, whose device has another memory: name the strategy"
+        )
 
 
 def _teardown(strategy: weakref.ref[Strategy]) -> None:

@@ -68,7 +68,8 @@ class Trainer(FrontEnd):
 
     Args:
         accelerator: a name, an Accelerator, or "auto".
-        strategy: a name, a Strategy, or "auto".
+        strategy: a name, a Strategy, or "auto": on several devices "ddp", or if a rank could not
+            hold the model, one that divides it.
         devices: how many, which, -1 for all, or "auto".
         num_nodes: machines taking part.
         precision: a name ("32-true", "bf16-mixed", ...), 64, 32, 16, "bf16", or a Precision.
@@ -449,6 +450,9 @@ class Trainer(FrontEnd):
     def _execute(self, job: Job) -> Any:
         """Launch, and run on every rank."""
         check_not_running(self._state, job.stage)
+        if job.stage == "fit":
+            self.runtime.divide(job.model)
+            check_divergence_detection(self.plan, self.options.detect_divergence)
         check_module(job, makes_optimizers=self.strategy.makes_optimizers)
         self._state = RunState(job.stage, "running", job.stage)
         try:

@@ -28,7 +28,7 @@ _DESCRIPTION = """Show which strategies a model would fit with, without using th
 MODEL is a class or a function without arguments that returns the model. Sizes plan a decoder in its
 place. A row is what one rank holds at the most during a step: bytes of tensors, of which a plan
 fills at most 90% of a device. "simulated" rows ran the strategy's own step on tensors without
-memory; "computed" rows follow what the strategy says of itself, and are rough for DeepSpeed.
+memory; "computed" rows follow what the strategy says of itself.
 The exit code is 1 if nothing fits, 2 if the plan cannot be made.
 """
 
@@ -130,6 +130,8 @@ def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     for row in planned.strategies:
         if row.memory is None:
             print(f"{row.name}: {row.why_not}")
+        elif row.alike:
+            print(f"as {row.name}: {', '.join(row.alike)}")
     for line in failed:
         print(line)
     if planned.best is None:
@@ -141,6 +143,8 @@ def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         )
         return 1
     print(f"\n{planned.call}")
+    larger = planned.best_doubled
+    print(f"twice the size: {larger.name if larger else 'nothing'} would fit")
     if options.activation_checkpointing:
         print(
             "with activation_checkpointing=True of the strategy's class, or "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stratagem.accelerators import CPUAccelerator
 from stratagem.discovery import StrategySpec, get_registry, nearest_of
 from stratagem.errors import ConfigurationError, format_names, format_text
 from stratagem.strategies import ActivationCheckpointing, StepMemory, Strategy
@@ -105,6 +105,13 @@ class MemoryPlan:
         return next((row for row in self.strategies if row.fits), None)
 
     @property
+    def best_doubled(self) -> PlannedStrategy | None:
+        """The first that fits if the model and its activations are twice as large; None: none."""
+        capacity, host = self.capacity // 2, self.host // 2
+        rows = (row for row in self.strategies if row.memory is not None)
+        return next((row for row in rows if _fits(row, capacity, host, self.devices)), None)
+
+    @property
     def call(self) -> str:
         """The Trainer to write; "": nothing fits."""
         if self.best is None:
@@ -184,7 +191,7 @@ def plan_memory(
     ):
         if not isinstance(value, int) or value < 1:
             raise ConfigurationError(f"{name}={value!r}: expected a whole number of at least 1")
-    planned_for = _device(device, device_memory)
+    planned_for = _device(device, device_memory, devices)
     host = parse_size(_host_memory() if host_memory is None else host_memory)
     workload = Workload(
         batch if callable(batch) else lambda: batch,
@@ -196,7 +203,10 @@ def plan_memory(
         warnings.simplefilter("ignore")  # of models that are not really trained
         simulated = _simulated(model, activation_checkpointing)
         planner = _Planner(simulated, workload, planned_for, precision, devices, num_nodes)
-        rows = [planner.row(spec, alike) for spec, alike in _groups(strategies)]
+        groups = _groups(strategies)
+        rows = [planner.row(spec, alike) for spec, alike in groups]
+    if not strategies:
+        rows = _without_copies(rows, [spec for spec, _ in groups])
     flops = max(memory.flops for memory in planner.alone.values())
     judged = [_judged(row, planned_for, host, devices, num_nodes, flops) for row in rows]
     if devices * num_nodes > 1:
@@ -392,6 +402,19 @@ def _groups(names: Sequence[str]) -> list[tuple[StrategySpec, tuple[str, ...]]]:
     return [(first, tuple(spec.name for spec in rest)) for first, *rest in groups.values()]
 
 
+def _without_copies(
+    rows: Sequence[PlannedStrategy], specs: Sequence[StrategySpec]
+) -> list[PlannedStrategy]:
+    """Return the rows without those of the same class that hold the same as one before."""
+    known: dict[Any, PlannedStrategy] = {}
+    for row, spec in zip(rows, specs, strict=True):
+        key = (str(spec.target), row.memory, row.offloads) if row.memory else row.name
+        first = known.setdefault(key, row)
+        if first is not row:
+            known[key] = replace(first, alike=(*first.alike, row.name, *row.alike))
+    return list(known.values())
+
+
 def _options(spec: StrategySpec) -> dict[str, Any]:
     """Return the arguments that matter for memory, without those that have their defaults."""
     options = {k: v for k, v in sorted(spec.init_args.items()) if k not in _LAUNCHERS}
@@ -402,12 +425,16 @@ def _options(spec: StrategySpec) -> dict[str, Any]:
     return {k: v for k, v in options.items() if k not in known or known[k].default != v}
 
 
+def _fits(row: PlannedStrategy, capacity: int, host: int, devices: int) -> bool:
+    return row.on_device <= _USABLE * capacity and row.on_host * devices <= _USABLE * host
+
+
 def _judged(
     row: PlannedStrategy, device: Device, host: int, devices: int, num_nodes: int, flops: int
 ) -> PlannedStrategy:
     if row.memory is None:
         return row
-    fits = row.on_device <= _USABLE * device.memory and row.on_host * devices <= _USABLE * host
+    fits = _fits(row, device.memory, host, devices)
     seconds = None
     if device.flops:
         link = device.link if num_nodes == 1 else min(device.link, _FROM_NODE_TO_NODE)
@@ -424,7 +451,7 @@ def _cost(row: PlannedStrategy) -> tuple[Any, ...]:
     return (not row.fits, bool(row.on_host), moved, len(row.shards), row.name)
 
 
-def _device(name: str | None, memory: float | str | None) -> Device:
+def _device(name: str | None, memory: float | str | None, devices: int) -> Device:
     if name is not None:
         found = find_device(name)
         return found if memory is None else replace(found, memory=parse_size(memory))
@@ -432,11 +459,16 @@ def _device(name: str | None, memory: float | str | None) -> Device:
         return Device("", "auto", parse_size(memory))
     if torch.cuda.is_available():
         return Device("", "cuda", torch.cuda.get_device_properties(0).total_memory)
-    return Device("", "cpu", _host_memory())
+    return Device("", "cpu", _host_memory() // devices)
 
 
 def _host_memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = CPUAccelerator().availability().memory
+    if memory is None:
+        raise ConfigurationError(
+            "this machine does not say how much memory it has: pass host_memory='64GB'"
+        )
+    return memory
 
 
 def _at(error: BaseException) -> str:
