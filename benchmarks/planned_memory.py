@@ -37,6 +37,8 @@ STRATEGIES = (
     "deepspeed_stage_1",
     "deepspeed_stage_2",
     "deepspeed_stage_3",
+    "deepspeed_stage_2_offload",
+    "deepspeed_stage_3_offload",
 )
 
 
@@ -246,9 +248,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 }
 
 
-def measure(model: str, strategy: str, precision: str) -> None:
+def measure(model: str, strategy: str, precision: str, checkpointing: str) -> None:
     """Take real steps on this rank, and print on rank 0 what they held."""
     from stratagem import Lite
+    from stratagem.strategies import apply_activation_checkpointing
     from stratagem_extras.planner.plan import default_loss
     from stratagem_extras.planner.simulation import Workload, measure_step
 
@@ -261,16 +264,22 @@ def measure(model: str, strategy: str, precision: str) -> None:
         default_loss,
         lambda module: torch.optim.AdamW([p for p in module.parameters() if p.requires_grad]),
     )
-    phases = measure_step(lite.strategy, workload, build)
+
+    def made() -> nn.Module:
+        module = build()
+        apply_activation_checkpointing(module, checkpointing == "yes" or None)
+        return module
+
+    phases = measure_step(lite.strategy, workload, made)
     if lite.is_global_zero:
         tensors = max(memory.total for memory in phases.values())
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         print(MARK + json.dumps([tensors, resident]), flush=True)
 
 
-def measured(model: str, strategy: str, precision: str) -> tuple[int, int] | str:
+def measured(*run: str) -> tuple[int, int] | str:
     """Return bytes of tensors and of resident memory of a real run, or why there is none."""
-    command = [sys.executable, __file__, "--measure", model, strategy, precision]
+    command = [sys.executable, __file__, "--measure", *run]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     for line in done.stdout.splitlines():
         if line.startswith(MARK):
@@ -286,7 +295,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
     parser.add_argument("--precisions", nargs="+", default=["32-true", "bf16-mixed"])
-    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--checkpointing", action="store_true", help="of activations")
+    parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     if options.measure:
@@ -308,6 +318,7 @@ def main() -> None:
                     precision=precision,
                     devices=devices,
                     device_memory="1TB",
+                    activation_checkpointing=options.checkpointing or None,
                     strategies=[
                         name
                         for name in options.strategies
@@ -320,7 +331,9 @@ def main() -> None:
             for strategy in options.strategies:
                 devices = 1 if strategy == "single_device" else 2
                 row = next(r for r in plans[devices].strategies if r.name == strategy)
-                real = measured(model, strategy, precision)
+                real = measured(
+                    model, strategy, precision, "yes" if options.checkpointing else "no"
+                )
                 if isinstance(real, str) or row.memory is None:
                     why = real if isinstance(real, str) else row.why_not
                     print(f"| {model} | {precision} | {strategy} | {why} | | | | |", flush=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from stratagem import Lite, Module, StrategyRegistry, plan_memory
 from stratagem.discovery import Capabilities
 from stratagem.errors import ConfigurationError, UnknownNameError
-from stratagem.strategies import ParallelStrategy
+from stratagem.strategies import ParallelStrategy, apply_activation_checkpointing
 from stratagem_extras.planner.command import plan
 from stratagem_extras.planner.devices import find_device, parse_size
 from stratagem_extras.planner.meter import MemoryMeter
@@ -333,8 +333,16 @@ def test_activations_that_are_computed_again_are_not_kept() -> None:
     kept = planned(lambda: Net(20), batch, "fsdp", devices=2)
     again = planned(lambda: Net(20), batch, "fsdp", devices=2, activation_checkpointing=True)
     assert again.memory.working < kept.memory.working / 2
+    alone = planned(lambda: Net(20), batch, activation_checkpointing=True)
+    assert alone.memory.total == held(checkpointed, batch)
     with pytest.raises(ConfigurationError, match="activation_checkpointing='all': expected True"):
         planned(Net, batch, activation_checkpointing="all")
+
+
+def checkpointed() -> nn.Module:
+    net = Net(20)
+    apply_activation_checkpointing(net, True)
+    return net
 
 
 class Sparse(ParallelStrategy):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 Kind = Literal["parameters", "gradients", "optimizer", "buffers"]
 
@@ -38,6 +39,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parts: bytes at the peak of what `known` has returned, by kind; after `close`.
         sent: bytes that collectives move: of an all-reduce twice its tensor, since it scatters and
             gathers; of the others the whole tensor.
+        flops: floating-point operations of matrix products, convolutions and attention.
 
     Example:
         >>> import torch
@@ -58,6 +60,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = 0
         self.parts: dict[Kind, int] = {}
         self.sent = 0
+        self.flops = 0
         self._numbers: dict[int, int] = {}
         """A number of each storage by its address, which another one may have later."""
         self._sizes: dict[int, int] = {}
@@ -119,6 +122,8 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # An output that is handed over is as large as the inputs together, or larger.
             size = max((leaf.numel() * leaf.element_size() for leaf in given), default=0)
             self.sent += size * (2 if "allreduce" in func.__name__ else 1)
+        elif count := flop_registry.get(func.overloadpacket):
+            self.flops += count(*args, **(kwargs or {}), out_val=result)
         self.add(tree_leaves(result))
         return result
 

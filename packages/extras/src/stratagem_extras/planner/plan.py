@@ -298,7 +298,7 @@ class _Planner:
         """Return the phases of a step in one process."""
         strategy: Strategy = get_registry().find("strategy", "single_device").spec.build()
         with simulated_ranks(strategy, build_components(1, 1, self.precision)):
-            return self.model.simulate_step(strategy, self.workload, counts_flops=True)
+            return self.model.simulate_step(strategy, self.workload)
 
 
 def _planned(

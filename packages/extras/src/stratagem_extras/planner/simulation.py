@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from stratagem.discovery import get_registry
@@ -70,11 +69,7 @@ class Workload:
 
 
 def measure_step(
-    strategy: Strategy,
-    workload: Workload,
-    model: Callable[[], nn.Module],
-    *,
-    counts_flops: bool = False,
+    strategy: Strategy, workload: Workload, model: Callable[[], nn.Module]
 ) -> dict[str, StepMemory]:
     """Take two steps under a strategy that is set up; return what the second one held, by phase.
 
@@ -84,7 +79,6 @@ def measure_step(
         strategy: its environment is set up.
         workload: what is trained.
         model: returns the model, which is changed.
-        counts_flops: fill in `flops`, which takes time.
 
     Returns:
         For "forward", "backward" and "step".
@@ -103,18 +97,15 @@ def measure_step(
         )
         trained.update(map(id, prepared[0].original.parameters()))
         step = _Step(strategy, prepared[0], meter)
-        flops = 0
         for _ in range(2):
             batches = [workload.batch() for _ in range(workload.micro_batches)]
             step.start()
-            counter = FlopCounterMode(display=False) if counts_flops else None
-            with counter or nullcontext():
-                strategy.train_step(prepared[0], step, batches)
-            flops = counter.get_total_flops() if counter else 0
+            strategy.train_step(prepared[0], step, batches)
             step.enter("")
         strategy.release(prepared[0])
     return {
-        phase: replace(memory, sent=step.sent, flops=flops) for phase, memory in step.held.items()
+        phase: replace(memory, sent=step.sent, flops=step.flops)
+        for phase, memory in step.held.items()
     }
 
 
@@ -145,9 +136,7 @@ class SimulatedModel:
         }
         """The number of layers of each outermost list of equal layers, by its name."""
 
-    def simulate_step(
-        self, strategy: Strategy, workload: Workload, *, counts_flops: bool = False
-    ) -> dict[str, StepMemory]:
+    def simulate_step(self, strategy: Strategy, workload: Workload) -> dict[str, StepMemory]:
         """Return what rank 0 holds in the phases of a step, without memory and other ranks.
 
         The strategy's own code runs, on fake tensors. Collectives return at once. Where code
@@ -157,7 +146,6 @@ class SimulatedModel:
         Args:
             strategy: set up by `simulated_ranks`.
             workload: what is trained.
-            counts_flops: see `measure_step`.
 
         Raises:
             Exception: what the strategy's or the model's code raises on such tensors.
@@ -165,9 +153,7 @@ class SimulatedModel:
 
         def step(kept: dict[str, int]) -> dict[str, StepMemory]:
             with self.mode, _Values(), patch.object(nn.Module, "_apply", _apply):
-                return measure_step(
-                    strategy, workload, lambda: self._shortened(kept), counts_flops=counts_flops
-                )
+                return measure_step(strategy, workload, lambda: self._shortened(kept))
 
         few = dict.fromkeys(self.stacks, _FEW)
         phases = first = step(few)
@@ -293,12 +279,12 @@ class _Step(TrainStep):
         self.convert = precision.input_converter() or (lambda batch: batch)
         self.held: dict[str, StepMemory] = {}
         self.phase = ""
-        self.sent = 0
+        self.sent = self.flops = 0
 
     def start(self) -> None:
         """Begin a step, and forget what the one before has held."""
         self.held = {}
-        self.sent = -self.meter.sent
+        self.sent, self.flops = -self.meter.sent, -self.meter.flops
 
     def enter(self, phase: str) -> None:
         """End a phase of the step, and begin the next one; "" is after the last."""
@@ -313,6 +299,7 @@ class _Step(TrainStep):
         meter.start()
         if not phase:
             self.sent += meter.sent
+            self.flops += meter.flops
 
     def begin(self, micro_batch: Any) -> Any:
         self.enter("forward")
