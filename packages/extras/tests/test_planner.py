@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from stratagem.discovery import Capabilities
 from stratagem.errors import ConfigurationError, UnknownNameError
 from stratagem.strategies import ParallelStrategy, apply_activation_checkpointing
 from stratagem_extras.planner.command import plan
+from stratagem_extras.planner.decoder import PlannedDecoder
 from stratagem_extras.planner.devices import find_device, parse_size
 from stratagem_extras.planner.meter import MemoryMeter
 from stratagem_extras.planner.plan import default_loss
@@ -183,6 +185,16 @@ def test_seventy_billion_parameters_are_planned_in_little_memory(tmp_path: Path)
     assert row["memory"]["optimizer"] == pytest.approx(70e9 * 4 / 8, rel=0.01)
     assert row["memory"]["parameters"] >= 70e9 * 2 / 8
     assert resident * 1024 < 2e9
+
+
+def test_gradients_are_at_most_those_of_all_parameters() -> None:
+    # Three layers hold most at the beginning of backward, and four at its end.
+    decoder = partial(PlannedDecoder, 1e9, layers=24, hidden=1536, vocabulary=32_000)
+    tokens = torch.zeros(1, 2048, dtype=torch.long)
+    options = {"precision": "bf16-mixed", "activation_checkpointing": True}
+    memory = planned(decoder, tokens, "ddp", devices=2, **options).memory
+    assert memory.gradients <= memory.parameters
+    assert memory.total == pytest.approx(20.4e9, rel=0.01)  # five times 4 bytes of each parameter
 
 
 def test_the_plan_says_what_to_write() -> None:

@@ -70,6 +70,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The same at the maximum."""
         self._is_rising = False
         self._kinds: dict[int, Kind] = {}
+        self._kept: dict[int, Kind] = {}
         self._resizes = patch.object(torch.UntypedStorage, "resize_", self._resize())
 
     def start(self) -> None:
@@ -77,6 +78,13 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = self.live
         self._is_rising = True
         self._kinds = self._known_kinds()
+
+    def note_kept(self) -> None:
+        """Count the tensors that are alive, and not known otherwise, as the optimizer's.
+
+        Called between steps: engines keep weights in float32 and buffers for gradients there.
+        """
+        self._kept = {number: "optimizer" for number, size in self._sizes.items() if size}
 
     def add(self, tensors: Iterable[Any]) -> None:
         """Count tensors that were made before the meter was entered."""
@@ -88,7 +96,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def close(self) -> None:
         """Fill in `parts`: of what is known now, and of what was known at `start`."""
         self._note_peak()
-        kinds = {**self._kinds, **self._known_kinds()}
+        kinds = {**self._kept, **self._kinds, **self._known_kinds()}
         self.parts = {}
         for number, size in self._at_peak.items():
             if kind := kinds.get(number):

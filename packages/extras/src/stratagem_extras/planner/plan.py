@@ -107,7 +107,15 @@ class MemoryPlan:
     @property
     def best_doubled(self) -> PlannedStrategy | None:
         """The first that fits if the model and its activations are twice as large; None: none."""
-        capacity, host = self.capacity // 2, self.host // 2
+        return self.best_within(self.capacity // 2, self.host // 2)
+
+    def best_within(self, capacity: int, host: int) -> PlannedStrategy | None:
+        """Return the first that fits in less memory than this plan is for; None: none does.
+
+        Args:
+            capacity: bytes of a device.
+            host: bytes of the host's memory on each node.
+        """
         rows = (row for row in self.strategies if row.memory is not None)
         return next((row for row in rows if _fits(row, capacity, host, self.devices)), None)
 

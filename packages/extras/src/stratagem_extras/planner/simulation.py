@@ -98,8 +98,8 @@ def measure_step(
         trained.update(map(id, prepared[0].original.parameters()))
         step = _Step(strategy, prepared[0], meter)
         for _ in range(2):
-            batches = [workload.batch() for _ in range(workload.micro_batches)]
             step.start()
+            batches = [workload.batch() for _ in range(workload.micro_batches)]
             strategy.train_step(prepared[0], step, batches)
             step.enter("")
         strategy.release(prepared[0])
@@ -163,7 +163,12 @@ class SimulatedModel:
                 phase: _extrapolated(memory, first[phase], more[phase], layers)
                 for phase, memory in phases.items()
             }
-        return phases
+        # With more layers the maximum may come at another moment, with more gradients and less of
+        # the rest: their sum can be extrapolated, and how much is of gradients is at most all.
+        if "step" not in phases:
+            return phases  # of a strategy that takes the whole step itself
+        most = phases["step"].gradients
+        return {phase: _with_gradients_up_to(most, memory) for phase, memory in phases.items()}
 
     def _shortened(self, kept: dict[str, int]) -> nn.Module:
         """Return a copy with so many layers of each stack."""
@@ -284,6 +289,7 @@ class _Step(TrainStep):
     def start(self) -> None:
         """Begin a step, and forget what the one before has held."""
         self.held = {}
+        self.meter.note_kept()
         self.sent, self.flops = -self.meter.sent, -self.meter.flops
 
     def enter(self, phase: str) -> None:
@@ -357,6 +363,12 @@ def _extrapolated(memory: StepMemory, few: StepMemory, more: StepMemory, layers:
         for name, size in asdict(memory).items()
     }
     return StepMemory(**sizes)
+
+
+def _with_gradients_up_to(most: int, memory: StepMemory) -> StepMemory:
+    gradients = max(0, min(most, memory.gradients))
+    working = max(0, memory.working + memory.gradients - gradients)
+    return replace(memory, gradients=gradients, working=working)
 
 
 def _total(memory: StepMemory) -> int:
