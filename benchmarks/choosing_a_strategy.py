@@ -73,10 +73,10 @@ strategies that fit, the one that moves the fewest bytes comes first. Those that
 "-" means that nothing fits.
 
 The model is a decoder with a vocabulary of {vocabulary}. A rank trains on one sequence of
-{tokens} tokens at a time with AdamW, `precision="bf16-mixed"` and activation checkpointing. A node has
-up to 8 devices and 1 TB of memory. At most 90% of either is filled. Without DeepSpeed, parameters,
-gradients and the optimizer's state are in float32. DeepSpeed keeps parameters and gradients in
-bfloat16, and a float32 copy of the parameters with the optimizer's state.
+{tokens} tokens at a time with AdamW, `precision="bf16-mixed"` and activation checkpointing. A
+node has up to 8 devices and 1 TB of memory. At most 90% of either is filled. Without DeepSpeed,
+parameters, gradients and the optimizer's state are in float32. DeepSpeed keeps parameters and
+gradients in bfloat16, and a float32 copy of the parameters with the optimizer's state.
 
 {tables}
 ## How much sharding saves
