@@ -69,8 +69,8 @@ Which strategy does a model need, and on how many devices? This page answers for
 ## What fits
 
 The tables show the first strategy that fits, and the GiB that a rank holds on its device. Of the
-strategies that fit, the one that moves the fewest bytes comes first. Those that offload come last.
-"-" means that nothing fits.
+strategies that fit, the one with the shortest step by the device's figures comes first, then the
+one that divides less. Those that offload come last. "-" means that nothing fits.
 
 The model is a decoder with a vocabulary of {vocabulary}. A rank trains on one sequence of
 {tokens} tokens at a time with AdamW, `precision="bf16-mixed"` and activation checkpointing. A

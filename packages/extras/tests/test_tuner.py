@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem import DataModule, Module, Trainer
+from stratagem.accelerators import Availability, CPUAccelerator
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem_extras.tuner import BatchSizeFinder, LearningRateFinder, Tuner
@@ -54,9 +55,8 @@ class Net(Module):
 
 
 def trainer(*callbacks: Any, **options: Any) -> Trainer:
-    options = {"max_steps": 5, **options}
+    options = {"max_steps": 5, "accelerator": "cpu", **options}
     return Trainer(
-        accelerator="cpu",
         devices=1,
         logger=False,
         enable_progress_bar=False,
@@ -91,6 +91,25 @@ def test_a_batch_is_tried_in_any_run(method: Any) -> None:
         test_dataloader = predict_dataloader = Net.train_dataloader
 
     assert Tuner(trainer()).scale_batch_size(All(room=50), method=method) == 32
+
+
+class OwnMemory(CPUAccelerator):
+    """Has memory for about 200 samples, as a device has its own."""
+
+    def availability(self) -> Availability:
+        return Availability(1, "played", memory=20_000)
+
+
+def test_trials_go_on_from_the_predicted_size() -> None:
+    def tried(accelerator: Any, room: int) -> list[int]:
+        model = Net(room=room)
+        one = trainer(accelerator=accelerator)
+        Tuner(one).scale_batch_size(model, steps_per_trial=1)
+        return model.tried
+
+    assert tried("cpu", 100) == [2, 4, 8, 16, 32, 64, 128]
+    assert tried(OwnMemory(), 100) == [2, 128, 64]
+    assert tried(OwnMemory(), 1000) == [2, 128, 256, 300]
 
 
 def test_the_limits_of_the_search() -> None:

@@ -446,17 +446,18 @@ def _judged(
     seconds = None
     if device.flops:
         link = device.link if num_nodes == 1 else min(device.link, _FROM_NODE_TO_NODE)
-        moved = row.memory.sent / link + 2 * row.on_host / _TO_HOST
-        seconds = flops / (_EFFICIENCY * device.flops) + moved
+        # Ranks communicate while they compute. Offloads are waited for.
+        beside = max(flops / (_EFFICIENCY * device.flops), row.memory.sent / link)
+        seconds = beside + 2 * row.on_host / _TO_HOST
     return replace(row, fits=fits, seconds=seconds)
 
 
 def _cost(row: PlannedStrategy) -> tuple[Any, ...]:
-    """Return what rows are sorted by: of those that fit, the one that moves least comes first."""
+    """Return what rows are sorted by: of those that fit, the fastest and simplest comes first."""
     if row.memory is None:
         return (2, row.name)
-    moved = row.seconds or row.memory.sent + row.on_host
-    return (not row.fits, bool(row.on_host), moved, len(row.shards), row.name)
+    sent = row.memory.sent
+    return (not row.fits, bool(row.on_host), row.seconds or 0.0, len(row.shards), sent, row.name)
 
 
 def _device(name: str | None, memory: float | str | None, devices: int) -> Device:

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+if TYPE_CHECKING:
+    from stratagem.module import Module
+    from stratagem.trainer import Trainer
+
+_log = logging.getLogger(__name__)
 
 
 def search(
@@ -13,6 +25,7 @@ def search(
     trials: int,
     margin: float,
     most: int,
+    predict: Callable[[int], int] = int,
 ) -> int | None:
     """Return the largest size that was found to fit; None: none did.
 
@@ -24,6 +37,8 @@ def search(
         trials: how many to try at most; 0: the first size is taken untried.
         margin: part that "binsearch" takes off the size, where memory has run out.
         most: largest size to try.
+        predict: called with the first size that fits; returns the largest size that is expected to
+            fit, and the search goes on from there. By default nothing is expected.
 
     Example:
         >>> def fits(size):
@@ -44,13 +59,19 @@ def search(
             if tried < size or tried >= most:
                 return good  # there is no more data, or it is not to be larger
         if bad is None:
-            size = min(size * 2, most)
+            expected = predict(size) if size == start else 0
+            size *= 2
+            while 2 * size <= expected:
+                size *= 2
+            size = min(size, most)
         elif good is None:
             size = bad // 2
             if size < 1:
                 return None
         elif mode == "power":
-            return good
+            if bad <= 2 * good:
+                return good
+            size = bad // 2
         elif bad - good <= 1:
             break
         else:
@@ -58,3 +79,46 @@ def search(
     if good is None or bad is None or mode == "power":
         return good
     return max(1, int(good * (1.0 - margin)))
+
+
+def predicted_size(trainer: Trainer, model: Module, loader: Any, size: int) -> int:
+    """Return how many samples a batch may have by a plan; 0: that is not known.
+
+    A plan is made of a batch and of one that is twice as large. What the second holds more is of
+    its samples.
+
+    Args:
+        trainer: of one device.
+        model: as it is fitted.
+        loader: of batches of `size` samples, of which one is read.
+        size: the number of samples.
+    """
+    found = trainer.strategy.accelerator.availability()
+    if (capacity := found.memory) is None or not found.indexed:
+        return 0  # a host that is full ends the process
+    from stratagem_extras.planner.plan import plan_memory
+
+    try:
+        batch = next(iter(loader))
+        plans = [
+            plan_memory(
+                model,
+                tree_map(lambda part: _repeated(part, size, times), batch),  # noqa: B023
+                precision=trainer.plan.precision.name,
+                device_memory=capacity,
+                strategies=["single_device"],
+            )
+            for times in (1, 2)
+        ]
+    except Exception as error:  # no plan can be made of this model
+        _log.debug("no batch size is predicted: %s", error)
+        return 0
+    held, more = (plan.strategies[0].on_device for plan in plans)
+    room = int(0.9 * capacity) - held
+    return size + (size * room // (more - held) if more > held else 0)
+
+
+def _repeated(part: Any, size: int, times: int) -> Any:
+    """Return a tensor of so many samples as one of some times as many."""
+    samples = isinstance(part, Tensor) and part.dim() > 0 and len(part) == size
+    return part.repeat(times, *itertools.repeat(1, part.dim() - 1)) if samples else part

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from stratagem.data import UNKNOWN, length_of
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.launch import rank_zero_info
-from stratagem_extras.tuner.batch_size import search
+from stratagem_extras.tuner.batch_size import predicted_size, search
 from stratagem_extras.tuner.lr_finder import LRFinder, Sweep
 from stratagem_extras.tuner.trial import Trials, check_can_try, trials
 
@@ -90,7 +90,8 @@ class Tuner:
     ) -> int | None:
         """Find the largest batch size that memory has room for, set it and return it.
 
-        It ends at the size of the dataset. A size does not fit where the accelerator says that an
+        It ends at the size of the dataset. On a device with memory of its own, trials go on from
+        the size that `plan_memory` predicts. A size does not fit where the accelerator says that an
         error is one of memory; any other error is raised. A `fast_dev_run` tries nothing.
 
         Args:
@@ -126,11 +127,13 @@ class Tuner:
         before = [_get(holder, job.name) for holder in job.holders]
         found = None
         sizes: dict[int, Any] = {}
+        loader: Any = None
         changes = _changes_for(job.method, steps)
         try:
             with trials(self._trainer, job.model, [job.datamodule], **changes) as tried:
 
                 def fits(size: int) -> int | None:
+                    nonlocal loader
                     if sizes:
                         _print(
                             self._trainer, f"batch size {max(sizes)} fits, trying batch size {size}"
@@ -144,7 +147,11 @@ class Tuner:
                     samples = length_of(getattr(loader, "dataset", None))
                     return size if samples == UNKNOWN else min(size, int(samples))
 
-                found = search(fits, **limits)
+                def predict(size: int) -> int:
+                    known = job.method == "fit" and self._trainer.world_size == 1
+                    return predicted_size(self._trainer, job.model, loader, size) if known else 0
+
+                found = search(fits, predict=predict, **limits)
                 # Within another run the Trainer shows that run's own loaders.
                 if sizes and found is not None and self._trainer.state.status != "running":
                     self._set_size(job, found)
