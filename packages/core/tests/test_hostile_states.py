@@ -104,6 +104,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "params of lists": (set_option(params=[["a"]]), "no state of an optimizer"),
     "rate of a text": (set_option(lr="1"), "'1' as the group option 'lr', expected a number"),
     "rate of none": (set_option(lr=None), "None as the group option 'lr', expected a number"),
+    "no rate": (set_option(lr=float("nan")), "nan as the group option 'lr', expected a number"),
     "rates": (set_option(lr=[0.1]), "a list of 1 as the group option 'lr', expected a number"),
     "betas of a number": (set_option(betas=0.9), "0.9 as the group option 'betas', expected a li"),
     "one beta": (set_option(betas=(0.9,)), "a tuple of 1 as .* 'betas', expected 2 values"),

@@ -206,7 +206,7 @@ def _expected(own: Any, saved: Any) -> str:
 def _is_number(value: Any) -> bool:
     if isinstance(value, (Tensor, LazyTensor)):
         return math.prod(value.shape) == 1 and not value.dtype.is_complex
-    return type(value) in (int, float)
+    return type(value) in (int, float) and not math.isnan(value)
 
 
 def _is_float_tensor(value: Any) -> bool:
