@@ -1437,6 +1437,20 @@ class SaysSharded(DDPStrategy):
     capabilities = replace(DDPStrategy.capabilities, sharded_state=True)
 
 
+class EstimatesLess(DDPStrategy):
+    """Estimates a part of the parameters, where each rank has all."""
+
+    def estimate_memory(self, phases: Any, shards: Any) -> Any:
+        return super().estimate_memory(phases, ("parameters",))
+
+
+class EstimatesNothing(DDPStrategy):
+    """Returns no estimate of the phases."""
+
+    def estimate_memory(self, phases: Any, shards: Any) -> Any:
+        return {}
+
+
 class SaysCompiles(DDPStrategy):
     """compiles a whole step, which several ranks cannot."""
 

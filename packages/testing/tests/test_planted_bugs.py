@@ -135,6 +135,8 @@ PLANTED = [
     ("InPairs", "steps/three ranks", "not the mean over all ranks"),
     ("InPairs", "collectives/three ranks", "all_reduce(mean of float32) returned"),
     ("KeepsModels", "life/freed", "forget in release(prepared)"),
+    ("EstimatesLess", "capabilities/what ranks hold", "leaves 50% of the parameters on each rank"),
+    ("EstimatesNothing", "capabilities/what ranks hold", "with the phase 'step', and returned {}"),
     ("SaysSharded", "capabilities/what ranks hold", "sharded_state=True in the capabilities"),
     ("RoundsOnTheWire", "steps/gradient", "rounded to a lower precision on its way"),
     ("MatricesOnly", "steps/gradient", "(so it is for 'net.0.bias', 'net.2.bias'; other"),

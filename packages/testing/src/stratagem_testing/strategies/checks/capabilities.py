@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import mean
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +12,9 @@ from torch.nn.functional import mse_loss
 
 from stratagem.callbacks import Callback
 from stratagem.discovery import StrategySpec, get_registry
+from stratagem.errors import format_text
 from stratagem.module import Module
+from stratagem.strategies import StepMemory, Strategy
 from stratagem_testing.strategies.check import Result, check, judge_of
 from stratagem_testing.strategies.judging import (
     judge_accepted,
@@ -238,7 +241,8 @@ def _measured(tensors: Iterable[Any]) -> dict[str, Any]:
 def _held(probe: Probe) -> dict[str, Any]:
     """Each rank has less of what the spec says that it shards, and it is where the spec says.
 
-    So it is with sharded_state=True. Nobody can tell host memory from the device's on the CPU.
+    So it is with sharded_state=True. `estimate_memory` promises no less than a rank has. Host
+    memory and a device's cannot be told apart on the CPU.
     """
     gradients = _Gradients()
     trainer = probe.fit(Learner("wide", "adam"), 16, callbacks=[gradients])
@@ -261,7 +265,21 @@ def _held(probe: Probe) -> dict[str, Any]:
         "parameters": _measured(prepared.original.parameters()),
         "gradients": gradients.measured,
         "optimizer": _measured(tensors),
+        "estimate": _estimated(trainer.strategy, getattr(spec, "shards", ())),
     }
+
+
+_ALONE = StepMemory(parameters=10_000, gradients=10_000, optimizer=20_000, buffers=0, working=0)
+
+
+def _estimated(strategy: Strategy, shards: Sequence[str]) -> Any:
+    """Return the parts of `_ALONE` that the strategy's estimate leaves on a rank, or its repr."""
+    estimated = strategy.estimate_memory({"step": _ALONE}, shards)
+    memory = estimated.get("step") if isinstance(estimated, Mapping) else None
+    if not isinstance(memory, StepMemory):
+        return format_text(repr(estimated), 200)
+    parts = ("parameters", "gradients", "optimizer")
+    return {part: getattr(memory, part) / getattr(_ALONE, part) for part in parts}
 
 
 @judge_of(_held)
@@ -280,6 +298,19 @@ def _judge_held(found: Result) -> None:
             assert set(places) <= {"cpu"}, (
                 f"the spec says offloads={tuple(told['offloads'])!r}, and the {part} are on "
                 f"{', '.join(places)} on rank {rank}"
+            )
+        estimate = told["estimate"]
+        assert isinstance(estimate, dict), (
+            "estimate_memory was called with the phase 'step', and returned "
+            f"{estimate}; expected a dict with a StepMemory for each phase that it was called with"
+        )
+        for part, share in estimate.items():
+            # Ranks may hold different parts of a model.
+            held = mean(one[part]["elements"] for one in found.ranks)
+            whole = found.reference[part]["elements"]
+            assert share >= 0.9 * held / whole, (
+                f"estimate_memory leaves {share:.0%} of the {part} on each rank, and a rank has "
+                f"{held:.0f} of {whole} elements: a plan would promise too much"
             )
         if found.capabilities.sharded_state and world > 1:
             assert any(
