@@ -46,7 +46,6 @@ SEVERAL = (
     "deepspeed_stage_1",
     "deepspeed_stage_2",
     "deepspeed_stage_3",
-    "deepspeed_stage_2_offload",
     "deepspeed_stage_3_offload",
 )
 ONE = (

@@ -195,6 +195,47 @@ def test_gradients_are_at_most_those_of_all_parameters() -> None:
     memory = planned(decoder, tokens, "ddp", devices=2, **options).memory
     assert memory.gradients <= memory.parameters
     assert memory.total == pytest.approx(20.4e9, rel=0.01)  # five times 4 bytes of each parameter
+    # Autocast's copies of parameters are freed with the gathered parameters.
+    assert planned(decoder, tokens, "fsdp", devices=8, **options).memory.working < 1.5e9
+
+
+class Odd(nn.Module):
+    """Needs values in forward."""
+
+    def __init__(self, needs: str) -> None:
+        super().__init__()
+        self.layer, self.needs = nn.Linear(10, 10), needs
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layer(inputs)
+        if self.needs == "mask":
+            return outputs[outputs > 0]
+        return outputs[:, : int(outputs.sum().item())]
+
+
+def test_a_model_that_needs_values_is_planned_without_them_and_the_plan_says_so() -> None:
+    options = {"devices": 2, "device": "A10", "strategies": ["fsdp"]}
+    masked = plan_memory(lambda: Odd("mask"), torch.zeros(4, 10), **options)
+    assert masked.strategies[0].how == "computed"
+    assert masked.strategies[0].on_device == 4 * 110 * 4 // 2 + 4  # and Adam's count of steps
+    assert re.search(r"not counted, since values are needed: .*:\d+: Dyn", masked.notes[0])
+    reads = plan_memory(lambda: Odd("item"), torch.zeros(4, 10), **options)
+    assert reads.strategies[0].how == "simulated"
+    assert re.search(r"test_planner\.py:\d+ reads a value of a tensor: 1 here", reads.notes[0])
+    with pytest.raises(ConfigurationError, match="no parameter with requires_grad=True"):
+        plan_memory(lambda: Odd("mask").requires_grad_(False), torch.zeros(4, 10))
+
+
+def test_gathered_parameters_of_an_offloaded_model_are_on_the_device() -> None:
+    options = {"devices": 2, "device": "A10"}
+    whole = planned(Net, torch.zeros(5, 10), "fsdp", **options)
+    offloaded = planned(Net, torch.zeros(5, 10), "fsdp_cpu_offload", **options)
+    gathered = whole.memory.parameters - whole.memory.optimizer // 2
+    assert offloaded.on_device >= gathered > 0
+    assert offloaded.on_host == pytest.approx(4 * whole.memory.optimizer // 2, rel=0.1)
+    # A CPU offloads to itself.
+    same = planned(Net, torch.zeros(5, 10), "fsdp_cpu_offload", devices=2, device_memory=None)
+    assert (same.on_host, same.on_device) == (0, same.memory.total)
 
 
 def test_the_plan_says_what_to_write() -> None:
@@ -305,7 +346,8 @@ def test_the_command_prints_rows_and_the_line_to_write(
     assert "fsdp      yes" in shown
     assert "dp: one process drives all devices" in shown
     call = "Trainer(accelerator='cuda', devices=2, strategy='fsdp')"
-    assert shown.endswith(f"{call}\ntwice the size: fsdp would fit\n")
+    why = "fsdp is the only strategy that fits\ntwice the size: fsdp would fit"
+    assert shown.endswith(f"{call}\n{why}\n")
     assert plan([*wanted.split(), "fsdp", "--device-memory", "1KB"]) == 1
     assert "nothing fits; the nearest is fsdp" in capsys.readouterr().out
 

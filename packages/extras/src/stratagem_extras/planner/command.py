@@ -99,14 +99,17 @@ def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
         options.html.write_text(write_page(planned, _varied(options, planned)), encoding="utf-8")
     if options.json:
-        print(json.dumps({**dataclasses.asdict(planned), "call": planned.call}, indent=2))
+        print(json.dumps(_as_json(planned), indent=2))
         return int(planned.best is None)
+    host = "a host that is not compared (--host-memory)"
+    if planned.host is not None:
+        host = f"a host of {_gib(planned.host)}"
     print(
         f"{planned.parameters:,} parameters; {options.num_nodes} node(s) of {options.devices} "
-        f"device(s) of {_gib(planned.capacity)} and a host of {_gib(planned.host)}"
+        f"device(s) of {_gib(planned.capacity)} and {host}"
     )
-    headers = ["strategy", "fits", "device", "parameters", "gradients", "optimizer", "working"]
-    headers += ["of it in the host", "step, about", "how"]
+    headers = ["strategy", "fits", "device", "host", "parameters", "gradients", "optimizer"]
+    headers += ["working", "sent", "step, about", "how"]
     if options.measure:
         headers += ["measured", "predicted/measured"]
     rows, failed = [], []
@@ -115,10 +118,10 @@ def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             continue
         memory = row.memory
         parts = (memory.parameters, memory.gradients, memory.optimizer)
-        sizes = [_gib(size) for size in (row.on_device, *parts, memory.working + memory.buffers)]
-        host = _gib(row.on_host) if row.on_host else ""
+        sizes = [_gib(size) for size in (*parts, memory.working + memory.buffers, memory.sent)]
+        places = [_gib(row.on_device), _gib(row.on_host) if row.on_host else ""]
         seconds = "" if row.seconds is None else f"{row.seconds:.3g} s"
-        rows.append([row.name, "yes" if row.fits else "no", *sizes, host, seconds, row.how])
+        rows.append([row.name, "yes" if row.fits else "no", *places, *sizes, seconds, row.how])
         if options.measure:
             real = _measured(arguments, options, row, planned.host)
             if isinstance(real, int):
@@ -132,17 +135,22 @@ def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             print(f"{row.name}: {row.why_not}")
         elif row.alike:
             print(f"as {row.name}: {', '.join(row.alike)}")
-    for line in failed:
+    for line in (*failed, *planned.notes):
         print(line)
     if planned.best is None:
         nearest = min((r for r in planned.strategies if r.memory), key=lambda r: r.on_device)
+        ways = ["more devices", "a smaller micro-batch"]
+        if not options.activation_checkpointing:
+            ways.append("--activation-checkpointing")
+        if not options.precision.endswith("16-true"):
+            ways.append("--precision bf16-true")
         print(
             f"\nnothing fits; the nearest is {nearest.name} with {_gib(nearest.on_device)} on a "
-            "device. More devices, a smaller micro-batch, --activation-checkpointing or "
-            "--precision bf16-true take less"
+            f"device. To take less: {', '.join(ways)}"
         )
         return 1
     print(f"\n{planned.call}")
+    print(_reason(planned, planned.best))
     larger = planned.best_doubled
     print(f"twice the size: {larger.name if larger else 'nothing'} would fit")
     if options.activation_checkpointing:
@@ -151,6 +159,28 @@ def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             "stratagem.strategies.apply_activation_checkpointing(model, True)"
         )
     return 0
+
+
+def _as_json(planned: MemoryPlan) -> dict[str, Any]:
+    larger = planned.best_doubled
+    rows = [{**dataclasses.asdict(row), "on_device": row.on_device} for row in planned.strategies]
+    return {
+        **dataclasses.asdict(planned),
+        "strategies": rows,
+        "best": planned.best and planned.best.name,
+        "best_doubled": larger and larger.name,
+        "call": planned.call,
+    }
+
+
+def _reason(planned: MemoryPlan, best: PlannedStrategy) -> str:
+    fitting = [row for row in planned.strategies if row.fits]
+    if len(fitting) == 1:
+        return f"{best.name} is the only strategy that fits"
+    if best.on_host:
+        return "no strategy fits without the host's memory"
+    fastest = "" if best.seconds is None else "has the shortest step, and of equally fast ones it "
+    return f"of {len(fitting)} strategies that fit, {best.name} {fastest}divides least"
 
 
 def _planned(options: argparse.Namespace, **changes: Any) -> MemoryPlan:
@@ -176,7 +206,7 @@ def _planned(options: argparse.Namespace, **changes: Any) -> MemoryPlan:
 
 
 def _measured(
-    arguments: Sequence[str], options: argparse.Namespace, row: PlannedStrategy, host: int
+    arguments: Sequence[str], options: argparse.Namespace, row: PlannedStrategy, host: int | None
 ) -> int | str:
     """Return the bytes of a real step's tensors, or why there is none."""
     from stratagem_extras.planner.measure import measured
@@ -184,6 +214,8 @@ def _measured(
     assert row.memory is not None
     if options.num_nodes > 1:
         return "it takes several nodes"
+    if host is None:
+        return "the plan is for another machine"
     if row.memory.total * options.devices > host / 2:
         return "it would fill more than half of this machine's memory"
     return measured(arguments, row.name)

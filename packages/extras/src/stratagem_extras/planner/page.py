@@ -146,11 +146,9 @@ def _table(rows: Sequence[PlannedStrategy]) -> str:
 
 def _sizes(row: PlannedStrategy) -> tuple[int, ...]:
     """Return the bytes on the device, by `PARTS`."""
-    memory = row.memory
+    memory = row.device
     assert memory is not None
-    held = {part: getattr(memory, part) for part in PARTS}
-    held["working"] += memory.buffers
-    return tuple(0 if part in row.offloads else size for part, size in held.items())
+    return (memory.parameters, memory.gradients, memory.optimizer, memory.working + memory.buffers)
 
 
 def _key(names: Sequence[str]) -> str:

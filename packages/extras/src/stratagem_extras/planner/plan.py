@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from stratagem_extras.planner.simulation import (
     SimulatedModel,
     Workload,
     build_components,
+    needs_values,
     simulated_ranks,
 )
 
@@ -46,9 +48,10 @@ class PlannedStrategy:
     Attributes:
         name: of the strategy.
         alike: names that hold the same.
-        memory: of one rank, in its device and its host together; None: it is not known.
         shards: what the strategy divides between ranks.
-        offloads: what it keeps in the host.
+        memory: of one rank, in its device and its host together, at the moment when it holds most;
+            None: it is not known.
+        device: the same in its device alone, at the moment when that holds most.
         how: "simulated": the strategy's own step was run; "computed": by the strategy's
             `estimate_memory`, from a step in one process.
         why_not: why nothing is known, or why it cannot be used; "".
@@ -60,8 +63,8 @@ class PlannedStrategy:
     name: str
     alike: tuple[str, ...] = ()
     shards: tuple[str, ...] = ()
-    offloads: tuple[str, ...] = ()
     memory: StepMemory | None = None
+    device: StepMemory | None = None
     how: str = ""
     why_not: str = ""
     on_host: int = 0
@@ -71,7 +74,7 @@ class PlannedStrategy:
     @property
     def on_device(self) -> int:
         """Bytes of a rank in its device."""
-        return 0 if self.memory is None else self.memory.total - self.on_host
+        return 0 if self.device is None else self.device.total
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,10 @@ class MemoryPlan:
         devices: on each node.
         num_nodes: how many nodes.
         capacity: bytes of a device.
-        host: bytes of the host's memory on each node.
+        host: bytes of the host's memory on each node; None: it is not known, and was not compared.
         precision, accumulate_grad_batches: as planned.
         accelerator: of the device, "auto" where it is this machine's.
+        notes: what the plan does not know, a sentence each.
     """
 
     strategies: tuple[PlannedStrategy, ...]
@@ -94,10 +98,11 @@ class MemoryPlan:
     devices: int
     num_nodes: int
     capacity: int
-    host: int
+    host: int | None
     precision: str
     accumulate_grad_batches: int
     accelerator: str
+    notes: tuple[str, ...] = ()
 
     @property
     def best(self) -> PlannedStrategy | None:
@@ -107,14 +112,15 @@ class MemoryPlan:
     @property
     def best_doubled(self) -> PlannedStrategy | None:
         """The first that fits if the model and its activations are twice as large; None: none."""
-        return self.best_within(self.capacity // 2, self.host // 2)
+        host = None if self.host is None else self.host // 2
+        return self.best_within(self.capacity // 2, host)
 
-    def best_within(self, capacity: int, host: int) -> PlannedStrategy | None:
+    def best_within(self, capacity: int, host: int | None) -> PlannedStrategy | None:
         """Return the first that fits in less memory than this plan is for; None: none does.
 
         Args:
             capacity: bytes of a device.
-            host: bytes of the host's memory on each node.
+            host: bytes of the host's memory on each node; None: it is not compared.
         """
         rows = (row for row in self.strategies if row.memory is not None)
         return next((row for row in rows if _fits(row, capacity, host, self.devices)), None)
@@ -174,7 +180,7 @@ def plan_memory(
         num_nodes: how many nodes.
         device: a name from the table of devices, such as "A100-80GB"; None: what is here.
         device_memory: of a device, in bytes or as "80GB"; None: as `device` has it.
-        host_memory: of a node; None: this machine's.
+        host_memory: of a node; None: this machine's, or not compared if `device` names another.
         accumulate_grad_batches: micro-batches in an optimizer step.
         activation_checkpointing: as for `FSDPStrategy`, here under every strategy: True computes
             the activations of layers again in backward.
@@ -200,14 +206,16 @@ def plan_memory(
         if not isinstance(value, int) or value < 1:
             raise ConfigurationError(f"{name}={value!r}: expected a whole number of at least 1")
     planned_for = _device(device, device_memory, devices)
-    host = parse_size(_host_memory() if host_memory is None else host_memory)
+    host = None if host_memory is None else parse_size(host_memory)
+    if host is None and device is None:
+        host = _host_memory()
     workload = Workload(
         batch if callable(batch) else lambda: batch,
         loss or default_loss,
         optimizer_maker(optimizer),
         accumulate_grad_batches,
     )
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _quiet():
         warnings.simplefilter("ignore")  # of models that are not really trained
         simulated = _simulated(model, activation_checkpointing)
         planner = _Planner(simulated, workload, planned_for, precision, devices, num_nodes)
@@ -229,7 +237,19 @@ def plan_memory(
         precision,
         accumulate_grad_batches,
         planned_for.accelerator,
+        planner.notes,
     )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging the errors of operations on fake tensors, which are raised too."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _simulated(
@@ -260,16 +280,24 @@ class _Planner:
     ) -> None:
         self.model, self.workload, self.device = model, workload, device
         self.precision, self.devices, self.num_nodes = precision, devices, num_nodes
+        self.notes: tuple[str, ...] = ()
+        self.has_activations = True
+        """Whether a step of the model can be run without values."""
         try:
-            self.alone = self._alone()
+            self.alone = self._alone(model.simulate_step)
         except ConfigurationError:
             raise
         except Exception as error:
-            raise ConfigurationError(
-                f"a step of the model cannot be run without values: {_at(error)}. Check that the "
-                "batch fits the model. Sizes that depend on values of tensors cannot be planned; a "
-                "Module that needs a Trainer can, by plan_memory(..., loss=..., optimizer=...)"
-            ) from error
+            if not needs_values(error):
+                raise ConfigurationError(
+                    f"a step of the model cannot be run without values: {_at(error)}. Check that "
+                    "the batch fits the model. A Module that needs a Trainer can be planned by "
+                    "plan_memory(..., loss=..., optimizer=...)"
+                ) from error
+            self.has_activations = False
+            self.alone = self._alone(model.simulate_state)
+            self.notes = (f"activations are not counted, since values are needed: {_at(error)}",)
+        self.notes += tuple(f"{place} reads a value of a tensor: 1 here" for place in model.reads)
 
     def row(self, spec: StrategySpec, alike: tuple[str, ...]) -> PlannedStrategy:
         """Return what a strategy would hold."""
@@ -279,16 +307,18 @@ class _Planner:
         if runs_on is not None and kind not in runs_on:
             why = f"runs on {format_names(sorted(runs_on))}, not on {kind}"
             return PlannedStrategy(spec.name, alike, why_not=why)
+        how = "simulated" if self.has_activations else "computed"
         if spec.name == "single_device":
-            return _planned(spec, alike, self.alone, "simulated")
+            return self._planned(spec, alike, self.alone, how)
         if capabilities.one_process and ranks > 1:
             why = "one process drives all devices, which cannot be simulated"
             return PlannedStrategy(spec.name, alike, why_not=why)
         components = build_components(self.devices, self.num_nodes, self.precision)
         try:
-            with simulated_ranks(strategy := spec.build(), components):
-                phases = self.model.simulate_step(strategy, self.workload)
-            return _planned(spec, alike, phases, "simulated")
+            if self.has_activations:
+                with simulated_ranks(strategy := spec.build(), components):
+                    phases = self.model.simulate_step(strategy, self.workload)
+                return self._planned(spec, alike, phases, how)
         except ConfigurationError as error:
             return PlannedStrategy(spec.name, alike, why_not=format_text(str(error), 200))
         # What needs real tensors, such as DistributedDataParallel, is computed instead.
@@ -300,24 +330,46 @@ class _Planner:
         except Exception as error:
             why = format_text(f"{type(error).__name__}: {error}", 200)
             return PlannedStrategy(spec.name, alike, why_not=why)
-        return _planned(spec, alike, phases, "computed")
+        return self._planned(spec, alike, phases, "computed")
 
-    def _alone(self) -> dict[str, StepMemory]:
+    def _alone(
+        self, simulate: Callable[[Strategy, Workload], dict[str, StepMemory]]
+    ) -> dict[str, StepMemory]:
         """Return the phases of a step in one process."""
         strategy: Strategy = get_registry().find("strategy", "single_device").spec.build()
         with simulated_ranks(strategy, build_components(1, 1, self.precision)):
-            return self.model.simulate_step(strategy, self.workload)
+            return simulate(strategy, self.workload)
+
+    def _planned(
+        self, spec: StrategySpec, alike: tuple[str, ...], phases: dict[str, StepMemory], how: str
+    ) -> PlannedStrategy:
+        """Return a row for the moments at which a rank, and its device, hold most."""
+        # A CPU offloads to itself.
+        offloads = spec.offloads if self.device.accelerator != "cpu" else ()
+        # Those that are gathered for a step are on the device.
+        kept = min(memory.parameters for memory in phases.values())
+
+        def host(memory: StepMemory) -> dict[str, int]:
+            held = {part: getattr(memory, part) for part in offloads}
+            return {**held, "parameters": kept} if "parameters" in held else held
+
+        def device(memory: StepMemory) -> StepMemory:
+            rest = {part: getattr(memory, part) - size for part, size in host(memory).items()}
+            return replace(memory, **rest)
+
+        return PlannedStrategy(
+            spec.name,
+            alike,
+            spec.shards,
+            max(phases.values(), key=_total),
+            max(map(device, phases.values()), key=_total),
+            how,
+            on_host=max(sum(host(memory).values()) for memory in phases.values()),
+        )
 
 
-def _planned(
-    spec: StrategySpec, alike: tuple[str, ...], phases: dict[str, StepMemory], how: str
-) -> PlannedStrategy:
-    """Return a row for the phase that holds most."""
-    memory = max(phases.values(), key=lambda memory: memory.total)
-    on_host = sum(getattr(memory, part) for part in spec.offloads)
-    return PlannedStrategy(
-        spec.name, alike, spec.shards, spec.offloads, memory, how, on_host=on_host
-    )
+def _total(memory: StepMemory) -> int:
+    return memory.total
 
 
 def default_loss(module: nn.Module, batch: Any) -> Tensor:
@@ -416,7 +468,7 @@ def _without_copies(
     """Return the rows without those of the same class that hold the same as one before."""
     known: dict[Any, PlannedStrategy] = {}
     for row, spec in zip(rows, specs, strict=True):
-        key = (str(spec.target), row.memory, row.offloads) if row.memory else row.name
+        key = (str(spec.target), row.memory, row.device) if row.memory else row.name
         first = known.setdefault(key, row)
         if first is not row:
             known[key] = replace(first, alike=(*first.alike, row.name, *row.alike))
@@ -433,12 +485,18 @@ def _options(spec: StrategySpec) -> dict[str, Any]:
     return {k: v for k, v in options.items() if k not in known or known[k].default != v}
 
 
-def _fits(row: PlannedStrategy, capacity: int, host: int, devices: int) -> bool:
-    return row.on_device <= _USABLE * capacity and row.on_host * devices <= _USABLE * host
+def _fits(row: PlannedStrategy, capacity: int, host: int | None, devices: int) -> bool:
+    in_host = host is None or row.on_host * devices <= _USABLE * host
+    return row.on_device <= _USABLE * capacity and in_host
 
 
 def _judged(
-    row: PlannedStrategy, device: Device, host: int, devices: int, num_nodes: int, flops: int
+    row: PlannedStrategy,
+    device: Device,
+    host: int | None,
+    devices: int,
+    num_nodes: int,
+    flops: int,
 ) -> PlannedStrategy:
     if row.memory is None:
         return row

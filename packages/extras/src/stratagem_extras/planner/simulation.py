@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -13,7 +15,15 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -47,6 +57,14 @@ _KEEP_VALUES = {
     _ATEN.detach.default,
     _ATEN._to_copy.default,
 }
+_WITHOUT_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+    NotImplementedError,
+    UnsupportedOperatorException,
+)
+_NEEDS_MEMORY = re.compile(r"numpy|data pointer|data_ptr|access storage")
 _FEW, _MORE = 3, 4
 """How many of equal layers are run; what further ones hold is extrapolated from the two."""
 
@@ -127,8 +145,20 @@ class SimulatedModel:
     ) -> None:
         self.checkpointing = check_activation_checkpointing(checkpointing)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with self.mode, _Values():
+        self.reads: dict[str, None] = {}
+        """Lines of the user's code that have read a value of a tensor."""
+        with self.mode, _Values(self.reads):
             self.model = _copy(model) if isinstance(model, nn.Module) else model()
+        parameters = list(self.model.parameters())
+        if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
+            raise ConfigurationError(
+                "the model has lazy layers without a shape: run it on a batch in the function "
+                "that builds it"
+            )
+        if not any(parameter.requires_grad for parameter in parameters):
+            raise ConfigurationError(
+                "the model has no parameter with requires_grad=True, so nothing is trained"
+            )
         self.stacks = {
             name: len(list(part.children()))
             for name, part in _outermost_lists(self.model)
@@ -152,7 +182,7 @@ class SimulatedModel:
         """
 
         def step(kept: dict[str, int]) -> dict[str, StepMemory]:
-            with self.mode, _Values(), patch.object(nn.Module, "_apply", _apply):
+            with self._without_memory():
                 return measure_step(strategy, workload, lambda: self._shortened(kept))
 
         few = dict.fromkeys(self.stacks, _FEW)
@@ -169,6 +199,32 @@ class SimulatedModel:
             return phases  # of a strategy that takes the whole step itself
         most = phases["step"].gradients
         return {phase: _with_gradients_up_to(most, memory) for phase, memory in phases.items()}
+
+    def simulate_state(self, strategy: Strategy, workload: Workload) -> dict[str, StepMemory]:
+        """Return what rank 0 holds in "step" without activations; the model is not run."""
+        with self._without_memory():
+            task = _Task(self._shortened(self.stacks), workload.loss)
+            prepared = strategy.prepare(
+                StepModule(task), lambda: [workload.optimizer(task.model)], move_to_device=False
+            )
+            parameters = list(prepared.original.parameters())
+            for parameter in parameters:
+                if parameter.requires_grad:
+                    parameter.grad = torch.empty_like(parameter)
+            for optimizer in prepared.optimizers:
+                optimizer.step()
+            held = _known(prepared, {id(parameter) for parameter in parameters})
+            sizes = {
+                kind: sum(tensor.numel() * tensor.element_size() for tensor in held[kind])
+                for kind in _KINDS
+            }
+            strategy.release(prepared)
+        return {"step": StepMemory(**sizes, working=0)}
+
+    @contextmanager
+    def _without_memory(self) -> Iterator[None]:
+        with self.mode, _Values(self.reads), patch.object(nn.Module, "_apply", _apply):
+            yield
 
     def _shortened(self, kept: dict[str, int]) -> nn.Module:
         """Return a copy with so many layers of each stack."""
@@ -238,9 +294,11 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     (it is their count of steps), and no flag is set: gradients have not overflowed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reads: dict[str, None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept: Any = WeakTensorKeyDictionary()
+        self.reads = reads
+        """Lines of the user's code that read a number."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
@@ -250,7 +308,11 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if kept is not None:
                 with _disable_current_modes():
                     return kept.item()
-            return 0 if args[0].dtype in (torch.bool, torch.uint8) else 1
+            if args[0].dtype in (torch.bool, torch.uint8):
+                return 0
+            if place := _reading_line():
+                self.reads[place] = None
+            return 1
         result = func(*args, **(kwargs or {}))
         if func is _ATEN.lift_fresh.default:
             if args[0].dtype in (torch.int32, torch.int64):
@@ -261,6 +323,30 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for part, value in zip(tree_leaves(result), tree_leaves(values), strict=True):
                 self.kept[part] = value
         return result
+
+
+def _reading_line() -> str:
+    """Return the line of the model that reads a value; "": an optimizer or an engine does."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name == "__torch_dispatch__":
+            name = "torch"  # a mode of ours, which the read goes through
+        if name.startswith(("torch.optim", "stratagem", "deepspeed")):
+            break
+        if name.partition(".")[0] != "torch":
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def needs_values(error: BaseException | None) -> bool:
+    """Whether an error says that code needs the values, or the memory, of a tensor."""
+    while error is not None:
+        if isinstance(error, _WITHOUT_VALUES) or _NEEDS_MEMORY.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class _Task(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,8 @@ def shard_model(
         if part in chosen or part is root:
             before = [p for p in part.parameters() if not isinstance(p, DTensor)]
             shard(part)
+            if part in chosen:
+                part.register_forward_hook(_free_casts)
             kept = {id(p) for p in part.parameters()}
             for parameter in before:
                 if id(parameter) not in kept:
@@ -134,3 +137,9 @@ def _initialise(part: nn.Module, device: torch.device, *, name: str) -> None:
                 part._parameters[key] = getattr(parameter, _SUCCESSOR)
             else:
                 setattr(parameter, _SUCCESSOR, part._parameters[key])
+
+
+@torch.compiler.disable
+def _free_casts(*_: Any) -> None:
+    """Free the casts of a group's parameters, which autocast keeps until the forward pass ends."""
+    torch.clear_autocast_cache()
