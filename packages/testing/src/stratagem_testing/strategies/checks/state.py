@@ -259,8 +259,8 @@ def _judge_other_model(found: Result) -> None:
         said = told["said"]
         assert said is not None, (
             f"rank {rank} loaded a checkpoint that has some of the model's parameters and others, "
-            "without an error: load_model_state(prepared, state, strict=True) has to refuse missing "
-            "and unexpected names (stratagem.state.check_weights does)"
+            "without an error: load_model_state(prepared, state, strict=True) has to refuse "
+            "missing and unexpected names (stratagem.state.check_weights does)"
         )
         assert "net." in said["text"], (
             "a checkpoint of another model ends in an error that names none of the parameters: "
