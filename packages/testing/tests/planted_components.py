@@ -5,6 +5,7 @@ Each class's docstring is the mistake. Other processes load this file by its pat
 
 from __future__ import annotations
 
+import copy
 import csv
 import hashlib
 import io
@@ -15,8 +16,11 @@ import subprocess
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from contextlib import nullcontext
+from multiprocessing import get_context
 from pathlib import Path
+from traceback import format_exception
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +33,15 @@ from stratagem.checkpoint import CheckpointIO, SingleFileCheckpointIO
 from stratagem.discovery import Availability
 from stratagem.environments import PlainEnvironment
 from stratagem.errors import CheckpointCorruptError, CheckpointNotFoundError
-from stratagem.launch import Launcher, RunPlan
+from stratagem.launch import (
+    Launcher,
+    RunPlan,
+    free_port,
+    pack,
+    rank_environment,
+    rank_failure,
+    run_packed,
+)
 from stratagem.loggers import CSVLogger, Logger
 from stratagem.precision import Precision, TruePrecision
 from stratagem.profilers import Profiler
@@ -224,6 +236,16 @@ class Scaled(Precision):
         self.step_was_skipped = not all(gradient.isfinite().all() for gradient in gradients)
         if not self.step_was_skipped:
             optimizer.step()
+
+
+class ConvertsCopy(TruePrecision):
+    """Converts a copy of the module."""
+
+    def __init__(self) -> None:
+        super().__init__("bf16-true")
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return super().convert_module(copy.deepcopy(module))
 
 
 class HidesScaling(Scaled):
@@ -467,6 +489,13 @@ class ReadsOnce(PlainEnvironment):
         return self.rank
 
 
+class NeedsVariables(PlainEnvironment):
+    """Can be made by a rank only, and does not say so."""
+
+    def __init__(self) -> None:
+        self.job = os.environ["WORLD_SIZE"]
+
+
 class StartsAgain(PlainEnvironment):
     """Does not know that its process was started as a rank."""
 
@@ -549,6 +578,27 @@ class LeavesProcess(Copies):
     """A process goes on when all is over."""
 
     leaves = True
+
+
+class JoinsAll(Launcher):
+    """Waits for the ranks that are left when one has failed."""
+
+    new_processes = True
+
+    def launch(self, plan: RunPlan, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call, port, count = pack(plan, function, args, kwargs), free_port(), plan.world_size
+        ranks = [
+            rank_environment(local_rank=rank, local_world_size=count, main_port=port)
+            for rank in range(count)
+        ]
+        with ProcessPoolExecutor(count, get_context("fork")) as pool:
+            jobs = [pool.submit(run_packed, call, one) for one in ranks]
+            wait(jobs, return_when=FIRST_EXCEPTION)
+            for rank, job in enumerate(jobs):
+                if job.done() and (error := job.exception()):
+                    report = "".join(format_exception(error))
+                    raise rank_failure(rank, count, report=report)
+            return jobs[0].result()
 
 
 class SwallowsFailure(Copies):

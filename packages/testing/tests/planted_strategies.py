@@ -32,6 +32,7 @@ from stratagem.strategies import (
     ProcessGroupRanks,
     TrainStep,
     make_optimizers,
+    user_module,
 )
 
 REPLICAS = Capabilities(launchers=None, one_process=False, many_devices=True, multi_node=True)
@@ -705,6 +706,57 @@ class IgnoresClosure(ByBackward):
         self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
     ) -> Any:
         return super().optimizer_step(prepared, optimizer)
+
+
+class PastRunBackward(ByBackward):
+    """Calls loss.backward, whichever function of the Module is to run backward."""
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        run_backward, prepared.run_backward = prepared.run_backward, Tensor.backward
+        super().backward(prepared, loss, *args, **kwargs)
+        prepared.run_backward = run_backward
+
+
+class HoldsAfterError(ByBackward):
+    """An error within no_sync leaves gradients held back for ever."""
+
+    holds = False
+
+    @contextmanager
+    def no_sync(self, prepared: PreparedModel) -> Iterator[None]:
+        self.holds = True
+        yield
+        self.holds = False
+
+    def trained(self, prepared: PreparedModel) -> list[nn.Parameter]:
+        return [] if self.holds else super().trained(prepared)
+
+
+class StepsWithoutLoss(ByBackward):
+    """Takes a step, whether a micro-batch had a loss or not."""
+
+    def train_step(
+        self, prepared: PreparedModel, step: TrainStep, micro_batches: Collection[Any]
+    ) -> None:
+        self.accumulate_all(prepared, step, micro_batches)
+        self.finish_step(prepared, step)
+
+
+class SavesEveryBuffer(ByBackward):
+    """Saves buffers that the model leaves out of its state_dict."""
+
+    def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
+        module = user_module(prepared.original)
+        return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+class LoadsWhatFits(ByBackward):
+    """Loads the names that a checkpoint and the model share, and is silent on the others."""
+
+    def load_model_state(
+        self, prepared: PreparedModel, state: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
+        super().load_model_state(prepared, state, strict=False)
 
 
 class StepsPastPrecision(ByBackward):

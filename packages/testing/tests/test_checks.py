@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
+import time
 from _thread import start_new_thread
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +16,7 @@ import pytest
 import torch
 
 from stratagem import Lite
+from stratagem_testing.child import Child, Report
 from stratagem_testing.strategies.check import CHECKS, Result
 from stratagem_testing.strategies.checks import load_checks
 from stratagem_testing.strategies.probe import Probe
@@ -80,3 +84,25 @@ def test_a_thread_that_python_only_knows_from_outside_is_nothing_left_behind() -
         assert before.changes() == []
     finally:
         goes_on.set()
+
+
+def test_a_child_ends_although_a_process_that_it_has_started_holds_its_pipe(
+    tmp_path: Path,
+) -> None:
+    """As ranks do that wait for each other when the process of a check is killed."""
+
+    def start(report: Report) -> None:
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            time.sleep(60.0)
+            os._exit(0)
+        report(pid=pid)
+
+    with (tmp_path / "log").open("wb") as log:
+        child = Child(start, log, {})
+    pid = child.wait_for("pid")
+    began = time.monotonic()
+    assert child.end() == [{"pid": pid}]
+    assert time.monotonic() - began < 30.0
+    os.kill(pid, signal.SIGKILL)

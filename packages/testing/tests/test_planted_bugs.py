@@ -140,6 +140,11 @@ PLANTED = [
     ("SaysSharded", "capabilities/what ranks hold", "sharded_state=True in the capabilities"),
     ("RoundsOnTheWire", "steps/gradient", "rounded to a lower precision on its way"),
     ("MatricesOnly", "steps/gradient", "(so it is for 'net.0.bias', 'net.2.bias'; other"),
+    ("PastRunBackward", "optimizers/the Module's backward", "or prepared.run_backward(loss)"),
+    ("HoldsAfterError", "lite/error in accumulation", "put back in `finally` what no_sync"),
+    ("StepsWithoutLoss", "steps/no loss", "only if accumulate_all returns True"),
+    ("SavesEveryBuffer", "state/round trip", "without buffers of persistent=False"),
+    ("LoadsWhatFits", "state/other model", "has to refuse missing and unexpected names"),
     ("NoDataShard", "steps/gradient", "data_split is rank 0: (0, 3), rank 1: (1, 3)"),
 ]
 # Whose losses need not be those of single_device.

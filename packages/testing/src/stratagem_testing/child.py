@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import IO, Any
 
@@ -95,8 +96,10 @@ class Child:
         """Kill it and its children, if they live; return everything that it has reported."""
         self.kill()
         os.waitpid(self.pid, 0)
-        while self.next_report() is not None:
-            pass
+        # All of it is in the pipe, whose end a process that outlives this one may hold open.
+        with suppress(StuckError):
+            while self.next_report(0.0) is not None:
+                pass
         os.close(self._pipe)
         return self._all
 

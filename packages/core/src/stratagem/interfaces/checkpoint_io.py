@@ -58,7 +58,8 @@ class CheckpointIO(ABC):
     then put `Shards` into a checkpoint, in the place of whole tensors on rank 0."""
 
     asynchronous: bool = False
-    """Whether `save_checkpoint` returns before the checkpoint is durable."""
+    """Whether `save_checkpoint` returns before the checkpoint is durable. It waits for the save
+    before, so that only one is under way."""
 
     ranks: Ranks | None = None
     """The ranks that save together; None before `setup`, and where one process works alone."""

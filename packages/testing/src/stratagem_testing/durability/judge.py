@@ -37,7 +37,9 @@ def judge(subject: Subject, folder: Path, durable: int, begun: int, report: Repo
         report(wrong=f"corrupt: {type(error).__name__}: {error}")
         return
     if not durable <= number <= begun:
-        report(wrong=f"stale: it holds {number}; {durable} was durable, {begun} was begun last")
+        hint = " (each save is to wait for the one before)" if subject.asynchronous else ""
+        said = f"stale: it holds {number}; {durable} was durable, {begun} was begun last"
+        report(wrong=f"{said}{hint}")
         return
     try:
         wrong = _next_one(io, path, subject, begun + 1)

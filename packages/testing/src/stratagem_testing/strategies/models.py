@@ -185,8 +185,10 @@ def frozen() -> nn.Module:
 
 
 def batch_norm() -> nn.Module:
-    """Statistics of a batch, and buffers of floats and of an integer."""
-    return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    """Statistics of a batch, buffers of floats and of an integer, and one that is not saved."""
+    net = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    net.register_buffer("table", torch.zeros(2), persistent=False)
+    return net
 
 
 def wide() -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -88,6 +89,12 @@ def _read_when_asked(bench: Bench) -> None:
         made = bench.make()
     except ConfigurationError:
         return  # it cannot be made but by a rank
+    except Exception as error:
+        raise AssertionError(
+            f"making it where no rank's variables are set ended in {brief(error)}: read variables "
+            "when a method is called, and not in __init__; raise ConfigurationError if only a rank "
+            "can make it"
+        ) from None
     for number, variables in enumerate(_ranks(bench)):
         with bench.environ(variables):
             expected, found = _numbers(bench.make()), _numbers(made)
@@ -262,8 +269,9 @@ def _sum(bench: Bench) -> None:
         report(rank=lite.global_rank, total=float(total))
 
     children = [bench.in_child(add, variables) for variables in ranks]
+    until = time.monotonic() + _PATIENCE  # of all together, less than a check may take
     try:
-        told = [_next(child) for child in children]
+        told = [_next(child, until - time.monotonic()) for child in children]
     finally:
         for child in children:
             child.end()
@@ -277,9 +285,9 @@ def _sum(bench: Bench) -> None:
     )
 
 
-def _next(child: Child) -> dict[str, Any] | None:
+def _next(child: Child, patience: float) -> dict[str, Any] | None:
     try:
-        return child.next_report(_PATIENCE)
+        return child.next_report(patience)
     except StuckError:
         return None
 

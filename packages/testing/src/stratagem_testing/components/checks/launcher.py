@@ -60,6 +60,7 @@ def _start(bench: Bench, what: str) -> subprocess.Popen[str]:
         kind=bench.component.name,
         devices=_devices(bench),
         folder=str(bench.folder),
+        new_processes=_can(bench, "new_processes"),
         search_path=bench.component.search_path,
     )
     (bench.folder / "launch.json").write_text(launch.text())
@@ -257,7 +258,10 @@ def _executed(bench: Bench) -> None:
 
 @check(KIND, "failure/error of a rank", slow=True)
 def _failure(bench: Bench) -> None:
-    """A rank that raises ends all, soon, with its own error and traceback first."""
+    """A rank that raises ends all, soon, with its own error and traceback first.
+
+    Also those that do not wait for it.
+    """
     code, stderr = _run(bench, "fail")
     ended = time.time()
     last = _devices(bench) - 1
@@ -271,7 +275,10 @@ def _failure(bench: Bench) -> None:
     )
     (failed,) = _notes(bench, "failed")
     seconds = ended - failed["at"]
-    assert seconds < _SOON, f"the program ended {seconds:.0f} s after a rank had failed"
+    assert seconds < _SOON, (
+        f"the program ended {seconds:.0f} s after a rank had failed: end the others then, which "
+        "may compute for long before they miss it"
+    )
     if _devices(bench) > 1 and _can(bench, "new_processes"):
         assert f"rank {last}" in stderr, f"the error does not name rank {last}:\n{stderr[-2000:]}"
 
@@ -349,8 +356,9 @@ def _wait_for_ranks(bench: Bench, process: subprocess.Popen[str]) -> None:
         if ended or time.monotonic() > deadline:
             _wait(process, 0.0)
             stderr = (bench.folder / "stderr").read_text()
+            when = "before the program ended" if ended else f"in {_PATIENCE:.0f} s"
             raise AssertionError(
                 f"{len(_notes(bench, 'waiting'))} of {_devices(bench)} ranks came to the function "
-                f"in {_PATIENCE:.0f} s:\n{stderr[-3000:]}"
+                f"{when}:\n{stderr[-3000:]}"
             )
         time.sleep(0.05)

@@ -179,12 +179,19 @@ class _Mixed(nn.Module):
 
 @check(KIND, "conversions/module")
 def _module(bench: Bench) -> None:
-    """convert_module keeps names, integers, ties and what is frozen, and values up to rounding."""
+    """convert_module keeps names, integers, ties and what is frozen, and values up to rounding.
+
+    It converts in place.
+    """
     precision = bound(bench)
     original, module = build(_Mixed), build(_Mixed)
     converted = precision.convert_module(module)
     assert isinstance(converted, nn.Module), (
         f"convert_module returned {converted!r}; expected the module"
+    )
+    assert converted is module, (
+        "convert_module returned another module, such as a copy: the user's own would never be "
+        "trained. Convert the parameters in place and return the module"
     )
     before, after = original.state_dict(), converted.state_dict()
     missing = sorted(before.keys() - after.keys())

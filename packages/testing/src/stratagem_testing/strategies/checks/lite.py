@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from torch import nn
@@ -66,6 +66,19 @@ def _loop(
     }
 
 
+def _steps(probe: Probe, lite: Any, net: nn.Module, model: Any, optimizer: Any) -> dict[str, Any]:
+    """Take a step with each batch of an epoch."""
+    losses = []
+    for _, inputs, target in lite.setup_dataloaders(probe.loader(32)):
+        loss = mse_loss(model(inputs), target)
+        lite.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    shard = list(lite.ranks.data_split)
+    return {"shard": shard, "losses": losses, "own": probe.own_weights(net)}
+
+
 def _register(name: str, about: str, **options: Any) -> None:
     def judge(found: Result) -> None:
         if not found.capabilities.manual_backward:
@@ -88,6 +101,37 @@ _register(
     "no_backward_sync around all but the last micro-batch gives the gradient of all of them.",
     accumulate=2,
 )
+
+
+class _FailedBatchError(Exception):
+    """What a loop of the user's catches, to go on with the next batch."""
+
+
+def _judge_interrupted(found: Result) -> None:
+    if not found.capabilities.manual_backward:
+        judge_refused(found, "a loop under Lite", "manual_backward=False", REFUSAL)
+        return
+    judge_accepted(found, "a loop under Lite")
+    judge_losses_of(
+        found,
+        "training is another one after an error in no_backward_sync that the loop has caught: put "
+        "back in `finally` what no_sync(prepared) changes",
+    )
+
+
+@check("lite/error in accumulation", _judge_interrupted, reference=True)
+def _interrupted(probe: Probe) -> dict[str, Any]:
+    """An error in no_backward_sync that a loop catches leaves gradients communicated after it."""
+
+    def train() -> dict[str, Any]:
+        lite = probe.lite()
+        net = build("dense")
+        model, optimizer = _set_up(lite, net)
+        with suppress(_FailedBatchError), lite.no_backward_sync(model):
+            raise _FailedBatchError
+        return _steps(probe, lite, net, model, optimizer)
+
+    return probe.attempt(train)
 
 
 @check("lite/clip", reference=True)

@@ -18,6 +18,7 @@ from stratagem_testing.strategies.judging import (
     by_part,
     difference,
     judge_accepted,
+    judge_losses,
     judge_losses_of,
     judge_refused,
 )
@@ -224,6 +225,33 @@ def _dropped(probe: Probe) -> dict[str, Any]:
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     return _told(probe, lite, net, losses)
+
+
+class _OwnBackward(Learner):
+    """Runs backward itself."""
+
+    def backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
+        loss.backward(*arguments, **options)  # type: ignore[no-untyped-call]
+
+
+def _judge_own_backward(found: Result) -> None:
+    what = "a Module that overrides backward"
+    if all((told["refused"] or {}).get("kind") == "ConfigurationError" for told in found.ranks):
+        judge_refused(found, what, "an engine", "backward")
+        return
+    judge_accepted(found, what)
+    judge_losses(found)
+
+
+@check("optimizers/the Module's backward", _judge_own_backward, reference=True)
+def _own_backward(probe: Probe) -> dict[str, Any]:
+    """A Module that overrides `backward` is trained by it, or refused."""
+
+    def train() -> dict[str, Any]:
+        learner = _OwnBackward()
+        return probe.report(learner, probe.fit(learner))
+
+    return probe.attempt(train)
 
 
 class _ScaledLoss(Precision):

@@ -241,6 +241,33 @@ def _judge_out(found: Result) -> None:
     _same_losses(own, expected, 10 * found.target.tolerance, "single_device's run")
 
 
+@check("state/other model")
+def _other_model(probe: Probe) -> dict[str, Any]:
+    """A checkpoint of another model is refused, and not loaded in part."""
+    _train_and_save(probe)
+    path, other = probe.folder / "saved.ckpt", Learner("batch_norm")
+
+    def load() -> None:
+        probe.trainer().validate(other, probe.loader(8), ckpt_path=path, verbose=False)
+
+    return {"said": probe.said(load)}
+
+
+@judge_of(_other_model)
+def _judge_other_model(found: Result) -> None:
+    for rank, told in enumerate(found.ranks):
+        said = told["said"]
+        assert said is not None, (
+            f"rank {rank} loaded a checkpoint that has some of the model's parameters and others, "
+            "without an error: load_model_state(prepared, state, strict=True) has to refuse "
+            "missing and unexpected names (stratagem.state.check_weights does)"
+        )
+        assert "net." in said["text"], (
+            "a checkpoint of another model ends in an error that names none of the parameters: "
+            f"{said['kind']}: {said['text']}"
+        )
+
+
 @check("state/round trip")
 def _round_trip(probe: Probe) -> dict[str, Any]:
     """Model, optimizer and the strategy's own state are after a load what they were at the save."""
@@ -248,8 +275,11 @@ def _round_trip(probe: Probe) -> dict[str, Any]:
     saved = _state(trainer)
     learner = Learner("batch_norm", "adam_groups", seed=5)
     again = probe.trainer(max_steps=SAVED_AT)
-    again.fit(learner, probe.loader(SAMPLES), ckpt_path=probe.folder / "saved.ckpt")
-    return {"saved": saved, "loaded": _state(again), "step": again.global_step}
+    path = probe.folder / "saved.ckpt"
+    said = probe.said(lambda: again.fit(learner, probe.loader(SAMPLES), ckpt_path=path))
+    if said:
+        return {"saved": saved, "said": said}
+    return {"saved": saved, "loaded": _state(again), "step": again.global_step, "said": None}
 
 
 def _state(trainer: Any) -> dict[str, Any]:
@@ -281,7 +311,16 @@ def _judge_round_trip(found: Result) -> None:
         "optimizer": "load_optimizer_state does not restore what optimizer_state returned",
         "own": "load_state does not restore what state returned",
     }
+    model, expected = found.ranks[0]["saved"]["model"], initial("batch_norm")
+    assert model.keys() == expected.keys(), (
+        f"model_state returned the names {sorted(model)} on rank 0, expected those of the model's "
+        f"state_dict(), without buffers of persistent=False: {sorted(expected)}"
+    )
     for rank, told in enumerate(found.ranks):
+        assert told["said"] is None, (
+            f"a checkpoint of the strategy's own did not load on rank {rank}: "
+            f"{told['said']['kind']}: {told['said']['text']}"
+        )
         assert told["step"] == SAVED_AT, (
             f"rank {rank} counts {told['step']} steps after loading a checkpoint of step {SAVED_AT}"
         )
@@ -294,11 +333,6 @@ def _judge_round_trip(found: Result) -> None:
                 saved = {name: value for name, value in whole.items() if not rank or name in loaded}
             where = _first_difference(saved, loaded)
             assert where is None, f"{meaning}: they differ at {where} on rank {rank}"
-    model, expected = found.ranks[0]["saved"]["model"], initial("batch_norm")
-    assert model.keys() == expected.keys(), (
-        f"model_state returned the names {sorted(model)} on rank 0, expected the model's own, "
-        f"{sorted(expected)}"
-    )
 
 
 def _first_difference(own: Any, other: Any, where: str = "") -> str | None:

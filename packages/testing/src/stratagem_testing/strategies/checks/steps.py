@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
-from stratagem_testing.strategies.check import Result, check
+from stratagem.strategies import TrainStep
+from stratagem_testing.strategies.check import Result, check, judge_of
 from stratagem_testing.strategies.judging import (
     Flat,
     alike,
@@ -297,3 +299,37 @@ def _not_finite(probe: Probe) -> dict[str, Any]:
         }
 
     return probe.attempt(train)
+
+
+class _NoLoss(TrainStep):
+    """A step whose micro-batches have no loss, and which notes whether it was taken."""
+
+    taken = False
+
+    def loss(self, part: Any, *, converted: bool = False) -> None:
+        return None
+
+    def after_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.taken = True
+
+
+@check("steps/no loss")
+def _skipped(probe: Probe) -> dict[str, Any]:
+    """A step is not taken if none of its micro-batches has a loss."""
+    trainer = probe.fit(Learner("dense", "momentum"), 16)
+    prepared, step = trainer.run.require_prepared(), _NoLoss()
+    batches = list(probe.loader(16))
+    before = probe.weights(trainer)
+    trainer.strategy.train_step(prepared, step, batches)
+    return {"taken": step.taken, "before": before, "after": probe.weights(trainer)}
+
+
+@judge_of(_skipped)
+def _judge_skipped(found: Result) -> None:
+    for rank, told in enumerate(found.ranks):
+        said = difference(told["after"], told["before"], 1e-9)
+        assert not told["taken"] and not said, (  # noqa: PT018
+            f"rank {rank} took a step of which no micro-batch had a loss, so that momentum and "
+            "weight decay move the model and schedulers go on: call finish_step in train_step only "
+            f"if accumulate_all returns True. {said}"
+        )
