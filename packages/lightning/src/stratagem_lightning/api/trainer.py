@@ -32,6 +32,7 @@ from stratagem_lightning.api.core.numbers import (
     draw_at_reload,
     in_order_of_distributed_sampler,
     reset_seed,
+    seed_workers_once,
     shard_for_one_rank,
 )
 from stratagem_lightning.api.core.overrides import refuse_uncalled_overrides
@@ -144,6 +145,9 @@ class Trainer(trainer.Trainer):
         50
     """
 
+    # As in Lightning: torch draws a number for each iterator, and such hooks may draw others.
+    _reads_before_hooks = True
+
     @_taking_arguments_of(trainer.Trainer)
     def __init__(self, **options: Any) -> None:
         self._loops: dict[str, EvaluationLoop] = {}
@@ -176,6 +180,9 @@ class Trainer(trainer.Trainer):
             enable_model_summary=enable_model_summary,
             **options,
         )
+        # `make_sharded_loader` gets all loaders, also those that are not divided.
+        self._divides_data = self.options.use_distributed_sampler
+        self.options = replace(self.options, use_distributed_sampler=True)
         if quick and plain and logger not in (False, []):
             self.loggers = [DummyLogger()]
         belongs_to(self.strategy, self)
@@ -279,6 +286,9 @@ class Trainer(trainer.Trainer):
     ) -> Any:
         """Return a loader that reads one rank's part of the data, in Lightning's order."""
         advice.warn_of_loader(loader, what)
+        loader = seed_workers_once(loader, self.global_rank)
+        if not self._divides_data:
+            return loader
         sharded = super().make_sharded_loader(loader, index, count, even=even, name=name, what=what)
         if count == 1:
             sharded = shard_for_one_rank(sharded, self.strategy)
@@ -387,11 +397,33 @@ class Trainer(trainer.Trainer):
     deterministic = _Option()
     benchmark = _Option()
     inference_mode = _Option()
-    use_distributed_sampler = _Option()
     detect_anomaly = _Option()
     enable_autolog_hparams = _Option()
     overfit_batches = _Option()
     reload_dataloaders_every_n_epochs = _Option()
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None."""
+        return super().logger
+
+    @logger.setter
+    def logger(self, logger: Any) -> None:
+        self.loggers = [logger] if logger else []
+
+    @property
+    def profiler(self) -> Profiler:
+        """The profiler; a PassThroughProfiler if none was passed."""
+        return super().profiler
+
+    @profiler.setter
+    def profiler(self, profiler: Profiler | None) -> None:
+        self._profiler = profiler
+
+    @property
+    def use_distributed_sampler(self) -> bool:
+        """Whether data is divided between ranks."""
+        return self._divides_data
 
     @property
     def fast_dev_run(self) -> bool | int:

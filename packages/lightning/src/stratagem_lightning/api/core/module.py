@@ -71,6 +71,10 @@ class LightningModule(Module):
             return
         self.fabric.log(name, value)
 
+    def _refuse_options(self, message: str) -> None:
+        """Warn, as Lightning does: the options are left out."""
+        rank_zero_warn(f"{message}; the others are ignored")
+
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, or a list of them, of the Trainer or of Fabric.
 

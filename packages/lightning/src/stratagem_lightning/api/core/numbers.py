@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,10 @@ from stratagem.data import (
     sampler_of,
     with_sampler,
 )
-from stratagem.rng import SEED_VARIABLE, chosen_seed, seeds_workers
+from stratagem.rng import SEED_VARIABLE, SeededOnce, chosen_seed, seeds_workers
 from stratagem.strategies import ParallelStrategy, Strategy
 from stratagem_lightning.api.utilities.samplers import DistributedSamplerWrapper
+from stratagem_lightning.api.utilities.seed import pl_worker_init_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,6 +81,28 @@ def in_order_of_distributed_sampler(loader: Any, what: str, *, shuffles: bool) -
     else:
         part.sampler = DistributedSamplerWrapper(own, **options)
     part.even = part.even or what != "predict"
+    return loader
+
+
+def seed_workers_once(loader: Any, rank: int) -> Any:
+    """Return a loader whose workers draw the random numbers that they draw with Lightning.
+
+    There torch seeds a worker when it starts, and `seed_everything(workers=True)` adds the rank.
+    Our own Trainer seeds workers for each batch, so that a run can resume between two batches.
+
+    Args:
+        loader: the user's; one without workers, or that is no DataLoader, is returned as it is.
+        rank: of this process.
+    """
+    if not isinstance(loader, DataLoader) or not loader.num_workers:
+        return loader
+    own = loader.worker_init_fn
+    if isinstance(own, SeededOnce):
+        return loader
+    if own is None and seeds_workers():
+        own = partial(pl_worker_init_function, rank=rank)
+    loader = copy(loader)
+    loader.worker_init_fn = SeededOnce(own)
     return loader
 
 
