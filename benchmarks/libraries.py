@@ -881,6 +881,7 @@ def deepforest() -> None:
     import pandas as pd
     from deepforest import main
     from PIL import Image
+    from torchvision.models.detection import retinanet_resnet50_fpn
 
     pl.seed_everything(0)
     random = np.random.RandomState(0)
@@ -898,14 +899,17 @@ def deepforest() -> None:
         "train": {**part, "epochs": 1},
         "label_dict": {"Tree": 0},
         "num_classes": 1,
-        "validation": {**part, "val_accuracy_interval": 1},
+        "validation": {"root_dir": ".", "val_accuracy_interval": 1},
         "workers": 0,
         "batch_size": 2,
         "devices": 1,
         "accelerator": "cpu",
     }
-    model = main.deepforest(config_args=config)
-    model.create_model(initialize_model=True)
+    sizes: dict[str, Any] = {"num_classes": 1, "min_size": 64, "max_size": 128}
+    network = retinanet_resnet50_fpn(weights=None, weights_backbone=None, **sizes)
+    model = main.deepforest(model=network, config_args=config)
+    model.set_labels({"Tree": 0})
+    model.config.validation.csv_file = "boxes.csv"
     model.create_trainer(enable_progress_bar=False, logger=False)
     model.trainer.fit(model)
     tell(*logged(model.trainer), *sums(model))
@@ -919,6 +923,9 @@ def careamics() -> None:
     from careamics.config import create_n2v_configuration
 
     pl.seed_everything(0)
+    # The library makes generators that nothing seeds.
+    unseeded = np.random.default_rng
+    np.random.default_rng = lambda seed=None: unseeded(0 if seed is None else seed)
     image = np.random.RandomState(0).rand(64, 64).astype("float32")
     config = create_n2v_configuration(
         "x", data_type="array", axes="YX", patch_size=[16, 16], batch_size=4, num_epochs=2

@@ -88,10 +88,17 @@ class _Option:
         self._name = name
 
     def __get__(self, of: Any, owner: type) -> Any:
-        return self if of is None else getattr(of.options, self._name)
+        if of is None:
+            return self
+        own = vars(of)
+        return getattr(own["options"], self._name) if "options" in own else own[self._name]
 
     def __set__(self, of: Any, value: Any) -> None:
-        of.options = replace(of.options, **{self._name: value})
+        if "options" in vars(of):
+            of.options = replace(of.options, **{self._name: value})
+        else:
+            # A subclass, before it calls `__init__`, which has the last word.
+            vars(of)[self._name] = value
 
 
 def _taking_arguments_of(base: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
