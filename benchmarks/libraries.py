@@ -28,7 +28,7 @@ MARK = "numbers: "
 RANKS = int(os.environ.get("RANKS", "1"))
 ON_CPU: dict[str, Any] = {"accelerator": "cpu", "devices": RANKS, "enable_progress_bar": False}
 if RANKS > 1:
-    ON_CPU["strategy"] = "ddp"
+    ON_CPU["strategy"] = os.environ.get("STRATEGY", "ddp")
 
 
 def tell(*values: Any) -> None:
@@ -743,43 +743,6 @@ def neuralprophet() -> None:
     tell(model.predict(frame)["yhat1"].dropna().to_numpy())
 
 
-def tsl() -> None:
-    """A recurrent network of nodes by the library's predictor, its metrics; tested."""
-    import numpy as np
-    import pytorch_lightning as pl
-    from tsl.data import SpatioTemporalDataset
-    from tsl.data.datamodule import SpatioTemporalDataModule, TemporalSplitter
-    from tsl.data.preprocessing import StandardScaler
-    from tsl.engines import Predictor
-    from tsl.metrics.torch import MaskedMAE
-    from tsl.nn.models import RNNModel
-
-    pl.seed_everything(0)
-    time = np.arange(160)[:, None]
-    values = np.sin(time / 6 + np.arange(4)[None])[..., None].astype("float32")
-    edges = np.array([[0, 1, 2, 3], [1, 2, 3, 0]])
-    dataset = SpatioTemporalDataset(values, connectivity=(edges, None), window=8, horizon=3)
-    data = SpatioTemporalDataModule(
-        dataset,
-        scalers={"target": StandardScaler(axis=(0, 1))},
-        splitter=TemporalSplitter(val_len=0.1, test_len=0.2),
-        batch_size=16,
-    )
-    model = Predictor(
-        model_class=RNNModel,
-        model_kwargs={"input_size": 1, "output_size": 1, "horizon": 3, "hidden_size": 8},
-        optim_kwargs={"lr": 0.01},
-        loss_fn=MaskedMAE(),
-        metrics={"mae": MaskedMAE()},
-    )
-    saver = pl.callbacks.ModelCheckpoint(monitor="val_mae")
-    trainer = pl.Trainer(max_epochs=3, callbacks=[saver], **ON_CPU)
-    trainer.fit(model, data)
-    tell(*logged(trainer), *sums(model), saver.best_model_score)
-    model.load_model(saver.best_model_path)
-    tell(*trainer.test(model, data)[0].values())
-
-
 def torchphysics() -> None:
     """A differential equation by conditions that sample their points."""
     import pytorch_lightning as pl
@@ -835,7 +798,8 @@ def neuromancer() -> None:
     x, p = variable("x"), variable("p")
     objective = ((1 - x[:, [0]]) ** 2 + p * (x[:, [1]] - x[:, [0]] ** 2) ** 2).minimize(weight=1.0)
     problem = Problem([solution], PenaltyLoss([objective], [x[:, [0]] >= x[:, [1]]]))
-    trainer = LitTrainer(epochs=4, accelerator="cpu", devices=RANKS, patience=2, warmup=1)
+    options = {name: value for name, value in ON_CPU.items() if name != "enable_progress_bar"}
+    trainer = LitTrainer(epochs=4, patience=2, warmup=1, **options)
     trainer.fit(problem, data)
     tell(*logged(trainer), *sums(problem))
 
@@ -910,7 +874,7 @@ def deepforest() -> None:
     model = main.deepforest(model=network, config_args=config)
     model.set_labels({"Tree": 0})
     model.config.validation.csv_file = "boxes.csv"
-    model.create_trainer(enable_progress_bar=False, logger=False)
+    model.create_trainer(enable_progress_bar=False)
     model.trainer.fit(model)
     tell(*logged(model.trainer), *sums(model))
 
@@ -952,6 +916,113 @@ def timeseries_agent() -> None:
         tell(*sums(agent))
 
 
+def drvi() -> None:
+    """A disentangled variational model on scvi-tools; its latent values."""
+    import numpy as np
+    import scvi
+    from drvi.model import DRVI
+
+    scvi.settings.seed = 0
+    cells = scvi.data.synthetic_iid(batch_size=60, n_genes=30)
+    DRVI.setup_anndata(cells, categorical_covariate_keys=["batch"], is_count_data=True)
+    model = DRVI(cells, n_latent=4, encoder_dims=[16], decoder_dims=[16])
+    model.train(max_epochs=3, early_stopping=True, check_val_every_n_epoch=1, **ON_CPU)
+    tell(*sums(model.module), np.asarray(model.get_latent_representation())[:5])
+    tell(*(values.to_numpy() for name, values in sorted(model.history.items())))
+
+
+def cph_regression() -> None:
+    """A regression by the library's command line and YAML file; tested with the best checkpoint."""
+    import numpy as np
+    import pandas as pd
+    from cph_regression.regression.cli import RGSLightningCLI
+
+    random = np.random.RandomState(0)
+    table = pd.DataFrame(random.randn(120, 3), columns=list("abc"))
+    table["kind"] = random.choice(["x", "y"], 120)
+    table["target"] = table.a * 2 + table.b
+    table.to_csv("data.csv", index=False)
+    name = "cph_regression.regression"
+    config = {
+        "seed_everything": 0,
+        "trainer": {
+            **ON_CPU,
+            "max_epochs": 3,
+            "callbacks": [
+                {
+                    "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+                    "init_args": {"monitor": "val_loss", "filename": "{epoch}-{val_loss:.2f}.best"},
+                }
+            ],
+        },
+        "model": {
+            "class_path": f"{name}.modelmodule.ModelModuleRGS",
+            "init_args": {
+                "lr": 0.01,
+                "model": {
+                    "class_path": f"{name}.modelfactory.RegressionModel",
+                    "init_args": {
+                        "input_dim": 0,
+                        "hidden_layers": [8],
+                        "dropout_rates": [0.1],
+                    },
+                },
+            },
+        },
+        "data": {
+            "class_path": f"{name}.datamodule.DataModuleRGS",
+            "init_args": {
+                "csv_path": "data.csv",
+                "batch_size": 16,
+                "categorical_cols": ["kind"],
+                "numeric_cols": ["a", "b", "c"],
+                "save_preprocessor": False,
+            },
+        },
+    }
+    Path("config.yaml").write_text(json.dumps(config))  # JSON is YAML
+    sys.argv[1:] = ["--config", "config.yaml"]
+    cli = RGSLightningCLI(run=False)
+    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    tell(*logged(cli.trainer), *sums(cli.model))
+    tell(*cli.trainer.test(datamodule=cli.datamodule, ckpt_path="best")[0].values())
+
+
+def torchdyn() -> None:
+    """A differential equation whose right-hand side is learnt, a LightningModule in another."""
+    import pytorch_lightning as pl
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+    from torchdyn.core import NeuralODE
+
+    pl.seed_everything(0)
+
+    class Learner(pl.LightningModule):  # type: ignore[misc]  # not annotated
+        def __init__(self) -> None:
+            super().__init__()
+            field = torch.nn.Sequential(
+                torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)
+            )
+            self.model = NeuralODE(field, sensitivity="adjoint", solver="rk4")
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            points, kinds = batch
+            _, path = self.model(points, torch.linspace(0, 1, 5))
+            loss = torch.nn.functional.cross_entropy(path[-1], kinds)
+            self.log("loss", loss, on_epoch=True, prog_bar=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.model.parameters(), lr=0.01)
+
+    points = torch.randn(64, 2)
+    data = TensorDataset(points, (points.prod(1) > 0).long())
+    model = Learner()
+    trainer = pl.Trainer(max_epochs=2, logger=False, enable_checkpointing=False, **ON_CPU)
+    trainer.fit(model, DataLoader(data, 16, shuffle=True))
+    tell(*logged(trainer), *sums(model))
+
+
 LIBRARIES: dict[str, Callable[[], None]] = {
     "neuralforecast": neuralforecast,
     "gluonts[torch]": gluonts,
@@ -977,13 +1048,15 @@ LIBRARIES: dict[str, Callable[[], None]] = {
     "swyft": swyft,
     "tensorneko": tensorneko,
     "neuralprophet": neuralprophet,
-    "torch-spatiotemporal": tsl,
     "torchphysics": torchphysics,
     "neuromancer": neuromancer,
     "rectools[torch]": rectools,
     "deepforest": deepforest,
     "careamics": careamics,
     "timeseries-agent": timeseries_agent,
+    "drvi-py": drvi,
+    "cph-regression": cph_regression,
+    "torchdyn": torchdyn,
 }
 """By the names that they are installed by."""
 
