@@ -16,6 +16,7 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     TensorDataset,
+    WeightedRandomSampler,
     get_worker_info,
 )
 
@@ -325,3 +326,17 @@ def test_loaders_are_asked_for_iterators_before_the_hooks_that_start_a_loop() ->
     trainer = Trainer(max_epochs=2, num_sanity_val_steps=0, **QUIET)
     trainer.fit(Net(), Asked("train"), Asked("validation"))
     assert drawn == {"train": [-1, 0, 1, 1, -1], "validation": [-1, 0, -1, 0]}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_another_sampler_draws_from_the_rngs_that_were_seeded(rank: int) -> None:
+    seed_everything(7)
+    source = loader(SAMPLES, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES))
+    sharded = Trainer(**QUIET).make_sharded_loader(
+        source, rank, 2, even=True, name="", what="train"
+    )
+    seed_everything(7)
+    drawn = list(source.sampler)
+    order: list[int] = list(DistributedSampler(drawn, num_replicas=2, rank=rank, seed=7))  # type: ignore[arg-type]
+    seed_everything(7)
+    assert list(sharded.sampler) == [drawn[each] for each in order]

@@ -58,7 +58,8 @@ def in_order_of_distributed_sampler(loader: Any, what: str, *, shuffles: bool) -
 
     There a DistributedSampler takes the place of the sampler. Training data is always shuffled;
     data of an evaluation is if the loader shuffles. Ranks read equally many samples, except for
-    predictions.
+    predictions. Another sampler of the user's draws from the global RNGs if `seed_everything` was
+    called: a run that resumes within an epoch then needs as many ranks as before.
 
     Args:
         loader: of one rank; one that was not sharded here is left as it is.
@@ -78,6 +79,10 @@ def in_order_of_distributed_sampler(loader: Any, what: str, *, shuffles: bool) -
     }
     if isinstance(own, (RandomSampler, SequentialSampler)):
         part.sampler = DistributedSampler(loader.dataset, **options)
+    elif SEED_VARIABLE in os.environ and (part.even or what != "predict"):
+        # Drawn from the global RNGs, whose states the ranks share after `seed_everything`.
+        options |= {"num_replicas": part.count, "rank": part.index}
+        return with_sampler(loader, DistributedSamplerWrapper(own, **options))
     else:
         part.sampler = DistributedSamplerWrapper(own, **options)
     part.even = part.even or what != "predict"
