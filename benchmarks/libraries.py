@@ -416,7 +416,7 @@ def rl4co() -> None:
     policy = AttentionModelPolicy(env_name="tsp", **small)
     model = REINFORCE(environment, policy, "rollout", dataloader_num_workers=0, **sizes)
     options: dict[str, Any] = {"logger": None, "enable_checkpointing": False}
-    trainer = RL4COTrainer(max_epochs=3, precision="32-true", **options, **ON_CPU)
+    trainer = RL4COTrainer(max_epochs=3, precision="16-mixed", **options, **ON_CPU)
     trainer.fit(model)
     tell(*logged(trainer), *sums(model))
     trainer.test(model)

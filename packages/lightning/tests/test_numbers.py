@@ -340,3 +340,26 @@ def test_another_sampler_draws_from_the_rngs_that_were_seeded(rank: int) -> None
     order: list[int] = list(DistributedSampler(drawn, num_replicas=2, rank=rank, seed=7))  # type: ignore[arg-type]
     seed_everything(7)
     assert list(sharded.sampler) == [drawn[each] for each in order]
+
+
+def test_autocast_casts_a_weight_for_each_use() -> None:
+    class Twice(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(1, 1, bias=False)
+            nn.init.ones_(self.net.weight)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.net(batch[0]).sum() + self.net(batch[0] / 512).sum()  # type: ignore[no-any-return]
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            assert self.net.weight.grad is not None
+            # In bfloat16 the sum would be 1.
+            assert self.net.weight.grad.item() == 1 + 1 / 512
+
+        def configure_optimizers(self) -> Any:
+            return SGD(self.parameters(), lr=0.1)
+
+    trainer = Trainer(max_steps=1, precision="bf16-mixed", **QUIET)
+    trainer.fit(Twice(), DataLoader(TensorDataset(torch.ones(1, 1))))
+    assert trainer.global_step == 1

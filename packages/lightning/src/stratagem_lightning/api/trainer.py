@@ -27,6 +27,7 @@ from stratagem_lightning.api.callbacks.rich_bar import RichProgressBar
 from stratagem_lightning.api.core import advice, dataloader_iter
 from stratagem_lightning.api.core.loops import EvaluationLoop, FitLoop, PredictionLoop
 from stratagem_lightning.api.core.numbers import (
+    cast_each_time,
     count_batches_for_schedulers,
     divide_by_whole_window,
     draw_at_reload,
@@ -317,6 +318,7 @@ class Trainer(trainer.Trainer):
 
     def _run_on_rank(self, job: Any) -> Any:
         """Run, and forget before another run what was logged in the one before."""
+        cast_each_time(self.strategy)
         if job.stage != "fit":
             self._latest = type(self._latest)()
         else:

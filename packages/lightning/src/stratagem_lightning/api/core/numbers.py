@@ -152,6 +152,16 @@ def draw_at_reload(run: Run) -> None:
     run.reopen_training = partial(reopen, run.reopen_training)  # type: ignore[method-assign]
 
 
+def cast_each_time(strategy: Strategy) -> None:
+    """Let autocast cast a weight for each use of it, as it does in Lightning's Trainer.
+
+    With torch's cache the gradients of several uses are added up in the low precision.
+    """
+    context = strategy.precision.forward_context()
+    if isinstance(context, torch.autocast):
+        context._cache_enabled = False
+
+
 def reset_seed(strategy: Strategy) -> None:
     """Seed again, where `seed_everything` was called and several processes may train.
 
