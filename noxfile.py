@@ -136,6 +136,16 @@ LIBRARIES = [
     "pytorch-forecasting==1.8.0",
     "optuna-integration[pytorch_lightning]==5.0.0",
     "contextualized-ml==0.2.9",
+    "deeptab==2.1.0",
+    "ts3l==0.70",
+    "disent==0.8.0",
+    "tensorneko==0.3.25",
+    "neuralprophet==0.9.0",
+    "torchphysics==1.1.2",
+    "rectools[torch]==0.17.0",
+    "drvi-py==0.2.8",
+    "cph-regression==0.1.1",
+    "torchdyn==1.0.6",
 ]
 PEERS = ["lightning==2.6.6", "accelerate==1.15.0"]
 TRANSFORMERS = "transformers==5.23.0"

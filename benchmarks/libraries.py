@@ -5,6 +5,8 @@ Stratagem. Numbers may differ by 1e-5 of the largest (the mean of an epoch in fl
 
     nox -s "libraries(library='scvi-tools')"
     python benchmarks/libraries.py scvi-tools
+    RANKS=2 python benchmarks/libraries.py deeptab
+    RANKS=2 STRATEGY=ddp_find_unused_parameters_true python benchmarks/libraries.py ts3l
 
 chemprop's, darts' and pytorch-forecasting's checkpoints hold objects, which Stratagem refuses to
 store: here their models train, and are not saved.
@@ -24,12 +26,18 @@ from pathlib import Path
 from typing import Any
 
 MARK = "numbers: "
-ON_CPU: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False}
+RANKS = int(os.environ.get("RANKS", "1"))
+ON_CPU: dict[str, Any] = {"accelerator": "cpu", "devices": RANKS, "enable_progress_bar": False}
+if RANKS > 1:
+    ON_CPU["strategy"] = os.environ.get("STRATEGY", "ddp")
 
 
 def tell(*values: Any) -> None:
-    """Print numbers that are to be the same."""
+    """Print numbers that are to be the same; rank 0 does."""
     import numpy as np
+
+    if os.environ.get("LOCAL_RANK", "0") != "0" or not values:
+        return
 
     flat = [np.asarray(value, dtype=float).reshape(-1) for value in values]
     print(f"{MARK}{json.dumps(np.concatenate(flat).tolist())}")
@@ -42,7 +50,12 @@ def sums(model: Any) -> list[float]:
 
 
 def logged(trainer: Any) -> list[float]:
-    """Return what was logged last, sorted by name."""
+    """Return what was logged last, sorted by name; nothing with several ranks.
+
+    A value that is not synced is then that of rank 0 in Lightning, and the mean in Stratagem.
+    """
+    if RANKS > 1:
+        return []
     return [float(value) for _, value in sorted(trainer.callback_metrics.items())]
 
 
@@ -196,7 +209,7 @@ def anomalib() -> None:
     data = Folder(name="x", root="images", normal_dir="good", abnormal_dir="bad", **sizes)
     small = {"backbone": "resnet18", "layers": ["layer1"], "n_features": 10}
     model = Padim(pre_trained=False, **small)
-    engine = Engine(max_epochs=1, devices=1, default_root_dir="out", **ON_CPU)
+    engine = Engine(max_epochs=1, default_root_dir="out", **ON_CPU)
     engine.fit(model=model, datamodule=data)
     tell(*engine.test(model=model, datamodule=data)[0].values())
 
@@ -242,7 +255,7 @@ def torch_geometric() -> None:
     graphs = [graph(6 + i % 4) for i in range(60)]
     data = LightningDataset(graphs[:40], graphs[40:50], graphs[50:], batch_size=8)
     saver = pl.callbacks.ModelCheckpoint(monitor="val")
-    trainer = pl.Trainer(devices=1, max_epochs=3, callbacks=[saver], **ON_CPU)
+    trainer = pl.Trainer(max_epochs=3, callbacks=[saver], **ON_CPU)
     trainer.fit(Net(), data)
     tell(*trainer.test(ckpt_path="best", datamodule=data)[0].values(), saver.best_model_score)
 
@@ -289,9 +302,7 @@ def lightly() -> None:
     data = torch.utils.data.TensorDataset(*images, torch.arange(40) % 10)
     loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
     metrics, rates = MetricCallback(), pl.callbacks.LearningRateMonitor()
-    trainer = pl.Trainer(
-        devices=1, max_epochs=2, callbacks=[metrics, rates], log_every_n_steps=1, **ON_CPU
-    )
+    trainer = pl.Trainer(max_epochs=2, callbacks=[metrics, rates], log_every_n_steps=1, **ON_CPU)
     trainer.fit(SimCLR(), loader, torch.utils.data.DataLoader(data, batch_size=8))
     for values in (metrics.train_metrics, metrics.val_metrics):
         tell(*(np.array(values[name]) for name in sorted(values)))
@@ -404,8 +415,8 @@ def rl4co() -> None:
     environment = TSPEnv(generator_params={"num_loc": 8})
     policy = AttentionModelPolicy(env_name="tsp", **small)
     model = REINFORCE(environment, policy, "rollout", dataloader_num_workers=0, **sizes)
-    options: dict[str, Any] = {"logger": None, "enable_checkpointing": False, "devices": 1}
-    trainer = RL4COTrainer(max_epochs=3, precision="32-true", **options, **ON_CPU)
+    options: dict[str, Any] = {"logger": None, "enable_checkpointing": False}
+    trainer = RL4COTrainer(max_epochs=3, precision="16-mixed", **options, **ON_CPU)
     trainer.fit(model)
     tell(*logged(trainer), *sums(model))
     trainer.test(model)
@@ -425,7 +436,7 @@ def torchgeo() -> None:
     data: Any = samples  # a list serves as a dataset
     small = {"model": "unet", "backbone": "resnet18", "in_channels": 3}
     task = SemanticSegmentationTask(task="multiclass", num_classes=2, **small)
-    trainer = pl.Trainer(devices=1, max_epochs=2, log_every_n_steps=1, **ON_CPU)
+    trainer = pl.Trainer(max_epochs=2, log_every_n_steps=1, **ON_CPU)
     trainer.fit(task, DataLoader(data, 4, shuffle=True), DataLoader(data, 4))
     trainer.test(task, DataLoader(data, 4))
     tell(*logged(trainer), *sums(task))
@@ -519,6 +530,506 @@ def contextualized() -> None:
     tell(model.predict(contexts, inputs), *model.predict_params(contexts))
 
 
+def deeptab() -> None:
+    """Two classifiers of tables, with early stopping and the best weights loaded again."""
+    import numpy as np
+    import pandas as pd
+    import torch
+    from deeptab.models import FTTransformerClassifier, MLPRegressor
+
+    torch.manual_seed(0)
+    random = np.random.RandomState(0)
+    table = pd.DataFrame(random.randn(200, 5), columns=list("abcde"))
+    table["kind"] = random.choice(["x", "y", "z"], 200)
+    kinds = (table.a + table.b > 0).astype(int).to_numpy()
+    options: dict[str, Any] = {"max_epochs": 3, "batch_size": 32, "random_state": 0, **ON_CPU}
+    for model, target in (
+        (FTTransformerClassifier(), kinds),
+        (MLPRegressor(), table.a.to_numpy() * 2),
+    ):
+        model.fit(table, target, **options)
+        tell(model.predict(table))
+
+
+def ts3l() -> None:
+    """A table's encoder learnt from corrupted rows, then a classifier on it; predictions."""
+    import numpy as np
+    import pandas as pd
+    import pytorch_lightning as pl
+    import torch
+    from torch.utils.data import DataLoader
+    from ts3l.pl_modules import SCARFLightning
+    from ts3l.utils import TS3LDataModule
+    from ts3l.utils.backbone_utils import MLPBackboneConfig
+    from ts3l.utils.embedding_utils import IdentityEmbeddingConfig
+    from ts3l.utils.scarf_utils import SCARFConfig, SCARFDataset
+
+    pl.seed_everything(0)
+    random = np.random.RandomState(0)
+    names = [f"f{i}" for i in range(8)]
+    table = pd.DataFrame(random.randn(160, 8), columns=names)
+    kinds = (table.f0 + table.f1 > 0).astype(int).to_numpy()
+    embedding = IdentityEmbeddingConfig(input_dim=8)
+    config = SCARFConfig(
+        task="classification",
+        loss_fn="CrossEntropyLoss",
+        metric="accuracy_score",
+        embedding_config=embedding,
+        backbone_config=MLPBackboneConfig(input_dim=embedding.output_dim, hidden_dims=16),
+        output_dim=2,
+    )
+    model = SCARFLightning(config)
+    kwargs: dict[str, Any] = {"continuous_cols": names, "category_cols": []}
+    train = SCARFDataset(table[:120], config=config, **kwargs)
+    held_back = SCARFDataset(table[120:], config=config, **kwargs)
+    data = TS3LDataModule(train, held_back, 16, train_sampler="random")
+    trainer = pl.Trainer(max_epochs=2, **ON_CPU)
+    trainer.fit(model, data)
+    tell(*logged(trainer), *sums(model))
+    model.set_second_phase()
+    train = SCARFDataset(table[:120], kinds[:120], is_second_phase=True, **kwargs)
+    held_back = SCARFDataset(table[120:], kinds[120:], is_second_phase=True, **kwargs)
+    data = TS3LDataModule(train, held_back, 16, train_sampler="weighted")
+    trainer = pl.Trainer(max_epochs=2, **ON_CPU)
+    trainer.fit(model, data)
+    tell(*logged(trainer), *sums(model))
+    tell(torch.cat(trainer.predict(model, DataLoader(held_back, 16))))
+
+
+def prototorch() -> None:
+    """Prototypes of classes with the library's callbacks, one of which prunes them."""
+    import prototorch.models as pt
+    import pytorch_lightning as pl
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    pl.seed_everything(0)
+    points = torch.randn(90, 2) + torch.arange(3).repeat_interleave(30)[:, None] * 2
+    data = TensorDataset(points, torch.arange(3).repeat_interleave(30))
+    loader = DataLoader(data, 16, shuffle=True)
+    import prototorch as core
+
+    options: dict[str, Any] = {"distribution": {"num_classes": 3, "per_class": 3}, "lr": 0.05}
+    for kind in (pt.CELVQ, pt.GMLVQ):
+        if kind is pt.GMLVQ:
+            options |= {"input_dim": 2, "latent_dim": 2, "bb_lr": 0.01, "proto_lr": 0.01}
+        model = kind(options, prototypes_initializer=core.initializers.SMCI(data))
+        pruning = pt.callbacks.PruneLoserPrototypes(0.01, idle_epochs=1, frequency=1, verbose=False)
+        trainer = pl.Trainer(
+            max_epochs=3, callbacks=[pruning] if kind is pt.CELVQ else [], **ON_CPU
+        )
+        trainer.fit(model, loader)
+        tell(*logged(trainer), *sums(model), model.num_prototypes)
+
+
+def disent() -> None:
+    """A variational autoencoder with a schedule of the library's."""
+    import lightning as L
+    from disent.dataset import DisentDataset
+    from disent.dataset.data import XYObjectData
+    from disent.dataset.sampling import SingleSampler
+    from disent.dataset.transform import ToImgTensorF32
+    from disent.frameworks.vae import BetaVae
+    from disent.model import AutoEncoder
+    from disent.model.ae import DecoderLinear, EncoderLinear
+    from disent.schedule import CyclicSchedule
+    from disent.util.lightning.callbacks import LoggerProgressCallback
+    from torch.utils.data import DataLoader
+
+    L.seed_everything(0)
+    data = XYObjectData(grid_size=8, grid_spacing=4, min_square_size=1, max_square_size=3)
+    dataset = DisentDataset(data, sampler=SingleSampler(), transform=ToImgTensorF32())
+    model = BetaVae(
+        model=AutoEncoder(
+            encoder=EncoderLinear(x_shape=data.x_shape, z_size=3, z_multiplier=2),
+            decoder=DecoderLinear(x_shape=data.x_shape, z_size=3),
+        ),
+        cfg=BetaVae.cfg(optimizer="adam", loss_reduction="mean_sum", beta=4),
+    )
+    model.register_schedule("beta", CyclicSchedule(period=8))
+    loader = DataLoader(dataset, batch_size=16, shuffle=True)
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, **ON_CPU}
+    progress = LoggerProgressCallback(interval=1)
+    trainer = L.Trainer(max_steps=20, callbacks=[progress], **options)
+    trainer.fit(model, loader)
+    tell(*logged(trainer), *sums(model))
+
+
+def swyft() -> None:
+    """Ratios of likelihoods by the library's own Trainer; tested."""
+    import numpy as np
+    import swyft as library
+    import torch
+
+    torch.manual_seed(0)
+    random = np.random.RandomState(0)
+    z = random.rand(160, 2).astype("float32")
+    x = (z + random.randn(160, 2) * 0.1).astype("float32")
+
+    class Network(library.SwyftModule):  # type: ignore[misc]  # not annotated
+        def __init__(self) -> None:
+            super().__init__()
+            self.ratios = library.LogRatioEstimator_1dim(2, 2, varnames="z", hidden_features=16)
+
+        def forward(self, one: Any, other: Any) -> Any:
+            return self.ratios(one["x"], other["z"])
+
+    samples = library.Samples(x=x, z=z)
+    data = library.SwyftDataModule(samples, fractions=[0.8, 0.1, 0.1], batch_size=16, shuffle=True)
+    trainer = library.SwyftTrainer(max_epochs=3, logger=False, **ON_CPU)
+    model = Network()
+    trainer.fit(model, data)
+    tell(*logged(trainer), *sums(model))
+    trainer.test(model, data)
+    tell(*logged(trainer))
+
+
+def tensorneko() -> None:
+    """A regression by the library's Trainer and model, whose hooks log."""
+    import torch
+    from lightning.pytorch import seed_everything
+    from tensorneko import NekoModel, NekoTrainer
+    from torch.nn.functional import mse_loss
+    from torch.utils.data import DataLoader, TensorDataset
+
+    seed_everything(0)
+
+    class Model(NekoModel):  # type: ignore[misc]  # not annotated
+        def __init__(self) -> None:
+            super().__init__("model")
+            self.layers = torch.nn.Linear(4, 1)
+
+        def forward(self, inputs: Any) -> Any:
+            return self.layers(inputs)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = mse_loss(self(batch[0]), batch[1])
+            return {"loss": loss, "root": loss.sqrt()}
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.training_step(batch, batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    points = torch.randn(96, 4)
+    data = TensorDataset(points, points.sum(1, keepdim=True))
+    model = Model()
+    options: dict[str, Any] = {"enable_checkpointing": False, **ON_CPU}
+    trainer = NekoTrainer(logger="neko", max_epochs=3, log_every_n_steps=0, **options)
+    trainer.fit(model, DataLoader(data, 16, shuffle=True), DataLoader(data, 16))
+    tell(*(one[name] for one in model.history for name in sorted(one)), *sums(model))
+
+
+def neuralprophet() -> None:
+    """A decomposed series with seasons, trained with validation; forecasts."""
+    import numpy as np
+    import pandas as pd
+    from neuralprophet import NeuralProphet, set_random_seed
+
+    set_random_seed(0)
+    days = np.arange(200)
+    frame = pd.DataFrame({"ds": pd.date_range("2020-01-01", periods=200, freq="D")})
+    frame["y"] = np.sin(days / 7 * 2 * np.pi) + days / 100
+    options = dict(ON_CPU)
+    accelerator, progress = options.pop("accelerator"), options.pop("enable_progress_bar")
+    model = NeuralProphet(
+        n_lags=7,
+        n_forecasts=3,
+        epochs=4,
+        batch_size=32,
+        learning_rate=0.01,
+        accelerator=accelerator,
+        trainer_config=options,
+    )
+    train, held_back = model.split_df(frame, freq="D", valid_p=0.2)
+    metrics = model.fit(
+        train, freq="D", validation_df=held_back, progress="none" if not progress else "bar"
+    )
+    tell(metrics.select_dtypes("number").to_numpy())
+    tell(model.predict(frame)["yhat1"].dropna().to_numpy())
+
+
+def torchphysics() -> None:
+    """A differential equation by conditions that sample their points."""
+    import pytorch_lightning as pl
+    import torch
+    import torchphysics as tp
+
+    pl.seed_everything(0)
+    X, U = tp.spaces.R1("x"), tp.spaces.R1("u")
+    interval = tp.domains.Interval(X, 0, 1)
+    model = tp.models.FCN(input_space=X, output_space=U, hidden=(8, 8))
+    inner = tp.samplers.RandomUniformSampler(interval, n_points=32)
+    left = tp.samplers.RandomUniformSampler(interval.boundary_left, n_points=4)
+    conditions = [
+        tp.conditions.PINNCondition(model, inner, lambda u, x: tp.utils.grad(u, x) - u),
+        tp.conditions.PINNCondition(model, left, lambda u: u - 1, weight=10),
+    ]
+    setting = tp.OptimizerSetting(
+        torch.optim.Adam,
+        lr=0.01,
+        scheduler_class=torch.optim.lr_scheduler.ExponentialLR,
+        scheduler_args={"gamma": 0.95},
+    )
+    solver = tp.solver.Solver(conditions, conditions[:1], optimizer_setting=setting)
+    trainer = pl.Trainer(
+        max_steps=30, logger=False, enable_checkpointing=False, val_check_interval=10, **ON_CPU
+    )
+    trainer.fit(solver)
+    tell(*logged(trainer), *sums(model))
+
+
+def neuromancer() -> None:
+    """An optimization problem by the library's Trainer: its own early stopping and clipping."""
+    import torch
+    from neuromancer.constraint import variable
+    from neuromancer.dataset import DictDataset
+    from neuromancer.loss import PenaltyLoss
+    from neuromancer.modules import blocks
+    from neuromancer.problem import Problem
+    from neuromancer.system import Node
+    from neuromancer.trainer import LitTrainer
+
+    torch.manual_seed(0)
+
+    def data() -> Any:
+        inputs = torch.linspace(0.5, 2, 128)[:, None]
+        parts = inputs[::2], inputs[1::4], inputs[3::4]
+        names = ("train", "dev", "test")
+        sets = (DictDataset({"p": p}, name=n) for p, n in zip(parts, names, strict=True))
+        return (*sets, 16)
+
+    network = blocks.MLP(1, 2, hsizes=[8])
+    solution = Node(network, ["p"], ["x"], name="map")
+    x, p = variable("x"), variable("p")
+    objective = ((1 - x[:, [0]]) ** 2 + p * (x[:, [1]] - x[:, [0]] ** 2) ** 2).minimize(weight=1.0)
+    problem = Problem([solution], PenaltyLoss([objective], [x[:, [0]] >= x[:, [1]]]))
+    options = {name: value for name, value in ON_CPU.items() if name != "enable_progress_bar"}
+    trainer = LitTrainer(epochs=4, patience=2, warmup=1, **options)
+    trainer.fit(problem, data)
+    tell(*logged(trainer), *sums(problem))
+
+
+def rectools() -> None:
+    """Two transformers that recommend."""
+    import numpy as np
+    import pandas as pd
+    from lightning_fabric import seed_everything
+    from pytorch_lightning import Trainer
+    from rectools import Columns
+    from rectools.dataset import Dataset
+    from rectools.models import BERT4RecModel, SASRecModel
+
+    seed_everything(0, workers=True)
+    random = np.random.RandomState(0)
+    frame = pd.DataFrame(
+        {
+            Columns.User: np.repeat(np.arange(40), 10),
+            Columns.Item: random.randint(0, 30, 400),
+            Columns.Weight: 1.0,
+            Columns.Datetime: pd.date_range("2020-01-01", periods=400, freq="h"),
+        }
+    )
+    data = Dataset.construct(frame)
+
+    def trainer() -> Any:
+        return Trainer(max_epochs=2, logger=False, enable_checkpointing=False, **ON_CPU)
+
+    small: dict[str, Any] = {"n_factors": 16, "n_blocks": 1, "n_heads": 2, "batch_size": 8}
+    for kind in (SASRecModel, BERT4RecModel):
+        model = kind(get_trainer_func=trainer, recommend_torch_device="cpu", **small)
+        model.fit(data)
+        tell(*sums(model.lightning_model))
+        users = np.arange(5)
+        tell(model.recommend(users, data, k=3, filter_viewed=True)[Columns.Score].to_numpy())
+
+
+def deepforest() -> None:
+    """A detector of trees, trained and validated on images of its own."""
+    import lightning.pytorch as pl
+    import numpy as np
+    import pandas as pd
+    from deepforest import main
+    from PIL import Image
+    from torchvision.models.detection import retinanet_resnet50_fpn
+
+    pl.seed_everything(0)
+    random = np.random.RandomState(0)
+    rows = []
+    for number in range(4):
+        name = f"{number}.png"
+        Image.fromarray(random.randint(0, 255, (100, 100, 3), dtype="uint8")).save(name)
+        for x, y in ((10, 10), (50, 40)):
+            rows.append((name, x, y, x + 30, y + 30, "Tree"))
+    names = ["image_path", "xmin", "ymin", "xmax", "ymax", "label"]
+    pd.DataFrame(rows, columns=names).to_csv("boxes.csv", index=False)
+    part = {"csv_file": "boxes.csv", "root_dir": "."}
+    config: dict[str, Any] = {
+        "model": {"name": None},
+        "train": {**part, "epochs": 1},
+        "label_dict": {"Tree": 0},
+        "num_classes": 1,
+        "validation": {"root_dir": ".", "val_accuracy_interval": 1},
+        "workers": 0,
+        "batch_size": 2,
+        "devices": 1,
+        "accelerator": "cpu",
+    }
+    sizes: dict[str, Any] = {"num_classes": 1, "min_size": 64, "max_size": 128}
+    network = retinanet_resnet50_fpn(weights=None, weights_backbone=None, **sizes)
+    model = main.deepforest(model=network, config_args=config)
+    model.set_labels({"Tree": 0})
+    model.config.validation.csv_file = "boxes.csv"
+    model.create_trainer(enable_progress_bar=False)
+    model.trainer.fit(model)
+    tell(*logged(model.trainer), *sums(model))
+
+
+def careamics() -> None:
+    """A network that removes noise, with the library's checkpoints; its predictions."""
+    import lightning.pytorch as pl
+    import numpy as np
+    from careamics import CAREamist
+    from careamics.config import create_n2v_configuration
+
+    pl.seed_everything(0)
+    # The library makes generators that nothing seeds.
+    unseeded = np.random.default_rng
+    np.random.default_rng = lambda seed=None: unseeded(0 if seed is None else seed)
+    image = np.random.RandomState(0).rand(64, 64).astype("float32")
+    config = create_n2v_configuration(
+        "x", data_type="array", axes="YX", patch_size=[16, 16], batch_size=4, num_epochs=2
+    )
+    careamist = CAREamist(source=config, work_dir="work")
+    careamist.train(train_source=image, val_source=image[:32, :32])
+    tell(*sums(careamist.model))
+    tell(np.concatenate([np.ravel(part) for part in careamist.predict(source=image[:32, :32])]))
+
+
+def timeseries_agent() -> None:
+    """An agent that learns by rewards, saved and loaded by the library."""
+    import lightning as L
+    import numpy as np
+    import pandas as pd
+    from timeseries_agent import create_agent, create_env, train_agent
+
+    L.seed_everything(0)
+    frame = pd.DataFrame({"x": np.sin(np.arange(80) / 5), "y": np.cos(np.arange(80) / 5)})
+    env = create_env(frame, ["x", "y"], "x", lookback=4)
+    for kind in ("ppo", "reinforce"):
+        agent = create_agent(env, agent_type=kind)
+        train_agent(agent, env, max_epochs=3, experiment_name=kind, **ON_CPU)
+        tell(*sums(agent))
+
+
+def drvi() -> None:
+    """A disentangled variational model on scvi-tools; its latent values."""
+    import numpy as np
+    import scvi
+    from drvi.model import DRVI
+
+    scvi.settings.seed = 0
+    cells = scvi.data.synthetic_iid(batch_size=60, n_genes=30)
+    DRVI.setup_anndata(cells, categorical_covariate_keys=["batch"], is_count_data=True)
+    model = DRVI(cells, n_latent=4, encoder_dims=[16], decoder_dims=[16])
+    model.train(max_epochs=3, early_stopping=True, check_val_every_n_epoch=1, **ON_CPU)
+    tell(*sums(model.module), np.asarray(model.get_latent_representation())[:5])
+    tell(*(values.to_numpy() for name, values in sorted(model.history.items())))
+
+
+def cph_regression() -> None:
+    """A regression by the library's command line and YAML file; tested with the best checkpoint."""
+    import numpy as np
+    import pandas as pd
+    from cph_regression.regression.cli import RGSLightningCLI
+
+    random = np.random.RandomState(0)
+    table = pd.DataFrame(random.randn(120, 3), columns=list("abc"))
+    table["kind"] = random.choice(["x", "y"], 120)
+    table["target"] = table.a * 2 + table.b
+    table.to_csv("data.csv", index=False)
+    name = "cph_regression.regression"
+    config = {
+        "seed_everything": 0,
+        "trainer": {
+            **ON_CPU,
+            "max_epochs": 3,
+            "callbacks": [
+                {
+                    "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+                    "init_args": {"monitor": "val_loss", "filename": "{epoch}-{val_loss:.2f}.best"},
+                }
+            ],
+        },
+        "model": {
+            "class_path": f"{name}.modelmodule.ModelModuleRGS",
+            "init_args": {
+                "lr": 0.01,
+                "model": {
+                    "class_path": f"{name}.modelfactory.RegressionModel",
+                    "init_args": {
+                        "input_dim": 0,
+                        "hidden_layers": [8],
+                        "dropout_rates": [0.1],
+                    },
+                },
+            },
+        },
+        "data": {
+            "class_path": f"{name}.datamodule.DataModuleRGS",
+            "init_args": {
+                "csv_path": "data.csv",
+                "batch_size": 16,
+                "categorical_cols": ["kind"],
+                "numeric_cols": ["a", "b", "c"],
+                "save_preprocessor": False,
+            },
+        },
+    }
+    Path("config.yaml").write_text(json.dumps(config))  # JSON is YAML
+    sys.argv[1:] = ["--config", "config.yaml"]
+    cli = RGSLightningCLI(run=False)
+    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    tell(*logged(cli.trainer), *sums(cli.model))
+    tell(*cli.trainer.test(datamodule=cli.datamodule, ckpt_path="best")[0].values())
+
+
+def torchdyn() -> None:
+    """A differential equation whose right-hand side is learnt, a LightningModule in another."""
+    import pytorch_lightning as pl
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+    from torchdyn.core import NeuralODE
+
+    pl.seed_everything(0)
+
+    class Learner(pl.LightningModule):  # type: ignore[misc]  # not annotated
+        def __init__(self) -> None:
+            super().__init__()
+            field = torch.nn.Sequential(
+                torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)
+            )
+            self.model = NeuralODE(field, sensitivity="adjoint", solver="rk4")
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            points, kinds = batch
+            _, path = self.model(points, torch.linspace(0, 1, 5))
+            loss = torch.nn.functional.cross_entropy(path[-1], kinds)
+            self.log("loss", loss, on_epoch=True, prog_bar=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.model.parameters(), lr=0.01)
+
+    points = torch.randn(64, 2)
+    data = TensorDataset(points, (points.prod(1) > 0).long())
+    model = Learner()
+    trainer = pl.Trainer(max_epochs=2, logger=False, enable_checkpointing=False, **ON_CPU)
+    trainer.fit(model, DataLoader(data, 16, shuffle=True))
+    tell(*logged(trainer), *sums(model))
+
+
 LIBRARIES: dict[str, Callable[[], None]] = {
     "neuralforecast": neuralforecast,
     "gluonts[torch]": gluonts,
@@ -537,6 +1048,22 @@ LIBRARIES: dict[str, Callable[[], None]] = {
     "pytorch-forecasting": pytorch_forecasting,
     "optuna-integration[pytorch_lightning]": optuna_integration,
     "contextualized-ml": contextualized,
+    "deeptab": deeptab,
+    "ts3l": ts3l,
+    "prototorch-models": prototorch,
+    "disent": disent,
+    "swyft": swyft,
+    "tensorneko": tensorneko,
+    "neuralprophet": neuralprophet,
+    "torchphysics": torchphysics,
+    "neuromancer": neuromancer,
+    "rectools[torch]": rectools,
+    "deepforest": deepforest,
+    "careamics": careamics,
+    "timeseries-agent": timeseries_agent,
+    "drvi-py": drvi,
+    "cph-regression": cph_regression,
+    "torchdyn": torchdyn,
 }
 """By the names that they are installed by."""
 
@@ -555,6 +1082,11 @@ def numbers_of(*command: str) -> list[float]:
     return [number for line in lines for number in json.loads(line.removeprefix(MARK))]
 
 
+def same(one: float, other: float, *, tolerance: float) -> bool:
+    """Return whether two numbers are as good as equal, or neither is one."""
+    return math.isclose(one, other, abs_tol=tolerance) or (math.isnan(one) and math.isnan(other))
+
+
 def main() -> None:
     """Run a library's models, or compare two runs of them."""
     library = LIBRARIES[sys.argv[1]]
@@ -563,10 +1095,14 @@ def main() -> None:
         library()
         return
     theirs, ours = numbers_of(), numbers_of("-m", "stratagem", "run", "--as-lightning")
+    if len(theirs) != len(ours):
+        sys.exit(f"{sys.argv[1]}: {len(theirs)} numbers with Lightning, {len(ours)} with Stratagem")
     largest = max(map(abs, theirs))
-    same = [math.isclose(a, b, abs_tol=1e-5 * largest) for a, b in zip(theirs, ours, strict=True)]
-    if not all(same):
-        sys.exit(f"{sys.argv[1]}: numbers differ\nLightning: {theirs}\nStratagem: {ours}")
+    pairs = enumerate(zip(theirs, ours, strict=True))
+    other = [(i, a, b) for i, (a, b) in pairs if not same(a, b, tolerance=1e-5 * largest)]
+    if other:
+        lines = [f"number {i}: {a} with Lightning, {b} with Stratagem" for i, a, b in other[:10]]
+        sys.exit("\n".join([f"{sys.argv[1]}: {len(other)} of {len(ours)} numbers differ", *lines]))
     print(f"{sys.argv[1]}: {len(ours)} numbers are the same")
 
 

@@ -196,6 +196,17 @@ def test_a_subclass_of_early_stopping_may_decide_itself(pl: Any, tmp_path: Path)
     assert stopper.stopping_reason_message == "EarlyStopping: asked 3 times"
 
 
+def test_a_subclass_of_early_stopping_may_skip_its_check(pl: Any, tmp_path: Path) -> None:
+    class Warm(pl.callbacks.EarlyStopping):  # type: ignore[misc]
+        def _run_early_stopping_check(self, trainer: Any) -> None:
+            if trainer.current_epoch >= 3:
+                super()._run_early_stopping_check(trainer)
+
+    stopper = Warm("val_loss", patience=1)
+    fit(pl, tmp_path, stopper, net=Net((0.1,) * 8), max_epochs=8)
+    assert stopper.stopped_epoch == 4
+
+
 def test_a_subclass_of_model_checkpoint_decides_when_it_saves(pl: Any, tmp_path: Path) -> None:
     class Mine(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
         after_training: bool = False

@@ -11,15 +11,20 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import (
     DataLoader,
+    Dataset,
     DistributedSampler,
     Sampler,
     SequentialSampler,
     TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
 )
 
 from stratagem import Trainer as OwnTrainer, seed_everything
 from stratagem_lightning.api.core.module import LightningModule
+from stratagem_lightning.api.core.numbers import seed_workers_once
 from stratagem_lightning.api.fabric import Fabric
+from stratagem_lightning.api.loggers import DummyLogger
 from stratagem_lightning.api.trainer import Trainer
 from stratagem_lightning.api.utilities.samplers import UnrepeatedDistributedSampler
 
@@ -202,3 +207,159 @@ def test_ranks_seed_again_when_they_join() -> None:
     seed_everything(7)
     assert drawn[0] == float(torch.rand(()))
     assert drawn[1] != drawn[0]
+
+
+class Drawn(Dataset[Any]):
+    """A number that a worker draws, and the seed that torch gave to the worker."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(()), torch.tensor(get_worker_info().seed)
+
+
+class Reads(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+        self.read: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.read.append(batch)
+        return self.net(torch.ones(1)).mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("divides", [True, False])
+def test_workers_are_seeded_once_and_not_for_each_batch(divides: bool) -> None:
+    model = Reads()
+    trainer = Trainer(max_epochs=1, use_distributed_sampler=divides, **QUIET)
+    trainer.fit(model, DataLoader(Drawn(), 2, num_workers=2))
+    for worker in range(2):
+        drawn, seeds = (torch.cat(part) for part in zip(*model.read[worker::2], strict=True))
+        generator = torch.Generator().manual_seed(int(seeds[0]))
+        expected = torch.cat([torch.rand(1, generator=generator) for _ in range(4)])
+        assert torch.equal(drawn, expected)
+    assert trainer.use_distributed_sampler == divides
+
+
+def test_workers_that_seed_everything_seeds_have_lightnings_seeds() -> None:
+    drawn = []
+
+    class Seeds(Drawn):
+        def __getitem__(self, index: int) -> Any:
+            return torch.tensor(torch.initial_seed() % 2**52)
+
+    seed_everything(1, workers=True)
+    try:
+        for rank in range(2):
+            loader = DataLoader(Seeds(), 8, num_workers=1, generator=torch.Generator())
+            seeded = seed_workers_once(loader, rank)
+            assert seed_workers_once(seeded, rank) is seeded
+            drawn.append(int(next(iter(seeded))[0]))
+    finally:
+        seed_everything(0)
+    # What Lightning 2.6.6 has for a generator of the same seed.
+    assert drawn == [3826668450767724, 1349136538267669]
+
+
+def test_options_that_are_no_options_of_a_scheduler_are_left_out() -> None:
+    class Net(Line):
+        def configure_optimizers(self) -> Any:
+            optimizer = SGD(self.parameters(), lr=1.0)
+            scheduler = {"scheduler": StepLR(optimizer, 1, 0.5), "interval": "step", "gamma": 0.5}
+            return {"optimizer": optimizer, "lr_scheduler": scheduler, "lr": 1.0}
+
+    model = Net()
+    with pytest.warns(UserWarning, match="are ignored") as said:
+        Trainer(max_epochs=1, **QUIET).fit(model, DataLoader(TensorDataset(torch.ones(3, 1))))
+    assert model.rates == [1.0, 0.5, 0.25]
+    messages = " ".join(str(one.message) for one in said)
+    assert "scheduler with ['gamma']" in messages
+    assert "dict with ['lr']" in messages
+
+
+def test_a_logger_is_given_the_epoch_as_the_last_of_an_epochs_values() -> None:
+    names: list[list[str]] = []
+
+    class Own(DummyLogger):
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            names.append(list(metrics))
+
+    class Net(Line):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.log("a", 1.0, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    trainer = Trainer(max_epochs=1, **{**QUIET, "logger": Own()})
+    trainer.fit(Net(), DataLoader(TensorDataset(torch.ones(3, 1))))
+    assert names == [["a", "epoch"]]
+
+
+def test_loaders_are_asked_for_iterators_before_the_hooks_that_start_a_loop() -> None:
+    drawn: dict[str, list[int]] = {"train": [], "validation": []}
+
+    class Asked(DataLoader[Any]):
+        def __init__(self, what: str) -> None:
+            super().__init__(TensorDataset(torch.ones(3, 1)))
+            self.what = what
+
+        def __iter__(self) -> Any:
+            drawn[self.what].append(-1)
+            return super().__iter__()
+
+    class Net(Line):
+        def on_train_start(self) -> None:
+            drawn["train"].append(0)
+
+        def on_train_epoch_start(self) -> None:
+            drawn["train"].append(1)
+
+        def on_validation_start(self) -> None:
+            drawn["validation"].append(0)
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None: ...
+
+    trainer = Trainer(max_epochs=2, num_sanity_val_steps=0, **QUIET)
+    trainer.fit(Net(), Asked("train"), Asked("validation"))
+    assert drawn == {"train": [-1, 0, 1, 1, -1], "validation": [-1, 0, -1, 0]}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_another_sampler_draws_from_the_rngs_that_were_seeded(rank: int) -> None:
+    seed_everything(7)
+    source = loader(SAMPLES, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES))
+    sharded = Trainer(**QUIET).make_sharded_loader(
+        source, rank, 2, even=True, name="", what="train"
+    )
+    seed_everything(7)
+    drawn = list(source.sampler)
+    order: list[int] = list(DistributedSampler(drawn, num_replicas=2, rank=rank, seed=7))  # type: ignore[arg-type]
+    seed_everything(7)
+    assert list(sharded.sampler) == [drawn[each] for each in order]
+
+
+def test_autocast_casts_a_weight_for_each_use() -> None:
+    class Twice(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(1, 1, bias=False)
+            nn.init.ones_(self.net.weight)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.net(batch[0]).sum() + self.net(batch[0] / 512).sum()  # type: ignore[no-any-return]
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            assert self.net.weight.grad is not None
+            # In bfloat16 the sum would be 1.
+            assert self.net.weight.grad.item() == 1 + 1 / 512
+
+        def configure_optimizers(self) -> Any:
+            return SGD(self.parameters(), lr=0.1)
+
+    trainer = Trainer(max_steps=1, precision="bf16-mixed", **QUIET)
+    trainer.fit(Twice(), DataLoader(TensorDataset(torch.ones(1, 1))))
+    assert trainer.global_step == 1

@@ -43,7 +43,7 @@ def override(base: type, *names: str) -> Any:
     [
         (callbacks.ModelCheckpoint, "_save_topk_checkpoint", lambda one: {"callbacks": one}),
         (callbacks.ModelCheckpoint, "_save_last_checkpoint", lambda one: {"callbacks": [one]}),
-        (callbacks.EarlyStopping, "_run_early_stopping_check", lambda one: {"callbacks": one}),
+        (callbacks.EarlyStopping, "_should_skip_check", lambda one: {"callbacks": one}),
         (loggers.CSVLogger, "group_separator", lambda one: {"logger": one}),
         (strategies.DDPStrategy, "_setup_model", lambda one: {"strategy": one}),
     ],

@@ -14,6 +14,7 @@ from stratagem import Module, callbacks, strategies
 from stratagem.errors import ConfigurationError
 from stratagem_lightning.api import loggers
 from stratagem_lightning.api.callbacks.checkpoint import Checkpoint
+from stratagem_lightning.api.core.module import LightningModule
 from stratagem_lightning.api.core.saving import load_from_checkpoint
 from stratagem_lightning.api.demos.boring_classes import BoringModel
 from stratagem_lightning.api.fabric import Fabric
@@ -287,3 +288,67 @@ def test_private_loading_leaves_out_an_override(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "own.ckpt")
     loaded = Own.load_from_checkpoint(tmp_path / "own.ckpt")
     assert torch.equal(loaded.layer.weight, model.layer.weight)
+
+
+def test_a_subclass_may_set_attributes_before_it_calls_init() -> None:
+    class Own(Trainer):
+        def __init__(self, **options: Any) -> None:
+            self.log_every_n_steps = 7
+            assert self.log_every_n_steps == 7
+            self.profiler = None  # type: ignore[assignment]  # as Lightning's users may
+            self.logger = loggers.DummyLogger()
+            super().__init__(**options)
+
+    trainer = Own(accelerator="cpu", devices=1, logger=False)
+    assert (trainer.logger, trainer.log_every_n_steps) == (None, 50)
+    assert type(trainer.profiler).__name__ == "PassThroughProfiler"
+    trainer.logger = own = loggers.DummyLogger()
+    assert (trainer.logger, trainer.loggers) == (own, [own])
+
+
+class Grows(Net):
+    """Has other parameters from its second batch on."""
+
+    def __init__(self, optimizer: type[torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self.optimizer: Any = torch.optim.SGD
+        self.later = optimizer
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = self.optimizer(self.parameters(), lr=0.1)
+        return made
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.weight = torch.nn.Parameter(torch.ones(()))
+            self.optimizer = self.later
+            self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+def test_a_strategy_sets_up_optimizers_of_other_parameters_within_a_fit() -> None:
+    model = Grows(torch.optim.SGD)
+    quiet(max_epochs=1).fit(model, numbers(4))
+    # One step of 0.1 on the gradient 2 * (1 - (2 + 3) / 10).
+    assert model.weight.item() == pytest.approx(0.9)
+
+
+def test_optimizers_of_another_class_are_refused_within_a_fit() -> None:
+    with pytest.raises(ConfigurationError, match="Adam in the place of a SGD"):
+        quiet(max_epochs=1).fit(Grows(torch.optim.Adam), numbers(4))
+
+
+def test_a_strategy_sets_up_optimizers_only_within_a_fit() -> None:
+    trainer = quiet()
+    with pytest.raises(ConfigurationError, match="within a fit on one device"):
+        trainer.strategy.setup_optimizers(trainer)
+
+
+def test_values_are_logged_by_lightnings_arguments_in_its_order() -> None:
+    class Logs(LightningModule):
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.log("a", batch.sum(), True, None, False, True, "max", True, False, None, True, 2)
+            self.log("b", 1.0, enable_graph=True, sync_dist_group=None, metric_attribute="b")
+
+    trainer = quiet()
+    assert trainer.validate(Logs(), numbers(4), verbose=False) == [{"a": 5.0, "b": 1.0}]
+    assert trainer.progress_bar_metrics == {"a": 5.0}

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SEED_VARIABLE",
     "WORKERS_VARIABLE",
+    "SeededOnce",
     "WorkerSeed",
     "chosen_seed",
     "generator_states",
@@ -118,6 +119,21 @@ def chosen_seed() -> int:
 def seeds_workers() -> bool:
     """Whether `seed_everything(workers=True)` was called."""
     return os.environ.get(WORKERS_VARIABLE) == "1"
+
+
+class SeededOnce:
+    """A `worker_init_fn` of workers that torch seeds when they start, and nobody for each batch.
+
+    A run that resumes within an epoch then draws other numbers in them.
+    """
+
+    def __init__(self, then: Any = None) -> None:
+        self.then = then
+
+    def __call__(self, worker_id: int) -> None:
+        """Call the user's."""
+        if self.then is not None:
+            self.then(worker_id)
 
 
 class WorkerSeed:

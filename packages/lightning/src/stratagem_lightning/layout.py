@@ -349,7 +349,11 @@ _PYTORCH: _Layout = {
     ),
     **_package("pytorch.strategies", _STRATEGIES, _STRATEGY_LEAVES),
     **_package("pytorch.accelerators", _ACCELERATORS, _ACCELERATOR_LEAVES),
-    "pytorch.plugins": {**_PLUGINS, **_LAYER_SYNC},
+    "pytorch.plugins": {
+        **_PLUGINS,
+        **_LAYER_SYNC,
+        **_names({f"{_HELPERS}.types": "_PLUGIN_INPUT=PLUGIN"}),
+    },
     "pytorch.plugins.layer_sync": _LAYER_SYNC,
     **_package(
         "pytorch.serve",
@@ -398,7 +402,7 @@ _PYTORCH: _Layout = {
     "pytorch.trainer.connectors.accelerator_connector": _names(
         {
             f"{_API}.accelerators.connector": "_AcceleratorConnector=AcceleratorConnector",
-            f"{_HELPERS}.types": "_PRECISION_INPUT=PRECISION",
+            f"{_HELPERS}.types": "_LITERAL_WARN=LITERAL_WARN _PRECISION_INPUT=PRECISION",
         }
     ),
     "pytorch.trainer.states": _names(
@@ -481,6 +485,10 @@ _FABRIC_SIDE: _Layout = {
     ),
     "fabric.plugins": {**_PLUGINS, "ClusterEnvironment": _ENVIRONMENTS["ClusterEnvironment"]},
     **_package("fabric.plugins.precision", _PRECISION, _PRECISION_LEAVES),
+    "fabric.plugins.precision.precision": {
+        "Precision": _PRECISION["Precision"],
+        **_names({f"{_HELPERS}.types": "_PRECISION_INPUT=PRECISION"}),
+    },
     **_package("fabric.plugins.environments", _ENVIRONMENTS, _ENVIRONMENT_LEAVES),
     **_package(
         "fabric.plugins.io",
@@ -494,9 +502,13 @@ _FABRIC_SIDE: _Layout = {
     "fabric.utilities": _UTILITIES,
     "fabric.utilities.apply_func": _MOVING,
     "fabric.utilities.cloud_io": _names({f"{_HELPERS}.loading": "_is_dir=is_dir get_filesystem"}),
-    "fabric.connector": _names({f"{_HELPERS}.types": "_PRECISION_INPUT=PRECISION"}),
+    "fabric.connector": _names(
+        {f"{_HELPERS}.types": "_PLUGIN_INPUT=PLUGIN _PRECISION_INPUT=PRECISION"}
+    ),
     "fabric.utilities.data": _DATA,
-    "fabric.utilities.distributed": _names({f"{_HELPERS}.samplers": "DistributedSamplerWrapper"}),
+    "fabric.utilities.distributed": _names(
+        {f"{_HELPERS}.samplers": "DistributedSamplerWrapper", "torch.distributed": "ReduceOp"}
+    ),
     "fabric.utilities.enums": {"LightningEnum": _ENUMS["LightningEnum"]},
     "fabric.utilities.exceptions": _EXCEPTIONS,
     # Private, and in libraries that many use.

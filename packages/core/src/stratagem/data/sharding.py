@@ -19,6 +19,7 @@ from torch.utils.data import (
 from stratagem.data.index_sequence import IndexSequence, draw_all
 from stratagem.errors import UserCodeError
 from stratagem.rng import (
+    SeededOnce,
     WorkerSeed,
     chosen_seed,
     preserve_rng_state,
@@ -108,7 +109,8 @@ def shard_loader(
     """
     if not isinstance(loader, DataLoader):
         return loader
-    if seeds_workers() and loader.num_workers and not isinstance(loader.worker_init_fn, WorkerSeed):
+    is_seeded = isinstance(loader.worker_init_fn, (SeededOnce, WorkerSeed))
+    if seeds_workers() and loader.num_workers and not is_seeded:
         loader = copy.copy(loader)
         loader.worker_init_fn = WorkerSeed(index, loader.worker_init_fn)
     if count == 1 or isinstance(loader.dataset, IterableDataset):

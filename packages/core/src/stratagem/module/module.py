@@ -302,6 +302,10 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
             "on_test_epoch_end); later, use self.logger.log_metrics({...})"
         )
 
+    def _refuse_options(self, message: str) -> None:
+        """Called for unknown options that `configure_optimizers` returned."""
+        raise UserCodeError(message)
+
     def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
         """Log several values, with the options of `log`."""
         for name, value in values.items():

@@ -134,6 +134,9 @@ class Trainer(FrontEnd):
         'single_device'
     """
 
+    _reads_before_hooks = False
+    """Whether loaders are asked for iterators before the hooks that start a loop, not after."""
+
     @public_call
     @none_means_default
     def __init__(

@@ -27,11 +27,13 @@ from stratagem_lightning.api.callbacks.rich_bar import RichProgressBar
 from stratagem_lightning.api.core import advice, dataloader_iter
 from stratagem_lightning.api.core.loops import EvaluationLoop, FitLoop, PredictionLoop
 from stratagem_lightning.api.core.numbers import (
+    cast_each_time,
     count_batches_for_schedulers,
     divide_by_whole_window,
     draw_at_reload,
     in_order_of_distributed_sampler,
     reset_seed,
+    seed_workers_once,
     shard_for_one_rank,
 )
 from stratagem_lightning.api.core.overrides import refuse_uncalled_overrides
@@ -87,10 +89,17 @@ class _Option:
         self._name = name
 
     def __get__(self, of: Any, owner: type) -> Any:
-        return self if of is None else getattr(of.options, self._name)
+        if of is None:
+            return self
+        own = vars(of)
+        return getattr(own["options"], self._name) if "options" in own else own[self._name]
 
     def __set__(self, of: Any, value: Any) -> None:
-        of.options = replace(of.options, **{self._name: value})
+        if "options" in vars(of):
+            of.options = replace(of.options, **{self._name: value})
+        else:
+            # A subclass, before it calls `__init__`, which has the last word.
+            vars(of)[self._name] = value
 
 
 def _taking_arguments_of(base: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -144,6 +153,9 @@ class Trainer(trainer.Trainer):
         50
     """
 
+    # As in Lightning: torch draws a number for each iterator, and such hooks may draw others.
+    _reads_before_hooks = True
+
     @_taking_arguments_of(trainer.Trainer)
     def __init__(self, **options: Any) -> None:
         self._loops: dict[str, EvaluationLoop] = {}
@@ -176,6 +188,9 @@ class Trainer(trainer.Trainer):
             enable_model_summary=enable_model_summary,
             **options,
         )
+        # `make_sharded_loader` gets all loaders, also those that are not divided.
+        self._divides_data = self.options.use_distributed_sampler
+        self.options = replace(self.options, use_distributed_sampler=True)
         if quick and plain and logger not in (False, []):
             self.loggers = [DummyLogger()]
         belongs_to(self.strategy, self)
@@ -279,6 +294,9 @@ class Trainer(trainer.Trainer):
     ) -> Any:
         """Return a loader that reads one rank's part of the data, in Lightning's order."""
         advice.warn_of_loader(loader, what)
+        loader = seed_workers_once(loader, self.global_rank)
+        if not self._divides_data:
+            return loader
         sharded = super().make_sharded_loader(loader, index, count, even=even, name=name, what=what)
         if count == 1:
             sharded = shard_for_one_rank(sharded, self.strategy)
@@ -300,6 +318,7 @@ class Trainer(trainer.Trainer):
 
     def _run_on_rank(self, job: Any) -> Any:
         """Run, and forget before another run what was logged in the one before."""
+        cast_each_time(self.strategy)
         if job.stage != "fit":
             self._latest = type(self._latest)()
         else:
@@ -387,11 +406,33 @@ class Trainer(trainer.Trainer):
     deterministic = _Option()
     benchmark = _Option()
     inference_mode = _Option()
-    use_distributed_sampler = _Option()
     detect_anomaly = _Option()
     enable_autolog_hparams = _Option()
     overfit_batches = _Option()
     reload_dataloaders_every_n_epochs = _Option()
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None."""
+        return super().logger
+
+    @logger.setter
+    def logger(self, logger: Any) -> None:
+        self.loggers = [logger] if logger else []
+
+    @property
+    def profiler(self) -> Profiler:
+        """The profiler; a PassThroughProfiler if none was passed."""
+        return super().profiler
+
+    @profiler.setter
+    def profiler(self, profiler: Profiler | None) -> None:
+        self._profiler = profiler
+
+    @property
+    def use_distributed_sampler(self) -> bool:
+        """Whether data is divided between ranks."""
+        return self._divides_data
 
     @property
     def fast_dev_run(self) -> bool | int:

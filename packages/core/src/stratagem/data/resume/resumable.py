@@ -28,6 +28,7 @@ from stratagem.data.sharding import (
 )
 from stratagem.errors import format_value
 from stratagem.rng import (
+    SeededOnce,
     generator_states,
     generators_of_data,
     generators_of_dataset,
@@ -154,7 +155,7 @@ class Resumable:
     before are passed over without being read. A sampler that draws from the global RNGs,
     or from a generator that it, the loader or the dataset holds, draws again what it drew. Workers
     are seeded for each batch, by the state at the start of the epoch and the batch's number, so
-    that random augmentation repeats as well.
+    that random augmentation repeats as well; not if their `worker_init_fn` is a `SeededOnce`.
 
     An IterableDataset without workers, or a loader that reads no dataset by index, goes on by its
     own state if it has `state_dict` and `load_state_dict`. Of others batches are read and passed
@@ -242,20 +243,21 @@ class Resumable:
             )
         if with_workers and not getattr(loader, "in_order", True):
             self.inexact = f"{self._name} has in_order=False, so its batches come in any order"
+        seeds_batches = with_workers and not isinstance(loader.worker_init_fn, SeededOnce)
         self._order = order_of(loader, self._shard[1])
         self._user_loader = loader
         self._indices = ResumableSampler(
             inner,
             self._generators,
             is_batched=is_batched,
-            first_seed=self._rank * 15_485_863 if with_workers else None,
+            first_seed=self._rank * 15_485_863 if seeds_batches else None,
         )
         # DataLoader refuses assignments to these after __init__; a copy avoids guessing the
         # arguments of a subclass's constructor.
         wrapped = copy.copy(loader)
         wrapped.__dict__["batch_sampler" if is_batched else "sampler"] = self._indices
         wrapped.__dict__["_iterator"] = None
-        if with_workers:
+        if seeds_batches:
             wrapped.__dict__["dataset"] = _SeededDataset(loader.dataset)
         self.loader = wrapped
 

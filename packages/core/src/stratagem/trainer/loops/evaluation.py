@@ -54,12 +54,13 @@ def evaluate(
         metrics = Metrics(run.strategy, LogBuffer((), run.strategy.accelerator), LatestMetrics())
     else:
         metrics = Metrics(run.strategy, run.rows, run.latest, of_evaluation=True)
+    first = _begin_reading(run, loaders)
     with module.logging_to(metrics), _EvaluationMode(run, what):
         with _inference(run):
             hooks.call(f"on_{what}_start")
         with context_of(run.strategy.evaluation, prepared), _inference(run):
             hooks.call(f"on_{what}_epoch_start")
-            for _ in _run_batches(run, prepared, loaders, what, metrics):
+            for _ in _run_batches(run, prepared, loaders, what, metrics, first):
                 pass
             metrics.reduce_epoch()
             hooks.call(f"on_{what}_epoch_end")
@@ -80,12 +81,14 @@ def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) 
     metrics = Metrics(run.strategy, LogBuffer((), run.strategy.accelerator), LatestMetrics())
     predictions: list[list[Any]] = [[] for _ in loaders]
     run.evaluation.predictions = predictions
+    first = _begin_reading(run, loaders)
     with _EvaluationMode(run, "predict"):
         with _inference(run):
             hooks.call("on_predict_start")
         with context_of(run.strategy.evaluation, prepared), _inference(run):
             hooks.call("on_predict_epoch_start")
-            for loader_idx, output in _run_batches(run, prepared, loaders, "predict", metrics):
+            reading = _run_batches(run, prepared, loaders, "predict", metrics, first)
+            for loader_idx, output in reading:
                 if run.job.keeps_predictions:
                     predictions[loader_idx].append(output)
                 del output  # before the next one is computed
@@ -128,18 +131,17 @@ def _run_batches(
     loaders: list[EvaluationLoader],
     what: str,
     metrics: Metrics,
+    first: Iterator[Any] | None,
 ) -> Iterator[tuple[int, Any]]:
     """Yield (loader index, what the step returned) for every batch."""
     method = _STEPS[what]
     step = getattr(run.module, method)
     takes = _arguments_taken(step, 3 if len(loaders) > 1 else 2)
-    for loader in loaders:
-        set_epoch_of(loader.loader, run.progress.epoch)
     context = run.strategy.precision.forward_context() or nullcontext()
     on_start = _with_index(run.hooks.of(f"on_{what}_batch_start"), 3)
     on_end = _with_index(run.hooks.of(f"on_{what}_batch_end"), 4)
     call = partial(run.profiling.of_strategy(method, prepared.evaluation_module), method)
-    reading = _read(run, loaders, method, metrics)
+    reading = _read(run, loaders, method, metrics, first)
     count = sum(loader.batches for loader in loaders)
     feed = run.trainer.make_batch_feed(step, reading, count, takes)
     for batch, batch_idx, loader_idx in feed:
@@ -161,8 +163,20 @@ def _run_batches(
     metrics.begin_loader(None)
 
 
+def _begin_reading(run: Run, loaders: list[EvaluationLoader]) -> Iterator[Any] | None:
+    """Hand the epoch to the loaders; return the first one's iterator if hooks come after it."""
+    for loader in loaders:
+        set_epoch_of(loader.loader, run.progress.epoch)
+    before_hooks = loaders and run.trainer._reads_before_hooks
+    return _batches_of(loaders[0].loader) if before_hooks else None
+
+
 def _read(
-    run: Run, loaders: list[EvaluationLoader], method: str, metrics: Metrics
+    run: Run,
+    loaders: list[EvaluationLoader],
+    method: str,
+    metrics: Metrics,
+    first: Iterator[Any] | None,
 ) -> Iterator[tuple[Any, int, int]]:
     """Yield each batch as a step gets it, its number, and its loader's."""
     reading = f"{method.removesuffix('_step').replace('validation', 'val')}_next"
@@ -174,7 +188,9 @@ def _read(
         metrics.begin_loader(loader_idx if len(loaders) > 1 else None)
         limit = None if loader.batches == float("inf") else int(loader.batches)
         batch_idx = -1
-        for batch_idx, batch in enumerate(islice(reads(_batches_of(loader.loader)), limit)):
+        batches = _batches_of(loader.loader) if first is None else first
+        first = None
+        for batch_idx, batch in enumerate(islice(reads(batches), limit)):
             if convert is not None:
                 batch = convert(batch)
             metrics.batch = batch

@@ -36,6 +36,11 @@ def fit(run: Run, prepared: PreparedModel, step: Step) -> None:
     # Submodules of a model in training mode keep theirs: they may be frozen.
     if not module.training:
         module.train()
+    is_fresh = not (progress.epoch or progress.batches or progress.epoch_is_done)
+    is_begun = run.trainer._reads_before_hooks and is_fresh and data.loader.batches > 0
+    if is_begun:
+        data.loader.set_epoch(0)
+        data.loader.begin_epoch(0, 0)
     hooks.call("on_train_start")
     validation.start_clock()
     data.rank_state.begin_training()
@@ -57,7 +62,9 @@ def fit(run: Run, prepared: PreparedModel, step: Step) -> None:
             hooks.call("on_train_epoch_start")
             check_parameters()
             run.metrics.in_step = True
-            data.rank_state.begin_epoch()
+            if not is_begun:
+                data.rank_state.begin_epoch()
+            is_begun = False
             before = replace(progress)
             # What follows sees the epoch as finished: a checkpoint that is saved from here on
             # resumes with the epoch's end. A stop in the middle leaves it unfinished.

@@ -52,7 +52,7 @@ class LogBuffer:
     def write(self, values: Mapping[str, Any], step: int, epoch: int) -> None:
         """Hand an epoch's values, if any, to the loggers at once, after the rows that are kept."""
         if self._loggers and values:
-            self._rows.append((step, {"epoch": epoch, **values}))
+            self._rows.append((step, {**values, "epoch": values.get("epoch", epoch)}))
         self.flush()
 
     def flush(self) -> None:

@@ -77,11 +77,11 @@ def configure(module: Module) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     if isinstance(returned, Optimizer):
         optimizers = [returned]
     elif isinstance(returned, Mapping):
-        optimizers, schedulers = _from_mappings([returned], who)
+        optimizers, schedulers = _from_mappings(module, [returned], who)
     elif _is_list(returned) and len(returned) == 2 and all(_is_list(part) for part in returned):
         optimizers, schedulers = list(returned[0]), list(returned[1])
     elif _is_list(returned) and returned and all(isinstance(o, Mapping) for o in returned):
-        optimizers, schedulers = _from_mappings(returned, who)
+        optimizers, schedulers = _from_mappings(module, returned, who)
     elif _is_list(returned) and returned:
         optimizers = list(returned)
     else:
@@ -94,8 +94,7 @@ def configure(module: Module) -> tuple[list[Optimizer], list[SchedulerConfig]]:
             f"{who} returned {len(optimizers)} optimizers; automatic optimization takes one: set "
             "automatic_optimization = False and step them in training_step"
         )
-    automatic = module.automatic_optimization
-    configs = [_scheduler_config(s, who, automatic=automatic) for s in schedulers]
+    configs = [_scheduler_config(module, s, who) for s in schedulers]
     for config in configs:
         _check_optimizer(config.scheduler, optimizers, who)
     return optimizers, configs
@@ -118,10 +117,12 @@ def count_steps(optimizer: Any, progress: Progress) -> None:
     optimizer.step = count
 
 
-def _from_mappings(items: Sequence[Mapping[str, Any]], who: str) -> tuple[list[Any], list[Any]]:
+def _from_mappings(
+    module: Module, items: Sequence[Mapping[str, Any]], who: str
+) -> tuple[list[Any], list[Any]]:
     for item in items:
         if unknown := set(item) - {"optimizer", "lr_scheduler", "monitor"}:
-            raise UserCodeError(f"{who} returned a dict with {sorted(unknown)}; {_EXPECTED}")
+            module._refuse_options(f"{who} returned a dict with {sorted(unknown)}; {_EXPECTED}")
     optimizers = [item.get("optimizer") for item in items]
     schedulers = []
     for item in items:
@@ -145,13 +146,16 @@ def _check_optimizer(scheduler: Any, optimizers: Sequence[Optimizer], who: str) 
         )
 
 
-def _scheduler_config(returned: Any, who: str, *, automatic: bool) -> SchedulerConfig:
+def _scheduler_config(module: Module, returned: Any, who: str) -> SchedulerConfig:
+    automatic = module.automatic_optimization
     fields = dict(returned) if isinstance(returned, Mapping) else {"scheduler": returned}
-    if unknown := set(fields) - {field.name for field in dataclasses.fields(SchedulerConfig)}:
-        raise UserCodeError(
+    known = {field.name for field in dataclasses.fields(SchedulerConfig)}
+    if unknown := fields.keys() - known:
+        module._refuse_options(
             f"{who} returned a scheduler with {sorted(unknown)}; expected 'scheduler', 'interval', "
             "'frequency', 'monitor', 'strict', 'name' and 'reduce_on_plateau'"
         )
+        fields = {name: value for name, value in fields.items() if name in known}
     if "scheduler" not in fields:
         raise UserCodeError(f"{who} returned a scheduler's options without 'scheduler'")
     if fields.get("reduce_on_plateau") is None:

@@ -56,7 +56,7 @@ class TrainerConnector:
     def __init__(self, trainer: Trainer) -> None:
         self.strategy, self.accelerator = trainer.strategy, trainer.accelerator
         self.precision_plugin = trainer.precision_plugin
-        self.use_distributed_sampler = trainer.options.use_distributed_sampler
+        self.use_distributed_sampler = trainer.use_distributed_sampler
         plan = trainer.plan
         self.cluster_environment = trainer.strategy.cluster_environment
         self._accelerator_flag = plan.accelerator.name

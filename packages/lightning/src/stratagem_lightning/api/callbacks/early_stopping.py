@@ -56,6 +56,10 @@ class EarlyStopping(callbacks.EarlyStopping):
         self.stopped_by = "" if not reason else reason.name.lower()
 
     def _check(self, trainer: Any) -> None:
+        """Look at the value, by a method that libraries override."""
+        self._run_early_stopping_check(trainer)
+
+    def _run_early_stopping_check(self, trainer: Any) -> None:
         """Look at the value, but not in a quick run, which may not log it."""
         if not trainer.options.fast_dev_run:
             super()._check(trainer)

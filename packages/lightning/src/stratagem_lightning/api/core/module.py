@@ -71,6 +71,50 @@ class LightningModule(Module):
             return
         self.fabric.log(name, value)
 
+    def log(  # type: ignore[override]  # in Lightning's order
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool | None = None,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Log a value; as `Module.log`, with Lightning's arguments in its order.
+
+        Args:
+            name, value, prog_bar, on_step, on_epoch, reduce_fx, sync_dist: as there.
+            add_dataloader_idx, batch_size, rank_zero_only: as there.
+            logger: as there; None: True.
+            enable_graph, metric_attribute: not needed here: no value keeps its graph.
+            sync_dist_group: not needed here: a value is reduced over all ranks.
+        """
+        super().log(
+            name,
+            value,
+            prog_bar,
+            logger is not False,
+            on_step,
+            on_epoch,
+            reduce_fx,
+            sync_dist,
+            batch_size,
+            add_dataloader_idx,
+            rank_zero_only,
+        )
+
+    def _refuse_options(self, message: str) -> None:
+        """Warn, as Lightning does: the options are left out."""
+        rank_zero_warn(f"{message}; the others are ignored")
+
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, or a list of them, of the Trainer or of Fabric.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,10 @@ from stratagem.data import (
     sampler_of,
     with_sampler,
 )
-from stratagem.rng import SEED_VARIABLE, chosen_seed, seeds_workers
+from stratagem.rng import SEED_VARIABLE, SeededOnce, chosen_seed, seeds_workers
 from stratagem.strategies import ParallelStrategy, Strategy
 from stratagem_lightning.api.utilities.samplers import DistributedSamplerWrapper
+from stratagem_lightning.api.utilities.seed import pl_worker_init_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +58,8 @@ def in_order_of_distributed_sampler(loader: Any, what: str, *, shuffles: bool) -
 
     There a DistributedSampler takes the place of the sampler. Training data is always shuffled;
     data of an evaluation is if the loader shuffles. Ranks read equally many samples, except for
-    predictions.
+    predictions. Another sampler of the user's draws from the global RNGs if `seed_everything` was
+    called: a run that resumes within an epoch then needs as many ranks as before.
 
     Args:
         loader: of one rank; one that was not sharded here is left as it is.
@@ -76,9 +79,35 @@ def in_order_of_distributed_sampler(loader: Any, what: str, *, shuffles: bool) -
     }
     if isinstance(own, (RandomSampler, SequentialSampler)):
         part.sampler = DistributedSampler(loader.dataset, **options)
+    elif SEED_VARIABLE in os.environ and (part.even or what != "predict"):
+        # Drawn from the global RNGs, whose states the ranks share after `seed_everything`.
+        options |= {"num_replicas": part.count, "rank": part.index}
+        return with_sampler(loader, DistributedSamplerWrapper(own, **options))
     else:
         part.sampler = DistributedSamplerWrapper(own, **options)
     part.even = part.even or what != "predict"
+    return loader
+
+
+def seed_workers_once(loader: Any, rank: int) -> Any:
+    """Return a loader whose workers draw the random numbers that they draw with Lightning.
+
+    There torch seeds a worker when it starts, and `seed_everything(workers=True)` adds the rank.
+    Our own Trainer seeds workers for each batch, so that a run can resume between two batches.
+
+    Args:
+        loader: the user's; one without workers, or that is no DataLoader, is returned as it is.
+        rank: of this process.
+    """
+    if not isinstance(loader, DataLoader) or not loader.num_workers:
+        return loader
+    own = loader.worker_init_fn
+    if isinstance(own, SeededOnce):
+        return loader
+    if own is None and seeds_workers():
+        own = partial(pl_worker_init_function, rank=rank)
+    loader = copy(loader)
+    loader.worker_init_fn = SeededOnce(own)
     return loader
 
 
@@ -121,6 +150,16 @@ def draw_at_reload(run: Run) -> None:
         return data
 
     run.reopen_training = partial(reopen, run.reopen_training)  # type: ignore[method-assign]
+
+
+def cast_each_time(strategy: Strategy) -> None:
+    """Let autocast cast a weight for each use of it, as it does in Lightning's Trainer.
+
+    With torch's cache the gradients of several uses are added up in the low precision.
+    """
+    context = strategy.precision.forward_context()
+    if isinstance(context, torch.autocast):
+        context._cache_enabled = False
 
 
 def reset_seed(strategy: Strategy) -> None:

@@ -62,11 +62,36 @@ def _save(trainer: Any) -> Callable[..., None]:
     return save_checkpoint
 
 
+def _set_up_again(trainer: Any) -> Callable[[Any], None]:
+    def setup_optimizers(trainer: Any) -> None:
+        """Give the optimizers what `configure_optimizers` returns now, within a fit on one device.
+
+        For a model whose parameters are others than before. Optimizers start from anew.
+        """
+        run = trainer._run
+        if run is None or not isinstance(trainer.strategy, strategies.SingleDeviceStrategy):
+            raise ConfigurationError(
+                "strategy.setup_optimizers() works within a fit on one device, received "
+                f"{type(trainer.strategy).__name__}: parameters must stay the same there"
+            )
+        for own, fresh in zip(run.prepared.optimizers, run._make_optimizers(), strict=True):
+            if type(own) is not type(fresh):
+                raise ConfigurationError(
+                    f"configure_optimizers() returned a {type(fresh).__name__} in the place of a "
+                    f"{type(own).__name__}: expected optimizers of the same classes as before"
+                )
+            # The loop keeps its objects. Schedulers of the new ones change the same groups.
+            own.param_groups, own.state = fresh.param_groups, fresh.state
+
+    return setup_optimizers
+
+
 _OF_TRAINER: dict[str, Callable[[Any], Any]] = {
     "lightning_module": lambda trainer: trainer.lightning_module,
     "model": lambda trainer: trainer.model,
     "optimizers": lambda trainer: trainer.optimizers,
     "lr_scheduler_configs": lambda trainer: trainer.lr_scheduler_configs,
+    "setup_optimizers": _set_up_again,
     "launcher": lambda trainer: trainer.plan.launcher,
     "batch_to_device": _to_device,
     "save_checkpoint": _save,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import random
@@ -92,10 +91,26 @@ def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
         rank: of the process that reads; None: this one.
     """
     rank = rank_zero_only.rank if rank is None else rank
-    # Also where this is called in one process for several workers: torch's seed is the same then.
-    mixed = hashlib.blake2b(f"{torch.initial_seed()} {worker_id} {rank}".encode()).digest()
-    of_python, of_torch, of_numpy = (int.from_bytes(mixed[at : at + 4], "big") for at in (0, 4, 8))
-    random.seed(of_python)
+    # The number that all workers of a loader share; the sequences are those of Lightning.
+    base = torch.initial_seed() - worker_id
+    of_torch, high, low = _sequence(base, worker_id, rank)
     torch.manual_seed(of_torch)
+    random.seed(high << 32 | low)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(of_numpy)
+        numpy = sys.modules["numpy"]
+        numpy.random.seed(numpy.random.SeedSequence([base, worker_id, rank]).generate_state(4))
+
+
+def _sequence(base: int, worker_id: int, rank: int) -> list[int]:
+    """Return three seeds of 64 bits: MurmurHash3's finalizer, then steps of Knuth's generator."""
+    seed = base << 32 | worker_id << 16 | rank
+    seed ^= seed >> 33
+    seed = seed * 0xFF51AFD7ED558CCD % 2**64
+    seed ^= seed >> 33
+    seed = seed * 0xC4CEB9FE1A85EC53 % 2**64
+    seed ^= seed >> 33
+    seeds = []
+    for _ in range(3):
+        seed = (seed * 6364136223846793005 + 1) % 2**64
+        seeds.append(seed)
+    return seeds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ PATH = str | Path
 DEVICE = torch.device | str | int
 MAP_LOCATION = DEVICE | Callable[[Any, str], Any] | dict[DEVICE, DEVICE] | None
 PRECISION = str | int
+PLUGIN = Any
+LITERAL_WARN = Literal["warn"]
 OUT_DICT = dict[str, torch.Tensor]
 EVALUATE_OUTPUT = list[Mapping[str, float]]
 PREDICT_OUTPUT = list[Any] | list[list[Any]]
