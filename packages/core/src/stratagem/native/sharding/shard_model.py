@@ -139,7 +139,7 @@ def _initialise(part: nn.Module, device: torch.device, *, name: str) -> None:
                 setattr(parameter, _SUCCESSOR, part._parameters[key])
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _free_casts(*_: Any) -> None:
     """Free the casts of a group's parameters, which autocast keeps until the forward pass ends."""
     torch.clear_autocast_cache()
