@@ -121,12 +121,12 @@ class TrainLoader:
 
     @property
     def compares_ranks(self) -> bool:
-        """Whether ranks exchange before each step how many batches they have."""
+        """Whether ranks compare their numbers of batches before each step."""
         return self._uneven is not None
 
     @property
     def batch_size(self) -> int | None:
-        """The number of samples in a batch, of the first loader; None if it does not say."""
+        """The number of samples in a batch of the first loader; None if it is unknown."""
         first = self._each()[0]
         for holder in (first, getattr(first, "batch_sampler", None)):
             size = getattr(holder, "batch_size", None)
@@ -137,7 +137,7 @@ class TrainLoader:
     # -- an epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Hand the epoch to the loader's samplers."""
+        """Set the epoch of the loader's samplers."""
         set_epoch_of(self.loader, epoch)
 
     def _each(self) -> list[Any]:
@@ -177,7 +177,7 @@ class TrainLoader:
         return self._read_ahead_steps(accumulate)
 
     def check_end(self, done: int) -> None:
-        """Check what `steps` has yielded, when it yields no more; `done` batches in this epoch.
+        """Check the number of batches at the end of `steps`; `done` is the number in this epoch.
 
         Raises:
             UserCodeError: nothing, or fewer than the length said that other ranks rely on.
@@ -218,11 +218,11 @@ class TrainLoader:
     # -- resuming
 
     def state(self, *, within_epoch: bool = True) -> dict[str, Any]:
-        """Return where this rank is in its data; weights-only-safe data. See `Resumable.state`."""
+        """Return this rank's position in its data, as safe data. See `Resumable.state`."""
         return self._data.state(within_epoch=within_epoch)
 
     def resume(self, states: Sequence[dict[str, Any]], done: int) -> int:
-        """Restore what `state` returned on each rank that saved; return how many batches are done.
+        """Restore the states of the saving ranks; return the number of finished batches.
 
         Args:
             states: in the order of those ranks.
@@ -244,7 +244,7 @@ class TrainLoader:
         return self._data.resume(states, done)
 
     def close(self) -> None:
-        """Let go of the data, at the end of a fit."""
+        """Release the data at the end of a fit."""
         self._epoch = iter(())
         self._data.close()
 

@@ -25,7 +25,7 @@ _PIECE = 2**18
 
 
 class DivergenceCheck:
-    """Compares the ranks every few steps: the step, whether there is a loss, and the parameters.
+    """Compares the step, the presence of a loss and the parameters of all ranks.
 
     A check reads each parameter once (about 0.7 s for 100 million on one core) and gathers three
     numbers of every rank; the names of what differs are looked for only once something does.
@@ -47,7 +47,7 @@ class DivergenceCheck:
         ]
 
     def check(self, step: int, has_loss: bool) -> None:
-        """After an optimizer step: compare, if it is time.
+        """Compare the ranks after an optimizer step, if a comparison is due.
 
         Raises:
             DivergenceError: ranks differ; says which and in what.

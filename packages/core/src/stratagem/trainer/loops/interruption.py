@@ -103,7 +103,7 @@ class Interruption(AbstractContextManager["Interruption"]):
         return bool(received) or is_time_up
 
     def end_within(self, seconds: float) -> None:
-        """End the fit once so many seconds are over, unless it ends before."""
+        """End the fit after this number of seconds at the latest."""
         deadline = time.monotonic() + seconds
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
 

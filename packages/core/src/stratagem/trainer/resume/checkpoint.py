@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 class Weights(NamedTuple):
-    """A model's state as it is saved.
+    """The state of a model for a checkpoint.
 
     Attributes:
         state: weights and buffers by name, which alias the live ones.
@@ -75,7 +75,7 @@ def collect_weights(run: Run) -> Weights:
 
 
 def collect_checkpoint(run: Run, weights: Weights, *, weights_only: bool) -> dict[str, Any]:
-    """Return a checkpoint of the run as it is; called on every rank.
+    """Return a checkpoint of the run; called on every rank.
 
     Tensors in it alias the live ones.
 

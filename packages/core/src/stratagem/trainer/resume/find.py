@@ -37,12 +37,12 @@ class ResumePoint:
     restarts: Restarts | None = None
 
     def of_run(self, run_id: str | None) -> ResumePoint:
-        """Return this point with the identity that a checkpoint holds, if it holds one."""
+        """Return this point with the run ID of a checkpoint, if the checkpoint has one."""
         return replace(self, run_id=run_id) if run_id else self
 
 
 def find_resume_point(trainer: Trainer, job: Job) -> ResumePoint:
-    """Decide what a run goes on from, and let a fit's loggers choose where they write.
+    """Return the resume point of a run, and let a fit's loggers choose their folders.
 
     Called on every rank, before anything else of the run: a resumed fit goes on in the loggers'
     folders of the fit before, and callbacks ask for those folders.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def state_of_rank(run: Run) -> dict[str, Any]:
-    """Return what this rank saves for itself; after an evaluation it has no place in the data."""
+    """Return the state that only this rank has; after an evaluation, without data position."""
     if run.rank_state is None:
         strategy = run.strategy
         return {"random": rng_state(strategy.accelerator, strategy.device), "loader": {}}
@@ -69,11 +69,11 @@ class RankState:
         self._within_epoch = False
 
     def watch(self, validation: Sequence[Any]) -> None:
-        """Take these for the validation loaders from here on."""
+        """Replace the validation loaders."""
         self._validation = validation
 
     def state(self) -> dict[str, Any]:
-        """Return what differs between the ranks; weights-only-safe data."""
+        """Return the state that differs between ranks, as weights-only-safe data."""
         return {
             "random": rng_state(*self._rng_of),
             "loader": self._loader.state(within_epoch=not self._progress.epoch_is_done),
@@ -85,11 +85,11 @@ class RankState:
         }
 
     def keep_values(self) -> None:
-        """Let checkpoints hold the present values of the epoch, which ends early."""
+        """Freeze the epoch's current values for checkpoints, because the epoch ends early."""
         self._epoch.keep()
 
     def resume(self, states: RankStates) -> None:
-        """Restore what `state` returned on each rank; the progress is that of the checkpoint.
+        """Restore the states of the saving ranks; the checkpoint's progress is restored before.
 
         Of more ranks than saved, the further ones keep their own RNG states.
         """
@@ -118,7 +118,7 @@ class RankState:
             set_generator_states(generators_of_data(loader), generators)
 
     def begin_training(self) -> None:
-        """Restore the RNG states of a checkpoint whose epoch was at its end, and its values."""
+        """Restore the RNG states and values of a checkpoint from the end of an epoch."""
         if self._progress.epoch_is_done:
             self._epoch.restore_epoch()
         if not self._within_epoch:

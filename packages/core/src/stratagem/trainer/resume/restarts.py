@@ -94,7 +94,7 @@ class Restarts:
         return found or requested
 
     def saved(self, path: str | Path) -> None:
-        """Note a checkpoint that is durable by now; called on every rank."""
+        """Record a durable checkpoint; called on every rank."""
         if self._run_id is None or not self._strategy.ranks.is_global_zero:
             return
         newest = str(paths.absolute(path))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def batch_converter(
     strategy: Strategy, module: Module, datamodule: DataModule | None, dataloader_idx: int = 0
 ) -> Callable[[Any], Any] | None:
-    """Return what makes the step's batch of the loader's, or None: nothing to do.
+    """Return the function that converts a loader's batch for the step, if any is needed.
 
     Looked up once for a loop. Where nobody overrides a hook that is the strategy's own conversion.
 
@@ -90,7 +90,7 @@ class BatchFeed:
             yield batch
 
     def run(self, step: Callable[..., Any]) -> Any:
-        """Call the step for the present item; return what the step returns.
+        """Call the step with the current batch; return its result.
 
         Raises:
             EndOfEpoch: there was no batch for this call.
@@ -99,7 +99,7 @@ class BatchFeed:
 
 
 def refuse_dataloader_iter(step: Callable[..., Any]) -> None:
-    """Refuse a step that takes `dataloader_iter` in place of a batch.
+    """Raise if a step takes `dataloader_iter` instead of a batch.
 
     Raises:
         UserCodeError: the step takes it.
@@ -119,7 +119,7 @@ def refuse_dataloader_iter(step: Callable[..., Any]) -> None:
 def training_batches(
     loader: TrainLoader, convert: Callable[[Any], Any] | None, metrics: Metrics, done: int = 0
 ) -> Iterator[IndexedBatch]:
-    """Yield each training batch of the epoch as `training_step` receives it.
+    """Yield the training batches of the epoch in the form for `training_step`.
 
     Args:
         loader: in an epoch.

@@ -32,7 +32,7 @@ STEP_HOOKS = ("optimizer_step", "optimizer_zero_grad", "backward", "configure_gr
 
 
 def step_hooks_of(module: Module) -> list[str]:
-    """Return which pieces of a step a Module does itself.
+    """Return the names of the step hooks that a Module overrides.
 
     Example:
         >>> from stratagem import Module
@@ -45,7 +45,7 @@ def step_hooks_of(module: Module) -> list[str]:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's step computes the loss itself, as LBFGS's does.
+    """Return whether an optimizer's step computes the loss itself, like LBFGS.
 
     Example:
         >>> import torch
@@ -61,7 +61,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 def check_step_hooks(
     module: Module, strategy: Strategy, plan: RunPlan, options: StepOptions
 ) -> None:
-    """Check that what a Module does of its steps can be called, before anything runs.
+    """Check that a Module's overridden step hooks can be called, before training.
 
     With manual optimization there is a warning only: nobody expects them to be called there.
 
@@ -351,7 +351,7 @@ class _WatchedStep(Step):
 
 
 def make_step(run: Run, prepared: PreparedModel) -> Step:
-    """Return the step of a fit, of the simplest class that does what the run needs.
+    """Return the optimizer step of a fit, in the simplest class with the needed features.
 
     Raises:
         UserCodeError: `training_step` takes `dataloader_iter`.

@@ -102,7 +102,7 @@ def configure(module: Module) -> tuple[list[Optimizer], list[SchedulerConfig]]:
 
 
 def count_steps(optimizer: Any, progress: Progress) -> None:
-    """Count the steps that user code takes itself, but for those that loss scaling leaves out.
+    """Count the steps of user code, except steps that loss scaling skips.
 
     Args:
         optimizer: a `LiteOptimizer`.

@@ -42,15 +42,15 @@ class Schedulers:
         """The last step after which those that step with a value by steps were looked at."""
 
     def suspend(self) -> None:
-        """Step none of them from here on, in this fit: something else sets learning rates."""
+        """Stop stepping schedulers for the rest of the fit; a callback sets learning rates."""
         self._automatic = False
 
     def steps(self) -> int:
-        """Return the number of steps, by which those of the interval "step" are due."""
+        """Return the step count for schedulers with the interval "step"."""
         return self._progress.global_step
 
     def step(self, interval: str, count: int) -> None:
-        """Step those that are due after the `count`-th epoch or step, without a value."""
+        """Step the schedulers that are due after the `count`-th epoch or step, without a value."""
         if not self._automatic:
             return
         for config in self.configs:
@@ -58,12 +58,12 @@ class Schedulers:
                 self._take_step(config.scheduler, None)
 
     def step_after_validation(self, names: Collection[str]) -> None:
-        """Step those that wait for one of the values that validation has logged."""
+        """Step the schedulers whose monitored value comes from validation."""
         self._names_of_validation.update(names)
         self._step_monitored(lambda name: name in self._names_of_validation)
 
     def step_after_epoch(self, is_metric_pending: Callable[[str], bool]) -> None:
-        """Step those that wait for any other value.
+        """Step the schedulers whose monitored value does not come from validation.
 
         Args:
             is_metric_pending: whether a value that is not there yet may be logged in a later epoch.
@@ -83,13 +83,13 @@ class Schedulers:
 
     @property
     def have_values_by_steps(self) -> bool:
-        """Whether one of them steps with a value after every so many optimizer steps."""
+        """Whether a scheduler with the interval "step" monitors a value."""
         return self._automatic and any(
             config.reduce_on_plateau and config.interval == "step" for config in self.configs
         )
 
     def step_after_step(self, ranks: Ranks, is_metric_pending: Callable[[str], bool]) -> None:
-        """Step those that are due with a value after an optimizer step, and its validation if any.
+        """Step the schedulers with a monitored value that are due after an optimizer step.
 
         Ranks step them with the mean of their values, so that they go on with one learning rate.
 
@@ -119,19 +119,19 @@ class Schedulers:
         self._take_step(config.scheduler, value)
 
     def position(self) -> dict[str, Any]:
-        """Return what tells which steps with a value are still to be taken; safe data."""
+        """Return the position in the schedule of monitored values, as weights-only-safe data."""
         return {"seen": self._seen, "of_validation": sorted(self._names_of_validation)}
 
     def go_on_from(self, position: dict[str, Any]) -> None:
-        """Restore what `position` returned."""
+        """Restore a `position`."""
         self._seen = position["seen"]
         self._names_of_validation = set(position["of_validation"])
 
     def state(self) -> list[Any]:
-        """Return the state of each."""
+        """Return the states of all schedulers."""
         return [config.scheduler.state_dict() for config in self.configs]
 
     def load_state(self, states: list[Any]) -> None:
-        """Restore what `state` returned."""
+        """Restore the states of all schedulers."""
         for config, state in zip(self.configs, states, strict=True):
             load_scheduler_state(config.scheduler, state)
