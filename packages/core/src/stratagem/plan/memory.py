@@ -22,7 +22,7 @@ class StepMemory:
     """The memory of a process during an optimizer step, in bytes.
 
     Attributes:
-        parameters, gradients, optimizer, buffers: the parts of the model's state.
+        parameters, gradients, optimizer, buffers: the size of this part of the model's state.
         working: other memory: activations, inputs, gathered parameters, and buffers of
             communication and kernels.
         sent: the bytes that the process passes to collectives in the step.

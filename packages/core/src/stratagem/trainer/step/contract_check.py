@@ -1,4 +1,4 @@
-"""What a strategy's own `train_step` must do in every step, checked after it."""
+"""StrategyCheck: checks that a strategy's own `train_step` follows its interface."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def takes_own_steps(kind: type[Strategy]) -> bool:
 class StrategyCheck:
     """Checks a fit's steps, so that a strategy's errors do not go unnoticed.
 
-    That a step was counted and its batches were ended is compared after every step, by the numbers
-    that `Step` keeps anyway; the rest once, after the first step of a strategy that takes its steps
-    itself.
+    After every step, the numbers of counted steps and ended batches are checked, which `Step`
+    records anyway. The other checks run once, after the first step of a strategy with its own
+    steps.
 
     Args:
-        strategy: whose steps.
-        prepared: the model that is trained.
-        clip: the Trainer's option.
+        strategy: the strategy.
+        prepared: the prepared model.
+        clip: the Trainer's clipping options.
 
     Attributes:
-        is_due: whether the first step is to be checked.
-        clip_was_read: whether the strategy has asked how to clip.
+        is_due: whether the first step has to be checked.
+        clip_was_read: whether the strategy has read the clipping options.
     """
 
     def __init__(

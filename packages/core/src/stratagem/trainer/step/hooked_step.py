@@ -1,4 +1,4 @@
-"""The step of a fit; HookedStep, of which the Module or the optimizer does a part itself."""
+"""make_step, and HookedStep: a step with parts that the Module or the optimizer runs itself."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def check_step_hooks(
 ) -> None:
     """Check that a Module's overridden step hooks can be called, before training.
 
-    With manual optimization there is a warning only: nobody expects them to be called there.
+    With manual optimization, uncalled hooks are only a warning.
 
     Raises:
-        ConfigurationError: the strategy, or compile="step", takes the step as a whole.
+        ConfigurationError: if the strategy or compile="step" runs the step as a whole.
     """
     own = step_hooks_of(module)
     if not module.automatic_optimization:
@@ -101,7 +101,7 @@ def check_closure(
     """Check that an optimizer that needs a closure can be stepped with one.
 
     Raises:
-        ConfigurationError: the loss cannot be computed again within its step.
+        ConfigurationError: if the loss cannot be computed again within the optimizer's step.
     """
     if not needs_closure(optimizer):
         return
@@ -259,7 +259,7 @@ class HookedStep(Step):
         loss = None if self._loss is None else self._loss.detach()
         ranks = self._strategy.ranks
         if loss is not None and self._hands_closure_over and ranks.world_size > 1:
-            # What an optimizer decides by the loss, it has to decide alike on every rank.
+            # An optimizer that makes decisions by the loss has to make the same ones on every rank.
             return ranks.all_reduce(loss, "mean")
         return loss
 

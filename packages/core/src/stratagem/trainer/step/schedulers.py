@@ -22,11 +22,11 @@ class Schedulers:
     """The learning rate schedulers of a run.
 
     Args:
-        progress: of the run.
-        metric: returns the latest logged value of a name, for whom is named after it; an error if
-            there is none.
-        module: whose `lr_scheduler_step` steps them; with manual optimization the user's own code
-            does.
+        progress: the progress of the run.
+        metric: a function that takes a name and the class that needs the value, and returns the
+            latest logged value or raises.
+        module: the Module, whose `lr_scheduler_step` steps the schedulers. With manual
+            optimization, the user's code steps them.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Schedulers:
         self._take_step = module.lr_scheduler_step
         self._names_of_validation: set[str] = set()
         self._seen = -1
-        """The last step after which those that step with a value by steps were looked at."""
+        """The last optimizer step after which schedulers with a value were checked."""
 
     def suspend(self) -> None:
         """Stop stepping schedulers for the rest of the fit; a callback sets learning rates."""
@@ -66,14 +66,14 @@ class Schedulers:
         """Step the schedulers whose monitored value does not come from validation.
 
         Args:
-            is_metric_pending: whether a value that is not there yet may be logged in a later epoch.
+            is_metric_pending: a function that returns whether a missing value may be logged later.
         """
         self._step_monitored(
             lambda name: name not in self._names_of_validation and not is_metric_pending(name)
         )
 
     def _step_monitored(self, is_there: Callable[[str], bool]) -> None:
-        """Step those that are due in this epoch, each with its value."""
+        """Step the schedulers that are due in this epoch, each with its value."""
         if not self._automatic or not self._progress.epoch_is_done:
             return
         for config in self.configs:
@@ -91,10 +91,11 @@ class Schedulers:
     def step_after_step(self, ranks: Ranks, is_metric_pending: Callable[[str], bool]) -> None:
         """Step the schedulers with a monitored value that are due after an optimizer step.
 
-        Ranks step them with the mean of their values, so that they go on with one learning rate.
+        A validation after the optimizer step runs first. All ranks use the mean of their values, so
+        that their learning rates stay equal.
 
         Args:
-            ranks: that train together.
+            ranks: the ranks of the run.
             is_metric_pending: see `step_after_epoch`.
         """
         if self._progress.global_step == self._seen or not self.have_values_by_steps:
