@@ -82,16 +82,16 @@ def _cpp_compiler() -> str | None:
 
 
 def parts_to_compile(model: nn.Module, groups: Collection[nn.Module] = ()) -> list[nn.Module]:
-    """Return the modules whose forward is compiled.
+    """Return the modules of a model whose forward is compiled.
 
-    Those are the model and its children with parameters (the elements of a ModuleList or
-    ModuleDict in the place of one), whichever the user's code calls; one that is called within
-    another is a part of that one's graph. Where the strategy has divided the model into groups,
-    whose hooks would break such a graph, they are the groups alone.
+    These are the model and its children with parameters, because the user's code may call any of
+    them. A ModuleList or ModuleDict is replaced by its elements. A module that is called within
+    another becomes a part of the other's graph. If the strategy has split the model into groups,
+    only the groups are compiled, since their hooks would break larger graphs.
 
     Args:
-        model: the user's.
-        groups: of a strategy that gathers parameters by group.
+        model: the user's model.
+        groups: the groups of a strategy that gathers parameters by group.
 
     Example:
         >>> model = nn.ModuleDict({"net": nn.Sequential(nn.Linear(2, 2)), "loss": nn.MSELoss()})
@@ -125,7 +125,7 @@ def _has_forward(part: nn.Module) -> bool:
 def compile_model(
     model: nn.Module, compilation: Compilation, groups: Collection[nn.Module] = ()
 ) -> None:
-    """Compile the parts of a model in place; those that the user has compiled stay as they are.
+    """Compile the parts of a model in place, except parts that the user has compiled.
 
     Args:
         model: the user's.
@@ -138,7 +138,7 @@ def compile_model(
 
 
 def uncompile_model(model: nn.Module) -> None:
-    """Take back what `compile_model` did to a model."""
+    """Undo `compile_model` on a model."""
     for part in model.modules():
         undo = part.__dict__.pop(_MARK, None)
         if undo is not None:
@@ -249,7 +249,7 @@ def _framed(call: Callable[..., Any], part: nn.Module) -> Callable[..., Any]:
 
 
 def own_module(module: Any) -> Any:
-    """Return the module in what `torch.compile(module)` returned, compiled in place instead.
+    """Return the module inside the result of `torch.compile(module)`, compiled in place.
 
     Its options and its compiled code stay; its parameters have the module's own names, without
     the `_orig_mod.` that the wrapper puts before them. Anything else is returned as it is.
@@ -272,7 +272,7 @@ def own_module(module: Any) -> Any:
 
 
 def adopt_compiled(model: nn.Module) -> None:
-    """Put the module itself in the place of each submodule that `torch.compile` has wrapped.
+    """Replace each submodule that `torch.compile` has wrapped by the module itself.
 
     Example:
         >>> import torch

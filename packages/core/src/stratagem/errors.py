@@ -61,7 +61,7 @@ class StratagemError(Exception):
 
 
 class ConfigurationError(StratagemError, ValueError):
-    """What was asked for cannot be; raised before any process starts where that can be known."""
+    """The request cannot be met; raised before any process starts if possible."""
 
 
 class UnknownNameError(ConfigurationError, LookupError):
@@ -73,7 +73,7 @@ class AmbiguousNameError(ConfigurationError):
 
 
 class MissingPackageError(ConfigurationError, ModuleNotFoundError):
-    """What was asked for needs a package that is not installed; names the command for it."""
+    """The request needs a package that is not installed; names the command for it."""
 
     # ModuleNotFoundError formats its own arguments; ours is one sentence.
     def __str__(self) -> str:

@@ -84,7 +84,7 @@ def seed_everything(
 
 
 def seed_host(seed: int) -> None:
-    """Seed Python, NumPy if it is imported, and torch on the host alone.
+    """Seed Python, torch's CPU generator, and NumPy if imported.
 
     `torch.manual_seed` takes 83 us, for all devices.
     """
@@ -203,13 +203,13 @@ def set_rng_state(
     accelerator: Accelerator | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Restore what `rng_state` returned.
+    """Restore a state from `rng_state`.
 
-    The state of a device is restored on one of the same type, whatever its index; on another type
-    it means nothing, and that device's RNG stays as it is.
+    The state of a device is restored on a device of the same type with any index. On a device of
+    another type, the RNG stays unchanged.
 
     Args:
-        state: as `rng_state` returned it, here or in an earlier run.
+        state: the result of `rng_state`, from this or an earlier run.
         accelerator, device: as in `rng_state`.
     """
     version, words, gauss = state["python"]
@@ -228,7 +228,7 @@ def set_rng_state(
 
 
 def inherited_rng() -> dict[str, Any]:
-    """Return what `inherit_rng` gives to a process that this one starts: weights-only-safe data.
+    """Return the RNG state for `inherit_rng` in a child process, as weights-only-safe data.
 
     Example:
         >>> import torch
@@ -242,7 +242,7 @@ def inherited_rng() -> dict[str, Any]:
 
 
 def inherit_rng(inherited: Mapping[str, Any]) -> None:
-    """Draw from here on what the process would draw that returned this from `inherited_rng`.
+    """Continue with the random numbers of the process that called `inherited_rng`.
 
     Devices, of which that process may have used none yet, are seeded as it was.
     """
@@ -316,12 +316,12 @@ def generators_of_data(loader: Any) -> list[Any]:
 
 
 def generator_states(generators: Sequence[Any]) -> list[Any]:
-    """Return the states of what `generators_of` found, as weights-only-safe data."""
+    """Return the states of generators from `generators_of`, as weights-only-safe data."""
     return [_generator_state(generator) for generator in generators]
 
 
 def set_generator_states(generators: Sequence[Any], states: Sequence[Any]) -> None:
-    """Restore what `generator_states` returned, as far as the two correspond."""
+    """Restore states from `generator_states`, as far as the two lists correspond."""
     for generator, state in zip(generators, states, strict=False):
         if isinstance(generator, torch.Generator):
             generator.set_state(state)

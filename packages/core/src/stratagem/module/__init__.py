@@ -1,4 +1,4 @@
-"""What users subclass: Module and DataModule."""
+"""Base classes for users: Module and DataModule."""
 
 from __future__ import annotations
 

@@ -24,15 +24,18 @@ DataModuleType = TypeVar("DataModuleType", bound="DataModule")
 
 
 class DataModule(HyperParametersMixin, DataHooks):
-    """Prepares data and makes the loaders; a copy belongs to no Trainer.
+    """Base class of data modules, which prepare data and create the loaders of a run.
 
     Call sequence:
-        1. `prepare_data` on rank 0 of each node only: download, write to disk. Assign nothing.
-        2. `setup(stage)` on every rank: read, split.
+        1. `prepare_data` on rank 0 of each node only: download, write to disk. It must not set
+           attributes, since other ranks would not have them.
+        2. `setup(stage)` on every rank: read and split the data.
         3. The loader methods, on every rank, when they are needed.
         4. `on_before_batch_transfer`, `transfer_batch_to_device` and `on_after_batch_transfer` for
            each batch.
-        5. `teardown(stage)` on every rank; `on_exception` where the run has failed.
+        5. `teardown(stage)` on every rank; `on_exception` if the run failed.
+
+    Copies and pickles of a DataModule are not attached to a Trainer.
 
     Example:
         >>> import torch
@@ -50,13 +53,13 @@ class DataModule(HyperParametersMixin, DataHooks):
         return {**self.__dict__, "trainer": None}
 
     def prepare_data(self) -> None:
-        """Download and write to disk; on rank 0 of each node, before the others go on."""
+        """Download data and write it to disk; called on rank 0 of each node; other ranks wait."""
 
     def setup(self, stage: str) -> None:
-        """Read and split; `stage` is "fit", "validate", "test" or "predict"."""
+        """Read and split the data; `stage` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
-        """Release what `setup` took."""
+        """Release the resources that `setup` acquired."""
 
     def train_dataloader(self) -> Any:
         """Return the loader for training."""
@@ -75,26 +78,28 @@ class DataModule(HyperParametersMixin, DataHooks):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has to hold; weights-only-safe data."""
+        """Return the state to save in checkpoints, as weights-only-safe data."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the state from a `state_dict`."""
 
-    # -- made of something
+    # -- alternative constructors
 
     @classmethod
     def load_from_checkpoint(
         cls: type[DataModuleType], checkpoint_path: str | Path, **kwargs: Any
     ) -> DataModuleType:
-        """Make a DataModule from a Trainer's checkpoint, with its hyperparameters and state.
+        """Create a DataModule from a Trainer's checkpoint, with its hyperparameters and state.
 
         Args:
-            checkpoint_path: what a Trainer saved, a local path or a URL.
-            **kwargs: arguments of `__init__`, in place of those in the checkpoint.
+            checkpoint_path: a Trainer's checkpoint, as a local path or a URL.
+            **kwargs: arguments of `__init__`; these replace saved hyperparameters.
 
         Raises:
-            CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says why.
+            CheckpointNotFoundError: if the path does not exist.
+            CheckpointCorruptError: if the file is damaged.
+            CheckpointMismatchError: if the checkpoint does not fit the class.
         """
         from stratagem.errors import naming
 
@@ -116,12 +121,13 @@ class DataModule(HyperParametersMixin, DataHooks):
         num_workers: int = 0,
         **kwargs: Any,
     ) -> DataModuleType:
-        """Make a DataModule whose loaders read datasets.
+        """Create a DataModule from datasets.
 
         Args:
-            train_dataset, val_dataset, test_dataset, predict_dataset: a dataset; a list or a dict
-                of several, with a loader for each; None: there is no such loader.
-            batch_size, num_workers: of every loader. Training shuffles what can be shuffled.
+            train_dataset, val_dataset, test_dataset, predict_dataset: a dataset, or a list or dict
+                of datasets, with a loader for each. None: no loader.
+            batch_size, num_workers: options of every loader. The training loader shuffles map-style
+                datasets.
             **kwargs: arguments of `__init__`.
 
         Example:

@@ -1,7 +1,7 @@
-"""The hooks that a Module and a DataModule have: the base of each does nothing.
+"""The hooks of a Module and a DataModule; the base classes' own hooks do nothing.
 
-So an override may call `super().on_train_start()`, as cooperating base classes do. A base's own
-hooks are never collected (`trainer/hooks.py`), so that they cost nothing.
+So an override may call `super().on_train_start()`, as cooperating base classes do. The Trainer
+collects only overridden hooks (`trainer/hooks.py`), so the others cost nothing.
 """
 
 from __future__ import annotations
@@ -19,54 +19,54 @@ if TYPE_CHECKING:
 
 
 class DataHooks:
-    """What happens to a batch on its way to the device; of a Module or a DataModule.
+    """Hooks of a Module or a DataModule that move a batch to the device.
 
-    Called for each batch in the order in which they stand here, once the strategy's ranks have
-    divided the data. Where both override one, the DataModule's is called. `dataloader_idx` is the
-    evaluation loader's; 0 in training.
+    The Trainer calls them for each batch, in the order of their definition, after the data was
+    split over the ranks. If both the Module and the DataModule override a hook, the DataModule's is
+    called. `dataloader_idx` is the index of the evaluation loader, and 0 in training.
     """
 
     prepare_data_per_node: bool = True
-    """`prepare_data` is called on rank 0 of each node; False: on rank 0 of all only."""
+    """If True, `prepare_data` is called on rank 0 of each node; if False, only on global rank 0."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return what is to be moved, from what the loader yielded."""
+        """Transform a batch from the loader, before it is moved to the device."""
         return batch
 
     def transfer_batch_to_device(
         self, batch: Any, device: torch.device, dataloader_idx: int
     ) -> Any:
-        """Return the batch on a device; for batches whose tensors are not found in them."""
+        """Move a batch to the device; override it for types that Stratagem cannot move."""
         return move_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return what the step is given, from what is on the device by now."""
+        """Transform a batch on the device, before it is passed to the step."""
         return batch
 
     def on_exception(self, exception: BaseException) -> None:
-        """Called when a run ends by an exception, before it is raised further."""
+        """Called when a run fails with an exception, before the exception is raised again."""
 
 
 class ModuleHooks(DataHooks, nn.Module):
-    """The hooks of `Callback` as a Module has them: without their first two arguments."""
+    """The hooks of `Callback` for a Module, without their first two arguments."""
 
     def setup(self, stage: str) -> None:
-        """Called before anything else; `stage` is "fit", "validate", "test" or "predict"."""
+        """Called first in each run; `stage` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
-        """Called after everything else."""
+        """Called last in each run."""
 
     def on_fit_start(self) -> None:
-        """Called when the model is prepared and a checkpoint, if any, is loaded."""
+        """Called after the model is prepared and the checkpoint, if any, is loaded."""
 
     def on_fit_end(self) -> None:
         """Called when fit ends without an exception."""
 
     def on_sanity_check_start(self) -> None:
-        """Called before the validation batches that are run before training."""
+        """Called before the sanity check, which runs validation batches before training."""
 
     def on_sanity_check_end(self) -> None:
-        """Called after them."""
+        """Called after the sanity check."""
 
     # -- training
 
@@ -89,13 +89,13 @@ class ModuleHooks(DataHooks, nn.Module):
         """Called after each training batch; `outputs` is a dict with the key "loss"."""
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Called before each backward."""
+        """Called before each backward pass."""
 
     def on_after_backward(self) -> None:
-        """Called after each backward."""
+        """Called after each backward pass."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Called when all gradients are there, before they are clipped."""
+        """Called after the last backward pass of a step, before gradients are clipped."""
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
         """Called after the optimizer step, before gradients are cleared."""
@@ -103,16 +103,16 @@ class ModuleHooks(DataHooks, nn.Module):
     # -- validation
 
     def on_validation_model_zero_grad(self) -> None:
-        """Called before validation within a fit: to free what gradients are kept by then."""
+        """Called before validation within a fit; an override can free gradients here."""
 
     def on_validation_model_eval(self) -> None:
         """Set evaluation mode; called before `on_validation_start`."""
         self.eval()
 
     def on_validation_model_train(self) -> None:
-        """Leave evaluation mode; if overridden, in the place of what is done after validation.
+        """Leave evaluation mode; called after validation, only if overridden.
 
-        That gives every submodule the mode back that it had before.
+        By default, the Trainer restores the mode that each submodule had before.
         """
         self.train()
 
@@ -120,13 +120,13 @@ class ModuleHooks(DataHooks, nn.Module):
         """Called before validation."""
 
     def on_validation_end(self) -> None:
-        """Called after validation, when its values are there."""
+        """Called after validation, when its metrics are available."""
 
     def on_validation_epoch_start(self) -> None:
         """Called before the first validation batch."""
 
     def on_validation_epoch_end(self) -> None:
-        """Called after the last validation batch; values may still be logged."""
+        """Called after the last validation batch; may still log values."""
 
     def on_validation_batch_start(
         self, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -136,7 +136,7 @@ class ModuleHooks(DataHooks, nn.Module):
     def on_validation_batch_end(
         self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called after each validation batch, with what `validation_step` returned."""
+        """Called after each validation batch; `outputs` is the result of `validation_step`."""
 
     # -- testing
 
@@ -145,9 +145,9 @@ class ModuleHooks(DataHooks, nn.Module):
         self.eval()
 
     def on_test_model_train(self) -> None:
-        """Leave evaluation mode; if overridden, in the place of what is done after testing.
+        """Leave evaluation mode; called after testing, only if overridden.
 
-        That gives every submodule the mode back that it had before.
+        By default, the Trainer restores the mode that each submodule had before.
         """
         self.train()
 
@@ -155,13 +155,13 @@ class ModuleHooks(DataHooks, nn.Module):
         """Called before testing."""
 
     def on_test_end(self) -> None:
-        """Called after testing, when its values are there."""
+        """Called after testing, when its metrics are available."""
 
     def on_test_epoch_start(self) -> None:
         """Called before the first test batch."""
 
     def on_test_epoch_end(self) -> None:
-        """Called after the last test batch; values may still be logged."""
+        """Called after the last test batch; may still log values."""
 
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called before each test batch."""
@@ -169,7 +169,7 @@ class ModuleHooks(DataHooks, nn.Module):
     def on_test_batch_end(
         self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called after each test batch, with what `test_step` returned."""
+        """Called after each test batch; `outputs` is the result of `test_step`."""
 
     # -- predicting
 
@@ -178,9 +178,9 @@ class ModuleHooks(DataHooks, nn.Module):
         self.eval()
 
     def on_predict_model_train(self) -> None:
-        """Leave evaluation mode; if overridden, in the place of what is done after predicting.
+        """Leave evaluation mode; called after predicting, only if overridden.
 
-        That gives every submodule the mode back that it had before.
+        By default, the Trainer restores the mode that each submodule had before.
         """
         self.train()
 
@@ -202,4 +202,4 @@ class ModuleHooks(DataHooks, nn.Module):
     def on_predict_batch_end(
         self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called after each batch to predict, with what `predict_step` returned."""
+        """Called after each batch to predict; `outputs` is the result of `predict_step`."""

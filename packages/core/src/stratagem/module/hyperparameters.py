@@ -1,4 +1,4 @@
-"""HyperParameters: the arguments that an object was made with, as a checkpoint holds them."""
+"""HyperParameters: the arguments of an object's `__init__`, as checkpoints hold them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stratagem.state.safe_data import find_offending_value
 
 
 class HyperParameters(dict[str, Any]):
-    """Hyperparameters by name; also found and set as attributes."""
+    """A dict of hyperparameters, whose items are also attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -33,7 +33,7 @@ class HyperParameters(dict[str, Any]):
 
 
 class HyperParametersMixin:
-    """Keeps the arguments that an object was made with.
+    """Mixin that records the arguments of `__init__` as hyperparameters.
 
     Example:
         >>> from stratagem.module.hyperparameters import HyperParametersMixin
@@ -46,19 +46,19 @@ class HyperParametersMixin:
 
     @property
     def hparams(self) -> HyperParameters:
-        """The arguments that `save_hyperparameters` kept; also found as attributes."""
+        """The hyperparameters that `save_hyperparameters` recorded."""
         kept: HyperParameters = self.__dict__.setdefault("_hparams", HyperParameters())
         return kept
 
     @property
     def hparams_initial(self) -> HyperParameters:
-        """What they were when they were kept, which loggers are given."""
+        """The hyperparameters at the time of `save_hyperparameters`, which loggers receive."""
         kept: HyperParameters = self.__dict__.setdefault("_hparams_initial", HyperParameters())
         return HyperParameters(kept)
 
     @property
     def hparams_name(self) -> str:
-        """The argument of `__init__` that held them all, as one dict; "": each is an argument."""
+        """The name of the `__init__` argument that held all of them as one dict, else ""."""
         name: str = self.__dict__.get("_hparams_name", "")
         return name
 
@@ -69,22 +69,23 @@ class HyperParametersMixin:
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Keep the arguments of `__init__`, where this is called, in `hparams` and in checkpoints.
+        """Record the arguments of the calling `__init__` in `hparams` and in checkpoints.
 
-        Called in the `__init__` of a base class, it also keeps those of the subclass's. What cannot
-        be loaded without executing code (a module, a function) is in `hparams`, and left out of
-        checkpoints with a warning: `load_from_checkpoint` is then given it again. OmegaConf's
-        configs are saved with their interpolations resolved, and are configs again after a load.
+        In the `__init__` of a base class, this also records the arguments of the subclass's
+        `__init__`. Values that cannot be loaded without executing code, such as modules and
+        functions, are in `hparams`, but not in checkpoints, and a warning names them. Pass these to
+        `load_from_checkpoint`. OmegaConf configs are saved with their interpolations resolved, and
+        loaded as configs.
 
         Args:
-            *names: which; none: all; or one dict, argparse.Namespace or config, to keep what is in
-                it.
-            ignore: which not.
-            frame: of the `__init__`; None: where this is called.
-            logger: give them to the loggers, too.
+            *names: the arguments to record. Default: all. Or pass one dict, argparse.Namespace or
+                config, to record its entries.
+            ignore: the arguments to leave out.
+            frame: the frame of the `__init__`. Default: the caller's.
+            logger: if True, also send the hyperparameters to the loggers.
 
         Raises:
-            UserCodeError: a name is no argument.
+            UserCodeError: if a name is not an argument of `__init__`.
         """
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         first = names[0] if len(names) == 1 else None
@@ -117,7 +118,9 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """Return a Trainer's checkpoint, from a local path or a URL.
 
     Raises:
-        CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says why.
+        CheckpointNotFoundError: if the path does not exist.
+        CheckpointCorruptError: if the file is damaged.
+        CheckpointMismatchError: if the file is not a Trainer's checkpoint.
     """
     from stratagem.checkpoint import SingleFileCheckpointIO
     from stratagem.checkpoint.trainer_format import check_trainer_checkpoint
@@ -131,16 +134,17 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 def arguments_from(
     cls: Callable[..., Any], checkpoint: Mapping[str, Any], prefix: str, passed: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments to make an object with, from those that a checkpoint holds.
+    """Return the `__init__` arguments for a class, from a checkpoint's hyperparameters.
 
     Args:
         cls: the class.
-        checkpoint: a Trainer's.
-        prefix: begins the names of the entries: "" for a Module, "datamodule_" for a DataModule.
+        checkpoint: a Trainer's checkpoint.
+        prefix: the prefix of the checkpoint's keys: "" for a Module, "datamodule_" for a
+            DataModule.
         passed: the user's arguments, which take precedence.
 
     Raises:
-        CheckpointMismatchError: one that the class needs is neither saved nor passed.
+        CheckpointMismatchError: if a required argument is neither saved nor passed.
     """
     saved = _with_configs(
         checkpoint.get(f"{prefix}hyper_parameters", {}),
@@ -167,14 +171,14 @@ def arguments_from(
 
 
 def accepted_by(cls: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those arguments that a class takes by name."""
+    """Return the arguments that a class accepts by name."""
     accepted = inspect.signature(cls).parameters
     everything = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     return {name: v for name, v in arguments.items() if everything or name in accepted}
 
 
 def arguments_of_init(module: object, frame: FrameType | None) -> dict[str, Any]:
-    """Return the arguments of those `__init__` methods of `module` that are running."""
+    """Return the arguments of the running `__init__` methods of `module`."""
     kept: dict[str, Any] = {}
     while frame is not None and any(value is module for value in frame.f_locals.values()):
         for owner in type(module).__mro__:
@@ -185,7 +189,7 @@ def arguments_of_init(module: object, frame: FrameType | None) -> dict[str, Any]
                 if parameter.kind is parameter.VAR_KEYWORD:
                     kept.update(frame.f_locals.get(parameter.name, {}))
                 elif parameter.kind is not parameter.VAR_POSITIONAL:
-                    # One that the method has deleted since is gone.
+                    # The method may have deleted an argument.
                     kept.update({k: v for k, v in frame.f_locals.items() if k == parameter.name})
         frame = frame.f_back
     return kept
@@ -194,14 +198,18 @@ def arguments_of_init(module: object, frame: FrameType | None) -> dict[str, Any]
 def savable(
     parameters: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, str], list[list[Any]]]:
-    """Return those that a checkpoint can hold, why it cannot hold the others, and configs' places.
+    """Split hyperparameters into those that a checkpoint can hold and the others.
+
+    Returns:
+        The hyperparameters that a checkpoint can hold; the reason for each of the others, by name;
+        and the positions of OmegaConf configs, each a list of keys and indices.
 
     Example:
         >>> savable({"lr": 0.1, "activation": abs})[0]
         {'lr': 0.1}
     """
     places: list[list[Any]] = []
-    with suppress(RecursionError):  # of what contains itself, which is found below
+    with suppress(RecursionError):  # a value contains itself; find_offending_value reports it
         parameters = _without_configs(parameters, (), places)
     reasons = {name: find_offending_value(value) for name, value in parameters.items()}
     kept = {name: value for name, value in parameters.items() if not reasons[name]}
@@ -214,9 +222,9 @@ def _is_config(value: object) -> bool:
 
 
 def _without_configs(value: Any, place: tuple[Any, ...], places: list[list[Any]]) -> Any:
-    """Return a value with plain data for OmegaConf's configs, and add their places to `places`."""
+    """Replace OmegaConf's configs in a value by plain data; add their positions to `places`."""
     if _is_config(value):
-        with suppress(Exception):  # it refers to something that is not there
+        with suppress(Exception):  # an interpolation refers to a missing value
             value = import_module("omegaconf").OmegaConf.to_container(value, resolve=True)
             places.append(list(place))
     elif type(value) in (dict, HyperParameters):
@@ -227,7 +235,7 @@ def _without_configs(value: Any, place: tuple[Any, ...], places: list[list[Any]]
 
 
 def _with_configs(saved: Any, places: list[list[Any]]) -> Any:
-    """Return saved hyperparameters with OmegaConf's configs at their places."""
+    """Return saved hyperparameters with OmegaConf's configs restored at their positions."""
     for place in places:
         if not place:
             return _config(saved)
@@ -238,7 +246,7 @@ def _with_configs(saved: Any, places: list[list[Any]]) -> Any:
 
 
 def _config(value: Any) -> Any:
-    """Return plain data as a config, unless it would call a resolver when it is read."""
-    with suppress(Exception):  # OmegaConf is not installed, or does not take it
+    """Return plain data as a config, unless reading the config would call a resolver."""
+    with suppress(Exception):  # OmegaConf is not installed, or rejects the value
         return value if "${" in str(value) else import_module("omegaconf").OmegaConf.create(value)
     return value

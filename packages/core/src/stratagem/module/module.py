@@ -25,7 +25,7 @@ ModuleType = TypeVar("ModuleType", bound="Module")
 
 
 class LogOptions(NamedTuple):
-    """The options of one call of `Module.log`, which describes them."""
+    """The options of one call of `Module.log`; see its arguments."""
 
     prog_bar: bool
     logger: bool
@@ -37,12 +37,12 @@ class LogOptions(NamedTuple):
 
 
 class Module(StepHooks, HyperParametersMixin, ModuleHooks):
-    """A model with its training step and optimizers: what a Trainer trains.
+    """Base class of models: a `torch.nn.Module` with its training step and optimizers.
 
-    Override `training_step` and `configure_optimizers`, and what else is needed. The hooks of
-    `Callback` may be overridden here too, without their first two arguments.
+    Override `training_step` and `configure_optimizers`, and other methods as needed. A subclass may
+    also override the hooks of `Callback`, without their first two arguments.
 
-    A copy, and what is pickled, belongs to no Trainer.
+    Copies and pickles of a Module are not attached to a Trainer.
 
     Example:
         >>> import torch
@@ -65,23 +65,24 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
     """
 
     automatic_optimization: bool = True
-    """The Trainer runs backward and steps the optimizer; False: `training_step` does."""
+    """If True, the Trainer runs backward and steps the optimizer. If False, `training_step` has to
+    do both."""
     needs_optimizer: bool = True
-    """Refuse None from `configure_optimizers`, where a `return` may be forgotten; False: fit calls
-    `training_step` without a backward then, and takes no steps: nothing is logged or saved by
-    them."""
+    """If True, None from `configure_optimizers` is an error, since its `return` may be missing. If
+    False, None is accepted: fit then calls `training_step` without a backward pass and takes no
+    optimizer steps, so that nothing is logged or saved by steps."""
     # No annotations, which torch.jit.script would read.
     strict_loading = True  # type: bool | None
-    """Refuse a checkpoint that lacks names of this model's, or has others; False: leave those out,
-    as for a model whose `state_dict` keeps back a frozen part."""
+    """If True, the keys of a checkpoint must be exactly the keys of this model. If False, missing
+    and unexpected keys are ignored, as for a model whose `state_dict` omits its frozen layers."""
     example_input_array = None  # type: Any
-    """Inputs of `forward`, for a ModelSummary and for exports: a tensor, a tuple or a dict."""
+    """Example inputs of `forward`, a tensor, a tuple or a dict, for ModelSummary and exports."""
     __jit_unused_properties__ = []  # type: list[str]  # noqa: RUF012  # torch reads a list
 
     def __init__(self) -> None:
         super().__init__()
-        # In __dict__: a plain attribute is found 20 times faster than through nn.Module, and the
-        # Trainer must not become part of the model.
+        # In __dict__: reading it is 20 times faster than through nn.Module's __getattr__, and the
+        # Trainer must not become a part of the model.
         self.__dict__["_trainer"] = None
         self.__dict__["_metrics"] = None
 
@@ -90,44 +91,48 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         state.pop("_untoggled", None)
         return state
 
-    # -- to be overridden
+    # -- methods to override
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return the loss of a batch: a scalar tensor, a dict with the key "loss", or None.
+        """Compute and return the training loss of a batch.
 
-        None skips the batch; only where there is one process, since others would wait.
+        Returns:
+            A scalar tensor, or a dict with the key "loss". None skips the batch, and is an error
+            with several processes, because the other ranks would wait for this one.
         """
         raise NotImplementedError
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer, with its schedulers if there are any.
+        """Return the optimizers and learning rate schedulers.
 
-        One of: an optimizer; a list of them (several need `automatic_optimization = False`);
-        `(optimizers, schedulers)`; a dict with "optimizer" and "lr_scheduler". A scheduler may be
-        given as a dict with "scheduler", "interval" ("epoch" or "step"), "frequency" and "monitor".
+        Returns:
+            An optimizer; a list of optimizers (several need `automatic_optimization = False`); a
+            tuple `(optimizers, schedulers)`; or a dict with the keys "optimizer" and
+            "lr_scheduler". A scheduler may also be a dict with the keys "scheduler", "interval"
+            ("epoch" or "step"), "frequency" and "monitor".
         """
         raise NotImplementedError
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate a validation batch; log what is of interest."""
+        """Evaluate a validation batch, and log its metrics with `log`."""
         raise NotImplementedError
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate a test batch; log what is of interest."""
+        """Evaluate a test batch, and log its metrics with `log`."""
         raise NotImplementedError
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return the predictions for a batch; by default what `forward` returns."""
+        """Return the predictions for a batch; by default, call `forward`."""
         return self(batch)
 
     def prepare_data(self) -> None:
-        """Download and write to disk; on rank 0 of each node, before the others go on."""
+        """Download data and write it to disk; called on rank 0 of each node; other ranks wait."""
 
     def configure_model(self) -> None:
-        """Make the layers; called on every rank, where sharding strategies shard them at once."""
+        """Create the layers; called on every rank. Sharding strategies shard them immediately."""
 
     def configure_callbacks(self) -> Any:
-        """Return callbacks that this model needs; one of a type replaces the Trainer's."""
+        """Return the callbacks of this model; each replaces the Trainer's callbacks of its type."""
         return []
 
     def train_dataloader(self) -> Any:
@@ -147,27 +152,27 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         return None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Called before a checkpoint is saved; may add weights-only-safe data to it."""
+        """Called before a checkpoint is saved; may add entries that are weights-only-safe."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Called when a checkpoint was read, before the model is filled from it."""
+        """Called after a checkpoint is read, before the model's weights are loaded from it."""
 
     def defines(self, method: str) -> bool:
-        """Whether a subclass, or this object, defines a method that has no use here.
+        """Return whether a subclass or this object overrides a method of Module.
 
-        None in a method's place means that there is none.
+        A method that is set to None counts as not overridden.
         """
         own = getattr(self, method)
         return own is not None and getattr(own, "__func__", own) is not getattr(Module, method)
 
-    # -- where it runs
+    # -- the Trainer and the device
 
     @property
     def trainer(self) -> Trainer:
         """The Trainer that runs this model.
 
         Raises:
-            UserCodeError: none does.
+            UserCodeError: no Trainer runs it.
         """
         trainer: Trainer | None = self.__dict__.get("_trainer")
         if trainer is None:
@@ -183,53 +188,53 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
 
     @property
     def device(self) -> torch.device:
-        """The device of the first parameter, or the CPU if there is none."""
+        """The device of the first parameter; the CPU for a model without parameters."""
         parameter = next(self.parameters(), None)
         return torch.device("cpu") if parameter is None else parameter.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the first parameter, or the default one if there is none."""
+        """The dtype of the first parameter; torch's default for a model without parameters."""
         parameter = next(self.parameters(), None)
         return torch.get_default_dtype() if parameter is None else parameter.dtype
 
     @property
     def current_epoch(self) -> int:
-        """The epoch, counted from 0; 0 without a Trainer."""
+        """The current epoch, counted from 0; 0 without a Trainer."""
         return int(getattr(self.__dict__.get("_trainer"), "current_epoch", 0))
 
     @property
     def global_step(self) -> int:
-        """The number of optimizer steps taken; 0 without a Trainer."""
+        """The number of optimizer steps taken so far; 0 without a Trainer."""
         return int(getattr(self.__dict__.get("_trainer"), "global_step", 0))
 
     @property
     def global_rank(self) -> int:
-        """This process's rank among all; 0 without a Trainer."""
+        """The rank of this process among all processes; 0 without a Trainer."""
         return int(getattr(self.__dict__.get("_trainer"), "global_rank", 0))
 
     @property
     def local_rank(self) -> int:
-        """This process's rank on its node; 0 without a Trainer."""
+        """The rank of this process on its node; 0 without a Trainer."""
         return int(getattr(self.__dict__.get("_trainer"), "local_rank", 0))
 
     @property
     def logger(self) -> Any:
-        """The Trainer's first logger, or None; None without a Trainer."""
+        """The Trainer's first logger; None without a logger or a Trainer."""
         return next(iter(self.loggers), None)
 
     @property
     def loggers(self) -> list[Any]:
-        """The Trainer's loggers; none without a Trainer."""
+        """The Trainer's loggers; an empty list without a Trainer."""
         trainer: Trainer | None = self.__dict__.get("_trainer")
         return [] if trainer is None else list(trainer.loggers)
 
     def freeze(self: ModuleType) -> ModuleType:
-        """Let no parameter require a gradient, and set evaluation mode; return the module."""
+        """Turn gradients off for all parameters, and set evaluation mode; return the module."""
         return self.requires_grad_(False).eval()
 
     def unfreeze(self: ModuleType) -> ModuleType:
-        """Let every parameter require a gradient, and set training mode; return the module."""
+        """Turn gradients on for all parameters, and set training mode; return the module."""
         return self.requires_grad_(True).train()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -237,7 +242,7 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         self.trainer.print(*args, **kwargs)
 
     def all_gather(self, data: Any, *, sync_grads: bool = False) -> Any:
-        """Return every rank's tensors: each of shape (world_size, *shape)."""
+        """Gather tensors from all ranks; each has the shape (world_size, *shape)."""
         ranks = self.trainer.ranks
         return map_tensors(
             lambda tensor: ranks.all_gather(tensor, sync_grads=sync_grads),
@@ -263,24 +268,28 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         """Log a value.
 
         Args:
-            name: what it is called, the same on every rank; "step" takes the place of the step
-                that loggers are given.
+            name: the name of the value, the same on every rank. A value named "step" replaces the
+                step number that the loggers receive.
             value: a number, a tensor with one element, or a torchmetrics Metric.
-            prog_bar: show it in the progress bar.
-            logger: send it to the loggers.
-            on_step: as it is at this step; the default in `training_step`.
-            on_epoch: reduced over the epoch; the default elsewhere.
-            reduce_fx: how over the epoch: "mean" (weighted by batch size), "sum", "max", "min",
-                or a function of a tensor of all values.
-            sync_dist: reduce over ranks: None: values of an epoch, once at its end; True: values
-                of a step too, with a collective at each; False: neither.
-            batch_size: samples in the batch; None: the first dim of its first tensor.
-            add_dataloader_idx: with several evaluation loaders, tell them apart in the name.
-            rank_zero_only: this rank logs it and no other does; it is not reduced over ranks.
+            prog_bar: if True, show the value in the progress bar.
+            logger: if True, send the value to the loggers.
+            on_step: if True, log the value of this step. Default: True in `training_step`.
+            on_epoch: if True, reduce the value over the epoch. Default: True outside of
+                `training_step`.
+            reduce_fx: the reduction over the epoch: "mean" (weighted by batch size), "sum", "max",
+                "min", or a function that takes a tensor of all values.
+            sync_dist: the reduction over ranks. None reduces values of an epoch, once at its end.
+                True also reduces values of steps, with a collective in each step. False reduces
+                neither.
+            batch_size: the number of samples in the batch. Default: the size of the first
+                dimension of the first tensor in the batch.
+            add_dataloader_idx: if True, append the loader's index to the name when several
+                evaluation loaders run.
+            rank_zero_only: if True, only this rank logs the value, which is not reduced over ranks.
 
         Raises:
-            UserCodeError: called outside of a run, the value is not a single number, or it goes
-                nowhere, being neither of a step nor of an epoch.
+            UserCodeError: if called outside of a run, if the value is not a single number, or if
+                `on_step` and `on_epoch` are both False.
         """
         metrics: Metrics | None = self.__dict__["_metrics"]
         if metrics is None:
@@ -288,7 +297,7 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
             return
         if rank_zero_only:
             sync_dist = False
-        # Once for each value of each step: LogOptions(...) itself takes 0.5 us more.
+        # This runs for each value in each step, and LogOptions(...) takes 0.5 us longer.
         options = tuple.__new__(
             LogOptions,
             (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx),
@@ -307,20 +316,20 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         raise UserCodeError(message)
 
     def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
-        """Log several values, with the options of `log`."""
+        """Log a dict of values; `options` are the keyword arguments of `log`."""
         for name, value in values.items():
             self.log(name, value, **options)
 
     @contextmanager
     def logging_to(self, metrics: Metrics | None) -> Iterator[None]:
-        """Let `log` write to `metrics` in this context; entered by the Trainer."""
+        """Make `log` write to `metrics` in this context; the Trainer enters it."""
         before, self.__dict__["_metrics"] = self.__dict__["_metrics"], metrics
         try:
             yield
         finally:
             self.__dict__["_metrics"] = before
 
-    # -- other programs
+    # -- export
 
     def to_torchscript(
         self,
@@ -332,53 +341,53 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         """Return the model in evaluation mode as TorchScript.
 
         Args:
-            file_path: where to save it too.
-            method: "script" compiles the code of `forward`, "trace" runs it.
-            example_inputs: of `forward`, to trace with; None: `example_input_array`.
-            **options: those of `torch.jit.script` or `torch.jit.trace`.
+            file_path: if given, also save the model to this path.
+            method: "script" compiles the code of `forward`; "trace" runs `forward` and records it.
+            example_inputs: inputs of `forward` for tracing. Default: `example_input_array`.
+            **options: options of `torch.jit.script` or `torch.jit.trace`.
 
         Raises:
-            UserCodeError: there is nothing to trace with, or no such method.
+            UserCodeError: if tracing has no inputs, or if `method` is unknown.
         """
         from stratagem.module import to_torchscript
 
         return to_torchscript(self, file_path, method, self._example(example_inputs), options)
 
     def to_onnx(self, file_path: Any = None, input_sample: Any = None, **options: Any) -> Any:
-        """Write the model in evaluation mode as ONNX, for which the extra `onnx` is needed.
+        """Export the model in evaluation mode to ONNX; this needs the extra `onnx`.
 
         Args:
-            file_path: a path or a file; None: it is returned only.
-            input_sample: of `forward`; None: `example_input_array`.
-            **options: those of `torch.onnx.export`.
+            file_path: a path or a file. None: only return the exported program.
+            input_sample: inputs of `forward`. Default: `example_input_array`.
+            **options: options of `torch.onnx.export`.
 
         Raises:
-            ConfigurationError: onnx is not installed.
-            UserCodeError: there are no inputs.
+            ConfigurationError: if onnx is not installed.
+            UserCodeError: if `input_sample` and `example_input_array` are both None.
         """
         from stratagem.module import to_onnx
 
         return to_onnx(self, file_path, self._example(input_sample), options)
 
     def _example(self, inputs: Any) -> Any:
-        """Return inputs of `forward` on the model's device; None: there are none."""
+        """Return inputs of `forward` on the model's device, or None without any."""
         inputs = self.example_input_array if inputs is None else inputs
         return map_tensors(lambda tensor: tensor.to(self.device), inputs)
 
     # -- manual optimization
 
     def optimizers(self) -> Any:
-        """Return the optimizer, or a list of them; their `step` goes through the strategy."""
+        """Return the optimizer, or a list of several; their `step` goes through the strategy."""
         optimizers = self.trainer.run.optimizers
         return optimizers[0] if len(optimizers) == 1 else list(optimizers)
 
     def lr_schedulers(self) -> Any:
-        """Return the scheduler, a list of several, or None."""
+        """Return the learning rate scheduler, or a list of several; None without a scheduler."""
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward through the strategy, where `automatic_optimization = False`."""
+        """Run backward through the strategy; for `automatic_optimization = False`."""
         trainer = self.trainer
         trainer.strategy.backward(trainer.run.require_prepared(), loss, *args, **kwargs)
 
@@ -393,16 +402,19 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> ModuleType:
-        """Make a model from a checkpoint, with its hyperparameters and weights.
+        """Create a model from a checkpoint, with its hyperparameters and weights.
 
         Args:
-            checkpoint_path: what a Trainer saved, a local path or a URL.
-            map_location: the model's device; None: the CPU.
-            strict: refuse names that do not match; None: as the model's `strict_loading` says.
-            **kwargs: arguments of `__init__`, in place of those in the checkpoint.
+            checkpoint_path: a Trainer's checkpoint, as a local path or a URL.
+            map_location: the device of the model. Default: the CPU.
+            strict: if True, the keys of the checkpoint must be the keys of the model. Default: the
+                model's `strict_loading`.
+            **kwargs: arguments of `__init__`; these replace saved hyperparameters.
 
         Raises:
-            CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says why.
+            CheckpointNotFoundError: if the path does not exist.
+            CheckpointCorruptError: if the file is damaged.
+            CheckpointMismatchError: if the checkpoint does not fit the class.
         """
         from stratagem.compile import adopt_compiled
         from stratagem.errors import naming
@@ -427,7 +439,7 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
 
 
 class _OfClass(classmethod):  # type: ignore[type-arg]
-    """A class method that refuses to be called on an instance, whose weights it would not set."""
+    """A class method that raises if called on an instance, whose weights it would not load."""
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return (
@@ -441,12 +453,12 @@ class _OfClass(classmethod):  # type: ignore[type-arg]
         )
 
 
-# A type checker sees a class method.
+# Assigned below the class, so that type checkers see a class method.
 Module.load_from_checkpoint = _OfClass(  # type: ignore[method-assign, assignment]
     Module.load_from_checkpoint.__func__  # type: ignore[attr-defined]
 )
 
-# torch.jit.script compiles the properties of a class, but for those that it names.
+# torch.jit.script compiles all properties of a class except those in this list.
 Module.__jit_unused_properties__ = [
     name for base in Module.__mro__ for name, own in vars(base).items() if isinstance(own, property)
 ]

@@ -1,7 +1,7 @@
-"""The hooks of a Module that do a piece of the optimizer step; the base does what the Trainer does.
+"""The hooks of a Module that run a part of the optimizer step.
 
-So an override may call `super()` for the rest. The Trainer calls them where one is overridden, and
-otherwise does the same by a shorter way.
+Their defaults do the same as the Trainer, so an override may call `super()` for the rest. The
+Trainer calls these hooks only if a Module overrides one; otherwise it takes a faster path.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from stratagem.plan.step_options import gradient_clip
 
 
 class StepHooks(nn.Module):
-    """What a Module may do of an optimizer step itself, and what it does that with.
+    """Hooks with which a Module customizes the optimizer step, and methods for use in them.
 
-    With automatic optimization, where one of `optimizer_step`, `optimizer_zero_grad`, `backward`
-    and `configure_gradient_clipping` is overridden, each step goes in this order:
+    With automatic optimization, if `optimizer_step`, `optimizer_zero_grad`, `backward` or
+    `configure_gradient_clipping` is overridden, each step runs in this order:
         1. `on_train_batch_start`.
-        2. `optimizer_step`, around what follows; with accumulation in the last batch only.
+        2. `optimizer_step`, around the calls 3 to 6; with accumulation, only in the last batch.
         3. `training_step`.
-        4. `on_before_zero_grad`, `optimizer_zero_grad`; in the first of accumulated batches only.
+        4. `on_before_zero_grad`, `optimizer_zero_grad`; with accumulation, only in the first batch.
         5. `on_before_backward`, `backward`, `on_after_backward`.
         6. `on_before_optimizer_step`, `configure_gradient_clipping`, the optimizer's own step.
-        7. `lr_scheduler_step`, of schedulers that step by steps; `on_train_batch_end`.
+        7. `lr_scheduler_step`, for schedulers with the interval "step"; `on_train_batch_end`.
 
-    With manual optimization only `backward` is called, by `manual_backward`.
+    With manual optimization, only `backward` is called, by `manual_backward`.
     """
 
     def optimizer_step(
@@ -40,16 +40,18 @@ class StepHooks(nn.Module):
         optimizer: Any,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Step the optimizer; only with automatic optimization.
+        """Step the optimizer; called only with automatic optimization.
 
-        An override calls the closure, by itself or through `optimizer.step`. Each call counts as
-        one step, `Trainer.global_step`, also if it does not step the optimizer.
+        An override has to call the closure, directly or through `optimizer.step`. Each call of this
+        hook adds 1 to `Trainer.global_step`, even if it does not step the optimizer.
 
         Args:
-            epoch: counted from 0.
-            batch_idx: of the last batch of the step.
-            optimizer: its `step` goes through the strategy; hooks and clipping come before.
-            optimizer_closure: computes loss and gradients, and returns the loss.
+            epoch: the current epoch, counted from 0.
+            batch_idx: the index of the last batch of the step.
+            optimizer: the optimizer. Its `step` runs hooks and gradient clipping, and then steps
+                through the strategy.
+            optimizer_closure: a function that computes the loss and gradients, and returns the
+                loss.
 
         Example:
             >>> import torch
@@ -63,11 +65,11 @@ class StepHooks(nn.Module):
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        """Clear the gradients before a step's first backward; only with automatic optimization."""
+        """Clear the gradients before a step's first backward pass; for automatic optimization."""
         optimizer.zero_grad()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward from `loss`, scaled if the precision does that."""
+        """Run the backward pass from `loss`, which the precision may have scaled."""
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def configure_gradient_clipping(
@@ -76,17 +78,17 @@ class StepHooks(nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip gradients, unscaled by now, with the Trainer's options."""
+        """Clip the gradients, which are already unscaled, with the Trainer's options."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        """Step a scheduler with the value that it monitors; None: it monitors none."""
+        """Step a scheduler; `metric` is the value that it monitors, if any."""
         if metric is None:
             scheduler.step()
         else:
             scheduler.step(metric)
 
-    # -- to be called
+    # -- methods to call
 
     def clip_gradients(
         self,
@@ -97,13 +99,14 @@ class StepHooks(nn.Module):
         """Clip the gradients of an optimizer's parameters through the strategy.
 
         Args:
-            optimizer: one of the Module's.
-            gradient_clip_val: largest norm or value; None: the Trainer's; 0: nothing is clipped.
-            gradient_clip_algorithm: "norm" or "value"; None: the Trainer's.
+            optimizer: an optimizer of this Module.
+            gradient_clip_val: the largest norm or value; 0 disables clipping. Default: the
+                Trainer's.
+            gradient_clip_algorithm: "norm" or "value". Default: the Trainer's.
 
         Raises:
-            ConfigurationError: the strategy's engine clips itself.
-            UserCodeError: the Trainer's options differ.
+            ConfigurationError: if the strategy's engine clips gradients itself.
+            UserCodeError: if the Trainer's options differ from these.
         """
         trainer: Any = self.trainer
         own = trainer.options.step_options.clip
@@ -127,15 +130,16 @@ class StepHooks(nn.Module):
             return
         inner = getattr(optimizer, "optimizer", optimizer)
         strategy = trainer.strategy
-        # With automatic optimization that is done before the hooks.
+        # With automatic optimization, gradients are unscaled before the hooks.
         if strategy.precision.scales_loss and not self.automatic_optimization:
             strategy.precision.unscale_gradients(inner)
         strategy.clip_gradients(trainer.run.require_prepared(), inner, clip)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Let only this optimizer's parameters require gradients, of those of all optimizers.
+        """Turn gradients off for all parameters that only other optimizers update.
 
-        For several optimizers in manual optimization; `untoggle_optimizer` restores the others.
+        This is for manual optimization with several optimizers. `untoggle_optimizer` restores the
+        parameters.
         """
         trainer: Any = self.trainer
         before = self.__dict__.setdefault("_untoggled", {})
@@ -147,7 +151,7 @@ class StepHooks(nn.Module):
             parameter.requires_grad = before[parameter]
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
-        """Let parameters require gradients again as before `toggle_optimizer`."""
+        """Restore the `requires_grad` of parameters from before `toggle_optimizer`."""
         for parameter, required in self.__dict__.pop("_untoggled", {}).items():
             parameter.requires_grad = required
 

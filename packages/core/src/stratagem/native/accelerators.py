@@ -38,7 +38,7 @@ class CPUAccelerator(Accelerator):
         return torch.device("cpu")
 
     def setup_device(self, device: torch.device) -> None:
-        """Check that it is the CPU; there is nothing to set.
+        """Check that the device is the CPU, which needs no setup.
 
         Raises:
             ConfigurationError: it is another device.
@@ -47,15 +47,16 @@ class CPUAccelerator(Accelerator):
             raise ConfigurationError(f"CPUAccelerator expected the device cpu, received {device}")
 
     def device_stats(self, device: torch.device) -> dict[str, Any]:
-        """Return what of the machine's time and memory is in use, and what this process holds.
+        """Return the CPU time and memory of this process, and the load and memory of the machine.
 
-        From /proc (see proc(5)), so that on another system than Linux there is only the peak:
+        The figures come from /proc (see proc(5)). On systems other than Linux, only
+        `peak_resident_bytes` and `cpu_seconds` are available.
 
-        - `peak_resident_bytes`: the most memory that this process has had, resident.
-        - `resident_bytes`: what it has now.
-        - `memory_available_bytes`, `memory_total_bytes`: of the machine.
-        - `load_average`: processes that ran or waited to run, over the last minute.
-        - `cpu_seconds`: processor time of this process, all threads.
+        - `peak_resident_bytes`: the largest resident memory of this process so far.
+        - `resident_bytes`: the resident memory of this process now.
+        - `memory_available_bytes`, `memory_total_bytes`: the memory of the machine.
+        - `load_average`: the mean number of running or waiting processes in the last minute.
+        - `cpu_seconds`: the processor time of this process, over all threads.
         """
         import resource
 
@@ -77,12 +78,12 @@ class CPUAccelerator(Accelerator):
         return stats
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether it is torch's error of an allocation in the host's memory."""
+        """Return whether an error is torch's failed allocation in host memory."""
         refused = "DefaultCPUAllocator: can't allocate memory" in str(error)
         return super().is_out_of_memory(error) or refused
 
     def device_memory(self, device: torch.device) -> DeviceMemory:
-        """Return what this process has, resident; the others hold what is not available."""
+        """Return this process's resident memory, and the memory of other processes."""
         stats = self.device_stats(device)
         own, total = stats.get("resident_bytes", 0), stats.get("memory_total_bytes")
         others: tuple[tuple[str, int], ...] = ()
@@ -110,18 +111,19 @@ _STATS = {
 
 
 class DeviceAccelerator(Accelerator):
-    """The accelerator that this build of torch has, or one whose backend registers itself.
+    """The accelerator of this build of torch, or base class of a backend's accelerator.
 
-    A backend's accelerator is a short subclass, which sets what its devices can do beyond this:
+    A backend's accelerator is a short subclass, which sets the further features of its devices:
 
         class XPUAccelerator(DeviceAccelerator):
             name = "xpu"
             sync_batchnorm_kernels = True
 
-    Its plugin has a spec with a probe of its own that imports no torch; see `AcceleratorSpec`.
+    The backend's plugin has a spec with its own probe, which does not import torch; see
+    `AcceleratorSpec`.
 
     Args:
-        device_type: as in `torch.device(device_type, 0)`; None: the class's `name`.
+        device_type: the type in `torch.device(device_type, 0)`. Default: the class's `name`.
 
     Example:
         >>> from stratagem.accelerators import DeviceAccelerator
@@ -182,7 +184,7 @@ class DeviceAccelerator(Accelerator):
         torch.accelerator.set_device_index(device.index)
 
     def batch_mover(self, device: torch.device) -> Callable[[Any], Any]:
-        """Return what copies a batch on a stream of its own; see `Accelerator.batch_mover`."""
+        """Return a function that copies batches on its stream; see `Accelerator.batch_mover`."""
         try:
             torch.empty(0, device=device).record_stream(torch.accelerator.current_stream(device))
         except NotImplementedError:
@@ -198,7 +200,7 @@ class DeviceAccelerator(Accelerator):
         return {name: stats[key] for name, key in _STATS.items() if key in stats}
 
     def device_memory(self, device: torch.device) -> DeviceMemory:
-        """Return what torch counts, and where its module for the device says it, the total."""
+        """Return torch's memory statistics, and the total memory if torch can tell."""
         stats = self.device_stats(device)
         of_device = getattr(torch.get_device_module(self.device_type), "mem_get_info", None)
         total = None if of_device is None else of_device(device)[1]

@@ -42,7 +42,7 @@ DP = Capabilities(one_process=True, many_devices=True, compiles=())
 
 
 def why_no_dp(accelerator: str, devices: int, *, has_kernels: bool) -> str:
-    """Return why DataParallel cannot use so many devices of an accelerator, or ""."""
+    """Return the reason that DataParallel cannot use these devices, or ""."""
     if devices == 1 or has_kernels:
         return ""
     return (

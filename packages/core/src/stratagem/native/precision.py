@@ -48,7 +48,7 @@ class TruePrecision(Precision):
         return default_dtype(self.dtype)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert floating-point parameters and buffers, not complex ones; "32-true": none."""
+        """Convert floating-point parameters and buffers; "32-true" leaves the module unchanged."""
         if self.dtype is torch.float32:
             return module
         return convert_module_floats(module, self.dtype)

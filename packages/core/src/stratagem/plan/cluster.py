@@ -18,14 +18,15 @@ PLAIN = "plain"
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What the environment says of the processes that run already.
+    """The cluster environment and the processes that it has started.
 
     Attributes:
         environment: the cluster environment.
-        launched_this_process: whether it has started this process as one of its ranks.
-        why_not_started: why it has not, where it was chosen by name; "": it has, or need not.
-        rejected: the environments that were looked for and not taken, each with the reason.
-        environ: environment variables.
+        launched_this_process: whether the cluster has started this process as a rank.
+        why_not_started: if the user named the environment, the reason why it has not started this
+            process; "" otherwise.
+        rejected: the environments that do not apply here, each with the reason.
+        environ: the environment variables.
     """
 
     environment: Selection
@@ -41,17 +42,17 @@ class Cluster:
 
     @property
     def world_size(self) -> int | None:
-        """How many ranks it has started; None: it does not say."""
+        """The number of ranks that the cluster has started, if known."""
         return self._number("world_size")
 
     @property
     def local_world_size(self) -> int | None:
-        """How many of them on this node; None: it does not say."""
+        """The number of ranks on this node, if known."""
         return self._number("local_world_size")
 
     @property
     def rank(self) -> int | None:
-        """Which of them this process is; None: it does not say."""
+        """The rank of this process, if known."""
         return self._number("rank")
 
     def said_by(self, *what: str) -> str:

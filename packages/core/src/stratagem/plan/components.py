@@ -209,7 +209,7 @@ DEFAULT_LAUNCHER = "script"
 def choose_accelerator(
     resolution: Resolution, wanted: Capabilities | None, *, elsewhere: Selection | None
 ) -> tuple[Selection, Availability]:
-    """Return the accelerator, and what its probe found.
+    """Return the accelerator and the result of its probe.
 
     Args:
         resolution: what is to be resolved.
@@ -294,7 +294,7 @@ def _why_not(found: Availability) -> str:
 
 
 def probe_accelerator(accelerator: Any) -> Availability:
-    """Return what an accelerator (its spec, or an object) finds on this machine.
+    """Return the devices that an accelerator (its spec, or an object) finds on this machine.
 
     A probe that fails finds nothing, and its error is the reason: a vendor's broken SDK must not
     stop a request that can be met without it.
@@ -322,7 +322,7 @@ def probe_accelerator(accelerator: Any) -> Availability:
 def asked_launcher(
     resolution: Resolution, strategy: Selection | None, cluster: Cluster
 ) -> Selection | None:
-    """Return the launcher that was asked for; None: none was, or the ranks are there already.
+    """Return the requested launcher, unless ranks already run.
 
     Args:
         resolution: what is to be resolved.
@@ -412,7 +412,7 @@ def choose_launcher(
 
 
 def cluster_of_ranks(resolution: Resolution, launcher: Selection, cluster: Cluster) -> Cluster:
-    """Return what runs already; where nothing does, with the environment of the launcher's ranks.
+    """Return the running cluster, or else one with the environment of the launcher's ranks.
 
     Args:
         resolution: what is to be resolved.

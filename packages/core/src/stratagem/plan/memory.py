@@ -19,14 +19,14 @@ USABLE = 0.9
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What a process holds while it takes an optimizer step, in bytes.
+    """The memory of a process during an optimizer step, in bytes.
 
     Attributes:
-        parameters, gradients, optimizer, buffers: of the model.
-        working: the rest: activations, inputs, gathered parameters, what communication and kernels
-            work with.
-        sent: what it hands to collectives in the step.
-        flops: floating-point operations in the step, not bytes.
+        parameters, gradients, optimizer, buffers: the size of this part of the model's state.
+        working: other memory: activations, inputs, gathered parameters, and buffers of
+            communication and kernels.
+        sent: the bytes that the process passes to collectives in the step.
+        flops: the number of floating-point operations in the step, not bytes.
 
     Example:
         >>> from stratagem.strategies import StepMemory
@@ -45,27 +45,28 @@ class StepMemory:
 
     @property
     def total(self) -> int:
-        """What the process holds."""
+        """The memory of the process, in bytes."""
         return self.parameters + self.gradients + self.optimizer + self.buffers + self.working
 
     def divided(self, ranks: int, shards: Collection[str]) -> StepMemory:
-        """Return what one of so many ranks holds if they divide these fields."""
+        """Return the memory of a rank if this number of ranks shard these fields."""
         return replace(self, **{part: -(-getattr(self, part) // ranks) for part in shards})
 
     def on_device(self, spec: StrategySpec, ranks: int) -> int:
-        """Return what one of so many ranks holds on its device by what a strategy's spec says."""
+        """Return the memory of a rank on its device, according to a strategy's spec."""
         held = self.divided(ranks, spec.shards)
         return replace(held, **dict.fromkeys(spec.offloads, 0)).total
 
 
 def memory_to_train(module: nn.Module, bytes_per_weight: int | None = None) -> StepMemory:
-    """Return what a process holds that trains a model alone, without activations.
+    """Return the memory of a process that trains a model alone, without activations.
 
-    The optimizer is not known yet: two numbers for each weight are counted, as Adam keeps them.
+    Since the optimizer is unknown yet, the result assumes two numbers for each weight, as in Adam.
 
     Args:
-        module: the model; parameters that it makes later are not counted.
-        bytes_per_weight: of floating-point weights while they are trained; None: as they are.
+        module: the model. Parameters that it creates later are not counted.
+        bytes_per_weight: the size of a floating-point weight in training. Default: its current
+            size.
     """
     whole = trained = 0
     for parameter in module.parameters():
@@ -85,14 +86,15 @@ def what_would_fit(
     ranks: int,
     micro_batches: int = 1,
 ) -> list[str]:
-    """Return what would make training fit into the memory of a device, a line each.
+    """Return suggestions that make training fit into a device's memory, a line each.
 
     Args:
-        need: what a process holds that trains the model alone.
-        capacity: bytes that this process can have on the device.
-        specs: the strategies that run on it; those that divide and offload alike are named once.
-        ranks: how many devices there would be for it.
-        micro_batches: in an optimizer step, as it is now.
+        need: the memory of a process that trains the model alone.
+        capacity: the bytes that this process can use on the device.
+        specs: the strategies that run on the device. Of strategies that shard and offload the same
+            parts, only the first is named.
+        ranks: the number of available devices.
+        micro_batches: the current number of micro-batches in an optimizer step.
 
     Example:
         >>> need = StepMemory(GIB, GIB, 2 * GIB, 0, 4 * GIB)

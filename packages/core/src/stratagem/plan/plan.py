@@ -27,18 +27,18 @@ GIVEN = "given as an object"
 @final
 @dataclass(frozen=True)
 class Selection:
-    """A component of a plan: what it is, who provides it, and why it was chosen."""
+    """A component of a plan, with its provider and the reason for the choice."""
 
     kind: str
     name: str
     provider: str
     why: str
     source: Any = field(repr=False)
-    """Its spec, or the object that the user gave."""
+    """The component's spec, or the user's object."""
 
     @property
     def spec(self) -> ComponentSpec | None:
-        """Its spec, or None if the user gave an object."""
+        """The component's spec, or None for an object of the user's."""
         return self.source if isinstance(self.source, ComponentSpec) else None
 
     def build(self) -> Any:
@@ -48,13 +48,13 @@ class Selection:
 
 @dataclass(frozen=True)
 class Resolution:
-    """What is to be resolved: the request, and what there is to choose from.
+    """The request and the available components, from which a plan is resolved.
 
     Attributes:
-        request: what the user typed.
-        registry: the components.
-        probe: returns what an accelerator (its spec, or an object) finds on this machine.
-        preset: components that the strategy was given when it was made or registered, by kind.
+        request: the user's request.
+        registry: the registry of components.
+        probe: a function that returns the availability of an accelerator (its spec, or an object).
+        preset: the components that were passed to the strategy or its registration, by kind.
     """
 
     request: RunRequest
@@ -63,10 +63,10 @@ class Resolution:
     preset: Mapping[str, Any] = field(default_factory=dict)
 
     def find(self, kind: str, name: str, why: str) -> Selection:
-        """Return the component of a name; see `Registry.find` for what is raised.
+        """Return the component of a name; see `Registry.find` for its errors.
 
-        Where the user named it and another distribution claims that name as well, a warning says
-        that core's is taken.
+        If the user named it and another distribution claims the same name, a warning says that
+        core's component is used.
         """
         candidate = self.registry.find(kind, name)
         others = self.registry.shadowed(candidate, name)
@@ -79,10 +79,10 @@ class Resolution:
         return selection_of(candidate, why)
 
     def asked(self, kind: str, default: Any) -> Any:
-        """Return what was asked for, in the request or in the strategy's own arguments.
+        """Return the requested value, from the request or from the strategy's own arguments.
 
         Raises:
-            ConfigurationError: the two ask for different things.
+            ConfigurationError: if the two request different values.
         """
         in_request = getattr(self.request, kind)
         in_strategy = self.preset.get(kind)
@@ -123,7 +123,7 @@ def given(kind: str, component: Any, *, method: str, base: str) -> Selection:
 
 
 def capabilities_of(strategy: Selection) -> Capabilities:
-    """Return what a strategy can do, from its spec or its class."""
+    """Return the capabilities of a strategy, from its spec or its class."""
     spec = strategy.spec
     if isinstance(spec, StrategySpec):
         return spec.capabilities
@@ -147,7 +147,7 @@ def presets(strategy: Selection | None) -> dict[str, Any]:
 
 
 def supports(launcher: Selection | None, what: str) -> bool:
-    """Return what a launcher's spec, or its class, says of it; False where there is none."""
+    """Return a flag of a launcher's spec or class; False without a launcher."""
     return launcher is not None and bool(getattr(launcher.source, what, what == "starts_ranks"))
 
 
@@ -179,23 +179,23 @@ def is_interactive() -> bool:
 @final
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """What the user typed. Each component is a discovered name or an object.
+    """The user's request. Each component is a discovered name or an object.
 
     Attributes:
         accelerator: a name, an Accelerator, or "auto".
-        devices: how many (an int), which ("1, 4" or [1, 4]), all (-1), or "auto". None means
-            the CPU.
-        num_nodes: machines taking part; 1 also means "as the cluster says".
+        devices: the number of devices (an int), their indices ("1, 4" or [1, 4]), -1 for all, or
+            "auto". None means the CPU.
+        num_nodes: the number of machines; 1 also means the cluster's number.
         strategy: a name, a Strategy, or "auto".
-        precision: a name, a Precision, or one of 64, 32, 16, "bf16".
+        precision: a name, a Precision, 64, 32, 16 or "bf16".
         checkpoint_io: a name, a CheckpointIO, or None for the default.
-        async_save: whether it shall write while training goes on.
+        async_save: whether checkpoints are written in the background.
         cluster_environment: a name, a ClusterEnvironment, or None to detect it.
         launcher: a name, a Launcher, or None for the strategy's own.
-        environ: environment variables at the time of the request.
-        step_options: how the Trainer takes its steps; None under Lite.
-        ordinal: how many requests this process made before: a rank that runs the script again
-            knows by it which of them came before the launch.
+        environ: the environment variables at the time of the request.
+        step_options: the options of the Trainer's optimizer steps. None under Lite.
+        ordinal: the number of earlier requests of this process. A rank that runs the script again
+            uses this number to recognize requests from before the launch.
         interactive: whether this is a notebook or an interactive interpreter.
     """
 
@@ -217,7 +217,7 @@ class RunRequest:
 @final
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """What will run, and why. Made by `resolve`; nothing changes it."""
+    """The components of a run and the reasons for their choice, as `resolve` returns them."""
 
     request: RunRequest
     accelerator: Selection
@@ -246,11 +246,11 @@ class RunPlan:
 
     @property
     def remote(self) -> bool:
-        """Whether ranks are new processes and the one that launches them is none of them."""
+        """Whether the ranks are new processes, so that the launching process is not a rank."""
         return bool(getattr(self.launcher.source, "new_processes", False))
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """Return (what, choice, provider, why) for each choice."""
+        """Return a row (kind, choice, provider, reason) for each choice."""
 
         def row(selected: Selection, what: str = "") -> tuple[str, str, str, str]:
             return what or selected.kind, selected.name, selected.provider, selected.why

@@ -40,7 +40,7 @@ class Compilation:
 
     @classmethod
     def parse(cls, given: Any) -> Compilation | None:
-        """Return what `compile=given` asks for; None: nothing.
+        """Return the compilation that `compile=given` requests, or None.
 
         Args:
             given: False or None; True; "step"; or torch.compile's arguments, and with them
@@ -151,7 +151,7 @@ class GradientClip:
 
 
 def gradient_clip(value: float | None, algorithm: str) -> GradientClip | None:
-    """Return how to clip, or None.
+    """Return the options of gradient clipping, or None.
 
     Args:
         value: the largest norm or value of gradients; None or 0: no clipping.
@@ -200,7 +200,7 @@ class StepOptions:
         return self.accumulation[max(first for first in self.accumulation if first <= epoch)]
 
     def steps_in(self, epochs: int, batches: int) -> int:
-        """Return the number of steps in so many epochs of so many batches.
+        """Return the number of steps in these epochs of this number of batches.
 
         Example:
             >>> from stratagem.strategies import StepOptions

@@ -90,7 +90,7 @@ class Profiler(ABC):
         """Called at the end of a run, after `describe`; the next one begins with nothing."""
 
     def summary(self) -> str:
-        """Return the report; "": there is nothing to say."""
+        """Return the report, or "" without one."""
         return ""
 
     def describe(self) -> None:
@@ -113,7 +113,7 @@ class Profiler(ABC):
 
     @contextmanager
     def profile(self, action_name: str) -> Iterator[str]:
-        """Profile what happens in the context."""
+        """Profile the code in this context."""
         self.start(action_name)
         try:
             yield action_name
@@ -121,7 +121,7 @@ class Profiler(ABC):
             self.stop(action_name)
 
     def profile_iterable(self, iterable: Iterable[Result], action_name: str) -> Iterator[Result]:
-        """Yield what an iterable does, and profile how long each item takes to come."""
+        """Yield the items of an iterable, and profile the time to get each item."""
         iterator = iter(iterable)
         while True:
             with self.profile(action_name):
@@ -133,7 +133,7 @@ class Profiler(ABC):
             del value  # before the next one is read
 
     def wrap(self, action_name: str, function: Callable[..., Result]) -> Callable[..., Result]:
-        """Return a function that is profiled whenever it is called."""
+        """Return a function that profiles each call."""
 
         # What a module has in its __dict__ is not a function's to copy.
         @wraps(function, WRAPPER_ASSIGNMENTS, ())
@@ -148,7 +148,7 @@ class Profiler(ABC):
 
 
 class PassThroughProfiler(Profiler):
-    """A profiler that does nothing: the Trainer's where none was asked for.
+    """A profiler that does nothing; the Trainer's default.
 
     Example:
         >>> from stratagem import Trainer
@@ -167,7 +167,7 @@ class PassThroughProfiler(Profiler):
 
 
 def make_profiler(profiler: str | Profiler | None) -> Profiler | None:
-    """Return the profiler of a Trainer, or None.
+    """Return the Trainer's profiler, or None.
 
     Raises:
         ConfigurationError: an object is no Profiler.

@@ -51,7 +51,7 @@ class CheckpointWriter:
         self.ranks.barrier("save_checkpoint")
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Return the checkpoint at `path`, after what is still being written.
+        """Return the checkpoint at `path`, after pending writes are finished.
 
         Raises:
             CheckpointNotFoundError, CheckpointCorruptError: see `CheckpointIO.load_checkpoint`.
@@ -192,7 +192,7 @@ def nonfinite_weights(strategy: Strategy, prepared: PreparedModel, state: Mappin
 def strategy_state(
     strategy: Strategy, prepared: PreparedModel, optimizers: Sequence[Optimizer]
 ) -> dict[str, Any]:
-    """Return a strategy's own state under its class's name; {} where it has none."""
+    """Return a strategy's own state by its class name; an empty dict if it has no state."""
     state = strategy.state(prepared, optimizers)
     return {type(strategy).__name__: state} if state else {}
 
@@ -203,7 +203,7 @@ def load_strategy_state(
     optimizers: Sequence[Optimizer],
     saved: Mapping[str, Any],
 ) -> None:
-    """Load what `strategy_state` returned under a strategy of the same class."""
+    """Load a state from `strategy_state` if the strategy has the same class."""
     state = saved.get(type(strategy).__name__)
     if state is not None:
         strategy.load_state(prepared, optimizers, state)

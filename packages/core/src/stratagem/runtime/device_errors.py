@@ -39,7 +39,7 @@ _BESIDES = (
 def explained_device_errors(
     strategy: Strategy, module: nn.Module, optimizers: Sequence[Optimizer] = ()
 ) -> Iterator[None]:
-    """Let a device's errors within say what is known of them; see `explain_device_error`."""
+    """Explain errors of the device within this context; see `explain_device_error`."""
     try:
         yield
     except RuntimeError as error:
@@ -67,13 +67,13 @@ def explain_device_error(
     module: nn.Module | None,
     optimizers: Sequence[Optimizer] = (),
 ) -> None:
-    """Add to an error of the device itself what is known here; leave others as they are.
+    """Add an explanation to an error of the device; leave other errors unchanged.
 
     Args:
-        error: what ended a step, a set-up or an evaluation.
-        strategy: it ran under this one.
-        module: the model; None: there is none yet.
-        optimizers: of the model.
+        error: the error of a step, a setup or an evaluation.
+        strategy: the strategy of the run.
+        module: the model, or None before it exists.
+        optimizers: the optimizers of the model.
     """
     if getattr(error, "_stratagem_explained", False) or not hasattr(strategy, "device"):
         return

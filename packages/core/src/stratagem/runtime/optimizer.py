@@ -21,8 +21,8 @@ _NO_CONTEXT = nullcontext()
 class LiteOptimizer:
     """The user's optimizer, whose step goes through the strategy.
 
-    An instance is one of the optimizer's own class too, and has its name and its repr, so that
-    schedulers take it. A copy, and what is pickled, is the user's optimizer: a run is not copied.
+    An instance is also an instance of the optimizer's class, and has its name and its repr, so that
+    schedulers accept it. Copies and pickles contain only the user's optimizer, without the run.
     """
 
     optimizer: Optimizer
@@ -30,11 +30,11 @@ class LiteOptimizer:
     strategy: Strategy
     _clear_gradients: Callable[[], None]
     is_held: bool = False
-    """Whether `step` and `zero_grad` do nothing, since a window of accumulation is not over."""
+    """Whether `step` and `zero_grad` do nothing, because gradients still accumulate."""
 
     @property
     def state(self) -> Any:
-        """The user's optimizer's state; loading replaces that object, so it is looked up there."""
+        """The optimizer's state, looked up on each access, since loading replaces it."""
         return self.optimizer.state
 
     @property

@@ -37,17 +37,18 @@ def prepare(
     move_to_device: bool = True,
     compilation: Compilation | Literal[False] | None = None,
 ) -> PreparedModel:
-    """Return a model as a strategy runs it; what was prepared of it before is released.
+    """Prepare a model with a strategy, and release an earlier preparation of it.
 
     Args:
-        strategy: of a launched run.
-        module: the user's.
+        strategy: the strategy of a launched run.
+        module: the user's module.
         optimizers, move_to_device: see `Strategy.prepare`.
-        compilation: how to compile it; None: as the strategy's step options say; False: not.
+        compilation: the options of the compilation. None: the strategy's step options. False: no
+            compilation.
 
     Raises:
-        ConfigurationError: an optimizer that exists holds none of the module's parameters.
-        PluginError: the strategy has returned something else, or its `wrap` is never called.
+        ConfigurationError: if an existing optimizer has no parameter of the module.
+        PluginError: if the strategy returned a wrong type, or never called its `wrap`.
     """
     if not callable(optimizers):
         _check_parameters(module, optimizers)
@@ -113,7 +114,7 @@ def _wrap_is_called(strategy: Strategy) -> Iterator[None]:
 
 
 def release(module: nn.Module, only: PreparedModel | None = None) -> None:
-    """Let the strategy that has prepared a module last free what it holds for it; once.
+    """Let the strategy of a module's last preparation free its resources.
 
     Args:
         module: the user's.
@@ -160,7 +161,7 @@ def check_backward(plan: RunPlan) -> None:
 
 
 def check_setup(plan: RunPlan, optimizers: Sequence[Optimizer]) -> None:
-    """Check that `Lite.setup` can prepare a model together with optimizers of it.
+    """Check that `Lite.setup` can prepare a model together with its optimizers.
 
     Raises:
         ConfigurationError: the optimizers were made too early.
@@ -199,7 +200,7 @@ def compilation_of_setup(
 
 
 def prepared_of(optimizer: Optimizer, models: Sequence[PreparedModel]) -> PreparedModel:
-    """Return the prepared model whose parameters an optimizer holds.
+    """Return the prepared model that has the parameters of an optimizer.
 
     Raises:
         ConfigurationError: there is none.

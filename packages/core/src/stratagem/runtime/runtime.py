@@ -157,7 +157,7 @@ def _is_called(spec: Any, name: str) -> bool:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a list of what may be None, one thing or several, in a sequence of any type."""
+    """Return a list for None, a single value, or a sequence of values."""
     if value is None:
         return []
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
@@ -408,7 +408,7 @@ class FrontEnd:
 
     @property
     def ranks(self) -> Ranks:
-        """The processes that train together; collectives work once they are launched."""
+        """The processes of the run; collectives work after the launch."""
         return self._runtime.ranks
 
     @property

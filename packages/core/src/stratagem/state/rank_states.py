@@ -61,7 +61,7 @@ def gather_states(ranks: Ranks, state: State) -> dict[str, Any] | list[State]:
 
 
 class RankStates(Sequence[State]):
-    """The states of the ranks that saved, in their order; each is decoded when it is asked for.
+    """The states of the saving ranks, in rank order; each is decoded on access.
 
     Args:
         saved: as `gather_states` returned it on rank 0.

@@ -38,7 +38,7 @@ _TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def find_offending_value(data: Any, path: str = "") -> str | None:
-    """Return which value in `data` is not safe data, and its type; None if all of it is.
+    """Return the path and type of the first unsafe value in `data`, or None.
 
     Args:
         data: anything.
@@ -80,7 +80,7 @@ def _find_offending_value(data: Any, path: str) -> str | None:
 
 
 def find_oversized(data: Any, path: str = "") -> str | None:
-    """Return what in safe data would grow far beyond what is stored; None if nothing would.
+    """Return a description of data that would grow far beyond its stored size, or None.
 
     Such data are small in a file and in memory, until somebody copies them or goes through them: a
     tensor that was expanded (`torch.zeros(1).expand(2**40)`), tensors that share all of their
@@ -177,7 +177,7 @@ def _saved(data: Any) -> io.BytesIO:
 
 
 def decode(encoded: Tensor, name: str = "what a rank has sent") -> Any:
-    """Return the safe data that `encode` made, tensors on the CPU; nothing in it is executed.
+    """Decode the output of `encode` without executing anything; tensors are on the CPU.
 
     Args:
         encoded: bytes.
@@ -194,7 +194,7 @@ def decode(encoded: Tensor, name: str = "what a rank has sent") -> Any:
 
 
 def pack_result(result: Any) -> bytes:
-    """Return what a rank's function has returned as bytes, for `unpack_result`.
+    """Return the result of a rank's function as bytes, for `unpack_result`.
 
     Raises:
         ConfigurationError: it is not weights-only-safe data; says where.
@@ -215,7 +215,7 @@ def pack_result(result: Any) -> bytes:
 
 
 def unpack_result(data: bytes) -> Any:
-    """Return what `pack_result` was given, tensors on the CPU; nothing in it is executed.
+    """Decode the output of `pack_result` without executing anything; tensors are on the CPU.
 
     Raises:
         CheckpointCorruptError: it is nothing that `pack_result` made.
@@ -295,7 +295,7 @@ def to_bytes(data: Any, name: str | Path) -> bytes:
 
 
 def from_bytes(stored: bytes, name: str | Path) -> Any:
-    """Return what `to_bytes` was given, tensors on the CPU; nothing in it is executed.
+    """Decode the output of `to_bytes` without executing anything; tensors are on the CPU.
 
     It reads what `torch.load(weights_only=True)` does, and empty bytes, which that refuses.
 

@@ -15,16 +15,16 @@ from torch import Tensor
 @final
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """The chunks of a tensor that this rank holds: what a strategy gives to be saved in parallel.
+    """The chunks of a tensor on this rank, which ranks save in parallel.
 
     A chunk is a rectangular region of the whole tensor. Together the chunks of all ranks cover it;
     where two ranks hold the same chunk, one of them writes it.
 
     Attributes:
-        shape: of the whole tensor.
-        dtype: its dtype.
-        chunks: of each its offsets in the whole tensor, one number for each dim, and its values, on
-            any device. They may alias live tensors. A rank may hold none.
+        shape: the shape of the whole tensor.
+        dtype: the dtype of the tensor.
+        chunks: for each chunk, its offsets in the whole tensor (a number for each dim) and its
+            values, on any device. The values may alias live tensors. The list may be empty.
 
     Example:
         >>> import torch
@@ -97,7 +97,7 @@ class Shards:
 
 
 class LazyTensor(ABC):
-    """A tensor that still lies in a checkpoint, of which each rank reads what it needs.
+    """A tensor in a checkpoint that is not read yet; each rank reads only the parts it needs.
 
     Attributes:
         shape: of the whole tensor.
@@ -134,7 +134,7 @@ class LazyTensor(ABC):
         """
 
     def whole(self) -> Tensor:
-        """Return all of it, on the CPU."""
+        """Return the whole tensor, on the CPU."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
         self.read_into(tensor)
         return tensor
@@ -144,7 +144,7 @@ Data = TypeVar("Data")
 
 
 def read_whole(data: Data) -> Data:
-    """Return safe data with every `LazyTensor` in it read whole; what is shared stays so.
+    """Return safe data with every `LazyTensor` read whole; shared tensors stay shared.
 
     Example:
         >>> from stratagem.checkpoint import read_whole
@@ -169,7 +169,7 @@ def _read_whole(data: Any, done: dict[int, Any]) -> Any:
 
 
 def has_shards(data: Any) -> bool:
-    """Return whether there are `Shards` in a dict or list, at any depth."""
+    """Return whether a dict or list contains `Shards`, at any depth."""
     try:
         return _has_shards(data)
     except RecursionError:

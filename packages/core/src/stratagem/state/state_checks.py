@@ -49,7 +49,7 @@ _OPTIONS = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum", "grad_av
 
 
 def check_optimizer_form(state: Any) -> None:
-    """Refuse what is not the state of an optimizer: entries by parameter, and parameter groups.
+    """Raise if a state lacks an optimizer's form: entries by parameter, and parameter groups.
 
     Raises:
         CheckpointMismatchError: says what it is.
@@ -75,7 +75,7 @@ def _are_names(params: Any) -> bool:
 def check_entries(
     optimizer: Optimizer, parameters: Mapping[str, Tensor], state: Mapping[str, Any]
 ) -> None:
-    """Compare the entries of parameters with what the optimizer keeps for them.
+    """Check the saved entries of parameters against the optimizer's expected entries.
 
     Entries of optimizers that are not torch's own only have to be dicts.
 
@@ -119,7 +119,7 @@ def check_entries(
 
 
 def check_options(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Compare the options of a saved parameter group with those of the optimizer's own.
+    """Check the options of a saved parameter group against the optimizer's options.
 
     Raises:
         CheckpointMismatchError: an option has another kind; names it.
@@ -130,7 +130,7 @@ def check_options(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def load_scheduler_state(scheduler: Any, state: Any) -> None:
-    """Load the state of a learning rate scheduler, once it is compared with its own.
+    """Load the state of a learning rate scheduler, after comparing it with the current state.
 
     Raises:
         CheckpointMismatchError: a value has another kind, or replaces a method; names it.
@@ -164,7 +164,7 @@ def _check_scheduler(scheduler: Any, state: Any) -> None:
 
 @contextmanager
 def as_mismatch(target: str) -> Iterator[None]:
-    """Turn the bare error of a load into one that says what was loaded.
+    """Turn an error within the context into a CheckpointMismatchError that names the target.
 
     Args:
         target: what loads its state, such as "the callback Timer".

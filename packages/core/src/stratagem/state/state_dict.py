@@ -43,7 +43,7 @@ _DISPENSABLE = frozenset(
 
 
 def named_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-    """Return the optimizer's state dict with parameter names in the place of indices.
+    """Return the optimizer's state dict with parameter names instead of indices.
 
     Raises:
         CheckpointMismatchError: the optimizer holds a parameter that the module does not.
@@ -60,7 +60,7 @@ def named_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
 
 
 def load_named_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load what `named_state` returned; parameter groups are matched by the names in them.
+    """Load a state from `named_state`; parameter groups are matched by parameter names.
 
     Raises:
         CheckpointMismatchError: the groups hold other parameters, lack options that this
@@ -238,7 +238,7 @@ def check_weights(
     *,
     strict: bool,
 ) -> None:
-    """Compare the names and shapes of weights with those of a model.
+    """Check the names and shapes of weights against a model's names and shapes.
 
     Args:
         own: the names that the model's state has.

@@ -52,7 +52,7 @@ class Claim:
         self.ends_with_process = isinstance(path, Path)
 
     def release(self) -> None:
-        """Give the name back: by now something is there, or nothing shall be."""
+        """Release the claim."""
         # Those of dead owners first: see `_take`.
         for marker, mark in self._markers.items():
             if _is_there(marker, mark):
@@ -66,13 +66,13 @@ class Claim:
 def claim(
     path: str | os.PathLike[str], *, may_exist: bool = False, from_unseen: bool = False
 ) -> Claim | None:
-    """Return a claim on a name, or None: something is there, or another process has claimed it.
+    """Claim a path; return None if the path exists or another process has claimed it.
 
     Args:
-        path: the name.
-        may_exist: something may be there, which is this process's own.
-        from_unseen: take over what a process of another machine has claimed, unless its lock is
-            seen here; otherwise such a claim counts for a day.
+        path: the path to claim.
+        may_exist: if True, the path may exist, as a file of this process.
+        from_unseen: if True, take over claims of other machines' processes, unless their lock is
+            visible here. If False, such claims are valid for a day.
 
     Example:
         >>> import tempfile

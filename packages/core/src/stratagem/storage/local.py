@@ -69,7 +69,7 @@ def _is_no_file(path: Path, kind: str) -> CheckpointCorruptError:
 
 
 def make_directory(directory: Path) -> None:
-    """Make a directory and those above it, so that they too are there after a power cut."""
+    """Make a directory and its parents durably, so that a power cut does not remove them."""
     if directory.is_dir():
         return
     make_directory(directory.parent)
@@ -78,12 +78,12 @@ def make_directory(directory: Path) -> None:
 
 
 def temporary_path(directory: Path) -> Path:
-    """Return a path in `directory` that nobody has, for what is being written or removed."""
+    """Return an unused path in `directory` for temporary files and directories."""
     return directory / f"{_PREFIX}{Owner.this()}-{secrets.token_hex(8)}{_SUFFIX}"
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a directory with what is in it, if there is one.
+    """Remove a file, a link, or a directory with its contents; do nothing if the path is missing.
 
     All of it or nothing: a directory is renamed first, to a name under which the next save
     removes what a kill leaves of it.
@@ -102,7 +102,7 @@ def remove(path: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove the temporary files of writers that are dead; those of living ones are left alone."""
+    """Remove the temporary files of dead writers, and keep the files of living ones."""
     for leftover in directory.glob(f"{_PREFIX}*{_SUFFIX}"):
         try:
             flags = os.O_RDONLY if leftover.is_dir() else os.O_RDWR
@@ -155,12 +155,12 @@ class StreamedFile:
         return len(data)
 
     def sync(self) -> None:
-        """Return once all of it is on the disk."""
+        """Flush the file to the disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file; what was not synced may be lost."""
+        """Close the file; data since the last sync may be lost."""
         self._file.close()
 
 
@@ -180,20 +180,20 @@ def _sync_file_range() -> Callable[..., Any] | None:
 
 
 class DurableFile:
-    """Writes beside a path; `commit` puts what was written in its place.
+    """Writes a temporary file next to a path; `commit` renames it to the path.
 
-    The order that makes it safe: a temporary file in the same directory, fsync of the file, rename
-    over the path, fsync of the directory. A kill or a power cut at any moment leaves at the path
-    what was there before, or all of what was written.
+    The order makes it safe: write a temporary file in the same directory, fsync the file, rename it
+    to the path, fsync the directory. After a kill or a power cut, the path holds either the old
+    file or the complete new file.
 
-    The temporary file's name says whose it is, so that the next one to write in the directory
-    removes what a process that was killed has left. Where that cannot see the writer (in another
-    container), it sees that the writer holds a lock (flock), which the kernel drops with a process.
+    The name of the temporary file contains its owner, so that the next writer in the directory
+    removes the leftovers of killed processes. A writer in another container cannot see the owner's
+    process, but sees its lock (flock), which the kernel releases at the end of the process.
 
     Leaving the `with` block without `commit` removes the temporary file.
 
     Args:
-        path: where the file shall appear; its directory is made if there is none.
+        path: the path of the file; a missing directory is created.
 
     Attributes:
         temporary: the path of the temporary file.
@@ -231,7 +231,7 @@ class DurableFile:
         return self._file.write(data)
 
     def commit(self) -> None:
-        """Return once what was written is at the path, and on the disk.
+        """Move the file to its path, durably.
 
         Raises:
             OSError: it is not; after a failed fsync of the directory `renamed` is True, and the
@@ -333,7 +333,7 @@ class DurableDirectory:
         self.close()
 
     def close(self) -> None:
-        """Remove the temporary directory, or what it has replaced."""
+        """Remove the temporary directory, or the replaced directory."""
         remove(self.temporary)
         if self._lock >= 0:
             os.close(self._lock)

@@ -54,12 +54,12 @@ class Owner:
 
     @classmethod
     def parse(cls, text: str) -> Owner | None:
-        """Return the owner that a text names; None: it names none."""
+        """Return the owner in a text, or None if the text has another form."""
         found = _FORM.fullmatch(text)
         return found and cls(found[1], int(found[2]), int(found[3]), int(found[4]))
 
     def runs(self) -> bool | None:
-        """Return whether the process runs; None: that cannot be seen from this one."""
+        """Return whether the owner's process runs; None if this process cannot see it."""
         if (self.boot, self.namespace) != _here():
             return None
         try:
@@ -79,15 +79,17 @@ def has_ended(
     *,
     forgotten_after: float = FORGOTTEN_AFTER,
 ) -> bool:
-    """Return whether what is left of an owner is a leftover, as far as anybody can tell from here.
+    """Return whether a file's or directory's owner has ended, so that it is a leftover.
 
-    Where that cannot be told, it is none while it is young.
+    If this cannot be determined, only old files and directories count as leftovers.
 
     Args:
-        owner: whose it is; None: it does not say.
-        descriptor: of the file or directory, which its owner holds a lock on where there are locks.
-        modified: when it was changed last, in seconds since the epoch.
-        forgotten_after: how old it must be, in seconds, where nobody can tell.
+        owner: the owner, or None if it is unknown.
+        descriptor: the descriptor of the file or directory, which the owner has locked, if the file
+            system supports locks.
+        modified: the time of the last change, in seconds since the epoch.
+        forgotten_after: the smallest age of a leftover in seconds, if the state of its owner cannot
+            be determined.
     """
     runs = None if owner is None else owner.runs()
     if runs is not None:

@@ -44,7 +44,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def to_location(path: str | os.PathLike[str]) -> Location:
-    """Return a `Path` for what is local, a `str` for a URL.
+    """Return a `Path` for a local path, or a `str` for a URL.
 
     Raises:
         ConfigurationError: it is a URL that has gone through `pathlib`.
@@ -62,12 +62,13 @@ def to_location(path: str | os.PathLike[str]) -> Location:
 
 
 def parse_user_path(path: str | os.PathLike[str]) -> Location:
-    """Return what `at` does of a path that a user wrote, where "~" is a home folder.
+    """Return the location of a user's path, with "~" expanded to a home folder.
 
-    For nothing else: a name that was read may begin with "~" too.
+    Use it only for paths that users write: other file names may begin with "~" too.
 
     Raises:
-        ConfigurationError: it is a URL that has gone through `pathlib`, or nobody has that home.
+        ConfigurationError: if the path is a URL that went through `pathlib`, or if the user of the
+            home folder does not exist.
     """
     location = to_location(path)
     # pathlib leaves the "./" of "./~" out, and would expand it.
@@ -108,7 +109,7 @@ def absolute(path: str | os.PathLike[str]) -> Location:
 
 
 def relative(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> str:
-    """Return `path` as seen from `folder`; as it is, where it lies elsewhere."""
+    """Return `path` relative to `folder`, or unchanged if it lies outside of `folder`."""
     whole, beginning = str(absolute(path)), f"{absolute(folder)}/"
     return whole[len(beginning) :] if whole.startswith(beginning) else whole
 
@@ -153,7 +154,7 @@ class Entry:
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
-    """Return whether something is there; False for a link to what is gone."""
+    """Return whether a path exists; False for a broken link."""
     path = to_location(path)
     if isinstance(path, Path):
         return path.exists()
@@ -171,7 +172,7 @@ def is_directory(path: str | os.PathLike[str]) -> bool:
 
 
 def target_of(path: str | os.PathLike[str]) -> Location:
-    """Return what a symbolic link leads to, and any other path as it is."""
+    """Return the target of a symbolic link; other paths are returned unchanged."""
     path = to_location(path)
     if isinstance(path, Path) and path.is_symlink():
         return path.parent / path.readlink()
@@ -191,7 +192,7 @@ def names(folder: str | os.PathLike[str]) -> set[str]:
 
 
 def entries(folder: str | os.PathLike[str]) -> list[Entry]:
-    """Return what is in a folder, but for hidden names; nothing where there is no folder."""
+    """Return the entries of a folder without hidden names; an empty list for a missing folder."""
     folder = to_location(folder)
     if not isinstance(folder, Path):
         return _remote_entries(folder)
@@ -235,10 +236,10 @@ def _remote_entries(folder: str) -> list[Entry]:
 
 @contextmanager
 def open_local(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a file that can be mapped into memory; what a URL leads to is fetched first.
+    """Open a file that can be mapped into memory; a URL is downloaded first.
 
-    The copy has no name by the time it is read, so it is gone when nobody has it open any more.
-    Processes of one machine that ask for a URL at the same time share one copy.
+    The downloaded copy has no name, so that it is deleted when the last process closes it.
+    Processes of a machine that open a URL at the same time share a copy.
 
     Raises:
         FileNotFoundError: nothing is there.
@@ -257,7 +258,7 @@ def open_local(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 @contextmanager
 def open_in_place(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Open a file to read a small part of it, without fetching the rest."""
+    """Open a file to read a small part of the contents, without downloading the rest."""
     path = to_location(path)
     if isinstance(path, Path):
         with local.open_regular(path) as file:
@@ -270,7 +271,7 @@ def open_in_place(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def read(path: str | os.PathLike[str]) -> bytes:
-    """Return what is in a small file."""
+    """Return the contents of a small file."""
     path = to_location(path)
     if isinstance(path, Path):
         return path.read_bytes()
@@ -291,7 +292,7 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
 
 @contextmanager
 def durable_file(path: str | os.PathLike[str]) -> Iterator[DurableFile | RemoteFile]:
-    """Open a new file, which takes the place of what is at `path` at the end of the block.
+    """Open a new file, which replaces the file at `path` at the end of the block.
 
     Raises:
         CheckpointSaveError: the file system refused; says what is at the path now.
@@ -360,7 +361,7 @@ def durable_replace(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def try_folder(folder: str | os.PathLike[str]) -> None:
-    """Make a local folder, if there is none, and try to write into it; nothing is left there.
+    """Create a local folder if necessary, and check that files can be written there.
 
     Raises:
         OSError: one of the two cannot be done.
@@ -371,9 +372,9 @@ def try_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Remove a file, a link, or a directory with what is in it, if there is one.
+    """Remove a file, a link, or a directory with its contents; do nothing if the path is missing.
 
-    Of a local directory all or nothing is left, also by a kill.
+    A local directory is removed completely or not at all, even if the process is killed.
     """
     path = to_location(path)
     if not isinstance(path, Path):
@@ -385,13 +386,13 @@ def remove(path: str | os.PathLike[str]) -> None:
 
 
 def link(target: str | os.PathLike[str], path: str | os.PathLike[str]) -> bool:
-    """Let `path` name what is at `target` too, in one step; what it named before is let go.
+    """Make `path` a second name of `target`, atomically; a link at `path` is replaced.
 
-    A local path becomes a symbolic link, relative so that it moves with its folder. An object store
-    makes a copy, without anything being sent.
+    A local path becomes a symbolic link, which is relative, so that it can move with its folder. An
+    object store makes a copy on the server.
 
     Returns:
-        False: this file system can do neither, or a directory is at `path`.
+        False if the file system supports neither, or if `path` is a directory.
     """
     target, path = to_location(target), to_location(path)
     if isinstance(path, Path):
@@ -423,7 +424,7 @@ def _link_local(target: Path, path: Path) -> bool:
 
 
 def check_is_new(target: str | Path) -> None:
-    """Refuse to write over what is there.
+    """Raise if a path already exists.
 
     Raises:
         CheckpointSaveError: something is at `target`.

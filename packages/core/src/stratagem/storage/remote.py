@@ -23,7 +23,7 @@ _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "ad
 
 @contextmanager
 def file_system(url: str) -> Iterator[tuple[Any, str]]:
-    """Yield the file system of a URL, and what it calls the path there."""
+    """Yield the file system of a URL, and the path of the URL on that file system."""
     try:
         from fsspec.core import url_to_fs
 
@@ -58,7 +58,7 @@ def _naming(url: str) -> Iterator[None]:
 
 
 def protocols(files: Any) -> set[str]:
-    """Return what the URLs of a file system begin with."""
+    """Return the URL schemes of a file system."""
     protocol = files.protocol
     return {protocol} if isinstance(protocol, str) else set(protocol)
 
@@ -69,7 +69,7 @@ def is_object_store(files: Any) -> bool:
 
 
 def fetch(url: str) -> int:
-    """Copy what a URL leads to into a local file without a name; return its descriptor.
+    """Download a URL into a local file without a name; return its descriptor.
 
     Processes of one user that ask at the same time share the copy, in a folder that nobody else
     may enter.
@@ -177,7 +177,7 @@ def _remove_leftovers(folder: int, *, but: str) -> None:
 
 
 class RemoteFile:
-    """Writes to a URL; `commit` lets the whole of it appear there.
+    """Writes to a URL; `commit` makes the whole file appear there.
 
     On an object store that is the completion of the upload, elsewhere the renaming of a file beside
     it. Leaving the `with` block without `commit` leaves nothing.
@@ -231,7 +231,7 @@ class RemoteFile:
         return len(data)
 
     def commit(self) -> None:
-        """Return once what was written is there.
+        """Finish the upload, so that the file appears at the URL.
 
         Raises:
             OSError: it is not.

@@ -1,4 +1,4 @@
-"""Checks of the user's objects and folders, before anything runs with them."""
+"""Checks of the user's objects and folders, before a run uses them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from stratagem.trainer.trainer import Trainer
 
 
-# Methods of Lightning that a stage does not call here, and what to do.
+# Methods of Lightning that Stratagem does not call, by stage, and advice for each.
 _MODEL = {"configure_sharded_model": "rename it to configure_model"}
 _VALIDATION = {
     "validation_epoch_end": "rename it to on_validation_epoch_end, and keep outputs in an attribute"
@@ -60,16 +60,17 @@ _NEEDED = {
 
 
 def check_not_running(state: RunState, stage: str) -> None:
-    """Refuse a run within another run of the same Trainer, from a callback or a hook.
+    """Raise if a callback or a hook starts a run within another run of the same Trainer.
 
-    They would share progress, values and loaders, so that the outer run would go on as the inner.
+    The two runs would share progress, metrics and loaders, and the inner run would corrupt the
+    outer run.
 
     Args:
-        state: of the Trainer.
-        stage: that was asked for: "fit", "validate", "test" or "predict".
+        state: the state of the Trainer.
+        stage: the requested run: "fit", "validate", "test" or "predict".
 
     Raises:
-        ConfigurationError: the Trainer is running.
+        ConfigurationError: if the Trainer is running.
     """
     if state.status == "running":
         raise ConfigurationError(
@@ -80,14 +81,15 @@ def check_not_running(state: RunState, stage: str) -> None:
 
 
 def check_module(job: Job, *, makes_optimizers: bool = False) -> None:
-    """Check that a model can be fitted, validated, tested or predicted with.
+    """Check that a model has the methods of its stage.
 
     Args:
-        job: what the user passed.
-        makes_optimizers: whether the strategy makes the optimizer where the model does not.
+        job: the user's request.
+        makes_optimizers: whether the strategy creates the optimizer if the model does not.
 
     Raises:
-        UserCodeError: it is no Module, lacks a method, or has one that would not be called.
+        UserCodeError: if the model is not a Module, lacks a method, or defines a method that
+            Stratagem would not call.
     """
     model: Any = job.model
     stage = job.stage
@@ -139,14 +141,14 @@ def check_module(job: Job, *, makes_optimizers: bool = False) -> None:
 
 
 def check_that_it_ends(run: Run, before: Progress) -> None:
-    """Refuse to go on after an epoch whose batches were all skipped, if nothing ends the fit.
+    """Raise after an epoch without an optimizer step if the fit would never end.
 
     Args:
         run: a fit, whose last step had no loss.
-        before: its progress when the epoch began, or was resumed.
+        before: its progress at the start of the epoch, or at the point of resuming.
 
     Raises:
-        UserCodeError: only a number of steps would end it.
+        UserCodeError: if only `max_steps` limits the fit.
     """
     options, progress = run.trainer.options, run.progress
     took_none = progress.global_step == before.global_step and progress.batches > before.batches
@@ -163,10 +165,10 @@ def check_that_it_ends(run: Run, before: Progress) -> None:
 
 
 def log_hyperparameters(run: Run) -> None:
-    """Give loggers, on rank 0, the hyperparameters of model and DataModule.
+    """Send the hyperparameters of the model and the DataModule to the loggers, on rank 0.
 
     Raises:
-        UserCodeError: both have one of a name, with different values.
+        UserCodeError: if both have a hyperparameter of the same name with different values.
     """
     holders = [one for one in (run.module, run.datamodule) if one is not None]
     merged: dict[str, Any] = {}
@@ -190,7 +192,7 @@ def log_hyperparameters(run: Run) -> None:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values are the same, or cannot be told apart."""
+    """Return whether two values are equal; True if they cannot be compared."""
     try:
         return one is other or bool(one == other)
     except Exception:  # arrays and tensors of several elements
@@ -198,7 +200,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _warn_of_unsavable(holder: HyperParametersMixin) -> None:
-    """Say which hyperparameters checkpoints leave out, before anything is trained."""
+    """Warn about hyperparameters that checkpoints leave out, before training."""
     reasons = savable(holder.hparams)[1]
     if reasons:
         name, reason = next(iter(reasons.items()))
@@ -212,17 +214,18 @@ def _warn_of_unsavable(holder: HyperParametersMixin) -> None:
 
 
 def warn_on_refit(before: Run | None, job: Job) -> None:
-    """Say on rank 0 that a second fit of a model begins anew, unless a checkpoint was named.
+    """Print on rank 0 that a second fit of a model without a checkpoint starts from step 0.
 
-    In Lightning, it goes on where the first one ended, at its limit.
+    In Lightning, a second fit continues from the end of the first, where its limit is reached.
 
     Args:
-        before: the run before.
-        job: the fit that begins.
+        before: the previous run.
+        job: the request of the new fit.
     """
     again = before is not None and before.stage == "fit" and before.module is job.model
     if before is not None and again and job.ckpt_path is None and before.trainer.is_global_zero:
-        # No warning: it is well meant as often as not, and one rank alone must not raise it.
+        # Not a warning: a second fit is often intended, and if warnings are errors, only one rank
+        # would raise it.
         print(
             "stratagem: fit() of the same model again: epochs and steps are counted from 0 and "
             "optimizers are made anew, while the weights are those that the last fit has left. To "
@@ -233,7 +236,7 @@ def warn_on_refit(before: Run | None, job: Job) -> None:
 
 
 def give_hints(strategy: Strategy) -> None:
-    """Print the accelerator's hints on rank 0, each once in a process."""
+    """Print the accelerator's hints on rank 0, each once per process."""
     if not strategy.ranks.is_global_zero:
         return
     for hint in strategy.accelerator.hints(strategy.device, strategy.precision.dtype):
@@ -241,7 +244,7 @@ def give_hints(strategy: Strategy) -> None:
 
 
 def hint_at_mistakes(run: Run) -> None:
-    """Say on rank 0 what in a fit is probably a mistake."""
+    """Print hints about probable mistakes in a fit, on rank 0."""
     if not run.strategy.ranks.is_global_zero:
         return
     if isinstance(run.job.loaders, Dataset):
@@ -255,7 +258,7 @@ def hint_at_mistakes(run: Run) -> None:
 
 
 def _misspelled_hooks(owner: type) -> list[str]:
-    """Return a hint for each method whose name is nearly that of a hook."""
+    """Return a hint for each method whose name is similar to a hook's name."""
     ours = ("stratagem", "torch")
     bases = [base for base in owner.__mro__ if base.__module__.startswith(ours)]
     known = {name for base in (Callback, *bases) for name in vars(base)}
@@ -269,11 +272,13 @@ def _misspelled_hooks(owner: type) -> list[str]:
 
 
 def hint_at_log_interval(trainer: Trainer, batches: float) -> None:
-    """Say on rank 0 that loggers are given values of few steps, or of none; once in a process.
+    """Print a hint on rank 0 if `log_every_n_steps` exceeds the batches of an epoch.
+
+    The hint is printed once per process.
 
     Args:
-        trainer: whose fit begins.
-        batches: of this rank in an epoch; infinity: not known.
+        trainer: the Trainer of the fit.
+        batches: the number of this rank's batches in an epoch; infinity if it is unknown.
     """
     every = trainer.options.log_every_n_steps
     if not trainer.loggers or trainer.options.fast_dev_run or not trainer.is_global_zero:
@@ -288,10 +293,11 @@ def hint_at_log_interval(trainer: Trainer, batches: float) -> None:
 def check_manual_optimization(
     module: Module, plan: RunPlan, strategy: Strategy, options: StepOptions
 ) -> None:
-    """Check that a Module that steps its optimizers itself can do so under a strategy.
+    """Check that the strategy and the options support a Module's manual optimization.
 
     Raises:
-        ConfigurationError: it cannot, or the Trainer was given options that would do nothing.
+        ConfigurationError: if the strategy does not support it, or if an option would have no
+            effect.
     """
     if module.automatic_optimization:
         return
@@ -326,10 +332,10 @@ def check_manual_optimization(
 
 
 def check_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
-    """Check that optimizers hold parameters of the model.
+    """Check that all parameters of the optimizers belong to the model.
 
     Raises:
-        UserCodeError: one holds parameters that the model does not have.
+        UserCodeError: if an optimizer holds parameters that the model does not have.
     """
     own = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
@@ -345,7 +351,9 @@ def check_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None
 
 
 def new_parameter_check(run: Run) -> Callable[[], None]:
-    """Return a function that refuses parameters whose gradients no other rank would get.
+    """Return a function that raises if the model has parameters unknown to the strategy.
+
+    Gradients of parameters that were added after preparation would not be reduced over ranks.
 
     Args:
         run: a fit whose model is prepared.
@@ -353,7 +361,7 @@ def new_parameter_check(run: Run) -> Callable[[], None]:
     module, strategy = run.module, run.trainer.plan.strategy.name
     if run.strategy.ranks.world_size == 1:
         return lambda: None
-    # A parameter may have another name later, as pruning gives it.
+    # A parameter may get another name later, for example by pruning.
     known = {each for name, p in module.named_parameters() for each in (name, id(p))}
 
     def check() -> None:
@@ -369,10 +377,10 @@ def new_parameter_check(run: Run) -> Callable[[], None]:
 
 
 def check_launch_arguments(plan: RunPlan, options: StepOptions) -> None:
-    """Check that a Trainer runs as `stratagem run --accelerate-config` says.
+    """Check a Trainer's arguments against the file of `stratagem run --accelerate-config`.
 
     Raises:
-        ConfigurationError: the file asks for something else than the Trainer's arguments.
+        ConfigurationError: if the file and the Trainer's arguments differ.
     """
     own = {
         "accelerator": plan.accelerator.name,
@@ -389,10 +397,10 @@ def check_launch_arguments(plan: RunPlan, options: StepOptions) -> None:
 
 
 def check_divergence_detection(plan: RunPlan, every_n_steps: int) -> None:
-    """Check that ranks may be compared every so many steps (0: never).
+    """Check that the strategy supports `detect_divergence`; 0 means off.
 
     Raises:
-        ConfigurationError: the strategy lets their parameters differ.
+        ConfigurationError: if parameters differ between ranks under the strategy.
     """
     if every_n_steps and plan.capabilities.parameters != "same":
         raise ConfigurationError(
@@ -403,10 +411,11 @@ def check_divergence_detection(plan: RunPlan, every_n_steps: int) -> None:
 
 
 def check_folders_before_launch(trainer: Trainer, runtime: Runtime, stage: str) -> None:
-    """Try the folders, if this process is going to start the ranks, all of them on its machine.
+    """Check the folders of a run before the launch, if all ranks will run on this machine.
 
     Raises:
-        ConfigurationError: one cannot be made or written to; nothing has been started.
+        ConfigurationError: if a folder cannot be created or written to. No process was started
+            then.
     """
     plan = trainer.plan
     is_elsewhere = plan.num_nodes > 1 or supports(plan.launcher, "devices_elsewhere")
@@ -417,10 +426,10 @@ def check_folders_before_launch(trainer: Trainer, runtime: Runtime, stage: str) 
 
 
 def check_folders_on_ranks(trainer: Trainer, stage: str) -> None:
-    """Try the folders on rank 0, which writes into them; called on every rank.
+    """Check the folders of a run on rank 0, which writes to them; called on every rank.
 
     Raises:
-        ConfigurationError: one cannot be made or written to; the same on every rank.
+        ConfigurationError: on every rank, if a folder cannot be created or written to.
     """
     found = _find_unwritable(trainer, stage) if trainer.is_global_zero else ""
     _raise(trainer.ranks.broadcast(found))
@@ -432,10 +441,10 @@ def _raise(problem: str) -> None:
 
 
 def _find_unwritable(trainer: Trainer, stage: str) -> str:
-    """Return which folder cannot be written to, why, and what to do; "": all can."""
+    """Return an error message for the first folder that is not writable, or ""."""
     for folder, argument in _folders(trainer, stage):
         if paths.is_url(folder):
-            continue  # its server is asked by the first save
+            continue  # the first save contacts its server
         is_root = paths.to_location(folder) == paths.to_location(trainer.options.default_root_dir)
         what = "default_root_dir" if is_root else argument
         try:
@@ -450,7 +459,7 @@ def _find_unwritable(trainer: Trainer, stage: str) -> str:
 
 
 def _folders(trainer: Trainer, stage: str) -> Iterator[tuple[paths.Location, str]]:
-    """Yield the folders that a run writes into, and which argument each is."""
+    """Yield the folders that a run writes to, each with the argument that names it."""
     if stage == "predict":
         return
     for logger in trainer.loggers:
@@ -462,5 +471,5 @@ def _folders(trainer: Trainer, stage: str) -> Iterator[tuple[paths.Location, str
             continue
         if saver.dirpath is not None:
             yield saver.dirpath, f"{type(saver).__name__}: dirpath"
-        elif not trainer.loggers:  # otherwise beside the logs
+        elif not trainer.loggers:  # with loggers, checkpoints go next to the logs
             yield paths.to_location(trainer.options.default_root_dir), "default_root_dir"

@@ -1,4 +1,4 @@
-"""The callbacks of a Trainer, and the hooks of a run, which are collected once before its loop."""
+"""The callbacks of a Trainer, and the hooks of a run, collected once before its loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Hook = Callable[..., Any]
 
-# No hooks: methods and properties that are read in their own places.
+# Methods and properties of Callback that are not hooks.
 _OTHERS = {
     "state_dict",
     "load_state_dict",
@@ -34,12 +34,16 @@ HOOKS = tuple(name for name in vars(Callback) if not name.startswith("_") and na
 
 
 class Hooks:
-    """The hooks of a run: callbacks in their order, the module, then callbacks that read values.
+    """The hooks of a run, in calling order.
+
+    The order is: callbacks in the order of the Trainer's list, the module, and at last the
+    callbacks with `runs_after_metrics`, which read metrics.
 
     Args:
-        trainer, module: handed to every callback.
+        trainer, module: the first two arguments of every callback's hooks.
         callbacks: the run's callbacks.
-        wrap: returns the function to call for a hook, given its name for profilers and its own.
+        wrap: a function that wraps a hook for profilers. It takes an action's name and the hook,
+            and returns the function to call.
     """
 
     def __init__(
@@ -68,21 +72,21 @@ class Hooks:
             self._late[name] = tuple(late)
 
     def of(self, name: str) -> tuple[Hook, ...]:
-        """Return all functions of a hook; each takes the hook's arguments after the first two."""
+        """Return the functions of a hook, which take its arguments without the first two."""
         return self._early[name] + self._late[name]
 
     def call(self, name: str, *args: Any) -> None:
-        """Call a hook."""
+        """Call all functions of a hook."""
         for hook in self.of(name):
             hook(*args)
 
     def call_before_metrics(self, name: str, *args: Any) -> None:
-        """Call a hook, without the callbacks that read an epoch's values."""
+        """Call a hook, except in callbacks that read an epoch's metrics."""
         for hook in self._early[name]:
             hook(*args)
 
     def call_after_metrics(self, name: str, *args: Any) -> None:
-        """Call a hook of the callbacks that read an epoch's values."""
+        """Call a hook only in callbacks that read an epoch's metrics."""
         for hook in self._late[name]:
             hook(*args)
 
@@ -92,7 +96,10 @@ def _overrides(callback: object, name: str, base: type) -> bool:
 
 
 def is_users(module: object, name: str) -> bool:
-    """Whether a module's method is the user's, not torch's or ours; None in its place is none."""
+    """Return whether a module's method comes from the user, and not from torch or Stratagem.
+
+    A method that is set to None does not count.
+    """
     if name in getattr(module, "__dict__", ()):
         return vars(module)[name] is not None
     for owner in type(module).__mro__:
@@ -102,14 +109,14 @@ def is_users(module: object, name: str) -> bool:
 
 
 class Positional(NamedTuple):
-    """How many positional arguments a function needs, and takes at most."""
+    """The least and the largest number of positional arguments of a function."""
 
     needed: int
     most: int
 
 
 def positional_parameters(function: Callable[..., Any]) -> Positional:
-    """Return how many positional arguments a function takes.
+    """Return the number of positional arguments that a function takes.
 
     Example:
         >>> positional_parameters(lambda batch, batch_idx, dataloader_idx=0: None)
@@ -123,10 +130,10 @@ def positional_parameters(function: Callable[..., Any]) -> Positional:
 
 
 def find_callbacks(given: Any) -> list[Any]:
-    """Return the callbacks that a Trainer was given, each name replaced by the callback it means.
+    """Return the user's callbacks, and create the callbacks that are given by name.
 
     Raises:
-        UnknownNameError: no installed distribution provides a callback of a given name.
+        UnknownNameError: if no installed distribution provides a callback of that name.
     """
     found = [given] if isinstance(given, str) else as_list(given)
     registry = get_registry()
@@ -151,16 +158,17 @@ def make_callbacks(
     progress_bar: bool,
     model_summary: bool,
 ) -> list[Callback]:
-    """Return a Trainer's callbacks: the user's, and the built-in ones that were asked for.
+    """Return the user's callbacks together with the requested built-in callbacks.
 
     Args:
-        callbacks: the user's.
-        checkpointing: add a ModelCheckpoint if there is none.
-        progress_bar: add a ProgressBar if there is none.
-        model_summary: add a ModelSummary if there is none.
+        callbacks: the user's callbacks.
+        checkpointing: add a ModelCheckpoint unless the user passed one.
+        progress_bar: add a ProgressBar unless the user passed one.
+        model_summary: add a ModelSummary unless the user passed one.
 
     Raises:
-        ConfigurationError: an object is no Callback, or two callbacks would share a state.
+        ConfigurationError: if an object is not a Callback, or if two callbacks have the same
+            `state_key`.
     """
     for callback in callbacks:
         if not isinstance(callback, Callback):
@@ -189,14 +197,14 @@ def make_callbacks(
 
 
 def merge_callbacks(callbacks: Sequence[Callback], added: Sequence[Callback]) -> list[Callback]:
-    """Return callbacks with a Module's own, which replace others of the same type.
+    """Return the Trainer's callbacks with a Module's, which replace callbacks of the same type.
 
     Args:
-        callbacks: the Trainer's.
-        added: the Module's.
+        callbacks: the Trainer's callbacks.
+        added: the Module's callbacks.
 
     Raises:
-        ConfigurationError: two would share a state.
+        ConfigurationError: if two callbacks have the same `state_key`.
     """
     kinds = tuple(type(callback) for callback in added)
     merged = [callback for callback in callbacks if type(callback) not in kinds] + list(added)
@@ -205,10 +213,10 @@ def merge_callbacks(callbacks: Sequence[Callback], added: Sequence[Callback]) ->
 
 
 def check_state_keys(callbacks: Sequence[Callback]) -> None:
-    """Check that the states of callbacks have different names.
+    """Check that callbacks with a state have different state keys.
 
     Raises:
-        ConfigurationError: they would overwrite one another in a checkpoint.
+        ConfigurationError: if two states would overwrite one another in a checkpoint.
     """
     # A mock of a Callback has no such attribute on its class.
     own = [

@@ -1,4 +1,4 @@
-"""Job: the request of a run, and its result where it ran in other processes."""
+"""Job: the request of a run, and its result if it ran in other processes."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ Stage = Literal["fit", "validate", "test", "predict"]
 class Job:
     """One request to fit, validate, test or predict.
 
-    The launcher passes it to the run on each rank as one parameter.
+    The launcher passes the Job to each rank.
 
     Attributes:
-        stage: which of the four.
+        stage: "fit", "validate", "test" or "predict".
         model: the Module.
-        datamodule: its data; None: `loaders`, or the Module's own.
-        loaders: for training, or for the stage's evaluation; as the user passed them.
-        val_loaders: for validation in a fit.
-        keeps_predictions: whether what `predict_step` returns is kept until the end.
-        ckpt_path: checkpoint to resume from, or whose weights to evaluate: a path, "last" or
-            "best".
+        datamodule: the DataModule. None: the data comes from `loaders` or from the Module.
+        loaders: the user's loaders for training, or for the stage's evaluation.
+        val_loaders: the user's loaders for validation in a fit.
+        keeps_predictions: whether the results of `predict_step` are kept until the end.
+        ckpt_path: the checkpoint to resume from, or to load weights from: a path, "last" or "best".
     """
 
     stage: Stage
@@ -58,13 +57,14 @@ class Job:
         ckpt_path: str | Path | None,
         val_loaders: Any = None,
     ) -> Job:
-        """Return a Job; each argument goes where its type belongs.
+        """Return a Job, with each argument assigned to a field by its type.
 
-        A DataModule may have been passed as loaders, and a checkpoint as the datamodule: in
-        Lightning it is the third argument of `validate`.
+        Users may pass a DataModule as loaders. They may also pass a checkpoint as the datamodule,
+        since it is the third argument of `validate` in Lightning.
 
         Raises:
-            ConfigurationError: there are loaders and a datamodule, or something else in its place.
+            ConfigurationError: if both loaders and a datamodule are given, or if an argument has a
+                wrong type.
         """
         if isinstance(loaders, DataModule):
             loaders, datamodule = None, loaders
@@ -94,13 +94,13 @@ class Job:
         return cls(stage, own_module(model), datamodule, loaders, val_loaders, ckpt_path)
 
     def attach(self, trainer: Trainer) -> None:
-        """Let the model and the DataModule know their Trainer."""
+        """Set the Trainer of the model and the DataModule."""
         self.model.trainer = trainer
         if self.datamodule is not None:
             self.datamodule.trainer = trainer
 
     def prepare_data(self, ranks: Ranks) -> None:
-        """Let rank 0 of each node, or of all, download, while the others wait."""
+        """Call `prepare_data` on rank 0 of each node, or on global rank 0; other ranks wait."""
         own = [self.model] if self.model.defines("prepare_data") else []
         sources = [source for source in (self.datamodule, *own) if source is not None]
         if not sources:
@@ -112,11 +112,11 @@ class Job:
 
 
 def collect_result(run: Run, result: Any) -> dict[str, Any]:
-    """Return the state that the launching process loads; called on every rank.
+    """Return the state of a run for the launching process; called on every rank.
 
     Args:
         run: the finished run.
-        result: what it has returned.
+        result: the result of the run.
     """
     states = {callback.state_key: callback.state_dict() for callback in run.trainer.callbacks}
     return {
@@ -137,12 +137,12 @@ def load_result(
     latest: LatestMetrics,
     progress: Progress,
 ) -> Any:
-    """Load what `collect_result` returned in the launching process; return the run's result."""
-    adopt_compiled(model)  # as on each rank, so that names agree
+    """Load the state from `collect_result` in the launching process; return the run's result."""
+    adopt_compiled(model)  # as on each rank, so that the keys match
     if not set(model.state_dict()) >= set(outcome["weights"]):
         model.configure_model()
     if not set(model.state_dict()) >= set(outcome["weights"]):
-        # To a model that has entries of its own, such as scales.
+        # The converted model may have more entries, such as scales.
         trainer.strategy.precision.convert_module(model)
     model.load_state_dict(outcome["weights"])
     latest.values = dict(outcome["callback_metrics"])

@@ -1,4 +1,4 @@
-"""TrainerOptions: the Trainer's arguments that say how runs go, checked and with their defaults."""
+"""TrainerOptions: the options of runs, checked, with their defaults."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LEAST = {
     "detect_divergence": 0,
     "reload_dataloaders_every_n_epochs": 0,
 }
-"""Options that are whole numbers, and the least value of each."""
+"""The smallest value of each option that is an integer."""
 _LIMITS = (
     "limit_train_batches",
     "limit_val_batches",
@@ -48,21 +48,22 @@ _LIMITS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions:
-    """The Trainer's arguments that say how runs go, in the form in which runs read them.
+    """The options of a Trainer's runs, in normalized form.
 
-    `dataclasses.replace` makes changed options, and checks them too. A Trainer reads `options`
-    whenever it needs one, so a user may replace them between two runs.
+    `dataclasses.replace` returns changed options, and checks them too. A Trainer reads its
+    `options` each time that it needs a value, so a user may replace them between two runs.
 
     Attributes:
-        max_epochs, max_steps: -1: no limit.
-        max_time: seconds; None: no limit.
-        fast_dev_run: batches of a quick run; 0: a full run.
-        detect_divergence: optimizer steps between two comparisons of the ranks; 0: never.
-        step_options: how optimizer steps are taken, for the strategy.
-        the others: as `Trainer` describes them.
+        max_epochs, max_steps: the limits of training; -1: no limit.
+        max_time: the time limit in seconds. None: no limit.
+        fast_dev_run: the number of batches of a quick run; 0: a full run.
+        detect_divergence: the number of optimizer steps between two comparisons of the ranks; 0:
+            never.
+        step_options: the options of optimizer steps, for the strategy.
+        the others: as in `Trainer`.
 
     Raises:
-        ConfigurationError: a value is out of its range.
+        ConfigurationError: if a value is out of its range.
 
     Example:
         >>> from dataclasses import replace
@@ -100,7 +101,7 @@ class TrainerOptions:
     default_root_dir: paths.Location
 
     def __post_init__(self) -> None:
-        """Check the options, and put them in the form in which runs read them."""
+        """Check and normalize the options."""
         for name, least in _LEAST.items():
             check_whole(name, getattr(self, name), least)
         for name in _LIMITS:
@@ -120,7 +121,7 @@ class TrainerOptions:
             )
 
     def for_quick_run(self, batches: int) -> TrainerOptions:
-        """Return the options of a `fast_dev_run` of so many batches."""
+        """Return the options of a `fast_dev_run` with this number of batches."""
         return replace(
             self,
             fast_dev_run=batches,
@@ -137,9 +138,9 @@ class TrainerOptions:
 
 
 def none_means_default(function: Callable[P, None]) -> Callable[P, None]:
-    """Let None stand for the default of a keyword argument, as config files write it.
+    """Replace keyword arguments that are None by their defaults, for config files.
 
-    `check_val_every_n_epoch` is left alone: None is one of its values.
+    `check_val_every_n_epoch` is left alone, since None is a value of its own there.
     """
 
     @wraps(function)
@@ -158,7 +159,7 @@ def check_limit(name: str, limit: int | float | None) -> int | float:
     """Return a limit: a number of batches (int) or a fraction of them (float from 0 to 1).
 
     Raises:
-        ConfigurationError: it is neither.
+        ConfigurationError: if the limit is neither.
     """
     if limit is None:
         return 1.0
@@ -182,11 +183,11 @@ def check_interval(interval: Interval) -> Limit | timedelta:
     """Return the interval between validations: batches, a fraction of them, or a time.
 
     Args:
-        interval: a number as `check_limit` takes it, a timedelta, "DD:HH:MM:SS" or a dict of
+        interval: a number that `check_limit` accepts, a timedelta, "DD:HH:MM:SS", or a dict of
             timedelta's arguments.
 
     Raises:
-        ConfigurationError: it is something else, or 0.
+        ConfigurationError: if the interval has another form, or is 0.
     """
     if isinstance(interval, (str, timedelta, Mapping)):
         time = seconds(interval, "val_check_interval") or 0.0
@@ -202,13 +203,13 @@ def check_interval(interval: Interval) -> Limit | timedelta:
 
 
 def check_whole(name: str, value: Any, least: int) -> None:
-    """Refuse what is not a whole number of at least `least`."""
+    """Raise if a value is not an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(f"{name}={value!r}: expected a whole number of at least {least}")
 
 
 def check_switch(name: str, value: bool | int, *, unit: str, on: int) -> int:
-    """Return a number that True and False may stand for: `on` and 0."""
+    """Return a number, with True replaced by `on` and False by 0."""
     if not isinstance(value, int) or value < 0:
         raise ConfigurationError(f"{name}={value!r}: expected True, False, or a number of {unit}")
     return on if value is True else int(value)
@@ -217,14 +218,15 @@ def check_switch(name: str, value: bool | int, *, unit: str, on: int) -> int:
 def check_accumulation(
     value: int | Mapping[int, int], callbacks: Sequence[Callback]
 ) -> dict[int, int]:
-    """Return the number of batches in an optimizer step, by first epoch.
+    """Return the accumulation schedule: the number of batches in an optimizer step, by first epoch.
 
     Args:
         value: the argument `accumulate_grad_batches`.
-        callbacks: a GradientAccumulationScheduler among them has the schedule in its place.
+        callbacks: the Trainer's callbacks. The schedule of a GradientAccumulationScheduler replaces
+            `value`.
 
     Raises:
-        ConfigurationError: a number is too small, or there are two schedules.
+        ConfigurationError: if a number is too small, or if two schedules are given.
     """
     scheduled = [one.accumulation for one in callbacks if hasattr(one, "accumulation")]
     if scheduled and (value != 1 or len(scheduled) > 1):
@@ -242,7 +244,7 @@ def check_accumulation(
 
 
 def root_folder(folder: str | Path | None) -> paths.Location:
-    """Return the folder for logs and checkpoints; by default the current one."""
+    """Return the folder for logs and checkpoints; by default the current folder."""
     if folder is not None:
         return paths.parse_user_path(folder)
     try:
@@ -255,7 +257,7 @@ def root_folder(folder: str | Path | None) -> paths.Location:
 
 
 def set_determinism(accelerator: Accelerator, options: TrainerOptions) -> Callable[[], None]:
-    """Set torch's modes and the accelerator's; return a function that restores them."""
+    """Set the deterministic and benchmark modes; return a function that restores them."""
     deterministic, benchmark = options.deterministic, options.benchmark
     if not deterministic and not benchmark:
         return lambda: None

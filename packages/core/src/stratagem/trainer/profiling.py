@@ -1,4 +1,4 @@
-"""Profiling: hands the actions of a run to its profiler; where there is none, nothing is done."""
+"""Profiling: passes the actions of a run to its profiler; does nothing without a profiler."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Profiling:
-    """The profiler of a run, which is asked once for each action, before the loop.
+    """Wraps the actions of a run for its profiler, once for each action, before the loop.
 
     Args:
-        profiler: of the Trainer; None: functions are returned as they are.
-        strategy: the name of its class, in names of actions.
+        profiler: the Trainer's profiler. None: functions are returned unchanged.
+        strategy: the class name of the strategy, for names of actions.
     """
 
     def __init__(self, profiler: Profiler | None, strategy: str) -> None:
@@ -27,24 +27,24 @@ class Profiling:
         self._strategy = strategy
 
     def wrap(self, action: str, function: Function) -> Function:
-        """Return a function that is profiled as an action whenever it is called."""
+        """Return a function whose calls are profiled as an action."""
         if self._profiler is None:
             return function
         wrapped: Any = self._profiler.wrap(action, function)
         return wrapped  # type: ignore[no-any-return]
 
     def of_strategy(self, name: str, function: Function) -> Function:
-        """Return one that is profiled as the strategy's."""
+        """Return a function whose calls are profiled as an action of the strategy."""
         return self.wrap(f"[Strategy]{self._strategy}.{name}", function)
 
     def reads(self, action: str, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return an iterator of which each reading is profiled."""
+        """Return an iterator whose reads are profiled."""
         if self._profiler is None:
             return batches
         return self._profiler.profile_iterable(batches, action)
 
     def watch(self, step: Step) -> None:
-        """Profile what a step consists of."""
+        """Profile the backward passes and the updates of a step."""
         if self._profiler is None:
             return
         start, stop = self._profiler.start, self._profiler.stop
@@ -55,19 +55,19 @@ class Profiling:
         step.surround_update(partial(_called, start, update), partial(_called, stop, update))
 
     def begin(self, run: Run) -> None:
-        """Begin a run."""
+        """Set up the profiler for a run."""
         if self._profiler is not None:
             ranks = run.strategy.ranks
             rank = ranks.global_rank if ranks.world_size > 1 else None
             self._profiler.setup(run.stage, rank, run.trainer.log_dir)
 
     def end(self, run: Run) -> None:
-        """Report on it."""
+        """Print the profiler's report, and tear the profiler down."""
         if self._profiler is not None:
             self._profiler.describe()
             self._profiler.teardown(run.stage)
 
 
 def _called(function: Callable[[str], None], action: str, *_: Any) -> None:
-    """Call `function` as a hook, whose own arguments say nothing here."""
+    """Call `function` with an action, and ignore the arguments of the hook."""
     function(action)

@@ -1,4 +1,4 @@
-"""How far training and evaluation are, and what the Trainer is doing."""
+"""The progress of training and evaluation, and the state of the Trainer."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from typing import Any
 
 @dataclass
 class Progress:
-    """How far training is; part of a checkpoint.
+    """The progress of training, which is a part of checkpoints.
 
     Attributes:
-        epoch: the present one, counted from 0.
-        global_step: optimizer steps taken.
-        batches: batches of this epoch that were trained on, on each rank.
-        epoch_is_done: all of them were; what is left of the epoch is its end.
-        validated: how many of them were when validation ran last in this epoch; 0: it has not.
-        batches_before: those of all epochs before.
-        last_step: how many batches the last optimizer step had; 0: not known.
-        end_begun: the hooks of this epoch's end have begun.
+        epoch: the current epoch, counted from 0.
+        global_step: the number of optimizer steps taken.
+        batches: the number of finished batches in this epoch, on each rank.
+        epoch_is_done: whether all batches of this epoch are finished, so that only the end of the
+            epoch is left.
+        validated: the value of `batches` at the last validation in this epoch; 0: no validation
+            yet.
+        batches_before: the number of batches in all previous epochs.
+        last_step: the number of batches in the last optimizer step; 0 if it is unknown.
+        end_begun: whether the hooks of this epoch's end have begun.
     """
 
     epoch: int = 0
@@ -40,11 +42,11 @@ class Progress:
         self.validated = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fields."""
+        """Return the fields as a dict."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the fields; an epoch whose end has begun is followed by the next."""
+        """Restore the fields; if the end of the epoch had begun, go to the next epoch."""
         self.epoch = state["epoch"]
         self.global_step = state["global_step"]
         self.batches = state["batches"]
@@ -59,11 +61,11 @@ class Progress:
 
 @dataclass
 class EvaluationProgress:
-    """How far validation, testing or predicting is in a run.
+    """The progress of validation, testing or predicting in a run.
 
     Attributes:
-        what: the present evaluation: "validation", "test" or "predict"; "" between two.
-        batches: batches of this run so far; the step of the values that are logged for each.
+        what: the current evaluation: "validation", "test" or "predict"; "" between evaluations.
+        batches: the number of batches in this run so far, used as the step of logged values.
         predictions: the results of `predict_step` so far, a list for each loader, if they are kept.
     """
 
@@ -74,13 +76,12 @@ class EvaluationProgress:
 
 @dataclass
 class RunState:
-    """What the Trainer is doing.
+    """The state of a Trainer.
 
     Attributes:
         stage: "fit", "validate", "test", "predict", or "" between runs.
         status: "running", "finished" or "interrupted".
-        fn: "fit", "validate", "test" or "predict", of the present run or the last one; None: there
-            was none.
+        fn: "fit", "validate", "test" or "predict": the current or last run. None: no run yet.
     """
 
     stage: str = ""
@@ -89,5 +90,5 @@ class RunState:
 
     @property
     def finished(self) -> bool:
-        """Whether the last run has ended without an exception."""
+        """Whether the last run ended without an exception."""
         return self.status == "finished"

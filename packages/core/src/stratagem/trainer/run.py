@@ -1,4 +1,4 @@
-"""Run: one fit, validate, test or predict on this rank, and everything that exists only for it."""
+"""Run: one fit, validate, test or predict on this rank, and the objects that exist only for it."""
 
 from __future__ import annotations
 
@@ -69,16 +69,16 @@ _EVALUATED = {"fit": "validation", "validate": "validation", "test": "test", "pr
 class Run:
     """One run of a Trainer on this rank.
 
-    A callback that follows the run more closely than the Trainer's own attributes allow finds it as
-    `trainer.run`. Its fields are written here only.
+    Callbacks that need more than the Trainer's attributes can read the run as `trainer.run`. Only
+    this class writes its fields.
 
     Args:
-        trainer: holds the options and the callbacks.
-        runtime: its strategy runs the plan.
+        trainer: the Trainer, which holds the options and the callbacks.
+        runtime: the Runtime, whose strategy runs the plan.
         job: the request.
-        progress: how far training is; of the Trainer's last fit.
-        latest: the latest values that were logged, since the Trainer's last fit began.
-        before: the run before, whose prepared model is used again if it is the same model.
+        progress: the training progress of the Trainer's last fit.
+        latest: the latest logged values since the start of the Trainer's last fit.
+        before: the previous run. If it had the same model, its prepared model is used again.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class Run:
         self.metrics: Metrics = Metrics(
             self.strategy, self.rows, latest, every_n_steps=trainer.options.log_every_n_steps
         )
-        """Receives the values that training logs."""
+        """The object that receives the values of `log` in training."""
         self.prepared: PreparedModel | None = None
         self.optimizers: list[Any] = []
-        """The optimizers as user code sees them: their steps go through the strategy."""
+        """The optimizers for user code; their steps go through the strategy."""
         self.schedulers: Schedulers = Schedulers(self.progress, self.metric, job.model)
         self._former_rank_state: RankState | None = None
         if before is not None and before.module is job.model:
@@ -128,13 +128,13 @@ class Run:
         """This rank's loaders, by "validation", "test" or "predict"."""
         self.evaluation = EvaluationProgress()
         self.validation = Validation(self)
-        """In a fit: its validation."""
+        """In a fit: the validation loop."""
         self.step: Step | None = None
-        """In a fit: the optimizer step, which may be under way."""
+        """In a fit: the optimizer step, which may have begun."""
         self.deferred_saves: list[paths.Location] = []
-        """Checkpoints to be saved after the optimizer step that is under way."""
+        """The checkpoints to save after the current optimizer step."""
         self.has_ended_epoch = False
-        """In a fit: whether it has ended an epoch, with its values."""
+        """In a fit: whether an epoch has ended, so that its metrics are available."""
         self.has_failed = False
         self.interruption = Interruption(
             self.strategy.ranks, self.strategy.cluster_environment, trainer.options.max_time
@@ -157,7 +157,7 @@ class Run:
         self.profiling.begin(self)
         before = LOGGED.set(ref(module))
         try:
-            # First: callbacks ask for the loggers' folder, which a resumed run has already.
+            # First, because callbacks read the loggers' folder, which a resumed run keeps.
             self.resume_point = find_resume_point(trainer, self.job)
             self.job.prepare_data(ranks)
             if datamodule is not None:
@@ -181,9 +181,9 @@ class Run:
         finally:
             restore_determinism()
             LOGGED.reset(before)
-            # It holds the graph of the last loss, and so what hooks of an engine hold.
+            # The step holds the graph of the last loss, and so the objects of an engine's hooks.
             self.step = None
-            # What was logged before an error is what explains it.
+            # The values from before an error help to explain it.
             self.rows.flush()
             self.profiling.end(self)
             if ranks.is_global_zero:
@@ -198,9 +198,10 @@ class Run:
         return f"fit, epoch {self.progress.epoch}, step {self.progress.global_step}"
 
     def _end_failed(self, error: BaseException) -> None:
-        """Explain an error, call hooks, and keep the values and checkpoints of before.
+        """Explain an error, call the hooks for it, and keep earlier values and checkpoints.
 
-        The caller raises the error. Further errors here are printed, so that they do not hide it.
+        The caller raises the error. Further errors are only printed here, so that they do not hide
+        it.
         """
         optimizers = () if self.prepared is None else self.prepared.optimizers
         explain_device_error(error, self.strategy, self.module, optimizers)
@@ -215,7 +216,7 @@ class Run:
             print(printable(self._interrupted(), sys.stderr.encoding), file=sys.stderr, flush=True)
 
     def _interrupted(self) -> str:
-        """Return two lines: where Ctrl-C ended this run, and how to go on."""
+        """Return two lines of text: where Ctrl-C ended this run, and how to resume it."""
         if self.stage != "fit":
             number = self.evaluation.batches
             batches = f"{number} batch" if number == 1 else f"{number} batches"
@@ -265,7 +266,7 @@ class Run:
         strategy.checkpoint_io.wait()
 
     def _prepare_to_train(self) -> PreparedModel:
-        """Let the strategy prepare the model, and make its optimizers."""
+        """Prepare the model and its optimizers with the strategy."""
         strategy = self.strategy
         prepared = self.prepared = prepare(strategy, self.module, self._make_optimizers)
         self.optimizers = [wrap_optimizer(o, prepared, strategy) for o in prepared.optimizers]
@@ -286,7 +287,7 @@ class Run:
         return optimizers
 
     def _evaluate(self) -> tuple[dict[str, float], list[dict[str, float]]]:
-        """Return the values, and those of each loader."""
+        """Return the metrics of all loaders together, and the metrics of each loader."""
         loaders = self.open_evaluation_data()
         checks.log_hyperparameters(self)
         what = _EVALUATED[self.stage]
@@ -314,7 +315,7 @@ class Run:
     # -- data
 
     def open_fit_data(self) -> FitData:
-        """Make this rank's loaders of a fit."""
+        """Create this rank's loaders for a fit."""
         return self._use_data(open_fit_data(self))
 
     def _use_data(self, data: FitData) -> FitData:
@@ -323,22 +324,22 @@ class Run:
         return data
 
     def open_evaluation_data(self) -> list[EvaluationLoader]:
-        """Make this rank's loaders of an evaluation."""
+        """Create this rank's loaders for an evaluation."""
         what = _EVALUATED[self.stage]
         loaders = self.evaluation_loaders[what] = open_evaluation_data(self, what)
         return loaders
 
     def reopen_training(self) -> FitData:
-        """Make the training loaders of a fit again."""
+        """Create the training loaders of a fit again."""
         self._close_data()
         return self._use_data(reopen_training(self))
 
     def reopen_validation(self) -> None:
-        """Make the validation loaders of a fit again."""
+        """Create the validation loaders of a fit again."""
         self._use_data(reopen_validation(self))
 
     def reopen_fit_data(self, epoch: int) -> FitData:
-        """Make the loaders of a fit again, as the user's methods make them in an epoch."""
+        """Create the loaders of a fit again, with `current_epoch` set to `epoch` meanwhile."""
         self._close_data()
         now, self.progress.epoch = self.progress.epoch, epoch
         try:
@@ -352,7 +353,7 @@ class Run:
 
     @property
     def train_loader(self) -> TrainLoader | None:
-        """In a fit: this rank's training batches."""
+        """In a fit: the training loader of this rank."""
         return None if self.fit_data is None else self.fit_data.loader
 
     @property
@@ -364,13 +365,13 @@ class Run:
 
     @property
     def run_id(self) -> str:
-        """In a fit: its identity, the same on every rank; a resumed fit keeps it."""
+        """In a fit: its ID, the same on every rank; a resumed fit keeps its ID."""
         return self.resume_point.run_id
 
     def _restore(
         self, prepared: PreparedModel, checkpoint: dict[str, Any], source: paths.Location
     ) -> None:
-        """Restore the run from a checkpoint, which is freed meanwhile."""
+        """Restore the run from a checkpoint, and free the checkpoint's entries meanwhile."""
         self.resume_point = self.resume_point.of_run(checkpoint.get("run"))
         restore_model(self, prepared, checkpoint, source)
         restore_training(self, prepared, checkpoint, source)
@@ -380,23 +381,23 @@ class Run:
         return collect_checkpoint(self, self.weights(), weights_only=False)
 
     def weights(self) -> Weights:
-        """Return the model's state as it is saved; called on every rank."""
+        """Return the model's state for a checkpoint; called on every rank."""
         return collect_weights(self)
 
     def save(
         self, path: paths.Location, *, weights_only: bool, weights: Weights | None = None
     ) -> None:
-        """Save this run, after the optimizer step that is under way.
+        """Save a checkpoint of this run, after the current optimizer step.
 
         Args:
-            path: the file or folder.
-            weights_only: save at once, without the state of the training.
-            weights: the model's state, if the caller has it.
+            path: the file or folder of the checkpoint.
+            weights_only: if True, save at once, without the state of the training.
+            weights: the model's state, if the caller already has it.
         """
         if self.is_within_step and not weights_only:
             self.deferred_saves.append(path)
             return
-        # A run that resumes from it does not write them again.
+        # A run that resumes from this checkpoint does not write these rows again.
         self.rows.flush()
         checkpoint = collect_checkpoint(self, weights or self.weights(), weights_only=weights_only)
         save = self.profiling.wrap("save_checkpoint", self.runtime.checkpoint_writer.save)
@@ -412,7 +413,7 @@ class Run:
             self.save(path, weights_only=False)
 
     def _save_interrupted(self) -> str | None:
-        """Save the run in the checkpoints' folder before a signal ends it; return the path."""
+        """Save a checkpoint before a signal ends the run; return its path."""
         saver = self.trainer.checkpoint_callback
         if saver is None or saver.dirpath is None or self.trainer.options.fast_dev_run:
             return None
@@ -420,14 +421,14 @@ class Run:
         self.runtime.checkpoint_writer.finish()
         return path
 
-    # -- what the training loop asks
+    # -- for the training loop
 
     def accumulation(self, epoch: int) -> int:
         """Return the number of batches in an optimizer step of an epoch."""
         return self.trainer.options.step_options.micro_batches_in(epoch)
 
     def should_stop(self) -> bool:
-        """Whether `Trainer.should_stop` ends training here, past its minimum."""
+        """Return whether `Trainer.should_stop` is set and the minimum of training is reached."""
         options, progress = self.trainer.options, self.progress
         return (
             self.trainer.should_stop
@@ -436,7 +437,7 @@ class Run:
         )
 
     def interruption_check(self) -> Callable[[], bool]:
-        """Return a function that says after each step whether the fit is interrupted."""
+        """Return a function that checks after each step whether the fit is interrupted."""
         is_interrupted, checkpoint_io = self.interruption.check, self.strategy.checkpoint_io
         if not checkpoint_io.asynchronous:
             return is_interrupted
@@ -448,46 +449,46 @@ class Run:
         return check
 
     def interrupt(self) -> None:
-        """End the fit after the present step; on a signal, save it and end the process."""
+        """End the fit after the current step; on a signal, save it and end the process."""
         if self.interruption.signal is not None:
             self.interruption.end(self._save_interrupted)
         self.trainer.should_stop = True
 
     def end_train_epoch(self) -> None:
-        """Call the hooks of the epoch's end, and reduce the values that were logged in it."""
+        """End an epoch: reduce its logged values, and call the hooks of its end."""
         metrics, progress = self.metrics, self.progress
         metrics.in_step = False
         if progress.epoch_is_done:
             progress.end_begun = True
         elif self.rank_state is not None:
-            # A run that resumes in this epoch goes on with the values before this early end.
+            # A run that resumes in this epoch continues from the values before this early end.
             self.rank_state.keep_values()
         entries = metrics.entries
         try:
             metrics.reduce_epoch()
             self.hooks.call_before_metrics("on_train_epoch_end")
         except BaseException:
-            # A run that resumes from a checkpoint of this moment ends the epoch again.
+            # A run that resumes from a checkpoint saved now ends the epoch again.
             progress.end_begun, metrics.entries = False, entries
             raise
         epoch = metrics.end_epoch()
-        # The epoch's values stand at its last step, with the epoch's number.
+        # Loggers receive the epoch's values at its last step, with the epoch's number.
         last_step = max(0, progress.global_step - 1)
         self.rows.write(epoch.for_loggers, last_step, progress.epoch)
         self.has_ended_epoch = True
         self.schedulers.step_after_epoch(self.is_metric_pending)
         self.hooks.call_after_metrics("on_train_epoch_end")
 
-    # -- what callbacks ask
+    # -- for callbacks
 
     def run_training_data_without_grad(self) -> None:
-        """Run `training_step` over an epoch without gradients; nothing is counted or logged."""
+        """Run `training_step` over an epoch without gradients, counting and logging."""
         evaluation.run_training_data_without_grad(self)
 
     def is_metric_pending(self, name: str) -> bool:
-        """Whether a value that was not logged yet may still be.
+        """Return whether a value that has not been logged yet may be logged later.
 
-        At the end of the first epoch of this fit, or by validation in a later one.
+        Values may come at the end of this fit's first epoch, or by validation in a later epoch.
         """
         unknown = not self.has_ended_epoch
         comes_later = self.has_validation and self.validation.last_epoch == -1
@@ -495,7 +496,7 @@ class Run:
 
     @property
     def is_within_step(self) -> bool:
-        """Whether an optimizer step is under way that no error has ended."""
+        """Whether an optimizer step has begun, but is not yet complete and has not failed."""
         return self.step is not None and self.step.is_under_way and not self.has_failed
 
     @property
@@ -505,12 +506,12 @@ class Run:
 
     @property
     def validates_within_epochs(self) -> bool:
-        """Whether validation comes in the middle of epochs too, not only after their last batch."""
+        """Whether validation also runs within epochs, not only after their last batch."""
         return self.has_validation and self.trainer.options.val_check_interval != 1.0
 
     @property
     def validates_next(self) -> bool:
-        """Whether validation comes before the next training batch, as far as that is known."""
+        """Whether validation runs before the next training batch; False if this is unknown."""
         epoch, batches = self.progress.epoch, self.trainer.num_training_batches
         if not self.validation.is_in_epoch(epoch) or batches == float("inf"):
             return False
@@ -518,18 +519,18 @@ class Run:
 
     @property
     def has_validated(self) -> bool:
-        """Whether validation ran in the present epoch."""
+        """Whether validation has run in the current epoch."""
         return self.progress.validated > 0
 
     def metric(self, name: str, who: str) -> Tensor:
         """Return the latest logged value of a name.
 
         Args:
-            name: as it was logged.
-            who: needs it; for the error.
+            name: the name of the value.
+            who: the name of the class that needs the value, for the error.
 
         Raises:
-            UserCodeError: nothing of that name was logged; lists the names that were.
+            UserCodeError: if no value has this name. The error lists the logged names.
         """
         values = self.trainer.callback_metrics
         if name not in values:
@@ -546,7 +547,7 @@ class Run:
         """Return the prepared model.
 
         Raises:
-            ConfigurationError: the run ended before the model was prepared.
+            ConfigurationError: if the run ended before the model was prepared.
         """
         if self.prepared is None:
             raise ConfigurationError(
@@ -556,7 +557,7 @@ class Run:
 
 
 def _print_errors(function: Callable[..., object], *args: Any) -> None:
-    """Call a function while another error is raised, which an error of its own would hide."""
+    """Call a function while another error is raised; print its errors, so as not to hide that."""
     try:
         function(*args)
     except Exception as error:
@@ -564,11 +565,11 @@ def _print_errors(function: Callable[..., object], *args: Any) -> None:
 
 
 _runs: WeakKeyDictionary[Run, None] = WeakKeyDictionary()
-"""The runs of this process whose prepared models may still hold something, in their order."""
+"""The runs of this process whose prepared models may still hold resources, oldest first."""
 
 
 def release_finished_engines(run: Run) -> None:
-    """Free what strategies hold for other Trainers' runs: a process may train many models."""
+    """Free the engines of other Trainers' finished runs; a process may train many models."""
     for other in list(_runs):
         if other.runtime is not run.runtime and other.trainer.state.status != "running":
             del _runs[other]

@@ -64,68 +64,76 @@ TrainerType = TypeVar("TrainerType", bound="Trainer")
 
 
 class Trainer(FrontEnd):
-    """Trains, validates, tests and predicts.
+    """Trains, validates and tests models, and predicts with them.
 
     Args:
         accelerator: a name, an Accelerator, or "auto".
-        strategy: a name, a Strategy, or "auto": on several devices "ddp", or if a rank could not
-            hold the model, one that divides it.
-        devices: how many, which, -1 for all, or "auto".
-        num_nodes: machines taking part.
+        strategy: a name, a Strategy, or "auto". On several devices, "auto" chooses "ddp", or a
+            strategy that shards the model if it does not fit on one device.
+        devices: the number of devices, a list of their indices, -1 for all, or "auto".
+        num_nodes: the number of machines.
         precision: a name ("32-true", "bf16-mixed", ...), 64, 32, 16, "bf16", or a Precision.
-        plugins: CheckpointIO, ClusterEnvironment, Launcher or Precision objects, or names of them.
-        logger: a Logger or its name ("tensorboard", ...), several, False for none, or True for a
-            CSVLogger.
-        callbacks: a Callback or several; a name stands for an installed callback.
-        max_epochs: epochs to train; -1: no limit; None: 1000, unless max_steps or max_time is set.
-        min_epochs, min_steps: train at least so long before `should_stop` counts.
-        max_steps: optimizer steps to train; -1: no limit.
-        max_time: time to train: a timedelta, "DD:HH:MM:SS", or seconds.
-        fast_dev_run: run so many batches (True: one) of everything, without logger and checkpoints.
-        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number
-            of batches (int) or a fraction of them (float).
-        val_check_interval: validate after so many batches (int), such a fraction of the epoch
-            (float), or so much time (a timedelta, "DD:HH:MM:SS", or a dict of its arguments).
-        check_val_every_n_epoch: validate in every n-th epoch; None: in any, with batches counted
-            over epochs.
-        num_sanity_val_steps: validation batches to run before training; -1: all.
-        log_every_n_steps: hand every n-th step's values to the loggers.
-        accumulate_grad_batches: batches in an optimizer step, or by first epoch ({0: 8, 4: 4}).
-        gradient_clip_val: largest norm or value of gradients; None: no clipping.
+        plugins: CheckpointIO, ClusterEnvironment, Launcher or Precision objects, or their names.
+        logger: a Logger or its name ("tensorboard", ...), or a list of several. True: a CSVLogger.
+            False: no logger.
+        callbacks: a Callback, the name of an installed callback, or a list of several.
+        max_epochs: the number of epochs to train; -1: no limit. Default: 1000, or no limit if
+            `max_steps` or `max_time` is set.
+        min_epochs, min_steps: the least number of epochs and optimizer steps to train;
+            `should_stop` has no effect before both.
+        max_steps: the number of optimizer steps to train; -1: no limit.
+        max_time: the time to train: a timedelta, "DD:HH:MM:SS", or seconds.
+        fast_dev_run: run this number of batches (True: 1) in training, validation, testing and
+            predicting, without loggers and checkpoints.
+        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: the
+            number of batches to run (int), or a fraction of them (float).
+        val_check_interval: validate after this number of batches (int), this fraction of an epoch
+            (float), or this time (a timedelta, "DD:HH:MM:SS", or a dict of timedelta's arguments).
+        check_val_every_n_epoch: validate in every n-th epoch. None: validate in any epoch, and
+            count the batches of `val_check_interval` over epochs.
+        num_sanity_val_steps: the number of validation batches to run before training; -1: all.
+        log_every_n_steps: send the values of every n-th step to the loggers.
+        accumulate_grad_batches: the number of batches in an optimizer step. A dict sets it by
+            epoch: {0: 8, 4: 4} means 8 from epoch 0 on, and 4 from epoch 4 on.
+        gradient_clip_val: the largest norm or value of gradients. None: no clipping.
         gradient_clip_algorithm: "norm" or "value".
-        deterministic: use deterministic algorithms; "warn" only warns where there is none.
-        benchmark: let the accelerator's libraries choose kernels by trying them out.
-        inference_mode: validate, test and predict under inference_mode; within a fit, validation
-            runs under no_grad in any case.
-        use_distributed_sampler: divide data between ranks.
-        sync_batchnorm: batch norm layers take their statistics over all ranks.
-        compile: True: torch.compile of the model; "step": of the whole step; docs/compiling.md.
-        detect_anomaly: check each loss and backward for NaN; slow.
-        detect_divergence: compare step and parameters of the ranks after so many optimizer steps
+        deterministic: use deterministic algorithms. "warn": only warn about operations without a
+            deterministic algorithm.
+        benchmark: let the accelerator's libraries time several kernels and choose the fastest.
+        inference_mode: validate, test and predict under `torch.inference_mode`. Validation within a
+            fit always runs under `torch.no_grad`.
+        use_distributed_sampler: split the data over the ranks.
+        sync_batchnorm: compute the statistics of batch norm layers over all ranks.
+        compile: True: compile the model with `torch.compile`. "step": compile the whole training
+            step. A dict: arguments of `torch.compile`. See docs/compiling.md.
+        detect_anomaly: check each loss and each backward pass for NaN; slow.
+        detect_divergence: compare the step and the parameters of all ranks every n optimizer steps
             (True: 100).
-        enable_checkpointing: add a ModelCheckpoint if there is none.
-        async_save: write checkpoints while training goes on; needs memory of the host for a copy.
-        enable_progress_bar: add a ProgressBar if there is none.
-        enable_model_summary: add a ModelSummary (of `stratagem-extras`) if there is none: a table
-            of the layers, on stderr.
-        enable_autolog_hparams: give loggers the hyperparameters of the model and the DataModule
-            when a run begins.
-        overfit_batches: train on so many batches (int) or such a fraction of them (float), always
-            the same and in order, and validate on as many; 0.0: on all.
-        reload_dataloaders_every_n_epochs: ask for the loaders anew after so many epochs; 0: never.
-        profiler: "simple", "advanced", "pytorch" or a Profiler; None: none, which costs nothing.
-        default_root_dir: where logs and checkpoints go; None: the current folder. At a URL,
-            checkpoints without a `dirpath` go to its `checkpoints`, logs to the current folder.
+        enable_checkpointing: add a ModelCheckpoint unless `callbacks` has one.
+        async_save: write checkpoints in the background, from a copy in host memory.
+        enable_progress_bar: add a ProgressBar unless `callbacks` has one.
+        enable_model_summary: add a ModelSummary (from `stratagem-extras`) unless `callbacks` has
+            one. It prints a table of the layers to stderr.
+        enable_autolog_hparams: send the hyperparameters of the model and the DataModule to the
+            loggers at the start of a run.
+        overfit_batches: train on this number of batches (int) or this fraction of them (float), in
+            the same order in each epoch, and validate on as many. 0.0: train on all batches.
+        reload_dataloaders_every_n_epochs: create the loaders again after this number of epochs; 0:
+            never.
+        profiler: "simple", "advanced", "pytorch" or a Profiler. None: no profiling, at no cost.
+        default_root_dir: the folder for logs and checkpoints. Default: the current folder. If this
+            is a URL, checkpoints without a `dirpath` go to its subfolder `checkpoints`, and logs go
+            to the current folder.
 
     Attributes:
-        options: the arguments that say how runs go. A user may replace them between two runs:
+        options: the options of runs. A user may replace them between two runs:
             `trainer.options = dataclasses.replace(trainer.options, max_epochs=20)`.
-        callbacks: the user's, and those that were added.
+        callbacks: the user's callbacks and the added ones.
         loggers: all loggers.
-        should_stop: set it to True, on every rank alike, to end training after the present step.
+        should_stop: set this to True on every rank to end training after the current step.
 
     Raises:
-        ConfigurationError: the request cannot be met; nothing has been started.
+        ConfigurationError: if the arguments do not work together. No process was started then.
 
     Example:
         >>> from stratagem import Trainer
@@ -252,7 +260,7 @@ class Trainer(FrontEnd):
         self._forget_runs()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # It would do nothing, in silence.
+        # Setting it would silently do nothing.
         if name in TrainerOptions.__dataclass_fields__ and not hasattr(type(self), name):
             raise AttributeError(
                 f"trainer.{name} cannot be set: pass {name}= to the Trainer, or set "
@@ -265,22 +273,23 @@ class Trainer(FrontEnd):
         self._state, self._progress, self._latest = RunState(), Progress(), LatestMetrics()
         self._run: Run | None = None
         self._opened: Run | None = None
-        """Of `open_data`, until the next run: it has data, and was not executed."""
+        """The run of `open_data`, until the next run; it has data, and was not executed."""
         self._remote_model: Module | None = None
-        """The model of the last run, if that was in processes of its own."""
+        """The model of the last run, if the run used other processes."""
 
     def with_options(
         self: TrainerType,
         options: TrainerOptions,
         callbacks: Callback | Sequence[Callback] | None = None,
     ) -> TrainerType:
-        """Return a Trainer of the same plan, strategy and processes that has run nothing yet.
+        """Return a new Trainer with the same plan, strategy and processes, and other options.
 
-        For short runs beside those of this Trainer: it has no loggers and no profiler.
+        The new Trainer is for short extra runs, such as trials. It has no loggers and no profiler.
 
         Args:
-            options: its options, such as `dataclasses.replace(trainer.options, max_steps=3)`.
-            callbacks: all of its callbacks; None: none.
+            options: the new Trainer's options, such as
+                `dataclasses.replace(trainer.options, max_steps=3)`.
+            callbacks: all callbacks of the new Trainer. None: no callbacks.
 
         Example:
             >>> from dataclasses import replace
@@ -296,21 +305,21 @@ class Trainer(FrontEnd):
         other._forget_runs()
         return other
 
-    # -- what runs where
+    # -- the plan and its components
 
     @property
     def plan(self) -> RunPlan:
-        """The resolved components and their reasons; `trainer.plan.explain()` is its text."""
+        """The resolved components and their reasons; `trainer.plan.explain()` returns a text."""
         return self.runtime.plan
 
     @property
     def runtime(self) -> Runtime:
-        """The plan, the strategy, the ranks and their launch."""
+        """The runtime, which holds the plan, the strategy and the ranks, and launches processes."""
         return self._runtime
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy; it has a device once processes are launched."""
+        """The strategy; its device is known after processes are launched."""
         return self.runtime.strategy
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -321,7 +330,7 @@ class Trainer(FrontEnd):
 
     @property
     def checkpoint_writer(self) -> CheckpointWriter:
-        """The object that saves and loads checkpoints from all ranks together."""
+        """The writer, which saves and loads checkpoints on all ranks together."""
         return self.runtime.checkpoint_writer
 
     # -- the four runs
@@ -338,21 +347,21 @@ class Trainer(FrontEnd):
         """Train a model.
 
         Args:
-            model: what to train.
-            train_dataloaders: a DataLoader or another iterable of batches, or a DataModule; None:
-                the datamodule's or the model's.
-            val_dataloaders: one or several.
-            datamodule: in place of loaders.
-            ckpt_path: checkpoint to resume from: a path or URL; "last", the newest complete one;
-                or "best"; None: begin anew. If the cluster has restarted the run (torchrun with
-                restarts, a requeued SLURM job), the last complete checkpoint that the run has
-                saved takes precedence.
+            model: the model to train.
+            train_dataloaders: a DataLoader or another iterable of batches, or a DataModule.
+                Default: the loader of `datamodule` or of the model.
+            val_dataloaders: the validation loader, or a list of several.
+            datamodule: a DataModule, instead of loaders.
+            ckpt_path: the checkpoint to resume from: a path, a URL, "last" (the newest complete
+                checkpoint) or "best". None: start from the beginning. If the cluster restarted the
+                run (torchrun with restarts, a requeued SLURM job), the run resumes from its own
+                last complete checkpoint instead.
 
         Raises:
-            ConfigurationError: this Trainer is running already.
-            UserCodeError: the model or a loader does not keep its contract.
-            CheckpointError: the checkpoint cannot be used.
-            RankFailedError: another rank failed.
+            ConfigurationError: if this Trainer is already running.
+            UserCodeError: if the model or a loader does not follow its interface.
+            CheckpointError: if the checkpoint cannot be used.
+            RankFailedError: if another rank failed.
         """
         self._execute(
             Job.of("fit", model, train_dataloaders, datamodule, ckpt_path, val_dataloaders)
@@ -367,14 +376,15 @@ class Trainer(FrontEnd):
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
     ) -> list[dict[str, float]]:
-        """Run validation; return the values, a dict for each loader.
+        """Validate a model; return a list with a dict of metrics for each loader.
 
         Args:
-            model: None: the one that was fitted.
-            dataloaders: one or several; None: the datamodule's or the model's.
-            datamodule: in place of loaders.
-            ckpt_path: weights to load before: a path or URL, "last" or "best".
-            verbose: print the values.
+            model: the model to validate. Default: the model of the last run.
+            dataloaders: a loader, or a list of several. Default: the loaders of `datamodule` or of
+                the model.
+            datamodule: a DataModule, instead of loaders.
+            ckpt_path: the checkpoint to load weights from: a path, a URL, "last" or "best".
+            verbose: if True, print the metrics.
         """
         job = Job.of("validate", self._model_or_last(model), dataloaders, datamodule, ckpt_path)
         return self._evaluate(job, verbose)
@@ -388,7 +398,11 @@ class Trainer(FrontEnd):
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
     ) -> list[dict[str, float]]:
-        """Run testing; return the values, a dict for each loader. Arguments as in `validate`."""
+        """Test a model; return a list with a dict of metrics for each loader.
+
+        Args:
+            model, dataloaders, datamodule, ckpt_path, verbose: as in `validate`.
+        """
         job = Job.of("test", self._model_or_last(model), dataloaders, datamodule, ckpt_path)
         return self._evaluate(job, verbose)
 
@@ -401,14 +415,16 @@ class Trainer(FrontEnd):
         return_predictions: bool | None = None,
         ckpt_path: str | Path | None = None,
     ) -> Any:
-        """Predict; return what `predict_step` returned, for this rank's part of the data.
+        """Predict with a model; return the predictions for this rank's part of the data.
 
         Args:
             model, dataloaders, datamodule, ckpt_path: as in `validate`.
-            return_predictions: False drops them; callbacks see each. None: True.
+            return_predictions: if False, drop the predictions; callbacks still receive each of
+                them. Default: True.
 
         Returns:
-            A list of batches, or a list of those for several loaders; None if they are dropped.
+            A list with the result of `predict_step` for each batch. With several loaders, a list of
+            such lists. None if the predictions are dropped.
         """
         job = Job.of("predict", self._model_or_last(model), dataloaders, datamodule, ckpt_path)
         keeps = return_predictions is not False
@@ -419,16 +435,21 @@ class Trainer(FrontEnd):
 
     @public_call
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
-        """Save the run as it is; every rank calls it, and returns once the file is durable.
+        """Save a checkpoint of the run; call it on every rank.
 
-        Within an optimizer step (`is_within_step`) there is no state to resume from exactly, so the
-        file is there once the step is taken, before anything else happens; weights alone are saved
-        at once.
+        It returns when the file is durable, or with `async_save=True`, when the state is copied.
 
-        With `async_save=True` it returns once the state is copied.
+        Within an optimizer step (`is_within_step`), the run has no state to resume from exactly. So
+        the checkpoint is saved directly after the step. With `weights_only=True` it is saved at
+        once.
+
+        Args:
+            filepath: the path of the checkpoint.
+            weights_only: if True, leave out the state of the training.
 
         Raises:
-            CheckpointContentError: something in it is not weights-only-safe data; says what.
+            CheckpointContentError: if the checkpoint contains a value that is not
+                weights-only-safe. The error names the value.
         """
         self.run.save(paths.parse_user_path(filepath), weights_only=weights_only)
 
@@ -451,7 +472,7 @@ class Trainer(FrontEnd):
         return list(of_loaders)
 
     def _execute(self, job: Job) -> Any:
-        """Launch, and run on every rank."""
+        """Launch processes if necessary, and run a job on every rank."""
         check_not_running(self._state, job.stage)
         if job.stage == "fit":
             self.runtime.divide(job.model)
@@ -473,7 +494,7 @@ class Trainer(FrontEnd):
         return result
 
     def _execute_remotely(self, job: Job) -> Any:
-        """Run in new processes, then load the state that rank 0 returns."""
+        """Run a job in new processes, then load the state that rank 0 returns."""
         outcome = self.runtime.launch(self._run_and_report, job)
         if outcome is None:
             return None  # rank 0 has ended itself, by sys.exit()
@@ -493,15 +514,15 @@ class Trainer(FrontEnd):
         if job.stage == "fit":
             warn_on_refit(self._run, job)
             self.should_stop = False
-            # A checkpoint says where to go on. Without one, every fit begins anew, and callbacks
-            # wait for values of this fit.
+            # Without a checkpoint, every fit starts from the beginning, and callbacks wait for
+            # values of this fit.
             self._progress, self._latest = Progress(), LatestMetrics()
         self._opened = None
         self._run = self._make_run(job, before=self._run)
         return self._run.execute()
 
     def _make_run(self, job: Job, before: Run | None = None) -> Run:
-        # Only runs need it, and importing it takes a quarter of importing the Trainer.
+        # Only runs need this module, which takes a quarter of the Trainer's import time.
         from stratagem.trainer.run import Run
 
         return Run(
@@ -511,14 +532,15 @@ class Trainer(FrontEnd):
     def open_data(
         self, stage: Stage, model: Module, loaders: Any = None, datamodule: DataModule | None = None
     ) -> None:
-        """Make the loaders of a run without executing it; they are shown until the next run.
+        """Create the loaders of a run without executing it.
 
-        Called once processes are launched, between two runs: for a Tuner, which has found a batch
-        size.
+        `train_dataloader` and `val_dataloaders` show the loaders until the next run. The Tuner
+        calls this between two runs, after it has found a batch size. Processes have to be launched
+        before.
 
         Args:
             stage: the run: "fit", "validate", "test" or "predict".
-            model, loaders, datamodule: as for that run.
+            model, loaders, datamodule: as in the method of that name.
         """
         check_not_running(self._state, "open_data")
         job = Job.of(stage, model, loaders, datamodule, None)
@@ -529,10 +551,10 @@ class Trainer(FrontEnd):
         else:
             run.open_evaluation_data()
 
-    # -- what a subclass may change
+    # -- methods that a subclass may override
 
     def make_train_step(self, run: Run, prepared: PreparedModel) -> Step:
-        """Return the optimizer step of a fit; called once, before its first epoch."""
+        """Return the optimizer step of a fit; called once per fit, before the first epoch."""
         from stratagem.trainer.step.hooked_step import make_step
 
         return make_step(run, prepared)
@@ -542,13 +564,14 @@ class Trainer(FrontEnd):
     ) -> Any:
         """Return a loader that reads one rank's part of the data.
 
-        A loader that divides its data itself is returned as it is.
+        A loader that splits its data itself is returned unchanged.
 
         Args:
-            loader: the user's.
-            index, count: which part, of how many.
-            even: repeat samples until all parts have as many.
-            name: stands for the loader in errors.
+            loader: the user's loader.
+            index: the index of the part.
+            count: the number of parts.
+            even: if True, repeat samples until all parts have the same length.
+            name: the loader's name in errors.
             what: "train", "validation", "test" or "predict".
         """
         from stratagem.data.sharding import shard_loader
@@ -558,13 +581,14 @@ class Trainer(FrontEnd):
     def make_batch_feed(
         self, step: Callable[..., Any], batches: Iterator[IndexedBatch], count: float, takes: int
     ) -> BatchFeed:
-        """Return what passes batches to a step that runs without an optimizer step.
+        """Return the feed that passes batches to an evaluation step.
 
         Args:
-            step: the Module's method.
+            step: the Module's method, such as `validation_step`.
             batches: the batches of all loaders.
-            count: how many there are; infinity: not known.
-            takes: how many of (batch, batch_idx, dataloader_idx) the step takes.
+            count: the number of batches; infinity if it is unknown.
+            takes: the number of arguments that the step takes, of (batch, batch_idx,
+                dataloader_idx).
         """
         from stratagem.trainer.step.batches import BatchFeed, refuse_dataloader_iter
 
@@ -572,17 +596,17 @@ class Trainer(FrontEnd):
         return BatchFeed(batches, takes)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A run belongs to this process; a copy has its model, and may begin another one.
+        # A run belongs to this process. A copy keeps only the model, and may begin another run.
         return {**self.__dict__, "_run": None, "_opened": None, "_remote_model": self.model}
 
-    # -- the present run, or the last one
+    # -- the current run, or the last one
 
     @property
     def run(self) -> Run:
-        """The present run, or the last one; for callbacks that follow it closely.
+        """The current or last run, for callbacks that need more than the Trainer's attributes.
 
         Raises:
-            ConfigurationError: there was none.
+            ConfigurationError: if this Trainer has not run in this process.
         """
         if self._run is not None:
             return self._run
@@ -599,23 +623,23 @@ class Trainer(FrontEnd):
 
     @property
     def state(self) -> RunState:
-        """Which run is under way, and how the last one ended."""
+        """The stage of the current run, and the status of the last run."""
         return self._state
 
     @property
     def model(self) -> Module | None:
-        """The model of the present run, or of the last one; None before the first."""
+        """The model of the current or last run; None before the first run."""
         return self._remote_model if self._run is None else self._run.module
 
     @property
     def datamodule(self) -> DataModule | None:
-        """The DataModule of the present run, or of the last one, if any."""
+        """The DataModule of the current or last run, if any."""
         run = self._run_with_data
         return None if run is None else run.datamodule
 
     @property
     def profiler(self) -> Profiler:
-        """The profiler; a PassThroughProfiler if none was passed."""
+        """The profiler; a PassThroughProfiler without the argument `profiler`."""
         if self._profiler is not None:
             return self._profiler
         from stratagem.profilers import PassThroughProfiler
@@ -624,37 +648,37 @@ class Trainer(FrontEnd):
 
     @property
     def current_epoch(self) -> int:
-        """The epoch, counted from 0."""
+        """The current epoch, counted from 0."""
         return self._progress.epoch
 
     @property
     def global_step(self) -> int:
-        """The number of optimizer steps taken."""
+        """The number of optimizer steps taken so far."""
         return self._progress.global_step
 
     @property
     def is_within_step(self) -> bool:
-        """Whether batches were read for an optimizer step that is yet to be taken.
+        """Whether an optimizer step has begun, but is not yet complete.
 
-        It is True in `on_train_batch_start`, and in `on_train_batch_end` of all accumulated batches
-        but the last.
+        This is True in `on_train_batch_start`. In `on_train_batch_end` it is True for all
+        accumulated batches except the last.
         """
         return self._run is not None and self._run.is_within_step
 
     @property
     def sanity_checking(self) -> bool:
-        """Whether the validation batches before training are under way."""
+        """Whether the sanity check, which validates before training, is running."""
         return self._run is not None and self._run.validation.is_sanity_check
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """Optimizer steps of the whole fit; infinity without a limit.
+        """The number of optimizer steps of the whole fit; infinity without a limit.
 
-        Known once the data is open, so in `configure_optimizers`, where schedulers are made for it.
-        An earlier end (`max_time`, a callback) is not foreseen.
+        The number is available after the loaders are created, so `configure_optimizers` can pass it
+        to schedulers. The fit may end earlier, by `max_time` or a callback.
 
         Raises:
-            ConfigurationError: there is no fit.
+            ConfigurationError: outside of a fit.
         """
         options, loader = self.options, self.run.train_loader
         batches = 0 if loader is None else loader.batches
@@ -671,14 +695,14 @@ class Trainer(FrontEnd):
 
     @property
     def train_dataloader(self) -> Any:
-        """This rank's loader for training, or None."""
+        """The training loader of this rank, or None."""
         run = self._run_with_data
         loader = None if run is None else run.train_loader
         return None if loader is None else loader.loader
 
     @property
     def val_dataloaders(self) -> Any:
-        """This rank's loader for validation, a list of several, or None."""
+        """The validation loader of this rank, a list of several, or None."""
         return self._loaders("validation")
 
     def _loaders(self, what: str) -> Any:
@@ -689,7 +713,7 @@ class Trainer(FrontEnd):
 
     @property
     def num_training_batches(self) -> float:
-        """Batches of this rank in an epoch; infinity if the number is not known."""
+        """The number of training batches of this rank in an epoch; infinity if it is unknown."""
         run = self._run_with_data
         loader = None if run is None else run.train_loader
         batches = float("inf") if loader is None else loader.batches
@@ -699,15 +723,15 @@ class Trainer(FrontEnd):
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """The latest value of each name that was logged since the last fit began.
+        """The latest logged value of each name since the start of the last fit.
 
-        Values of single evaluation steps are left out: nobody monitors them.
+        Values of single evaluation steps are left out, since no callback monitors them.
         """
         return {name: torch.as_tensor(value) for name, value in self._latest.values.items()}
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """The latest value of each name that the loggers receive."""
+        """The latest value of each name that goes to the loggers."""
         return self._latest.logged()
 
     @property
@@ -722,7 +746,7 @@ class Trainer(FrontEnd):
 
     @property
     def log_dir(self) -> str:
-        """The folder of this run, on rank 0; `options.default_root_dir` if no logger has one."""
+        """The first logger's folder on rank 0; `options.default_root_dir` otherwise."""
         own = self.loggers[0].log_dir if self.loggers and self.is_global_zero else ""
         return own or str(self.options.default_root_dir)
 
@@ -733,24 +757,24 @@ class Trainer(FrontEnd):
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
-        """Every ModelCheckpoint."""
+        """All callbacks of type ModelCheckpoint."""
         return [c for c in self.callbacks if isinstance(c, ModelCheckpoint)]
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers; [] before the model is prepared.
+        """The optimizers; an empty list before the model is prepared.
 
         Raises:
-            ConfigurationError: the run was in processes of its own.
+            ConfigurationError: if the run used other processes.
         """
         prepared = None if self.model is None else self.run.prepared
         return [] if prepared is None else prepared.optimizers
 
     @property
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
-        """The learning rate schedulers; [] before the model is prepared.
+        """The learning rate schedulers; an empty list before the model is prepared.
 
         Raises:
-            ConfigurationError: the run was in processes of its own.
+            ConfigurationError: if the run used other processes.
         """
         return [] if self.model is None else self.run.schedulers.configs

@@ -46,7 +46,7 @@ _LONGEST_TEXT = 200
 
 
 def manifest_of(checkpoint: dict[str, Any], saver: CheckpointIO) -> Manifest:
-    """Return the manifest of a checkpoint; epoch, step and run are those of a Trainer's."""
+    """Return the manifest of a checkpoint, with a Trainer's epoch, step and run ID, if any."""
 
     def number(name: str) -> int | None:
         value = checkpoint.get(name)
@@ -110,7 +110,7 @@ class MappedFile:
         )
 
     def load(self, path: str, *, start: int = 0, size: int | None = None, comment: int = 0) -> Any:
-        """Return what an archive in the file holds, without executing anything.
+        """Return the contents of an archive in the file, without executing anything.
 
         Args:
             path: what errors call it.
@@ -179,7 +179,7 @@ class CheckpointReader:
         return _make_reader, (self._verify,)
 
     def verify(self, path: str | os.PathLike[str]) -> None:
-        """Return if `open` would open it: what is whole loads.
+        """Raise if the checkpoint is damaged, so that `open` would fail.
 
         Raises:
             CheckpointNotFoundError, CheckpointCorruptError: it is no whole checkpoint.
@@ -358,7 +358,7 @@ class StoredCheckpointIO(CheckpointIO):
         self._reader.verify(path)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove what is at `path`, if there is anything."""
+        """Remove the checkpoint at `path`, if any."""
         paths.remove(path)
 
     def teardown(self) -> None:

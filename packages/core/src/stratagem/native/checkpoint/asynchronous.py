@@ -118,7 +118,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self.when_durable(partial(self.inner.remove_checkpoint, path))
 
     def link_checkpoint(self, target: str | Path, path: str | Path) -> bool:
-        """Let `path` name what is at `target` too, once that is durable.
+        """Make `path` a second name of the checkpoint at `target`, after that is durable.
 
         Where the inner format cannot, what was copied for `target` is written a second time.
         """
@@ -223,11 +223,11 @@ class _Write:
             return not self._ended
 
     def join(self) -> None:
-        """Return once all is done, or one thing of it has failed."""
+        """Wait until all work is done, or a part of the work has failed."""
         self._thread.join()
 
     def raise_error(self) -> None:
-        """Raise what went wrong, if something did."""
+        """Raise the error of the write, if any."""
         if self.error is not None:
             self._raised = True
             raise self.error

@@ -11,16 +11,16 @@ from stratagem.storage import paths
 
 
 class SingleFileCheckpointIO(StoredCheckpointIO):
-    """Writes what `torch.save` makes, with a manifest and a checksum, so that it survives.
+    """Writes checkpoints with `torch.save`, a manifest and a checksum, in one durable file.
 
-    A path holds a whole checkpoint or the one before: through a kill at any moment, a full disk, a
-    power cut. Tensors are streamed from where they are, so that no second copy is made in memory.
-    Every byte is compared with the checksum before anything is loaded. `torch.load` reads the file
-    too, and files that plain `torch.save` made are read here, without the check.
+    A path always holds a complete checkpoint, the new or the previous one, even after a kill, a
+    full disk or a power cut. Tensors are streamed to the file without a second copy in memory. The
+    checksum of the whole file is verified before loading. `torch.load` can read these files. This
+    class can read files of `torch.save`, without a verification.
 
     Args:
-        verify: compare with the checksum when loading. False saves one reading of the file, where
-            it has just been checked (`stratagem checkpoint verify`).
+        verify: if True, verify the checksum when loading. False saves one pass over a file that was
+            just verified (`stratagem checkpoint verify`).
 
     Example:
         >>> import tempfile, torch
@@ -44,5 +44,5 @@ class SingleFileCheckpointIO(StoredCheckpointIO):
             write_archive(self.contents(checkpoint), manifest_of(checkpoint, self), file)
 
     def contents(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return what the file is to hold of a checkpoint: by default all of it, as it is."""
+        """Return the contents of the file for a checkpoint; by default the whole checkpoint."""
         return checkpoint

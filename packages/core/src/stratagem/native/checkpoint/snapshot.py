@@ -42,7 +42,7 @@ class Snapshots:
         self._memory: dict[tuple[int, bool], list[Tensor]] = {}
 
     def take(self, checkpoint: dict[str, Any], *, pin_memory: bool = False) -> dict[str, Any]:
-        """Return a copy of safe data, and of the `Shards` in it; it is complete upon return.
+        """Return a complete copy of safe data and of its `Shards`.
 
         Args:
             checkpoint: weights-only-safe data; its tensors may lie on a device.

@@ -65,7 +65,7 @@ class TorchElasticEnvironment(ClusterEnvironment):
         return self._number("GROUP_RANK", 0)
 
     def run_id(self) -> str | None:
-        """Return what torchrun was given as --rdzv-id; its default is "none"."""
+        """Return the `--rdzv-id` of torchrun, whose default is the text "none"."""
         return os.environ.get("TORCHELASTIC_RUN_ID")
 
     def restart_count(self) -> int:

@@ -21,7 +21,7 @@ class InProcessLauncher(Launcher):
 
 
 class ExternalLauncher(Launcher):
-    """Calls the function here, on what is already one of several ranks."""
+    """Calls the function in this process, which is already a rank."""
 
     def launch(
         self, plan: RunPlan, function: Callable[..., Result], *args: Any, **kwargs: Any

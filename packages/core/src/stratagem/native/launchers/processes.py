@@ -57,7 +57,7 @@ class ProcessesLauncher(Launcher):
     def launch(
         self, plan: RunPlan, function: Callable[..., Result], *args: Any, **kwargs: Any
     ) -> Result:
-        """Run the function on every rank of this node; return what rank 0 of it returns.
+        """Run the function on every rank of this node; return the result of its rank 0.
 
         Raises:
             ConfigurationError: something cannot be pickled (says what), or this process cannot be

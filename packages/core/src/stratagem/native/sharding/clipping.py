@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 
 def clip_by_value(parameters: Iterable[Tensor], largest: float) -> None:
-    """Clip every element of the gradients, on each rank those that it holds."""
+    """Clip every element of the gradients; each rank clips its own elements."""
     for gradient in _local_gradients(parameters):
         gradient.clamp_(-largest, largest)
 

@@ -141,7 +141,7 @@ class DeferredBuild(TorchFunctionMode):
 
 
 def put_away(parameter: nn.Parameter) -> None:
-    """Keep this rank's piece of a parameter; what stands in its place has its shape, and is NaN."""
+    """Keep only this rank's piece of a parameter, and set the parameter's data to NaN."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     flat = parameter.detach().reshape(-1)
     size = -(-flat.numel() // world_size)

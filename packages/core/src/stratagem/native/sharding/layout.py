@@ -53,7 +53,7 @@ def distribute_like(pattern: Tensor, whole: Tensor | LazyTensor) -> Tensor:
 
 
 def shards_of(value: Any) -> Any:
-    """Return what this rank holds of a sharded tensor, aliased; anything else as it is."""
+    """Return this rank's shards of a sharded tensor, aliased; other values are unchanged."""
     if not isinstance(value, DTensor):
         return value
     local = value.to_local().detach()
@@ -88,18 +88,19 @@ def whole_on_cpu(value: Any) -> Any:
 
 
 class Rebinding:
-    """Takes optimizers from a model's parameters to those that sharding puts in their place.
+    """Moves optimizers from a model's original parameters to the sharded parameters.
 
-    Sharding replaces every parameter by another object. An optimizer that keeps the old ones steps
-    them without an error, and the model never changes. So the names are noted before, and the new
-    parameters are looked up by them afterwards; groups, schedulers and state stay.
+    Sharding replaces every parameter by another object. An optimizer with the old objects would
+    step them without an error, and the model would never change. So this class records the names
+    of parameters before sharding, and looks up the new parameters by name afterwards. Parameter
+    groups, schedulers and state stay.
 
     Args:
         module: the model, not sharded yet.
-        optimizers: made from its parameters.
+        optimizers: optimizers of its parameters.
 
     Raises:
-        ConfigurationError: an optimizer holds a parameter that the model does not have.
+        ConfigurationError: if an optimizer holds a parameter that the model does not have.
     """
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:

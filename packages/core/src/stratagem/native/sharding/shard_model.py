@@ -62,7 +62,7 @@ def shard_model(
 
 
 def make_whole(part: nn.Module, device: torch.device, *, name: str) -> None:
-    """Give a module's own parameters and buffers values, those of rank 0, on the device.
+    """Initialize a module's own parameters and buffers on the device with rank 0's values.
 
     Raises:
         UserCodeError: it is on the meta device and has no `reset_parameters`.
@@ -74,7 +74,7 @@ def make_whole(part: nn.Module, device: torch.device, *, name: str) -> None:
 
 
 def give_values(part: nn.Module, device: torch.device, *, name: str) -> None:
-    """Do what `make_whole` does, but leave alone what was sharded eagerly.
+    """Initialize like `make_whole`, except parameters that were sharded eagerly.
 
     Raises:
         UserCodeError: see `make_whole`.

@@ -22,7 +22,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def check_policy(policy: WrapPolicy | None) -> None:
-    """Refuse what is no policy.
+    """Raise if a value is not a wrap policy.
 
     Raises:
         ConfigurationError: says what was expected.

@@ -24,16 +24,18 @@ _BF16_BACKENDS = ("nccl", "xccl")
 
 @dataclass(frozen=True)
 class CommunicationHook:
-    """A hook as `DistributedDataParallel.register_comm_hook` takes it, with what goes around it.
+    """A hook for `DistributedDataParallel.register_comm_hook`, with its state and wrapper.
 
     Attributes:
-        hook: returns a future of the communicated bucket; None: DDP's own all_reduce.
-        state: its first argument, or a function without arguments that makes it.
-        wrapper: takes a hook and returns another, such as `fp16_compress_wrapper`.
-        averaging_period: in post-local SGD, the steps from one averaging of the models to the next.
+        hook: a function that returns a future of the communicated bucket. None: DDP's own
+            all_reduce.
+        state: the first argument of the hook, or a function without arguments that returns it.
+        wrapper: a function that takes a hook and returns a hook, such as `fp16_compress_wrapper`.
+        averaging_period: in post-local SGD, the number of steps between two averagings of the
+            models.
 
     Raises:
-        ConfigurationError: the parts do not fit together.
+        ConfigurationError: if the parts do not fit together.
     """
 
     hook: CommHook | None = None
@@ -78,15 +80,15 @@ class CommunicationHook:
 
     @property
     def has_own_state(self) -> bool:
-        """Whether the state is an object that fills with what belongs to one model."""
+        """Whether the state is an object that stores data of one model."""
         stateless = self.state is None or isinstance(self.state, dist.ProcessGroup)
         return not stateless and not callable(self.state)
 
     def check_backend(self, backend: str) -> None:
-        """Refuse a hook whose dtype the process group's backend cannot reduce.
+        """Raise if the process group's backend cannot reduce the hook's dtype.
 
         Raises:
-            ConfigurationError: it is one of torch's bf16 hooks, and the backend is not NCCL's.
+            ConfigurationError: if the hook is a bf16 hook of torch and the backend is not NCCL.
         """
         for given in (self.hook, self.wrapper):
             name = getattr(given, "__name__", "")
@@ -122,7 +124,7 @@ class CommunicationHook:
         return state
 
     def averager(self, state: Any) -> PeriodicModelAverager | None:
-        """Return what averages the models of all ranks in post-local SGD; None without it."""
+        """Return the averager of all ranks' models in post-local SGD; None without it."""
         if self.averaging_period is None or state is None:  # or the model has no gradients
             return None
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager

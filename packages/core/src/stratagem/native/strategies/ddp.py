@@ -268,7 +268,7 @@ class DDPStrategy(ParallelStrategy):
         optimizer: Optimizer,
         closure: Callable[[], Any] | None = None,
     ) -> Any:
-        """Step one optimizer; in post-local SGD, average the ranks' weights when it is time."""
+        """Step one optimizer; in post-local SGD, average the weights if an averaging is due."""
         result = super().optimizer_step(prepared, optimizer, closure)
         if self.communication_hook.averaging_period is not None:
             averager = self._averager_of(optimizer)
@@ -297,7 +297,7 @@ class DDPStrategy(ParallelStrategy):
     def load_optimizer_state(
         self, prepared: PreparedModel, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Load what `optimizer_state` returned."""
+        """Load a state from `optimizer_state`."""
         super().load_optimizer_state(prepared, optimizer, state)
         averager = self._averager_of(optimizer)
         if averager is not None and _AVERAGING_STEP in state:
@@ -311,11 +311,11 @@ _MARKED_TWICE = re.compile(r"Parameter at index (\d+)")
 
 
 def explain(error: RuntimeError, ddp: DistributedDataParallel) -> UserCodeError | None:
-    """Return a better error for one that DDP's reducer has raised; None if it is another.
+    """Return a clearer error for an error of DDP's reducer; None for other errors.
 
     Args:
-        error: what was raised in forward or backward.
-        ddp: the model that it was raised for.
+        error: the error of the forward or backward pass.
+        ddp: the model.
     """
     text = str(error)
     still_waits = "Expected to have finished reduction in the prior iteration" in text

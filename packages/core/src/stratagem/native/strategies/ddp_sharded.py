@@ -28,19 +28,19 @@ with warnings.catch_warnings():
 
 
 class DDPShardedStrategy(DDPStrategy):
-    """DDP whose optimizers keep their state on one rank a parameter (ZeRO, stage 1).
+    """DDP that keeps the optimizer state of each parameter on a single rank (ZeRO, stage 1).
 
-    Optimizers stay what the user made: class, options and parameter groups; each becomes a
-    `ShardedOptimizer`, and learning rate schedulers made for it before or after go on working. A
-    checkpoint holds the whole state, as under any other strategy.
+    Each optimizer becomes a `ShardedOptimizer`, and keeps its class, options and parameter groups.
+    So learning rate schedulers work, whether they were made before or after. A checkpoint holds the
+    whole state, as under any other strategy.
 
     Args:
         parameters_as_bucket_view: let parameters share memory with the buckets in which they are
-            sent after a step; fewer and larger messages.
-        **options: see `DDPStrategy`; all but `model_averaging_period`.
+            sent after a step, for fewer and larger messages.
+        **options: the options of `DDPStrategy` except `model_averaging_period`.
 
     Raises:
-        ConfigurationError: `model_averaging_period` was given.
+        ConfigurationError: if `model_averaging_period` is given.
 
     Example:
         >>> from stratagem.strategies import DDPShardedStrategy

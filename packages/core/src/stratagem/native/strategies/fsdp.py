@@ -182,7 +182,7 @@ class FSDPStrategy(ShardedStrategy):
 
     @property
     def communication_backend(self) -> str:
-        """What was asked for, or the accelerator's; with shards in host memory, gloo for those.
+        """The requested backend, or the accelerator's; gloo is added for shards in host memory.
 
         The norm of gradients in host memory is reduced there.
         """

@@ -113,7 +113,7 @@ class ModelParallelStrategy(ShardedStrategy):
         return sizes, ("data_parallel", "tensor_parallel")
 
     def data_split_of(self, rank: int, world_size: int) -> DataSplit:
-        """Return a rank's part of the data: that of its tensor-parallel group."""
+        """Return the part of the data for a rank's tensor-parallel group."""
         (groups, ranks), _ = self.mesh_shape()
         return rank // ranks, groups
 

@@ -119,7 +119,7 @@ class ShardedStrategy(ParallelStrategy):
 
     @abstractmethod
     def shard(self, module: nn.Module) -> None:
-        """Shard a model in place, and make `module` the root of it."""
+        """Shard a model in place, with `module` as the root."""
 
     def bind(self, components: Components) -> None:
         """Take the components of the plan, and check that the ranks can be arranged."""
@@ -231,10 +231,10 @@ class ShardedStrategy(ParallelStrategy):
     # -- state
 
     def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
-        """Return parameters and buffers: shards on every rank, where checkpoints take those.
+        """Return parameters and buffers: shards on every rank, if the format supports shards.
 
-        Otherwise they are whole, on rank 0, on the CPU, copied, gathered one at a time; and {} on
-        other ranks.
+        For other formats, rank 0 returns whole copies on the CPU, gathered one tensor at a time,
+        and other ranks return {}.
         """
         assert isinstance(prepared, ShardedPrepared)
         prepared.reshard()
@@ -254,7 +254,7 @@ class ShardedStrategy(ParallelStrategy):
         load_weights(prepared.original, shards, strict=strict)
 
     def optimizer_state(self, prepared: PreparedModel, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state by parameter names; of its tensors what `model_state` says."""
+        """Return the state by parameter names, with tensors in the form of `model_state`."""
         assert isinstance(prepared, ShardedPrepared)
         prepared.reshard()
         state = named_state(optimizer, prepared.original)
@@ -265,7 +265,7 @@ class ShardedStrategy(ParallelStrategy):
     def load_optimizer_state(
         self, prepared: PreparedModel, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Load state; each rank takes, or reads, its shards of it."""
+        """Load a state; each rank takes, or reads, only its shards."""
         assert isinstance(prepared, ShardedPrepared)
         prepared.reshard()
         parameters = dict(prepared.original.named_parameters())

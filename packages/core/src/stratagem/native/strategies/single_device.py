@@ -111,7 +111,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
             raise ConfigurationError(why)
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Return the module in DataParallel, if there are several devices."""
+        """Return the module, wrapped in DataParallel for several devices."""
         if len(self.components.devices) == 1:
             return module
         return _DataParallel(module, device_ids=list(self.components.devices))
@@ -129,7 +129,7 @@ class _DataParallel(nn.DataParallel[nn.Module]):
     """DataParallel whose replicas may return scalars, in dicts and sequences too."""
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
-        """Return one output for those of the replicas."""
+        """Combine the outputs of the replicas into one output."""
         first = outputs[0]
         if isinstance(first, Tensor) and first.dim() == 0:
             return torch.stack([output.to(output_device) for output in outputs]).mean()

@@ -19,7 +19,7 @@ from stratagem.state.reading.rebuild import ArchiveUnpickler, Stored
 def load_archive(
     memory: torch.UntypedStorage, path: str, *, start: int, size: int, comment: int = 0
 ) -> Any:
-    """Return what an archive holds; its tensors are views of the memory that it lies in.
+    """Return the contents of an archive; its tensors are views of the archive's memory.
 
     Args:
         memory: what the archive lies in, on the CPU.

@@ -26,7 +26,7 @@ _LARGEST = 1 << 62
 
 
 class Stored:
-    """A storage and its dtype, as what torch's functions take for a `TypedStorage`."""
+    """A storage and its dtype, with the `TypedStorage` attributes that torch's functions read."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -52,7 +52,7 @@ class ArchiveUnpickler(SafeUnpickler):
         self._storages: dict[str, torch.UntypedStorage] = {}
 
     def call(self, maker: Any, args: Any) -> Any:
-        """Call what may be called; what needs the reader itself gets it."""
+        """Call an allowed function, and pass this reader to functions that need it."""
         if maker is _set or maker is _of_type:
             args = (self, *args)
         return super().call(maker, args)

@@ -34,7 +34,7 @@ _SIZED = (list, tuple, torch.Size, dict, OrderedDict, Counter, set, str, bytes, 
 
 
 def check_dims(size: Sequence[Any]) -> None:
-    """Refuse more dims than torch computes with: to multiply so many numbers may take for ever."""
+    """Raise if a size has more dims than torch supports, since multiplying them may be slow."""
     if len(size) > _MOST_DIMS:
         raise Refused(f"a tensor has {len(size)} dims, expected at most {_MOST_DIMS}")
 
@@ -70,7 +70,7 @@ class SafeUnpickler:
         self._classes = {id(made) for made in classes.values()}
 
     def load(self) -> Any:
-        """Return what the pickle holds.
+        """Return the contents of the pickle.
 
         Raises:
             pickle.UnpicklingError: it asks for something that is not among what may be made.
@@ -87,7 +87,7 @@ class SafeUnpickler:
         return self._stack.pop()
 
     def call(self, maker: Any, args: Any) -> Any:
-        """Call what may be called.
+        """Call an allowed function.
 
         Raises:
             pickle.UnpicklingError: it may not.
@@ -124,7 +124,7 @@ class SafeUnpickler:
             raise Refused("a key is what makes a value, and no value")
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return what the pickle names by a key of its own; there is none."""
+        """Raise, because persistent IDs are not supported here."""
         raise pickle.UnpicklingError("a value outside of the pickle")
 
     # -- what the operations have in common

@@ -1,4 +1,4 @@
-"""From what the user hands over to the loaders of one rank, with their numbers of batches."""
+"""The loaders of one rank, made from the user's loaders, with their numbers of batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Limit = int | float
 """A number of batches (int), or a fraction of them (float)."""
 
 Divide = Callable[..., Any]
-"""`Trainer.make_sharded_loader`, or what takes its place."""
+"""`Trainer.make_sharded_loader`, or a function that replaces it."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class EvaluationLoader:
     """A loader of this rank for validation, testing or predicting.
 
     Attributes:
-        loader: iterable of batches.
-        batches: how many to take; infinity: all, and their number is not known.
-        name: stands for it in errors.
+        loader: an iterable of batches.
+        batches: the number of batches to run; infinity: all batches, whose number is unknown.
+        name: the loader's name in errors.
     """
 
     loader: Any
@@ -40,7 +40,7 @@ class EvaluationLoader:
 
     @property
     def each(self) -> list[float]:
-        """The batches of each loader, of several that are read together too."""
+        """The number of batches of each loader; a CombinedLoader has several loaders."""
         loader = self.loader
         several = loader.flattened if isinstance(loader, CombinedLoader) else []
         return [min(length_of(one), self.batches) for one in several] or [self.batches]
@@ -49,17 +49,17 @@ class EvaluationLoader:
 def evaluation_loaders(
     source: Any, strategy: Strategy, *, what: str, limit: Limit, divide: Divide | None
 ) -> list[EvaluationLoader]:
-    """Return the loaders for validation, testing or predicting, as this rank reads them.
+    """Return this rank's loaders for validation, testing or predicting.
 
     Args:
-        source: a loader, or several in a list or a dict.
-        strategy: of the ranks that share the data.
+        source: a loader, or a list or dict of several.
+        strategy: the strategy of the ranks that share the data.
         what: "validation", "test" or "predict".
-        limit: how many batches to take of each.
-        divide: divides the data between ranks; None: every rank reads all of it.
+        limit: the number of batches to run of each loader.
+        divide: splits the data over the ranks. None: every rank reads all data.
 
     Raises:
-        UserCodeError: one is not iterable, is empty, or has no length where one is needed.
+        UserCodeError: if a loader is not iterable, is empty, or lacks a length that is needed.
     """
     several = _several(source)
     limit_name = f"limit_{'val' if what == 'validation' else what}_batches"
@@ -75,10 +75,10 @@ def evaluation_loaders(
 def shard(
     source: Any, strategy: Strategy, *, name: str, divide: Divide | None, what: str, limit: Limit
 ) -> Any:
-    """Return one loader as this rank reads it.
+    """Return this rank's form of one loader, which reads its part of the data.
 
     Raises:
-        UserCodeError: it is not iterable, is empty, or cannot be divided.
+        UserCodeError: if the loader is not iterable, is empty, or cannot be split.
     """
     if isinstance(source, CombinedLoader):
         return source.of(
@@ -118,11 +118,11 @@ def shard(
 
 
 def limit_batches(length: float, limit: Limit, *, name: str, limit_name: str) -> float:
-    """Return how many batches to take of a loader with so many; infinity: not known.
+    """Return the number of batches to run of a loader; infinity if it is unknown.
 
     Raises:
-        UserCodeError: a fraction is wanted of a length that is not known.
-        ConfigurationError: the fraction is less than one batch.
+        UserCodeError: if `limit` is a fraction and the length is unknown.
+        ConfigurationError: if the fraction is less than one batch.
     """
     if isinstance(limit, int) or limit == 0.0:
         return min(float(limit), length)
@@ -143,7 +143,7 @@ def limit_batches(length: float, limit: Limit, *, name: str, limit_name: str) ->
 
 
 def set_epoch_of(loader: Any, epoch: int) -> None:
-    """Hand the epoch to the samplers of a loader, or of each that is combined in it."""
+    """Set the epoch of a loader's samplers; a CombinedLoader has several loaders."""
     for one in loader.flattened if isinstance(loader, CombinedLoader) else [loader]:
         set_epoch(one, epoch)
 
@@ -160,7 +160,7 @@ def _several(source: Any) -> list[Any]:
 
 
 def train_source(source: Any) -> Any:
-    """Return the loader for training; of several, a CombinedLoader that reads them together."""
+    """Return the training loader; several loaders become a CombinedLoader."""
     several = isinstance(source, Mapping) or (
         isinstance(source, (list, tuple)) and _has_loader(source)
     )
@@ -168,16 +168,16 @@ def train_source(source: Any) -> Any:
 
 
 def source_of(method: str, job: Job, argument: Any, *, needed: bool) -> Any:
-    """Return the user's loader for one purpose: the argument, the DataModule's or the Module's.
+    """Return the user's loader: the argument, or else the DataModule's or the Module's.
 
     Args:
-        method: that makes it, in the DataModule or the Module.
-        job: has both.
+        method: the name of the DataModule's or Module's method that returns the loader.
+        job: the request, with the DataModule and the Module.
         argument: the user's argument, or None.
-        needed: whether there must be one; otherwise None is returned where there is none.
+        needed: whether a missing loader is an error; if False, None is returned.
 
     Raises:
-        UserCodeError: there is none and one is needed.
+        UserCodeError: if the loader is missing and `needed` is True.
     """
     if argument is not None:
         return argument

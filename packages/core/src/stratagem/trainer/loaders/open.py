@@ -66,14 +66,14 @@ def _with_rank_state(run: Run, loader: TrainLoader, validation: list[EvaluationL
 
 
 def reopen_training(run: Run) -> FitData:
-    """Return the data of a fit with training loaders that were made anew."""
+    """Return the data of a fit with new training loaders."""
     assert run.fit_data is not None
     validation = run.fit_data.validation
     return _with_rank_state(run, _open_training(run), validation)
 
 
 def reopen_validation(run: Run) -> FitData:
-    """Return the data of a fit with validation loaders that were made anew."""
+    """Return the data of a fit with new validation loaders."""
     data, validation = run.fit_data, _open_validation(run)
     assert data is not None
     data.rank_state.watch([one.loader for one in validation])

@@ -1,4 +1,4 @@
-"""TrainLoader: this rank's training batches, and from them the micro-batches of each step."""
+"""TrainLoader: the training batches of this rank, grouped into the micro-batches of each step."""
 
 from __future__ import annotations
 
@@ -29,28 +29,32 @@ if TYPE_CHECKING:
 NAME = "the training data loader"
 
 _ENDLESS = 2**62
-"""Stands for a number of batches that is not known, where ranks compare theirs."""
+"""Replaces an unknown number of batches when ranks compare their numbers."""
 
 
 class TrainLoader:
-    """The training batches of one rank: sharded, resumable, limited, agreed on by all ranks.
+    """The training batches of one rank: sharded, resumable and limited.
 
-    Called on every rank, once in a fit.
+    Create it on every rank, once in a fit. All ranks agree on the number of batches.
 
     Args:
         source: a DataLoader or another iterable of batches, or several.
-        strategy: of the ranks that share the data.
-        limit: `limit_train_batches`.
-        divide: divides the data between ranks; None: every rank reads all of it.
-        reads: returns what is iterated over, given the action's name for profilers and an iterator.
+        strategy: the strategy of the ranks that share the data.
+        limit: the argument `limit_train_batches`.
+        divide: splits the data over the ranks. None: every rank reads all data.
+        reads: a function that wraps an iterator for profilers. It takes an action's name and the
+            iterator.
 
     Attributes:
-        batches: how many of them an epoch has, alike on every rank; infinity: not known.
-        end: how many batches of the present epoch are trained on at its end; infinity: not known.
-        weights: of the present step's micro-batches; None: all count the same.
+        batches: the number of batches in an epoch, the same on every rank; infinity if it is
+            unknown.
+        end: the number of finished batches at the end of the current epoch; infinity if it is
+            unknown.
+        weights: the weights of the current step's micro-batches. None: equal weights.
 
     Raises:
-        UserCodeError: it is not iterable, is empty, or ranks have different numbers of batches.
+        UserCodeError: if the source is not iterable or is empty, or if ranks have different numbers
+            of batches.
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class TrainLoader:
         divide: Divide | None,
         reads: Callable[[str, Iterator[Any]], Iterator[Any]],
     ) -> None:
-        # The order matters: each goes by what the one before has left of the data.
+        # The order matters: each step works on the data that the previous step has left.
         sharded = shard(
             train_source(source),
             strategy,
@@ -91,9 +95,9 @@ class TrainLoader:
     def _agree(self) -> None:
         """Compare the ranks' numbers of batches, once before training.
 
-        Where all lengths are known, alike, and of a kind that can be relied on, that is all;
-        otherwise ranks ask one another before each optimizer step. The length of an IterableDataset
-        cannot be relied on: it often is that of all ranks together.
+        If all lengths are known, equal and reliable, no further comparison is needed. Otherwise
+        ranks compare before each optimizer step. The length of an IterableDataset is not reliable,
+        because it is often the length of all ranks' data together.
         """
         strategy, ranks = self._strategy, self._strategy.ranks
         if ranks.world_size == 1:
@@ -121,12 +125,12 @@ class TrainLoader:
 
     @property
     def compares_ranks(self) -> bool:
-        """Whether ranks exchange before each step how many batches they have."""
+        """Whether ranks compare their numbers of batches before each step."""
         return self._uneven is not None
 
     @property
     def batch_size(self) -> int | None:
-        """The number of samples in a batch, of the first loader; None if it does not say."""
+        """The number of samples in a batch of the first loader; None if it is unknown."""
         first = self._each()[0]
         for holder in (first, getattr(first, "batch_sampler", None)):
             size = getattr(holder, "batch_size", None)
@@ -137,7 +141,7 @@ class TrainLoader:
     # -- an epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Hand the epoch to the loader's samplers."""
+        """Set the epoch of the loader's samplers."""
         set_epoch_of(self.loader, epoch)
 
     def _each(self) -> list[Any]:
@@ -156,11 +160,11 @@ class TrainLoader:
     def steps(self, accumulate: int) -> Iterator[Collection[Any]]:
         """Yield the micro-batches of each optimizer step of this epoch.
 
-        Where their number is known for sure, they are read one at a time, while the step runs: the
-        loss of each is divided by that number. Where it is not, they are read before the step.
+        If their number is certain, they are read one at a time during the step. Otherwise they are
+        read before the step, because each loss is divided by their number.
 
         Args:
-            accumulate: how many a step has; the last one may have fewer.
+            accumulate: the number of micro-batches in a step; the last step may have fewer.
 
         Raises:
             UserCodeError: the loader yields no batch, or ranks turn out to have different numbers.
@@ -177,7 +181,7 @@ class TrainLoader:
         return self._read_ahead_steps(accumulate)
 
     def check_end(self, done: int) -> None:
-        """Check what `steps` has yielded, when it yields no more; `done` batches in this epoch.
+        """Check the number of batches at the end of `steps`; `done` is the number in this epoch.
 
         Raises:
             UserCodeError: nothing, or fewer than the length said that other ranks rely on.
@@ -218,11 +222,11 @@ class TrainLoader:
     # -- resuming
 
     def state(self, *, within_epoch: bool = True) -> dict[str, Any]:
-        """Return where this rank is in its data; weights-only-safe data. See `Resumable.state`."""
+        """Return this rank's position in its data, as safe data. See `Resumable.state`."""
         return self._data.state(within_epoch=within_epoch)
 
     def resume(self, states: Sequence[dict[str, Any]], done: int) -> int:
-        """Restore what `state` returned on each rank that saved; return how many batches are done.
+        """Restore the states of the saving ranks; return the number of finished batches.
 
         Args:
             states: in the order of those ranks.
@@ -244,7 +248,7 @@ class TrainLoader:
         return self._data.resume(states, done)
 
     def close(self) -> None:
-        """Let go of the data, at the end of a fit."""
+        """Release the data at the end of a fit."""
         self._epoch = iter(())
         self._data.close()
 
@@ -255,10 +259,10 @@ class MicroBatches(Collection[Any]):
     Their number is known before, and none of them is held here once it was yielded.
 
     Args:
-        batches: yields them.
-        count: how many there are.
-        done: batches of the epoch before them.
-        promised: how many the epoch has; stands in the error if the loader yields fewer.
+        batches: an iterator of the micro-batches.
+        count: the number of micro-batches.
+        done: the number of earlier batches in the epoch.
+        promised: the number of batches in the epoch, for the error if the loader yields fewer.
     """
 
     def __init__(self, batches: Iterator[Any], count: int, done: int, promised: float) -> None:

@@ -40,14 +40,14 @@ def evaluate(
     *,
     is_sanity_check: bool = False,
 ) -> EpochMetrics:
-    """Run validation or testing over all loaders; return the values of the epoch.
+    """Run validation or testing over all loaders; return the epoch's metrics.
 
     Args:
-        run: what is evaluated.
-        prepared: its model.
-        loaders: of this rank.
+        run: the run.
+        prepared: the prepared model.
+        loaders: the loaders of this rank.
         what: "validation" or "test".
-        is_sanity_check: what it logs goes nowhere.
+        is_sanity_check: if True, logged values are dropped.
     """
     hooks, module = run.hooks, run.module
     if is_sanity_check:
@@ -76,7 +76,7 @@ def evaluate(
 
 
 def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) -> list[list[Any]]:
-    """Return this rank's predictions: a list of batches for each loader; empty if none is kept."""
+    """Return this rank's predictions for each loader: lists of batches, empty unless kept."""
     hooks = run.hooks
     metrics = Metrics(run.strategy, LogBuffer((), run.strategy.accelerator), LatestMetrics())
     predictions: list[list[Any]] = [[] for _ in loaders]
@@ -100,7 +100,7 @@ def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) 
 def run_training_data_without_grad(run: Run) -> None:
     """Run `training_step` on each batch of an epoch in training mode, without gradients.
 
-    For what a forward changes, such as the statistics of batch norm.
+    This updates the statistics that a forward pass changes, such as those of batch norm.
     """
     loader, prepared = run.train_loader, run.require_prepared()
     assert loader is not None
@@ -133,7 +133,7 @@ def _run_batches(
     metrics: Metrics,
     first: Iterator[Any] | None,
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (loader index, what the step returned) for every batch."""
+    """Yield (loader index, result of the step) for every batch."""
     method = _STEPS[what]
     step = getattr(run.module, method)
     takes = _arguments_taken(step, 3 if len(loaders) > 1 else 2)
@@ -178,7 +178,7 @@ def _read(
     metrics: Metrics,
     first: Iterator[Any] | None,
 ) -> Iterator[tuple[Any, int, int]]:
-    """Yield each batch as a step gets it, its number, and its loader's."""
+    """Yield each converted batch with its index and the index of its loader."""
     reading = f"{method.removesuffix('_step').replace('validation', 'val')}_next"
     reads = partial(run.profiling.reads, reading)
     for loader_idx, loader in enumerate(loaders):
@@ -204,18 +204,18 @@ def _batches_of(loader: Any) -> Iterator[Any]:
 
 
 def _arguments_taken(method: Callable[..., Any], most: int) -> int:
-    """Return how many of (batch, batch_idx, dataloader_idx) a step is given.
+    """Return the number of arguments of (batch, batch_idx, dataloader_idx) to pass to a step.
 
     Args:
         method: the step.
-        most: how many of them say something; it gets more where it has no default.
+        most: the number of useful arguments. A step with more required arguments receives more.
     """
     takes = positional_parameters(method)
     return min(3, max(takes.needed, min(takes.most, most)))
 
 
 def _with_index(hooks: Sequence[Hook], arguments: int) -> list[Hook]:
-    """Return hooks that take so many arguments, of which the last is the loader's index."""
+    """Return hooks that take this number of arguments; the last is the loader's index."""
 
     def without_index(hook: Hook) -> Hook:
         return lambda *arguments: hook(*arguments[:-1])
@@ -227,7 +227,7 @@ def _with_index(hooks: Sequence[Hook], arguments: int) -> list[Hook]:
 
 
 class _EvaluationMode(AbstractContextManager[None]):
-    """Evaluation mode without gradients; every submodule gets its own mode back afterwards."""
+    """A context of evaluation mode without gradients; restores each submodule's mode at its end."""
 
     def __init__(self, run: Run, what: str) -> None:
         self._run = run
@@ -253,9 +253,9 @@ class _EvaluationMode(AbstractContextManager[None]):
 
 
 def _inference(run: Run) -> AbstractContextManager[Any]:
-    """Return inference mode, where it is wanted and device and precision have it.
+    """Return inference mode, if it is requested and the device and the precision support it.
 
-    Within a fit there is none: training can use a tensor that the model keeps from validation.
+    It is never used within a fit, because training may use a tensor that validation has created.
     """
     strategy = run.strategy
     able = strategy.accelerator.inference_mode and strategy.precision.inference_mode

@@ -25,9 +25,9 @@ def fit(run: Run, prepared: PreparedModel, step: Step) -> None:
     """Train until a limit is reached or `Trainer.should_stop` is set.
 
     Args:
-        run: a fit, whose data is open.
-        prepared: the model.
-        step: takes its optimizer steps.
+        run: a fit with open data.
+        prepared: the prepared model.
+        step: the optimizer step.
     """
     data = run.fit_data
     assert data is not None
@@ -101,8 +101,8 @@ def _train_steps(
 ) -> Callable[[float], tuple[bool, bool]]:
     """Return a function that takes the optimizer steps of an epoch.
 
-    Its argument is the number of batches between two validations (0: there is none). It returns
-    whether the epoch is done, and whether validation is due at its end.
+    The function's argument is the number of batches between two validations (0: no validation). It
+    returns whether the epoch is done, and whether validation is due at its end.
     """
     trainer, progress, validation = run.trainer, run.progress, run.validation
     take_step = run.profiling.wrap("run_training_batch", step.step_function())
@@ -160,7 +160,7 @@ def _train_steps(
 
 
 def _end_early(end: EndOfEpoch, step: Step, loader: TrainLoader, done: int) -> bool:
-    """Forget the step under way; return whether the epoch has ended as others do, with its data."""
+    """Drop the current step; return whether the epoch has ended with the end of its data."""
     step.abandon()
     if end.data_has_ended:
         loader.check_end(done)
@@ -168,7 +168,7 @@ def _end_early(end: EndOfEpoch, step: Step, loader: TrainLoader, done: int) -> b
 
 
 def _check_after_step(run: Run, prepared: PreparedModel, loader: TrainLoader) -> Callable[[], bool]:
-    """Return a function that says after each step whether the fit is interrupted.
+    """Return a function that checks after each step whether the fit is interrupted.
 
     If needed, it also validates by time, and steps schedulers that wait for a value.
     """
@@ -180,7 +180,7 @@ def _check_after_step(run: Run, prepared: PreparedModel, loader: TrainLoader) ->
     def check() -> bool:
         if by_time:
             validation.run_if_time(prepared)
-        # After an epoch's last step validation is yet to come.
+        # After an epoch's last step, validation has not run yet.
         if by_value and progress.batches < loader.end:
             run.schedulers.step_after_step(run.strategy.ranks, run.is_metric_pending)
         return ends_here()
@@ -206,7 +206,7 @@ def _is_finished(run: Run) -> bool:
 
 
 def _reloads_data(run: Run) -> bool:
-    """Whether the loaders are to be made anew before the present epoch."""
+    """Return whether the loaders have to be created again before the current epoch."""
     every, progress = run.trainer.options.reload_dataloaders_every_n_epochs, run.progress
     is_first = progress.batches > 0 or not run.has_ended_epoch
     return every > 0 and not is_first and progress.epoch % every == 0

@@ -22,30 +22,30 @@ _EVERY = 0.5
 class Interruption(AbstractContextManager["Interruption"]):
     """Makes all ranks end a fit after the same step.
 
-    As a context it takes over SIGTERM, and the signals by which the cluster announces preemption,
-    where nothing else handles them. Ranks receive a signal at different moments, or only one
-    receives it, so they share it by an all-reduce of four numbers, about twice a second: how many
-    steps that is follows from the slowest rank's last steps, so that all ranks check
-    after the same one. One process checks after every step.
+    As a context, this handles SIGTERM and the cluster's signals of preemption, unless the user has
+    handlers for them. Ranks may receive a signal at different times, or only one rank receives it.
+    So they exchange four numbers by an all-reduce, about twice a second. The number of steps
+    between exchanges follows from the slowest rank's last steps, and is the same on every rank. A
+    single process checks after every step.
 
     Args:
-        ranks: those that end together.
-        environment: says which signals announce preemption.
-        max_time: seconds after which the fit ends; None: no limit.
+        ranks: the ranks that end together.
+        environment: the cluster environment, which knows the signals of preemption.
+        max_time: the time limit of the fit in seconds. None: no limit.
     """
 
     def __init__(
         self, ranks: Ranks, environment: ClusterEnvironment, max_time: float | None
     ) -> None:
         self.signal: signal.Signals | None = None
-        """What asks this run to end, once all ranks know."""
+        """The signal that ends this run, after all ranks have agreed."""
         self._ranks = ranks
         self._environment = environment
         self._received = 0
         self._began = time.monotonic()
         self._deadline = None if max_time is None else self._began + max_time
         self.is_alone = ranks.world_size == 1
-        """Whether there is one process, which reads its own clock."""
+        """Whether this is the only process, so that the clock of other ranks does not matter."""
         self._steps = 0
         self._interval = 1
         self._checked_at = self._began
@@ -69,7 +69,7 @@ class Interruption(AbstractContextManager["Interruption"]):
         self._received = number
 
     def check(self) -> bool:
-        """Return whether this fit is to end after the present step, on every rank alike."""
+        """Return whether the fit has to end after the current step; the same on every rank."""
         if self.is_alone:
             if not self._received and self._deadline is None:
                 return False
@@ -80,15 +80,15 @@ class Interruption(AbstractContextManager["Interruption"]):
         return self._decide(*self._of_all_ranks())
 
     def is_time_up(self) -> bool:
-        """Whether `max_time` has passed on this rank."""
+        """Return whether `max_time` has passed on this rank."""
         return self._deadline is not None and time.monotonic() >= self._deadline
 
     def _of_all_ranks(self) -> tuple[int, bool]:
-        """Return the signal that any rank has received, and whether time is up on any."""
+        """Return the signal that any rank has received, and whether time is up on any rank."""
         now = time.monotonic()
         times = [int((now - since) * 1e6) for since in (self._checked_at, self._began)]
         own = [int(self._received), int(self.is_time_up()), *times]
-        # Numbers, and not a tensor, which would wait for a device.
+        # Numbers instead of a tensor, because a tensor would wait for a device.
         most = self._ranks.all_reduce_ints(own, "max")
         self._agreed = most[3] / 1e6
         fitting = int(self._interval * _EVERY / max(most[2] / 1e6, 1e-6))
@@ -103,14 +103,14 @@ class Interruption(AbstractContextManager["Interruption"]):
         return bool(received) or is_time_up
 
     def end_within(self, seconds: float) -> None:
-        """End the fit once so many seconds are over, unless it ends before."""
+        """End the fit after this number of seconds at the latest."""
         deadline = time.monotonic() + seconds
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
 
     def agreed_time(self) -> float:
-        """Return the seconds since this began as all ranks saw them at their last check.
+        """Return the seconds from the start of the fit to the last check of all ranks.
 
-        The same on every rank; one process reads its clock.
+        The time is the same on every rank. A single process returns the time until now.
         """
         return time.monotonic() - self._began if self.is_alone else self._agreed
 

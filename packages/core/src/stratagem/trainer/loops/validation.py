@@ -1,4 +1,4 @@
-"""Validation during a fit: after which batches it comes, and what it runs."""
+"""Validation during a fit: when it runs, and on which loaders."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Validation:
         run: the fit.
 
     Attributes:
-        last_epoch: the last epoch in which it ran; -1: none yet.
-        batches_of_epoch: batches that were validated in that epoch.
-        last_batches: those of the last time that it ran.
-        is_sanity_check: whether these are the batches that are run before training.
+        last_epoch: the last epoch with a validation; -1 before the first.
+        batches_of_epoch: the number of validation batches in that epoch.
+        last_batches: the number of batches in the last validation.
+        is_sanity_check: whether the sanity check before training is running.
     """
 
     def __init__(self, run: Run) -> None:
@@ -37,30 +37,30 @@ class Validation:
         self.is_sanity_check = False
         interval = run.trainer.options.val_check_interval
         self.seconds = interval.total_seconds() if isinstance(interval, timedelta) else None
-        """After how much time it comes; None: it goes by batches."""
+        """The time interval in seconds. None: the interval is a number of batches."""
         self._since = 0.0
         self._knows_since = False
-        """Whether this time is known: several ranks agree on one only now and then."""
+        """Whether this time is known; several ranks agree on a time only at intervals."""
 
     @property
     def loaders(self) -> list[EvaluationLoader]:
-        """This rank's loaders; []: there is no validation."""
+        """The validation loaders of this rank; an empty list without validation."""
         data = self._run.fit_data
         return [] if data is None else data.validation
 
     def is_in_epoch(self, epoch: int) -> bool:
-        """Whether an epoch has validation."""
+        """Return whether validation runs in an epoch."""
         every = self._run.trainer.options.check_val_every_n_epoch
         return bool(self.loaders) and (every is None or (epoch + 1) % every == 0)
 
     def interval(self, batches: float) -> float:
-        """Return after how many training batches it comes; infinity: after the epoch.
+        """Return the number of training batches between validations; infinity: an epoch.
 
         Args:
-            batches: of a training epoch; infinity: not known.
+            batches: the number of batches of a training epoch; infinity if it is unknown.
 
         Returns:
-            0 where it goes by time.
+            0 if the interval is a time.
         """
         interval = self._run.trainer.options.val_check_interval
         if isinstance(interval, timedelta):
@@ -83,30 +83,30 @@ class Validation:
         return max(1, int(batches * interval))
 
     def counted_before(self, interval: float) -> int:
-        """Return how many batches before this epoch's an interval counts on from."""
+        """Return the number of batches in previous epochs that an interval includes."""
         over_epochs = self._run.trainer.options.check_val_every_n_epoch is None
         return self._run.progress.batches_before if over_epochs and interval else 0
 
     def is_due(self, interval: float) -> bool:
-        """Whether it comes after the last optimizer step, by the number of batches.
+        """Return whether validation is due after the last optimizer step, by the number of batches.
 
         Args:
-            interval: as `interval` returned it.
+            interval: the result of `interval`.
         """
         progress = self._run.progress
-        # An older checkpoint does not say how many batches its last step had.
+        # Older checkpoints lack the number of batches of their last step.
         last_step = progress.last_step or self._run.accumulation(progress.epoch)
         counted = self.counted_before(interval) + progress.batches
         return interval > 0 and counted % interval < last_step
 
     def start_clock(self) -> None:
-        """Count the time to the next one from here, where it goes by time."""
+        """Restart the time until the next validation, if the interval is a time."""
         if self.seconds is not None:
             interruption = self._run.interruption
             self._since, self._knows_since = interruption.agreed_time(), interruption.is_alone
 
     def run_if_time(self, prepared: PreparedModel) -> None:
-        """Run it if so much time is over since it ran last; on every rank after the same step."""
+        """Run validation if its time interval has passed; called on every rank after each step."""
         assert self.seconds is not None
         agreed_time = self._run.interruption.agreed_time
         if not self._knows_since:
@@ -120,7 +120,7 @@ class Validation:
             self.start_clock()
 
     def _reloads(self) -> bool:
-        """Whether the loaders are to be made anew before the next time."""
+        """Return whether the loaders have to be created again before the next validation."""
         progress, options = self._run.progress, self._run.trainer.options
         every, epoch = options.reload_dataloaders_every_n_epochs, progress.epoch
         if not every or progress.validated:
@@ -130,7 +130,7 @@ class Validation:
         return epoch // every > last // every
 
     def run(self, prepared: PreparedModel) -> None:
-        """Run it between two training steps, or after the last one of an epoch."""
+        """Run validation between two training steps, or at the end of an epoch."""
         run = self._run
         run.rows.flush()
         if self._reloads():
@@ -151,7 +151,7 @@ class Validation:
         self.batches_of_epoch += self.last_batches
 
     def check_sanity(self, prepared: PreparedModel) -> None:
-        """Run a few of its batches before training, so that an error shows at once."""
+        """Run a few validation batches before training, so that errors appear early."""
         run, steps = self._run, self._run.trainer.options.num_sanity_val_steps
         if not self.loaders or steps == 0:
             return

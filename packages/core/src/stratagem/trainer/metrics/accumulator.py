@@ -32,7 +32,7 @@ _FOLD = 64
 
 
 def reduction(requested: Any) -> Any:
-    """Return how to reduce as it is called here: "avg" and "MEAN" are "mean"; others stay."""
+    """Return the canonical name of a reduction; functions are returned unchanged."""
     if not isinstance(requested, str):
         return requested
     name = requested.casefold()
@@ -40,7 +40,7 @@ def reduction(requested: Any) -> Any:
 
 
 class ReducedMetric(NamedTuple):
-    """The value of an epoch on one rank or of one loader; weights-only-safe data, for other ranks.
+    """The reduced value of an epoch on one rank, or of one loader; weights-only-safe data.
 
     Attributes:
         reduce_fx: "mean", "sum", "max" or "min".
@@ -71,7 +71,7 @@ class ReducedMetric(NamedTuple):
 
 
 class MetricAccumulator:
-    """One logged name in one epoch: its options, resolved, and the reduction of its values so far.
+    """The options of one logged name in one epoch, and the reduction of its values so far.
 
     Args:
         name: as it was logged.
@@ -180,7 +180,7 @@ class MetricAccumulator:
     # -- in a checkpoint
 
     def state(self) -> dict[str, Any]:
-        """Return the options and what was reduced of this epoch so far; safe data.
+        """Return the options and the reduced value of this epoch so far, as safe data.
 
         A function is not safe data: in its place there are its values, and its result for the case
         that the name is not logged again in this epoch. Waits for values on a device.
@@ -212,7 +212,7 @@ class MetricAccumulator:
     def restored(
         cls, name: str, states: Sequence[Mapping[str, Any]], *, compiles_steps: bool
     ) -> MetricAccumulator:
-        """Return an accumulator that goes on from what `state` returned on some ranks, together.
+        """Return an accumulator that continues from the states of one or several ranks.
 
         Args:
             name: as it was logged.
@@ -233,7 +233,7 @@ class MetricAccumulator:
         return entry
 
     def takes(self, options: LogOptions) -> bool:
-        """Whether these are its options; after a resume it takes a function from them.
+        """Return whether the options match; after a resume, take the function from them.
 
         A function that is written in the call is another object each time.
         """

@@ -19,7 +19,7 @@ _SECONDS = 2.0
 
 
 class LogBuffer:
-    """Keeps rows of values and hands them to the loggers, many at a time.
+    """Buffers rows of values, and sends many of them to the loggers at a time.
 
     Tensors in them are read only then, all at once. From a device they are copied beside what it
     computes, and handed over when the next ones leave: no step waits for a device.
@@ -50,18 +50,18 @@ class LogBuffer:
             self._send()
 
     def write(self, values: Mapping[str, Any], step: int, epoch: int) -> None:
-        """Hand an epoch's values, if any, to the loggers at once, after the rows that are kept."""
+        """Send an epoch's values to the loggers at once, after the rows in the buffer."""
         if self._loggers and values:
             self._rows.append((step, {**values, "epoch": values.get("epoch", epoch)}))
         self.flush()
 
     def flush(self) -> None:
-        """Hand the rows to the loggers; waits for what is still being computed."""
+        """Send the rows to the loggers; waits for pending values."""
         self._send()
         self._emit()
 
     def drop_device_values(self) -> None:
-        """Forget values on a device that has failed: whoever reads them may wait forever."""
+        """Drop values on a failed device, since reading them may block forever."""
         copied, self._copied = self._copied, None
         kept = ([] if copied is None else copied.rows) + self._rows
         self._rows = [
@@ -107,7 +107,7 @@ class LogBuffer:
             self.attempt(logger, partial(logger.log_rows, rows))
 
     def attempt(self, logger: Logger, write: Callable[[], object]) -> None:
-        """Let a logger write; that its disk is full or its folder gone is said once, and no more.
+        """Call a logger's write; on OSError, warn once for each logger.
 
         A run that trains for days does not end because of a chart. The logger is tried again with
         the next rows.

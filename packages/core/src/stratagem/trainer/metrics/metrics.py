@@ -1,4 +1,4 @@
-"""Metrics: what `self.log` writes to, in the training or one evaluation of a run."""
+"""Metrics: the values of `self.log` in training, or in one evaluation of a run."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ from stratagem.trainer.metrics.log_buffer import LogBuffer
 
 
 class LatestMetrics:
-    """The latest values of a Trainer's last fit and what followed: for callbacks, users, the bar.
+    """The latest values since the start of a Trainer's last fit.
 
     Attributes:
-        values: of everything that was logged, by the name of a step's or an epoch's value, but for
-            the single steps of evaluations.
-        evaluation_steps: of those.
-        for_loggers: the names of what goes to the loggers.
-        bar: those for the progress bar, of the present run.
+        values: the latest values by name, except the values of single evaluation steps.
+        evaluation_steps: the latest values of single evaluation steps, by name.
+        for_loggers: the names of values that go to the loggers.
+        bar: the values for the progress bar, from the current run.
     """
 
     __slots__ = ("bar", "evaluation_steps", "for_loggers", "values")
@@ -45,17 +44,20 @@ class LatestMetrics:
         self.bar: dict[str, Any] = {}
 
     def logged(self) -> dict[str, Tensor]:
-        """Return the latest value of all that goes to the loggers."""
+        """Return the latest value of each name that goes to the loggers."""
         known = self.values | self.evaluation_steps
         there = (name for name in self.for_loggers if name in known)
         return {name: torch.as_tensor(known[name]) for name in there}
 
 
 class EpochMetrics(NamedTuple):
-    """The reduced values of an epoch: all of them, those for the loggers, and of which loaders.
+    """The reduced metrics of an epoch.
 
-    `loaders` has the indices of the evaluation loaders that a value was logged for; a value that is
-    not in it is of all of them.
+    Attributes:
+        values: all metrics by name.
+        for_loggers: the metrics that go to the loggers.
+        loaders: by name, the indices of the evaluation loaders of a metric. A name that is missing
+            here belongs to all loaders.
     """
 
     values: dict[str, Tensor]
@@ -66,15 +68,15 @@ class EpochMetrics(NamedTuple):
 class Metrics:
     """The values that are logged in training, or in one validation or test.
 
-    A step's value goes to `latest` at once, and with the step's other values to `rows`; an epoch's
-    is reduced over batches as it comes, and over ranks at the end of the epoch.
+    The value of a step goes to `latest` at once, and to `rows` at the end of the step. The value of
+    an epoch is reduced over batches as they come, and over ranks at the end of the epoch.
 
     Args:
-        strategy: a launched one; values are reduced over its ranks.
-        rows: for the loggers.
-        latest: where the latest values are kept.
-        every_n_steps: the values of every n-th step go to `rows`; 0: none.
-        of_evaluation: whether they are logged in one.
+        strategy: a launched strategy; values are reduced over its ranks.
+        rows: the buffer for the loggers.
+        latest: the latest values, which are updated here.
+        every_n_steps: send the values of every n-th step to `rows`; 0: never.
+        of_evaluation: whether the values come from an evaluation.
     """
 
     def __init__(
@@ -88,13 +90,13 @@ class Metrics:
     ) -> None:
         self.rows = rows
         self.in_step = False
-        """Within a training step: values of a step are the default; elsewhere, of an epoch."""
+        """Whether a training step is running, in which `on_step` is the default of `log`."""
         self.batch: Any = None
-        """The present batch; its size weights a mean."""
+        """The current batch, whose size is its weight in a mean."""
         self.counts = True
-        """Whether what is logged counts for the epoch; a batch that is repeated does not."""
+        """Whether logged values count for the epoch; False for a repeated batch."""
         self.row: dict[str, Any] = {}
-        """The present step's values for the loggers."""
+        """The current step's values for the loggers."""
         self._ranks = strategy.ranks
         self._compiles_steps = strategy.accelerator.compiles_steps
         self._latest = latest
@@ -102,19 +104,19 @@ class Metrics:
         self._every = every_n_steps
         self._loader: int | None = None
         self._epoch = EpochMetrics({}, {}, {})
-        """What is reduced of this epoch by now."""
+        """The metrics of this epoch that are already reduced."""
         self._metrics: list[Any] = []
-        """Metric objects to be reset at its end."""
+        """The torchmetrics objects to reset at the end of the epoch."""
         self._of_loader: dict[int | None, dict[str, MetricAccumulator]] = {}
         self._entries = self._of_loader.setdefault(None, {})
 
     def begin_loader(self, index: int | None) -> None:
-        """Log values of an evaluation loader from here on; None: there is only one."""
+        """Log the following values for an evaluation loader; None if only one loader runs."""
         self._loader = index
         self._entries = self._of_loader.setdefault(index, {})
 
     def log(self, name: str, value: Any, options: LogOptions, batch_size: int | None) -> None:
-        """Take a value; see `Module.log`."""
+        """Log a value; see `Module.log`."""
         try:
             entry = self._entries.get(name)
         except TypeError:
@@ -141,16 +143,16 @@ class Metrics:
             entry.add(value, batch_size or _batch_size(self.batch))
 
     def end_step(self, step: int, epoch: int) -> None:
-        """Hand this step's values on for the loggers; called only where there are any."""
+        """Send the values of this step to the log buffer; called only for steps with values."""
         row, self.row = self.row, {}
         if self._every and not (step + 1) % self._every:
             self.rows.add(row, step, epoch)
 
     def reduce_epoch(self) -> None:
-        """Make the epoch's values the latest ones, as hooks at the end of the epoch read them.
+        """Reduce the epoch's values over loaders and ranks, and make them the latest values.
 
-        Values are reduced over ranks here, all of them with one exchange. A value that only some
-        ranks have logged is reduced over those, and known to all.
+        All values are reduced over ranks with one exchange. A value that only some ranks have
+        logged is reduced over these ranks, and all ranks receive it.
         """
         entries = [entry for by_name in self._of_loader.values() for entry in by_name.values()]
         epoch = self._epoch
@@ -176,9 +178,9 @@ class Metrics:
         self._latest.values.update(epoch.values)
 
     def end_epoch(self) -> EpochMetrics:
-        """Return the epoch's values, with those that hooks at its end have logged; begin a new one.
+        """Return the epoch's metrics, including values from hooks at its end; start a new epoch.
 
-        A name that is logged again there has the value that it got there.
+        If those hooks log a name again, their value replaces the earlier one.
         """
         self.reduce_epoch()
         # Not before: those hooks may compute with them.
@@ -190,7 +192,7 @@ class Metrics:
 
     @property
     def entries(self) -> dict[str, MetricAccumulator]:
-        """What training has logged in this epoch so far, by name; a checkpoint holds it."""
+        """The values that training has logged in this epoch, by name; a part of checkpoints."""
         return self._entries
 
     @entries.setter
@@ -274,7 +276,7 @@ class Metrics:
 
 
 def _read(name: str, value: Tensor) -> Any:
-    """Return a number for a tensor on the CPU; a tensor of its own for one on a device."""
+    """Return a number for a tensor on the CPU; a tensor with its own memory for one on a device."""
     if value.is_cpu:
         try:
             return value.item()
@@ -291,7 +293,7 @@ def _read(name: str, value: Tensor) -> Any:
 
 
 def _computed(entry: MetricAccumulator) -> Tensor | None:
-    """Return what a metric object computes of the epoch; None: it has seen nothing to compute."""
+    """Return the value of a metric object for the epoch, or None if it received no data."""
     value = entry.metric.compute()
     if value is None or (isinstance(value, Tensor) and value.numel() == 1):
         return value
@@ -304,9 +306,9 @@ def _computed(entry: MetricAccumulator) -> Tensor | None:
 
 
 def _number_of(entry: MetricAccumulator, value: Any) -> Any:
-    """Return a number for what is neither tensor nor float: a metric object, a NumPy number.
+    """Return a number for a metric object or a NumPy number.
 
-    None: a metric object that was updated, not called, has no value of this step.
+    None for a metric object that was updated without a call: it has no value for this step.
     """
     if isinstance(value, nn.Module) and hasattr(value, "compute") and hasattr(value, "reset"):
         # A torchmetrics Metric: the value of the step is what its forward left, the value of the

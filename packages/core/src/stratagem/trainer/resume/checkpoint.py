@@ -3,25 +3,25 @@
 ======================  ==========================================================================
 key                     value
 ======================  ==========================================================================
-format_version          of this table; any other one is refused
-stratagem_version       that saved it
-run                     which one saved it; a run that resumes from it keeps the name
-strategy, world_size    under which it was saved; it loads under any other
+format_version          the version of this table; other versions are refused
+stratagem_version       the version of Stratagem that saved the checkpoint
+run                     the ID of the run that saved it; a resumed run keeps the ID
+strategy, world_size    of the run that saved it; other strategies and sizes can load it
 state_dict              weights and buffers by name
-nonfinite               the name of one of them that holds NaN or an infinity; where there is one
-optimizer_states        one for each optimizer, by parameter names
-lr_schedulers           one for each scheduler
-precision               such as a loss scale
-strategy_state          what the strategy keeps for itself, by its class's name; where it has any
-epoch, global_step      as users read them: epochs begun, optimizer steps taken
-progress                where the loop is
-ranks                   of each rank, RNG states, place in the data, values of the epoch
+nonfinite               the name of a tensor in state_dict with NaN or infinity, if any
+optimizer_states        the state of each optimizer, by parameter names
+lr_schedulers           the state of each scheduler
+precision               the state of the precision, such as a loss scale
+strategy_state          the strategy's own state, by the name of its class, if any
+epoch, global_step      for users: the epochs begun, and the optimizer steps taken
+progress                the progress of the training loop
+ranks                   for each rank: RNG states, position in the data, values of the epoch
                         (`RankStates`, `EpochState`)
-callbacks, datamodule   their states
-hyper_parameters        what save_hyperparameters kept
-hparams_name            the argument that held all of it as one dict; where there is one
-hparams_configs         the places of OmegaConf's configs in them; where there are any
-datamodule_...          these three of the DataModule; where it has any
+callbacks, datamodule   the states of callbacks and of the DataModule
+hyper_parameters        the hyperparameters of save_hyperparameters
+hparams_name            the argument that held all of them as one dict, if any
+hparams_configs         the positions of OmegaConf's configs in them, if any
+datamodule_...          the same three entries for the DataModule, if any
 ======================  ==========================================================================
 """
 
@@ -56,11 +56,11 @@ if TYPE_CHECKING:
 
 
 class Weights(NamedTuple):
-    """A model's state as it is saved.
+    """The state of a model for a checkpoint.
 
     Attributes:
-        state: weights and buffers by name, which alias the live ones.
-        nonfinite: the name of one that is not finite on some rank; "": all are.
+        state: weights and buffers by name, which alias the live tensors.
+        nonfinite: the name of a tensor that is not finite on some rank; "" if all are finite.
     """
 
     state: dict[str, Any]
@@ -75,7 +75,7 @@ def collect_weights(run: Run) -> Weights:
 
 
 def collect_checkpoint(run: Run, weights: Weights, *, weights_only: bool) -> dict[str, Any]:
-    """Return a checkpoint of the run as it is; called on every rank.
+    """Return a checkpoint of the run; called on every rank.
 
     Tensors in it alias the live ones.
 
@@ -167,7 +167,7 @@ def restore_model(
         callback.on_load_checkpoint(trainer, module, checkpoint)
     module.on_load_checkpoint(checkpoint)
     with naming(path):
-        # Taken out, so that it is freed before the optimizers' states are loaded.
+        # Removed from the dict, so that it is freed before the optimizers' states are loaded.
         state = checkpoint.pop("state_dict")
         run.strategy.load_model_state(prepared, state, strict=module.strict_loading is not False)
 
@@ -175,10 +175,11 @@ def restore_model(
 def restore_training(
     run: Run, prepared: PreparedModel, checkpoint: dict[str, Any], path: str | Path
 ) -> None:
-    """Load everything but the weights; called on every rank.
+    """Load all state except the weights; called on every rank.
 
     Raises:
-        CheckpointMismatchError: it has only weights, or another number of optimizers.
+        CheckpointMismatchError: if the checkpoint has only weights, or another number of
+            optimizers.
     """
     if "progress" not in checkpoint:
         raise CheckpointMismatchError(
@@ -222,13 +223,13 @@ def restore_training(
     if "ranks" in checkpoint and run.rank_state is not None:
         with naming(path), as_mismatch("the data, the random numbers or the epoch of a rank"):
             run.rank_state.resume(RankStates(checkpoint["ranks"]))
-    # Last: it may go by everything else.
+    # Last, because it may depend on all other state.
     own = checkpoint.get("strategy_state", {})
     load_strategy_state(strategy, prepared, prepared.optimizers, own)
 
 
 def _warn_of_missing(states: Iterable[str], trainer: Trainer, path: str | Path) -> None:
-    """Say on rank 0 which states of a checkpoint belong to callbacks that are not there."""
+    """Warn on rank 0 about states of callbacks that this Trainer does not have."""
     own = {callback.state_key for callback in trainer.callbacks}
     # What a ModelCheckpoint has kept is of a folder of its own, and one without it goes on as well.
     missing = [key for key in states if key not in own and not key.startswith("ModelCheckpoint")]

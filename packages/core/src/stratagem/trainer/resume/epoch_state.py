@@ -21,7 +21,7 @@ _LATEST = ("values", "evaluation_steps", "for_loggers", "bar")
 
 
 class EpochState:
-    """The values of the present epoch on one rank, for callbacks, loggers and schedulers.
+    """The metrics of the current epoch on one rank, for callbacks, loggers and schedulers.
 
     - `split`: this rank's part of the data.
     - `logged`: of each name that training has logged, the options and the reduction so far.
@@ -47,11 +47,11 @@ class EpochState:
         self._warned = False
 
     def keep(self) -> None:
-        """Let `state` return the present values from here on: the epoch ends early."""
+        """Freeze the current values for `state`, because the epoch ends early."""
         self._kept = self.state()
 
     def state(self) -> dict[str, Any]:
-        """Return the values; weights-only-safe data. Waits for those on a device."""
+        """Return the values as weights-only-safe data; waits for values on a device."""
         if self._kept is not None:
             return self._kept
         latest = {name: dict(getattr(self._latest, name)) for name in _LATEST}
@@ -95,7 +95,7 @@ class EpochState:
     # -- resuming
 
     def resume(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the latest values; `restore_epoch` restores what is reduced over the epoch.
+        """Restore the latest values; `restore_epoch` restores the partial reductions.
 
         Args:
             states: of the ranks that saved, in their order.
@@ -120,7 +120,7 @@ class EpochState:
         self._resumed = own
 
     def restore_epoch(self) -> None:
-        """Restore what is reduced over the epoch that is resumed, in place of what is there."""
+        """Restore the partial reductions of the resumed epoch, replacing the current ones."""
         resumed, self._resumed = self._resumed, None
         if resumed is None:
             return

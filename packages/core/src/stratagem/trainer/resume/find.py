@@ -1,4 +1,4 @@
-"""ResumePoint: the checkpoint that a run goes on from, and the meaning of "last" and "best"."""
+"""ResumePoint: the checkpoint from which a run resumes, and the meaning of "last" and "best"."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _RUN_ID = re.compile("[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The point from which a run goes on.
+    """The point from which a run resumes.
 
     Attributes:
-        path: the checkpoint to load; None: the run begins anew.
-        run_id: of a fit, the same on every rank; a resumed fit keeps that of the checkpoint.
-        restarts: of a fit: notes the checkpoints from which a restart by the cluster goes on.
+        path: the checkpoint to load. None: the run starts from the beginning.
+        run_id: the ID of a fit, the same on every rank. A resumed fit keeps the checkpoint's ID.
+        restarts: in a fit, records the checkpoints for a restart by the cluster.
     """
 
     path: paths.Location | None = None
@@ -37,18 +37,18 @@ class ResumePoint:
     restarts: Restarts | None = None
 
     def of_run(self, run_id: str | None) -> ResumePoint:
-        """Return this point with the identity that a checkpoint holds, if it holds one."""
+        """Return this point with the run ID of a checkpoint, if the checkpoint has one."""
         return replace(self, run_id=run_id) if run_id else self
 
 
 def find_resume_point(trainer: Trainer, job: Job) -> ResumePoint:
-    """Decide what a run goes on from, and let a fit's loggers choose where they write.
+    """Return the resume point of a run, and let a fit's loggers choose their folders.
 
-    Called on every rank, before anything else of the run: a resumed fit goes on in the loggers'
-    folders of the fit before, and callbacks ask for those folders.
+    Call it on every rank, first in the run: a resumed fit continues in the loggers' folders of the
+    original fit, and callbacks read these folders.
 
     Raises:
-        CheckpointNotFoundError: there is no such checkpoint.
+        CheckpointNotFoundError: if the checkpoint does not exist.
     """
     requested = job.ckpt_path
     for logger in trainer.loggers:

@@ -1,4 +1,4 @@
-"""RankState: what each rank saves for itself: RNG states, place in the data, epoch's values."""
+"""RankState: the state of each rank: RNG states, position in the data, values of the epoch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def state_of_rank(run: Run) -> dict[str, Any]:
-    """Return what this rank saves for itself; after an evaluation it has no place in the data."""
+    """Return the state that only this rank has; after an evaluation, without data position."""
     if run.rank_state is None:
         strategy = run.strategy
         return {"random": rng_state(strategy.accelerator, strategy.device), "loader": {}}
@@ -36,16 +36,16 @@ def state_of_rank(run: Run) -> dict[str, Any]:
 
 
 class RankState:
-    """Where one rank is in a fit: its RNG states, its place in the data, and the epoch's values.
+    """The state of one rank in a fit: RNG states, position in the data, and the epoch's values.
 
     Args:
-        ranks: of the run.
-        progress: of the run.
-        loader: this rank's training batches.
-        validation: this rank's validation loaders, whose generators and persistent workers go on
-            as well.
-        epoch: the values of the present epoch.
-        rng_of: this rank's accelerator and device, whose RNG state is saved and restored too.
+        ranks: the ranks of the run.
+        progress: the progress of the run.
+        loader: this rank's training loader.
+        validation: this rank's validation loaders, for the states of their generators and
+            persistent workers.
+        epoch: the values of the current epoch.
+        rng_of: this rank's accelerator and device, for the device's RNG state.
     """
 
     def __init__(
@@ -65,15 +65,15 @@ class RankState:
         self._loader = loader
         self._validation = validation
         self._random: dict[str, Any] | None = None
-        """The RNG states that this rank goes on with, until the loop restores them."""
+        """The RNG states to restore, until the loop restores them."""
         self._within_epoch = False
 
     def watch(self, validation: Sequence[Any]) -> None:
-        """Take these for the validation loaders from here on."""
+        """Replace the validation loaders."""
         self._validation = validation
 
     def state(self) -> dict[str, Any]:
-        """Return what differs between the ranks; weights-only-safe data."""
+        """Return the state that differs between ranks, as weights-only-safe data."""
         return {
             "random": rng_state(*self._rng_of),
             "loader": self._loader.state(within_epoch=not self._progress.epoch_is_done),
@@ -85,13 +85,13 @@ class RankState:
         }
 
     def keep_values(self) -> None:
-        """Let checkpoints hold the present values of the epoch, which ends early."""
+        """Freeze the epoch's current values for checkpoints, because the epoch ends early."""
         self._epoch.keep()
 
     def resume(self, states: RankStates) -> None:
-        """Restore what `state` returned on each rank; the progress is that of the checkpoint.
+        """Restore the states of the saving ranks; the checkpoint's progress is restored before.
 
-        Of more ranks than saved, the further ones keep their own RNG states.
+        If this run has more ranks, the additional ranks keep their own RNG states.
         """
         progress, rank = self._progress, self._ranks.global_rank
         self._random = None
@@ -118,14 +118,14 @@ class RankState:
             set_generator_states(generators_of_data(loader), generators)
 
     def begin_training(self) -> None:
-        """Restore the RNG states of a checkpoint whose epoch was at its end, and its values."""
+        """Restore the RNG states and values of a checkpoint from the end of an epoch."""
         if self._progress.epoch_is_done:
             self._epoch.restore_epoch()
         if not self._within_epoch:
             self._restore_rng()
 
     def begin_epoch(self) -> None:
-        """Begin the present epoch after the batches that were trained on."""
+        """Begin the current epoch after its finished batches."""
         self._loader.begin_epoch(self._progress.epoch, self._progress.batches)
         if self._within_epoch:
             # Not before: the hook of the epoch's start has reset and logged what it does.

@@ -1,4 +1,4 @@
-"""Restarts: how a run that the cluster restarts finds its last checkpoint.
+"""Restarts: finds the last checkpoint of a run that the cluster restarts.
 
 A ModelCheckpoint saves in a new folder each time a script runs, so rank 0 keeps a small file that
 names the newest checkpoints of a run: `.stratagem/*.json` in `default_root_dir`.
@@ -22,11 +22,10 @@ if TYPE_CHECKING:
     from stratagem.interfaces.strategy import Strategy
 
 _KEPT = 5
-"""How many checkpoints are named: the newest may be gone, when a ModelCheckpoint or a user has
-removed it since."""
+"""The number of checkpoints in the file, since the newest may have been removed meanwhile."""
 
 _fits = itertools.count()
-"""Numbers the fits of this process: a script that is run again comes by the same ones."""
+"""Numbers the fits of this process; a script that runs again counts the same numbers."""
 
 
 class Restarts:
@@ -35,10 +34,10 @@ class Restarts:
     It does nothing if the cluster restarts no runs (`ClusterEnvironment.run_id` is None).
 
     Args:
-        strategy: of the run; its processes are launched.
-        folder: `default_root_dir`; where nodes share a file system, on that.
-        saves: whether the fit is to save checkpoints. A fit that is not keeps no file, unless it
-            saves one all the same or an earlier run has left its own.
+        strategy: the strategy of the run, after the launch.
+        folder: `default_root_dir`; with several nodes, on a shared file system.
+        saves: whether the fit saves checkpoints. If False, the file is written only after a
+            checkpoint was saved nevertheless, or if an earlier run has left a file.
 
     Example:
         >>> from stratagem import Lite
@@ -64,10 +63,10 @@ class Restarts:
     def begin(self, requested: str | Path | None) -> str | Path | None:
         """Return the checkpoint to resume from: after a restart the run's own, else `requested`.
 
-        Called on every rank, once; rank 0's files count.
+        Call it once on every rank. Only rank 0 reads files.
 
         Raises:
-            ConfigurationError: the folder cannot be written.
+            ConfigurationError: if the folder is not writable.
         """
         if self._run_id is None:
             return requested
@@ -94,7 +93,7 @@ class Restarts:
         return found or requested
 
     def saved(self, path: str | Path) -> None:
-        """Note a checkpoint that is durable by now; called on every rank."""
+        """Record a durable checkpoint; called on every rank."""
         if self._run_id is None or not self._strategy.ranks.is_global_zero:
             return
         newest = str(paths.absolute(path))
@@ -106,7 +105,7 @@ class Restarts:
         """On rank 0, return the checkpoint to resume from, or "", and print why."""
         agents, checkpoints = self._read()
         if self._agents:
-            # Nodes that join or leave count as no restart, and another run may have had this id.
+            # When nodes join or leave, the count stays, and another run may have had this ID.
             restarted = not set(self._agents).isdisjoint(agents)
         else:
             restarted = restart_count > 0

@@ -1,4 +1,4 @@
-"""From a loader's batch to the step's: conversion, the user's hooks, and BatchFeed."""
+"""The conversion of a loader's batch for the step, with the user's hooks, and BatchFeed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 def batch_converter(
     strategy: Strategy, module: Module, datamodule: DataModule | None, dataloader_idx: int = 0
 ) -> Callable[[Any], Any] | None:
-    """Return what makes the step's batch of the loader's, or None: nothing to do.
+    """Return the function that converts a loader's batch for the step, if any is needed.
 
-    Looked up once for a loop. Where nobody overrides a hook that is the strategy's own conversion.
+    Call it once for a loop. Without overridden hooks, it returns the strategy's own conversion.
 
     Args:
-        strategy: moves a batch to the device, in the precision's dtype.
-        module, datamodule: whose hooks are called; the DataModule's first.
-        dataloader_idx: handed to the hooks.
+        strategy: the strategy, which moves a batch to the device, in the precision's dtype.
+        module, datamodule: the owners of the hooks; the DataModule's hooks take precedence.
+        dataloader_idx: the loader's index for the hooks.
     """
 
     def hook(name: str) -> Callable[..., Any] | None:
@@ -40,7 +40,7 @@ def batch_converter(
     if before is None and transfer is None and after is None:
         return convert
     if transfer is not None:
-        # It takes the place of the accelerator's, not of the precision's.
+        # It replaces the accelerator's transfer, but not the precision's conversion.
         convert = strategy.precision.input_converter()
 
     def convert_with_hooks(batch: Any) -> Any:
@@ -67,10 +67,10 @@ class BatchFeed:
 
     Args:
         batches: the batches.
-        takes: how many of (batch, batch_idx, dataloader_idx) the step takes.
+        takes: the number of arguments that the step takes, of (batch, batch_idx, dataloader_idx).
 
     Attributes:
-        last: the batch that the step has received; before the first, (None, 0, 0).
+        last: the latest batch; (None, 0, 0) before the first.
 
     Example:
         >>> feed = BatchFeed(iter([("a", 0, 0), ("b", 1, 0)]), 2)
@@ -84,22 +84,22 @@ class BatchFeed:
         self.last: IndexedBatch = (None, 0, 0)
 
     def __iter__(self) -> Iterator[IndexedBatch]:
-        """Yield what the hooks of each batch's start receive."""
+        """Yield the arguments for the hooks of each batch's start."""
         for batch in self._batches:
             self.last = batch
             yield batch
 
     def run(self, step: Callable[..., Any]) -> Any:
-        """Call the step for the present item; return what the step returns.
+        """Call the step with the current batch; return its result.
 
         Raises:
-            EndOfEpoch: there was no batch for this call.
+            EndOfEpoch: if no batch is left for this call.
         """
         return step(*self.last[: self._takes])
 
 
 def refuse_dataloader_iter(step: Callable[..., Any]) -> None:
-    """Refuse a step that takes `dataloader_iter` in place of a batch.
+    """Raise if a step takes `dataloader_iter` instead of a batch.
 
     Raises:
         UserCodeError: the step takes it.
@@ -119,7 +119,7 @@ def refuse_dataloader_iter(step: Callable[..., Any]) -> None:
 def training_batches(
     loader: TrainLoader, convert: Callable[[Any], Any] | None, metrics: Metrics, done: int = 0
 ) -> Iterator[IndexedBatch]:
-    """Yield each training batch of the epoch as `training_step` receives it.
+    """Yield the training batches of the epoch in the form for `training_step`.
 
     Args:
         loader: in an epoch.

@@ -1,4 +1,4 @@
-"""What a strategy's own `train_step` must do in every step, checked after it."""
+"""StrategyCheck: checks that a strategy's own `train_step` follows its interface."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _STEPS = ("train_step", "accumulate_all", "finish_step")
 
 
 def takes_own_steps(kind: type[Strategy]) -> bool:
-    """Whether a strategy's class has a part of the step of its own."""
+    """Return whether a strategy's class overrides a part of the step."""
     return any(getattr(kind, name) is not getattr(Strategy, name) for name in _STEPS)
 
 
 class StrategyCheck:
-    """Checks the steps of one fit, so that an author's omission is no silent wrong result.
+    """Checks a fit's steps, so that a strategy's errors do not go unnoticed.
 
-    That a step was counted and its batches were ended is compared after every step, by the numbers
-    that `Step` keeps anyway; the rest once, after the first step of a strategy that takes its steps
-    itself.
+    After every step, the numbers of counted steps and ended batches are checked, which `Step`
+    records anyway. The other checks run once, after the first step of a strategy with its own
+    steps.
 
     Args:
-        strategy: whose steps.
-        prepared: the model that is trained.
-        clip: the Trainer's option.
+        strategy: the strategy.
+        prepared: the prepared model.
+        clip: the Trainer's clipping options.
 
     Attributes:
-        is_due: whether the first step is to be checked.
-        clip_was_read: whether the strategy has asked how to clip.
+        is_due: whether the first step has to be checked.
+        clip_was_read: whether the strategy has read the clipping options.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class StrategyCheck:
         self.is_due = takes_own_steps(self._kind)
 
     def explain(self, expected: int, begun: int, ended: int) -> NoReturn:
-        """Say what a step has left out.
+        """Raise an error that names the omission of a step.
 
         Raises:
             PluginError: names the class and what to call.
@@ -70,7 +70,7 @@ class StrategyCheck:
         )
 
     def explain_overlap(self) -> NoReturn:
-        """Say that a micro-batch began before the one before it had ended.
+        """Raise an error because a micro-batch began before the previous one ended.
 
         Raises:
             PluginError: names the class and how to work on several at once.
@@ -83,7 +83,7 @@ class StrategyCheck:
         )
 
     def explain_counted_twice(self) -> NoReturn:
-        """Say that one step was counted as several.
+        """Raise an error because one step was counted several times.
 
         Raises:
             PluginError: names the class and what to call.

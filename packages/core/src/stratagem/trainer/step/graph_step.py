@@ -43,7 +43,7 @@ class _Logged(NamedTuple):
 
 
 class _Recorder:
-    """Takes the place of the metrics while the step is traced: values are results of the graph."""
+    """Replaces the metrics during tracing, and records logged values as outputs of the graph."""
 
     def __init__(self) -> None:
         self.values: list[_Logged] = []
@@ -56,21 +56,21 @@ class _Recorder:
 
 
 class GraphStep(Step):
-    """A step that torch.compile has taken into one graph.
+    """A step that torch.compile compiles into one graph.
 
-    The first step of a fit that begins anew runs as it is, since the optimizer makes its state in
-    it; a resumed fit has the state. All later ones are the graph. What is logged in it comes out of
-    it, and is logged after it; a learning rate goes into it as a tensor, so that a new one needs no
-    new graph.
+    The first step of a new fit runs uncompiled, since the optimizer creates its state in that step.
+    A resumed fit already has the state. All later steps run the graph. Logged values are outputs of
+    the graph, and are logged after it. Learning rates are tensors, so that a new learning rate does
+    not need a new graph.
 
     Args:
-        run: of a fit.
-        prepared: its model, whose optimizer steps as torch's do.
-        compilation: how.
+        run: a fit.
+        prepared: the prepared model, with an optimizer of torch's kind.
+        compilation: the options of the compilation.
 
     Raises:
-        ConfigurationError: the strategy, the precision, a hook or the optimizer has work to do
-            within the step that a graph cannot take; says what.
+        ConfigurationError: if the strategy, the precision, a hook or the optimizer does work within
+            the step that a graph cannot contain. The error names this work.
     """
 
     def __init__(self, run: Run, prepared: PreparedModel, compilation: Compilation) -> None:
@@ -152,9 +152,9 @@ class GraphStep(Step):
             return self._whole(inputs)
 
     def _hand_over_options(self) -> None:
-        """Let the graph's optimizer have the options and the state of the user's.
+        """Copy the options of the user's optimizer to the traced optimizer, and share its state.
 
-        The learning rate of each group is a tensor that stays, with the value that it has now.
+        The learning rate of each group is the same tensor in all steps, filled with its value.
         """
         traced, groups = self._traced, self._optimizer.param_groups
         if len(traced.param_groups) != len(groups):
@@ -223,11 +223,11 @@ def _detached(outputs: Any) -> Any:
 
 
 def _traced(optimizer: Optimizer) -> Any:
-    """Return what `step` is traced with in the place of the optimizer.
+    """Return an object that replaces the optimizer while its `step` is traced.
 
-    torch.compile does not trace an optimizer's own class with gradients of the same graph. So it
-    gets an object with the methods of the class, without what torch has wrapped them in, and with
-    options of its own, in which the learning rate is a tensor.
+    torch.compile does not trace an optimizer's own class with gradients of the same graph. So this
+    object has the unwrapped methods of the class, and its own options, in which the learning rate
+    is a tensor.
     """
     methods = {
         name: inspect.unwrap(method)
@@ -257,7 +257,7 @@ def _move_state(optimizer: Optimizer) -> None:
 
 
 def _first_lines(error: Exception) -> str:
-    """Return what torch says, and the line of code that it says it of."""
+    """Return torch's message, and the line of code that it names."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     where = [line for line in lines if line.startswith("File ")]
     explained = [line for line in lines[:4] if line.startswith("Explanation: ")]
@@ -267,7 +267,7 @@ def _first_lines(error: Exception) -> str:
 
 
 def _check(run: Run, optimizer: Optimizer, compilation: Compilation) -> None:
-    """Refuse what has work to do within the step that the graph would leave out."""
+    """Raise if a component does work within the step that the graph would leave out."""
     strategy, kind = run.strategy, type(run.strategy)
     problem = ""
     if own := [name for name in _PARTS if getattr(kind, name) is not getattr(Stepping, name)]:

@@ -1,4 +1,4 @@
-"""The step of a fit; HookedStep, of which the Module or the optimizer does a part itself."""
+"""make_step, and HookedStep: a step with parts that the Module or the optimizer runs itself."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STEP_HOOKS = ("optimizer_step", "optimizer_zero_grad", "backward", "configure_gr
 
 
 def step_hooks_of(module: Module) -> list[str]:
-    """Return which pieces of a step a Module does itself.
+    """Return the names of the step hooks that a Module overrides.
 
     Example:
         >>> from stratagem import Module
@@ -45,7 +45,7 @@ def step_hooks_of(module: Module) -> list[str]:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's step computes the loss itself, as LBFGS's does.
+    """Return whether an optimizer's step computes the loss itself, like LBFGS.
 
     Example:
         >>> import torch
@@ -61,12 +61,12 @@ def needs_closure(optimizer: Optimizer) -> bool:
 def check_step_hooks(
     module: Module, strategy: Strategy, plan: RunPlan, options: StepOptions
 ) -> None:
-    """Check that what a Module does of its steps can be called, before anything runs.
+    """Check that a Module's overridden step hooks can be called, before training.
 
-    With manual optimization there is a warning only: nobody expects them to be called there.
+    With manual optimization, uncalled hooks are only a warning.
 
     Raises:
-        ConfigurationError: the strategy, or compile="step", takes the step as a whole.
+        ConfigurationError: if the strategy or compile="step" runs the step as a whole.
     """
     own = step_hooks_of(module)
     if not module.automatic_optimization:
@@ -101,7 +101,7 @@ def check_closure(
     """Check that an optimizer that needs a closure can be stepped with one.
 
     Raises:
-        ConfigurationError: the loss cannot be computed again within its step.
+        ConfigurationError: if the loss cannot be computed again within the optimizer's step.
     """
     if not needs_closure(optimizer):
         return
@@ -259,7 +259,7 @@ class HookedStep(Step):
         loss = None if self._loss is None else self._loss.detach()
         ranks = self._strategy.ranks
         if loss is not None and self._hands_closure_over and ranks.world_size > 1:
-            # What an optimizer decides by the loss, it has to decide alike on every rank.
+            # An optimizer that makes decisions by the loss has to make the same ones on every rank.
             return ranks.all_reduce(loss, "mean")
         return loss
 
@@ -351,7 +351,7 @@ class _WatchedStep(Step):
 
 
 def make_step(run: Run, prepared: PreparedModel) -> Step:
-    """Return the step of a fit, of the simplest class that does what the run needs.
+    """Return the optimizer step of a fit, in the simplest class with the needed features.
 
     Raises:
         UserCodeError: `training_step` takes `dataloader_iter`.

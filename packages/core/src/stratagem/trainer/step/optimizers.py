@@ -1,4 +1,4 @@
-"""What `configure_optimizers` returns, made into optimizers and scheduler configurations."""
+"""Optimizers and scheduler configurations, parsed from the result of `configure_optimizers`."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ _EXPECTED = (
 
 @dataclass
 class SchedulerConfig:
-    """A learning rate scheduler and when it steps.
+    """A learning rate scheduler and the schedule of its steps.
 
     Attributes:
-        scheduler: torch's, or an object with `step` and `state_dict`.
+        scheduler: a scheduler of torch, or an object with `step` and `state_dict`.
         interval: "epoch" or "step".
-        frequency: every so many of them.
-        monitor: the logged value that it is stepped with; None: without one.
-        name: what LearningRateMonitor calls its learning rate.
-        strict: a value that was never logged is an error; False: a warning, and no step.
-        reduce_on_plateau: whether it is stepped with a value.
+        frequency: the number of intervals between two steps of the scheduler.
+        monitor: the name of the logged value for the scheduler's `step`. None: no value.
+        name: the name of the learning rate in LearningRateMonitor.
+        strict: if True, a missing value is an error. If False, it is a warning, and the scheduler
+            does not step.
+        reduce_on_plateau: whether the scheduler's `step` takes a value.
     """
 
     scheduler: Any
@@ -46,11 +47,11 @@ class SchedulerConfig:
     reduce_on_plateau: bool = False
 
     def is_due(self, interval: str, count: int) -> bool:
-        """Whether it steps after the `count`-th (from 1) epoch or step, without a value."""
+        """Return whether it steps without a value after the `count`-th epoch or step (from 1)."""
         return not self.reduce_on_plateau and self._is_its_turn(interval, count)
 
     def is_due_with_value(self, interval: str, count: int) -> bool:
-        """Whether it steps with a value after the `count`-th (from 1) epoch or step."""
+        """Return whether it steps with a value after the `count`-th epoch or step (from 1)."""
         return self.reduce_on_plateau and self._is_its_turn(interval, count)
 
     def _is_its_turn(self, interval: str, count: int) -> bool:
@@ -101,7 +102,7 @@ def configure(module: Module) -> tuple[list[Optimizer], list[SchedulerConfig]]:
 
 
 def count_steps(optimizer: Any, progress: Progress) -> None:
-    """Count the steps that user code takes itself, but for those that loss scaling leaves out.
+    """Count the steps of user code, except steps that loss scaling skips.
 
     Args:
         optimizer: a `LiteOptimizer`.
@@ -136,7 +137,7 @@ def _from_mappings(
 
 
 def _check_optimizer(scheduler: Any, optimizers: Sequence[Optimizer], who: str) -> None:
-    """Refuse a scheduler whose optimizer takes no steps here."""
+    """Raise if the optimizer of a scheduler is not among the returned optimizers."""
     own = getattr(scheduler, "optimizer", None)
     if isinstance(own, Optimizer) and all(own is not one for one in optimizers):
         raise UserCodeError(

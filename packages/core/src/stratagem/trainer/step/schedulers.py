@@ -22,11 +22,11 @@ class Schedulers:
     """The learning rate schedulers of a run.
 
     Args:
-        progress: of the run.
-        metric: returns the latest logged value of a name, for whom is named after it; an error if
-            there is none.
-        module: whose `lr_scheduler_step` steps them; with manual optimization the user's own code
-            does.
+        progress: the progress of the run.
+        metric: a function that takes a name and the class that needs the value, and returns the
+            latest logged value or raises.
+        module: the Module, whose `lr_scheduler_step` steps the schedulers. With manual
+            optimization, the user's code steps them.
     """
 
     def __init__(
@@ -39,18 +39,18 @@ class Schedulers:
         self._take_step = module.lr_scheduler_step
         self._names_of_validation: set[str] = set()
         self._seen = -1
-        """The last step after which those that step with a value by steps were looked at."""
+        """The last optimizer step after which schedulers with a value were checked."""
 
     def suspend(self) -> None:
-        """Step none of them from here on, in this fit: something else sets learning rates."""
+        """Stop stepping schedulers for the rest of the fit; a callback sets learning rates."""
         self._automatic = False
 
     def steps(self) -> int:
-        """Return the number of steps, by which those of the interval "step" are due."""
+        """Return the step count for schedulers with the interval "step"."""
         return self._progress.global_step
 
     def step(self, interval: str, count: int) -> None:
-        """Step those that are due after the `count`-th epoch or step, without a value."""
+        """Step the schedulers that are due after the `count`-th epoch or step, without a value."""
         if not self._automatic:
             return
         for config in self.configs:
@@ -58,22 +58,22 @@ class Schedulers:
                 self._take_step(config.scheduler, None)
 
     def step_after_validation(self, names: Collection[str]) -> None:
-        """Step those that wait for one of the values that validation has logged."""
+        """Step the schedulers whose monitored value comes from validation."""
         self._names_of_validation.update(names)
         self._step_monitored(lambda name: name in self._names_of_validation)
 
     def step_after_epoch(self, is_metric_pending: Callable[[str], bool]) -> None:
-        """Step those that wait for any other value.
+        """Step the schedulers whose monitored value does not come from validation.
 
         Args:
-            is_metric_pending: whether a value that is not there yet may be logged in a later epoch.
+            is_metric_pending: a function that returns whether a missing value may be logged later.
         """
         self._step_monitored(
             lambda name: name not in self._names_of_validation and not is_metric_pending(name)
         )
 
     def _step_monitored(self, is_there: Callable[[str], bool]) -> None:
-        """Step those that are due in this epoch, each with its value."""
+        """Step the schedulers that are due in this epoch, each with its value."""
         if not self._automatic or not self._progress.epoch_is_done:
             return
         for config in self.configs:
@@ -83,18 +83,19 @@ class Schedulers:
 
     @property
     def have_values_by_steps(self) -> bool:
-        """Whether one of them steps with a value after every so many optimizer steps."""
+        """Whether a scheduler with the interval "step" monitors a value."""
         return self._automatic and any(
             config.reduce_on_plateau and config.interval == "step" for config in self.configs
         )
 
     def step_after_step(self, ranks: Ranks, is_metric_pending: Callable[[str], bool]) -> None:
-        """Step those that are due with a value after an optimizer step, and its validation if any.
+        """Step the schedulers with a monitored value that are due after an optimizer step.
 
-        Ranks step them with the mean of their values, so that they go on with one learning rate.
+        A validation after the optimizer step runs first. All ranks use the mean of their values, so
+        that their learning rates stay equal.
 
         Args:
-            ranks: that train together.
+            ranks: the ranks of the run.
             is_metric_pending: see `step_after_epoch`.
         """
         if self._progress.global_step == self._seen or not self.have_values_by_steps:
@@ -119,19 +120,19 @@ class Schedulers:
         self._take_step(config.scheduler, value)
 
     def position(self) -> dict[str, Any]:
-        """Return what tells which steps with a value are still to be taken; safe data."""
+        """Return the position in the schedule of monitored values, as weights-only-safe data."""
         return {"seen": self._seen, "of_validation": sorted(self._names_of_validation)}
 
     def go_on_from(self, position: dict[str, Any]) -> None:
-        """Restore what `position` returned."""
+        """Restore a `position`."""
         self._seen = position["seen"]
         self._names_of_validation = set(position["of_validation"])
 
     def state(self) -> list[Any]:
-        """Return the state of each."""
+        """Return the states of all schedulers."""
         return [config.scheduler.state_dict() for config in self.configs]
 
     def load_state(self, states: list[Any]) -> None:
-        """Restore what `state` returned."""
+        """Restore the states of all schedulers."""
         for config, state in zip(self.configs, states, strict=True):
             load_scheduler_state(config.scheduler, state)

@@ -1,4 +1,4 @@
-"""One optimizer step of a Module: what happens for each micro-batch, and which hooks are called."""
+"""Step: one optimizer step of a Module, with its micro-batches and hooks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class EndOfEpoch(Exception):  # no error: user code asks for it
-    """Ends the epoch before the present batch, as when `on_train_batch_start` returns -1.
+    """Ends the epoch before the current batch, as -1 from `on_train_batch_start` does.
 
     Attributes:
         data_has_ended: the epoch ends since there is no further batch, so validation follows.
@@ -38,7 +38,7 @@ class EndOfEpoch(Exception):  # no error: user code asks for it
 
 
 class Step(TrainStep):
-    """One optimizer step of a Module: what happens in each micro-batch, and who is called.
+    """One optimizer step of a Module, with its micro-batches and hooks.
 
     The loop calls `start`, then `Strategy.train_step`, which calls the methods of `TrainStep`, then
     `finish`, which checks that the strategy has called what it must.
@@ -49,7 +49,7 @@ class Step(TrainStep):
         self.batch_idx = 0
         self.clip = run.trainer.options.step_options.clip
         self._micro_batches = 0
-        """Those of a step that is under way; 0 between two steps."""
+        """The number of micro-batches of the current step; 0 between steps."""
         self._expected = 0
         self._begun = self._ended = 0
         self._weights: list[float] | None = None
@@ -72,7 +72,7 @@ class Step(TrainStep):
         self._detect = run.trainer.options.detect_anomaly
         self._stepped = False
         self._skipped: bool | None = None
-        """Whether this step is left out, for want of a loss or by loss scaling; None: not known."""
+        """Whether this step is skipped, without a loss or by loss scaling; None: unknown yet."""
         self._outputs: Any = None
         self._check = StrategyCheck(strategy, prepared, run.trainer.options.step_options.clip)
         self._is_watched = self._check.is_due and module.automatic_optimization
@@ -87,12 +87,12 @@ class Step(TrainStep):
         run.profiling.watch(self)
 
     def surround_backward(self, before: Hook, after: Hook) -> None:
-        """Call `before` after all hooks that come before a backward, and `after` behind it."""
+        """Call `before` directly before each backward pass, and `after` directly after it."""
         self._on_before_backward = (*self._on_before_backward, before)
         self._on_after_backward = (after, *self._on_after_backward)
 
     def surround_update(self, before: Hook, after: Hook) -> None:
-        """The same of clipping and the optimizer's step."""
+        """Call `before` and `after` around clipping and the optimizer's step."""
         self._on_before_optimizer_step = (*self._on_before_optimizer_step, before)
         self._on_before_zero_grad = (after, *self._on_before_zero_grad)
 
@@ -103,7 +103,7 @@ class Step(TrainStep):
         return loader.steps(accumulate)
 
     def start(self, micro_batches: int, weights: list[float] | None = None) -> None:
-        """Begin a step over so many batches, each with a weight; None: all count 1."""
+        """Begin a step with this number of batches and their weights; None: equal weights."""
         self.batch_idx = self._progress.batches
         self._micro_batches = self._expected = micro_batches
         self._begun = self._ended = 0
@@ -113,12 +113,12 @@ class Step(TrainStep):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it has begun, and its batches do not count as trained on yet."""
+        """Whether the step has begun and its batches are not yet counted as trained."""
         return self._begun > 0 and self._micro_batches > 0
 
     @property
     def last_batch_idx(self) -> int:
-        """The batch of the epoch that is under way, or else the one before; -1: there is none."""
+        """The index of the epoch's current or last batch; -1 before the first batch."""
         return self.batch_idx if self._batch is not None else self.batch_idx - 1
 
     @property
@@ -127,9 +127,9 @@ class Step(TrainStep):
         return self._skipped is False
 
     def finish(self) -> None:
-        """End a step: check it, call the hooks of its last batch, and hand its values on.
+        """End a step: check it, call the hooks of its last batch, and log its values.
 
-        Batches of a step that was not taken, since none of them had a loss, count too.
+        The batches of a step without any loss count too, although the step was not taken.
         """
         stepped = self._stepped
         ended = self._ended
@@ -146,7 +146,7 @@ class Step(TrainStep):
             self._logged.end_step(self._progress.global_step - 1, self._progress.epoch)
 
     def abandon(self) -> None:
-        """Forget the step that is under way: the epoch ends here, and it is not taken."""
+        """Drop the current step without taking it, because the epoch ends here."""
         self._micro_batches = self._begun = 0
         self._batch = self._logged.batch = self._outputs = self._loss = None
         self._logged.row = {}
@@ -183,7 +183,7 @@ class Step(TrainStep):
         if self._on_batch_end:
             loss = None if self._loss is None else self._loss.detach()
             outputs = self._outputs
-            # What a callback keeps of it holds no graph of the loss.
+            # Detached, so that callbacks do not keep the graph of the loss.
             outputs = {**outputs, "loss": loss} if isinstance(outputs, dict) else {"loss": loss}
             for hook in self._on_batch_end:
                 hook(outputs, self._batch, self.batch_idx)
@@ -192,14 +192,14 @@ class Step(TrainStep):
     # -- called by the strategy
 
     def begin(self, micro_batch: Any) -> Any:
-        """Return the converted batch, after the hooks of its start."""
+        """Call the hooks of a micro-batch's start; return the converted batch."""
         if self._begun > self._ended and self._check.is_due:
             self._check.explain_overlap()
         self._begun += 1
         batch = micro_batch if self._convert is None else self._convert(micro_batch)
         if self._weights is not None:
             self._weight = self._weights[self._ended]
-            # A batch that is repeated to keep step with other ranks was counted before.
+            # A batch that is repeated to match other ranks' steps was counted before.
             self._logged.counts = self._weight != 0.0
         self._batch = self._logged.batch = batch
         for hook in self._on_batch_start:
@@ -209,7 +209,7 @@ class Step(TrainStep):
         return batch
 
     def loss(self, part: Any, *, converted: bool = False) -> Tensor | None:
-        """Return the loss of a batch or of a part of it."""
+        """Return the loss of a batch, or of a part of a batch."""
         if not converted and self._convert is not None:
             part = self._convert(part)
         if part is not self._batch:
@@ -248,12 +248,12 @@ class Step(TrainStep):
     def end(self, micro_batch: Any) -> None:
         """Count the micro-batch, and call the hooks of its end.
 
-        Those of a step's last batch are called in `finish`, after the optimizer step.
+        For the last batch of a step, `finish` calls them, after the optimizer step.
         """
         self._ended += 1
         if self._ended < self._expected:
             self._end_batch()
-            # Nothing keeps it while the next one is read.
+            # Free the batch before the next one is read.
             self._batch = self._logged.batch = self._outputs = self._loss = None
 
     def before_backward(self, loss: Tensor) -> None:
@@ -274,8 +274,8 @@ class Step(TrainStep):
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Count the step, let schedulers step, and call the hooks.
 
-        Batches count as trained on once their step is taken, all together: a checkpoint saved
-        between two micro-batches resumes with the first of them.
+        The batches of a step count as trained only after the step, all together. So a checkpoint
+        that is saved between two micro-batches resumes with the first of them.
         """
         if self._stepped:
             self._check.explain_counted_twice()
@@ -334,10 +334,10 @@ class Step(TrainStep):
             )
 
     def explain(self, error: RuntimeError) -> UserCodeError | None:
-        """Return a better error for one that a step ended with, or None.
+        """Return a clearer error for an exception of a step, or None.
 
-        What makes a loss unusable is looked for here, after backward has failed, so that a good
-        step does not pay for it.
+        The loss is checked only here, after the backward pass has failed, so that correct steps
+        take no extra time.
         """
         loss = self._loss
         if loss is None or isinstance(error, StratagemError):

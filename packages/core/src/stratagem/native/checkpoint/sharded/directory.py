@@ -79,7 +79,7 @@ class DirectoryCheckpointIO(StoredCheckpointIO):
         save.write(save.ranks)
 
     def prepare_save(self, checkpoint: dict[str, Any], path: str | Path) -> Callable[[], None]:
-        """Agree on who writes what; return what writes it; see `CheckpointIO.prepare_save`."""
+        """Plan the save on all ranks; return its function. See `CheckpointIO.prepare_save`."""
         save = _Save(self, checkpoint, _local(path))
         exchange: Exchange = save.ranks
         if save.ranks.world_size > 1:
@@ -325,7 +325,7 @@ class _HashedFile:
         return self._size
 
     def flush(self) -> None:
-        """Do nothing: it is on the disk when it is closed."""
+        """Do nothing, since closing the file flushes it to the disk."""
 
     def close(self) -> None:
         if self._file is not None:

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Exchange(Protocol):
-    """Takes what every rank has to say to rank 0, and its answer to all; `Ranks` is one."""
+    """The protocol to gather bytes on rank 0 and broadcast its answer; `Ranks` implements it."""
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, in the order of ranks, on rank 0; [] on the others."""
@@ -63,7 +63,7 @@ class StoreExchange:
         self._stopped = False
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Send `data` to rank 0; there, wait for that of all ranks, and return it.
+        """Send `data` to rank 0; on rank 0, wait for the data of all ranks and return it.
 
         Raises:
             CheckpointSaveError: a rank has sent nothing within an hour, or `stop` was called.
@@ -91,7 +91,7 @@ class StoreExchange:
         return data
 
     def stop(self) -> None:
-        """Let a call that waits for a rank end with an error, and those after it."""
+        """Make current and future calls that wait for a rank raise an error."""
         self._stopped = True
         self._outcomes.put(None)
 

@@ -69,7 +69,7 @@ _VALUES: Mapping[str, Any] = {
 
 
 def read_layout(folder: Path, data: bytes) -> Metadata:
-    """Return the layout of a directory, from what is in its `.metadata`.
+    """Return the layout of a directory from the contents of its `.metadata` file.
 
     Raises:
         CheckpointCorruptError: it is none, or asks for something to be executed.
@@ -137,7 +137,7 @@ def _check_tensor(name: str, entry: TensorStorageMetadata) -> None:
 
 
 def check_places(metadata: Metadata, sizes: Mapping[str, int]) -> None:
-    """Refuse a layout whose parts are not in the files, share bytes, or are no whole tensors.
+    """Raise if parts of a layout are outside of the files, overlap, or are incomplete tensors.
 
     Args:
         metadata: the layout.

@@ -28,7 +28,7 @@ Description = tuple[str, str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank holds, without the values.
+    """The descriptions of one rank's tensors and chunks, without their values.
 
     Attributes:
         tensors: their descriptions, in the order in which they are saved.
@@ -40,7 +40,7 @@ class Held:
 
     @staticmethod
     def of(tensors: HeldTensors) -> Held:
-        """Return what describes `tensors`.
+        """Return the descriptions of `tensors`.
 
         Raises:
             ValueError: a chunk has other dims than its tensor; says which.
@@ -61,7 +61,7 @@ class Held:
 
     @property
     def dims(self) -> int:
-        """Those of the tensor that has most of them."""
+        """The largest number of dims of a tensor."""
         return max((len(shape) for *_, shape in self.tensors), default=0)
 
     def signature(self) -> int:
@@ -91,7 +91,7 @@ def chunks_of(held: Tensor | Shards) -> list[tuple[tuple[int, ...], Tensor]]:
 
 
 class GlobalPlan:
-    """What all ranks write together; on rank 0.
+    """The save plan of all ranks together; on rank 0.
 
     Of a chunk that several ranks hold, the lowest of them writes it, so that rank 0 writes what is
     whole.
@@ -189,7 +189,7 @@ def _up_to(positions: Tensor, dim: int) -> Tensor:
 
 @dataclass
 class SavePlan:
-    """What one rank writes; the same in the next save, if every rank holds what it held.
+    """The save plan of one rank; valid for later saves with the same chunks on every rank.
 
     Attributes:
         held: what this rank holds.

@@ -79,7 +79,7 @@ class ShardReader:
         return {name: _Saved(self, name, entry) for name, entry in self._entries.items()}
 
     def read(self, name: str, target: Tensor | Shards) -> None:
-        """Fill a tensor, or chunks of it."""
+        """Fill a tensor, or chunks of a tensor, from the checkpoint."""
         if isinstance(target, Tensor):
             target = Shards(
                 tuple(self._entries[name].size), target.dtype, [((0,) * target.ndim, target)]
