@@ -261,6 +261,15 @@ def test_the_plan_says_what_to_write() -> None:
     assert nothing.call == ""
 
 
+def test_a_plan_leaves_no_hook_and_prints_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    hook = sys.excepthook
+    planned(Net, torch.zeros(5, 10), "fsdp", devices=2)
+    assert sys.excepthook is hook
+    with pytest.raises(ConfigurationError, match="Check that the batch fits"):
+        planned(Net, torch.zeros(5, 11))
+    assert not caplog.records
+
+
 def test_a_strategy_that_cannot_be_planned_is_listed_with_its_reason() -> None:
     rows = {
         row.name: row

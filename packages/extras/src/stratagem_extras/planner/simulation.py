@@ -257,7 +257,7 @@ def simulated_ranks(strategy: Strategy, components: Components) -> Iterator[None
             "plan_memory simulates a process group, and this process has joined one: call it "
             "before processes are launched, or in another process"
         )
-    threads = torch.get_num_threads()
+    threads, hook = torch.get_num_threads(), sys.excepthook
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(components.device_count)}
     strategy.bind(components)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=components.device_count)
@@ -271,6 +271,7 @@ def simulated_ranks(strategy: Strategy, components: Components) -> Iterator[None
     finally:
         dist.destroy_process_group()
         torch.set_num_threads(threads)
+        sys.excepthook = hook  # a process group puts its rank before each line of later errors
 
 
 def build_components(devices: int, num_nodes: int, precision: str) -> Components:
