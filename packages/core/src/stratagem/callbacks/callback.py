@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from stratagem.trainer import Trainer
 
 LOGGED: ContextVar[Callable[[], Module | None]] = ContextVar("LOGGED")
-"""Returns the Module of the run that is under way, which logs for callbacks.
+"""A function that returns the Module of the current run, which logs for callbacks.
 
-A weak reference: a timer or a task that is started in the run keeps a copy of the context.
+The reference is weak, since a timer or task that is started in the run copies the context.
 """
 
 
 class Callback:
-    """Does something at certain points of a run; override the hooks that matter.
+    """Base class for callbacks: override the hooks to run code at certain points of a run.
 
-    Every hook is called on every rank. One that a callback does not override costs nothing: the
-    Trainer collects the overridden ones once, before the loop.
+    Every hook is called on every rank. Hooks that a callback does not override have no cost: the
+    Trainer collects the overridden hooks once, before the loop.
 
     Order within one optimizer step over k micro-batches: for each micro-batch
     `on_train_batch_start`, `on_before_backward`, `on_after_backward`, and for the last one
@@ -44,28 +44,28 @@ class Callback:
     """
 
     runs_after_metrics: ClassVar[bool] = False
-    """Whether its hooks of an epoch's end run after the epoch's values were reduced."""
+    """Whether the callback's hooks at the end of an epoch run after the reduction of its values."""
 
     @property
     def state_key(self) -> str:
-        """The name under which its state stands in a checkpoint; unique among a run's callbacks."""
+        """The key of the callback's state in a checkpoint; unique among a run's callbacks."""
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has to hold; weights-only-safe data."""
+        """Return the callback's state for a checkpoint, as weights-only-safe data."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
 
     def log(self, name: str, value: Any, **options: Any) -> None:
-        """Log a value in the hooks in which the Module may.
+        """Log a value, in the hooks in which the Module can log.
 
         Args:
-            name, value, **options: of `Module.log`.
+            name, value, **options: the arguments of `Module.log`.
 
         Raises:
-            UserCodeError: as there; or no run is under way.
+            UserCodeError: as in `Module.log`, or no run is active.
         """
         module = LOGGED.get(lambda: None)()
         if module is None:
@@ -83,7 +83,7 @@ class Callback:
     def load_remote_state(self, state: dict[str, Any]) -> None:
         """Restore the `state_dict` of rank 0's process after a run in other processes.
 
-        Unlike the state in a checkpoint, it is this program's own.
+        Unlike the state in a checkpoint, this state comes from the same program.
         """
         self.load_state_dict(state)
 
@@ -94,7 +94,7 @@ class Callback:
         """Called after everything else."""
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
-        """Called when the model is prepared and a checkpoint, if any, is loaded."""
+        """Called after the model is prepared and a checkpoint, if any, is loaded."""
 
     def on_fit_end(self, trainer: Trainer, module: Module) -> None:
         """Called when fit ends without an exception."""
@@ -103,7 +103,7 @@ class Callback:
         """Called before the validation batches that are run before training."""
 
     def on_sanity_check_end(self, trainer: Trainer, module: Module) -> None:
-        """Called after them."""
+        """Called after the validation batches that are run before training."""
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         """Called before the first epoch."""
@@ -136,7 +136,7 @@ class Callback:
     def on_before_optimizer_step(
         self, trainer: Trainer, module: Module, optimizer: Optimizer
     ) -> None:
-        """Called when all gradients are there, before they are clipped."""
+        """Called after all gradients are computed, before clipping."""
 
     def on_before_zero_grad(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
         """Called after the optimizer step, before gradients are cleared."""
@@ -145,7 +145,7 @@ class Callback:
         """Called before validation."""
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
-        """Called after validation, when its values are there."""
+        """Called after validation, when its values are available."""
 
     def on_validation_epoch_start(self, trainer: Trainer, module: Module) -> None:
         """Called before the first validation batch."""
@@ -167,13 +167,13 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Called after each validation batch, with what `validation_step` returned."""
+        """Called after each validation batch, with the return value of `validation_step`."""
 
     def on_test_start(self, trainer: Trainer, module: Module) -> None:
         """Called before testing."""
 
     def on_test_end(self, trainer: Trainer, module: Module) -> None:
-        """Called after testing, when its values are there."""
+        """Called after testing, when its values are available."""
 
     def on_test_epoch_start(self, trainer: Trainer, module: Module) -> None:
         """Called before the first test batch."""
@@ -195,7 +195,7 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Called after each test batch, with what `test_step` returned."""
+        """Called after each test batch, with the return value of `test_step`."""
 
     def on_predict_start(self, trainer: Trainer, module: Module) -> None:
         """Called before predicting."""
@@ -223,10 +223,10 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Called after each batch to predict, with what `predict_step` returned."""
+        """Called after each batch to predict, with the return value of `predict_step`."""
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
-        """Called when a run ends by an exception, before it is raised further."""
+        """Called when an exception ends a run, before the exception is raised again."""
 
     def on_save_checkpoint(
         self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]
@@ -236,4 +236,4 @@ class Callback:
     def on_load_checkpoint(
         self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]
     ) -> None:
-        """Called when a checkpoint was read, before the model and optimizer are filled from it."""
+        """Called after a checkpoint was read, before the model and optimizer are loaded from it."""

@@ -21,22 +21,22 @@ class EarlyStopping(Callback):
     stop at the same epoch.
 
     Args:
-        monitor: name of the logged value.
-        min_delta: a change smaller than this is no improvement.
-        patience: how many checks without improvement end training.
-        verbose: say on rank 0 when the value improves.
-        mode: "min": smaller is better; "max".
-        strict: refuse a value that was not logged; False: a check without it is passed over.
-        check_finite: end training when the value is NaN or infinite; False: that is no improvement.
+        monitor: the name of the logged value.
+        min_delta: the smallest change that counts as an improvement.
+        patience: the number of checks without improvement that end training.
+        verbose: whether to print improvements on rank 0.
+        mode: "min" if smaller values are better, or "max".
+        strict: whether a value that was not logged is an error. If False, the check is skipped.
+        check_finite: whether NaN or infinity ends training. If False, it is no improvement.
         stopping_threshold: end training once the value is better than this.
         divergence_threshold: end training once the value is worse than this.
-        check_on_train_epoch_end: check when a training epoch ends, and not after validation; False:
-            after each validation; None: where the value is complete.
+        check_on_train_epoch_end: whether to check at the end of each training epoch (True) or after
+            each validation (False). With None, check when the value is complete.
 
     Attributes:
-        stopped_by: what has ended training: "patience_exhausted", "stopping_threshold",
-            "divergence_threshold" or "non_finite_metric"; "": nothing has.
-        stopping_reason_message: the same in words; None: nothing has.
+        stopped_by: the reason that ended training: "patience_exhausted", "stopping_threshold",
+            "divergence_threshold" or "non_finite_metric"; "" if training was not stopped.
+        stopping_reason_message: the same reason in words, or None.
 
     Example:
         >>> from stratagem.callbacks import EarlyStopping
@@ -83,16 +83,16 @@ class EarlyStopping(Callback):
 
     @property
     def stopping_reason(self) -> Any:
-        """Why it has ended training, in words; "" where it has not."""
+        """The reason that ended training, in words, or ""."""
         return self.stopping_reason_message or ""
 
     @property
     def state_key(self) -> str:
-        """Names the value and the mode: a run may have several."""
+        """The key of the state, made of the value and the mode; unique for each EarlyStopping."""
         return f"EarlyStopping({self.monitor}, {self.mode})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and how long ago it was."""
+        """Return the best value and the number of checks since then."""
         return {
             "best_score": self.best_score,
             "wait_count": self.wait_count,
@@ -100,13 +100,13 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take them back."""
+        """Restore the best value and the number of checks since then."""
         self.best_score = state["best_score"]
         self.wait_count = state["wait_count"]
         self.stopped_epoch = state["stopped_epoch"]
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
-        """Look at the value, if validation comes in the middle of epochs."""
+        """Check the value, if validation runs within epochs."""
         at_epoch_end = self.check_on_train_epoch_end
         if at_epoch_end is None:
             at_epoch_end = not trainer.run.validates_within_epochs
@@ -114,7 +114,7 @@ class EarlyStopping(Callback):
             self._check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        """Look at the value, if the epoch's values are complete only now."""
+        """Check the value, if the epoch's values are complete only now."""
         at_epoch_end, run = self.check_on_train_epoch_end, trainer.run
         if at_epoch_end is None:
             at_epoch_end = not run.has_validation or (
@@ -141,7 +141,7 @@ class EarlyStopping(Callback):
             self._stop(trainer, kind, reason)
 
     def judge(self, score: float) -> tuple[str, str]:
-        """Take the value into account; return why training ends, as (kind, text), or ("", "")."""
+        """Check a value; return the reason to end training as (kind, text), or ("", "")."""
         if self.check_finite and not math.isfinite(score):
             return "non_finite_metric", f"{self.monitor} is {score}"
         sign = 1.0 if self.mode == "min" else -1.0

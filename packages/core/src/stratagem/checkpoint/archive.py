@@ -1,8 +1,8 @@
-"""The layout of a checkpoint that is one file: its manifest and checksum, without torch.
+"""The layout of a single-file checkpoint: its manifest and checksum, without torch.
 
 A checkpoint is the zip archive that `torch.save` makes. The archive's comment, which readers of zip
-files pass over, holds what the contents do not say of themselves, so that one file moves as a whole
-and `torch.load` reads it anywhere::
+files ignore, holds the manifest and the checksum. So a checkpoint is a single file, and
+`torch.load` reads it anywhere::
 
     stratagem checkpoint
     {"format_version": 2, "stratagem": "0.1.0", ...}    the manifest, JSON in one line
@@ -10,7 +10,7 @@ and `torch.load` reads it anywhere::
 
 The digits are those of `stratagem.checkpoint.checksum`, over pieces as large as the manifest says.
 
-Files that plain `torch.save` made have no comment; they are read without these checks.
+Files of plain `torch.save` have no comment, and are read without these checks.
 """
 
 from __future__ import annotations
@@ -33,34 +33,35 @@ _CHECKSUM = b"\nxxh3_128 "
 _DIGITS = 32
 _COMMENT = re.compile(_HEAD + rb"(\{[^\n]*\})" + _CHECKSUM + rb"([0-9a-f]{32})")
 
-# Of a zip file: the record at its end begins so, and is so long without its comment.
+# The record at the end of a zip file: its first bytes, and its size without the comment.
 _END = b"PK\x05\x06"
 _END_SIZE = 22
 _LONGEST_COMMENT = 0xFFFF
-# The manifest has to fit in the comment, at any number and length of names.
+# The manifest must fit in the comment, whatever the number and length of names.
 _ROOM_FOR_NAMES, _NAME_LENGTH = 16_000, 200
-# So much is hashed and then written: it is still in the processor's cache.
+# Hash and write this many bytes at once, so that they are still in the processor's cache.
 _AT_ONCE = 1 << 20
-# What is shorter is collected first.
+# Shorter writes are collected first.
 _SMALL = 64 << 10
-# Of a manifest that is not ours: smaller pieces would only make the check slow.
+# Limits for a foreign manifest: smaller pieces would only make the check slow.
 _SMALLEST_PIECE, _LARGEST_PIECE = 1 << 20, 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """The metadata of a checkpoint.
 
     Attributes:
-        format_version: of the file's layout; newer ones are refused.
-        piece_size: bytes of a piece of the checksum; 0: it is of the file as a whole (version 1).
-        stratagem, torch: the versions that saved it.
-        strategy, world_size: under which it was saved; None: unknown.
-        epoch, global_step: how far training was; None: unknown.
-        run: name of the run that saved it, kept by a run that resumes from it; None: unknown.
-        nonfinite: the name of a weight that holds NaN or an infinity; None: unknown, or there is
-            none.
-        contents: the names in the checkpoint's dict, as many as fit in 16,000 bytes.
+        format_version: the version of the file's layout. Newer versions cannot be read.
+        piece_size: the bytes of a piece of the checksum; 0 for a checksum of the whole file
+            (version 1).
+        stratagem, torch: the versions that saved the checkpoint.
+        strategy, world_size: the strategy and number of ranks that saved it; None if unknown.
+        epoch, global_step: the position of training; None if unknown.
+        run: the name of the run that saved it. A resumed run keeps the name. None if unknown.
+        nonfinite: the name of a weight that holds NaN or an infinity; None if unknown or if all
+            weights are finite.
+        contents: the keys of the checkpoint's dict, as many as fit in 16,000 bytes.
     """
 
     format_version: int = FORMAT_VERSION
@@ -91,13 +92,13 @@ _KINDS: dict[str, type] = {
 
 @dataclass(frozen=True)
 class Archive:
-    """What the end of a file says of it.
+    """The metadata at the end of a checkpoint file.
 
     Attributes:
-        size: of the file, in bytes.
-        comment: length of the archive's comment, in bytes.
-        manifest: None: made by `torch.save` alone.
-        checksum: 32 hexadecimal digits; None as well.
+        size: the size of the file, in bytes.
+        comment: the length of the archive's comment, in bytes.
+        manifest: the manifest; None for a file of plain `torch.save`.
+        checksum: the checksum, 32 hexadecimal digits; None for a file of plain `torch.save`.
     """
 
     size: int
@@ -107,24 +108,24 @@ class Archive:
 
 
 class Sink(Protocol):
-    """What an `ArchiveWriter` writes to."""
+    """The output of an `ArchiveWriter`."""
 
     def write(self, data: memoryview, /) -> object:
         """Write all of `data`."""
 
 
 class ArchiveWriter:
-    """The file object that `torch.save` writes to: hashes what it passes on, and adds the manifest.
+    """A file object for `torch.save` that hashes the data and adds the manifest.
 
-    Call `torch.save(contents, writer)`, then `finish`. No tensor is copied but small ones and
-    the last 22 bytes, which are held back since the length of the comment is among them.
+    Call `torch.save(contents, writer)`, then `finish`. Only small tensors are copied, and the last
+    22 bytes. These are held back, since they contain the length of the comment.
 
     Args:
-        sink: where the bytes go.
+        sink: the output.
 
     Attributes:
-        error: what the sink raised. `torch.save` ends the archive even so, and then raises another
-            error, about a position that it did not expect.
+        error: the error that the sink raised. `torch.save` still ends the archive, and then raises
+            another error, about an unexpected position.
     """
 
     def __init__(self, sink: Sink) -> None:
@@ -134,10 +135,10 @@ class ArchiveWriter:
         self.error: BaseException | None = None
 
     def write(self, data: memoryview) -> int:
-        """Take what comes next in the archive."""
+        """Write the next bytes of the archive."""
         size = len(data)
         if size < _SMALL:
-            # Seven of these for each tensor.
+            # Seven such writes for each tensor.
             self._held += data
             if len(self._held) >= _AT_ONCE:
                 self._release(len(self._held) - _END_SIZE)
@@ -149,7 +150,7 @@ class ArchiveWriter:
         return size
 
     def flush(self) -> None:
-        """Do nothing: what is written is complete after `finish`."""
+        """Do nothing: the output is complete only after `finish`."""
 
     def finish(self, manifest: Manifest) -> str:
         """Write the end of the archive with the manifest; return the checksum."""
@@ -200,14 +201,14 @@ def names_of(contents: dict[Any, Any]) -> tuple[str, ...]:
 
 
 def read_archive(file: BinaryIO, path: str) -> Archive:
-    """Return what the end of the file says; the contents are not looked at.
+    """Return the metadata at the end of a checkpoint file, without reading the contents.
 
     Args:
-        file: opened for reading.
-        path: what errors call it.
+        file: a file opened for reading.
+        path: the path to name in errors.
 
     Raises:
-        CheckpointCorruptError: it is not a whole checkpoint, or of a newer format.
+        CheckpointCorruptError: the checkpoint is incomplete, or has a newer format.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _END_SIZE - _LONGEST_COMMENT))
@@ -252,12 +253,12 @@ def verify_checksum(file: BinaryIO, archive: Archive, path: str) -> None:
 
 
 def check_entries(file: BinaryIO, archive: Archive, path: str) -> None:
-    """Refuse an archive that `torch.save` does not write.
+    """Check that an archive has the form that `torch.save` writes.
 
     Raises:
-        CheckpointCorruptError: says where it differs.
+        CheckpointCorruptError: the archive has another form. The error says where.
     """
-    # Let go of, and not closed: an error's traceback may have views of it.
+    # Not closed explicitly, since an error's traceback may hold views of the mapping.
     mapped = mmap.mmap(file.fileno(), archive.size, prot=mmap.PROT_READ)
     try:
         read_entries(memoryview(mapped), comment=archive.comment)
@@ -266,7 +267,7 @@ def check_entries(file: BinaryIO, archive: Archive, path: str) -> None:
 
 
 def refused(path: str, reason: Refused) -> CheckpointCorruptError:
-    """Return the error for a file that `torch.save` has not written."""
+    """Return the error for a file that was not written by `torch.save`."""
     return CheckpointCorruptError(
         f"{path!r} was refused: {reason}. torch.save writes no such file: do not use it unless you "
         "know who made it"
@@ -274,10 +275,12 @@ def refused(path: str, reason: Refused) -> CheckpointCorruptError:
 
 
 def check_begin(file: BinaryIO, path: str, size: int) -> None:
-    """Refuse a file of another format; one may hold an archive, also at its end.
+    """Check that a file begins like a zip archive.
+
+    Files of other formats may contain an archive, even at their end.
 
     Raises:
-        CheckpointFormatError: it does not begin as a zip archive does.
+        CheckpointFormatError: the file has another format.
     """
     file.seek(0)
     begin = file.read(4)
@@ -300,8 +303,8 @@ def load_json(text: bytes) -> dict[str, Any]:
     """Return the object that a JSON text holds.
 
     Raises:
-        ValueError: it holds something else, names a key twice, or a number that is none.
-        RecursionError: it is nested too deeply.
+        ValueError: the text holds another type, a duplicate key, or a value that is not a number.
+        RecursionError: the object is nested too deeply.
     """
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -320,11 +323,11 @@ def load_json(text: bytes) -> dict[str, Any]:
 
 
 def parse_manifest(values: dict[str, Any], path: str) -> Manifest:
-    """Return a manifest from what its JSON holds.
+    """Return a manifest from its JSON object.
 
     Raises:
-        CheckpointCorruptError: it is of a newer format.
-        ValueError, KeyError: it is no manifest.
+        CheckpointCorruptError: the manifest has a newer format.
+        ValueError, KeyError: the object is not a manifest.
     """
     version = values["format_version"]
     if type(version) is not int or version < 1:

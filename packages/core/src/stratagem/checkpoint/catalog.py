@@ -1,4 +1,4 @@
-"""Checkpoints in storage: what each says of itself, which there are, and which is whole."""
+"""Checkpoints in storage: describe, list and verify them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Description:
-    """What a checkpoint's manifest says.
+    """The size, checksum and manifest of a checkpoint.
 
     Attributes:
-        size: of all of it, in bytes.
-        files: how many there are; 1, unless it is a directory.
-        checksum: 32 hexadecimal digits, of the file or of the directory's manifest, which has those
-            of the other files; None: it has none.
-        manifest: None: plain torch made it.
+        size: the total size, in bytes.
+        files: the number of files; 1 unless the checkpoint is a directory.
+        checksum: 32 hexadecimal digits, the checksum of the file or of the directory's manifest,
+            which contains the checksums of the other files; None for a checkpoint without one.
+        manifest: the manifest; None for a checkpoint of plain torch.
     """
 
     size: int
@@ -50,15 +50,15 @@ class Description:
 
 
 def describe_checkpoint(path: str | Path, *, verify: bool = False) -> Description:
-    """Return what a checkpoint says of itself.
+    """Return the description of a checkpoint.
 
     Args:
         path: a file, a directory, or the URL of a file.
-        verify: read all of it, and compare it with its checksums.
+        verify: whether to read the whole checkpoint and compare it with its checksums.
 
     Raises:
-        CheckpointNotFoundError, CheckpointCorruptError: it is no whole checkpoint.
-        OSError: it cannot be read.
+        CheckpointNotFoundError, CheckpointCorruptError: the path has no complete checkpoint.
+        OSError: the checkpoint cannot be read.
     """
     path = paths.to_location(path)
     if isinstance(path, Path) and path.is_dir():
@@ -68,7 +68,7 @@ def describe_checkpoint(path: str | Path, *, verify: bool = False) -> Descriptio
         return Description(
             directory.size, len(directory.files) + 1, directory.checksum, directory.manifest
         )
-    # All of a file at a URL is fetched only to be checked.
+    # A file at a URL is downloaded completely only for verification.
     opened = paths.open_local(path) if verify else paths.open_in_place(path)
     with opened as opened_file:
         file = cast("BinaryIO", opened_file)
@@ -82,15 +82,17 @@ def describe_checkpoint(path: str | Path, *, verify: bool = False) -> Descriptio
 
 
 def find_format(path: str | Path, name: str = "") -> tuple[str, CheckpointIO]:
-    """Return the name of the checkpoint format that can load a checkpoint, and the format, built.
+    """Return the checkpoint format that can load a checkpoint, as (name, object).
 
     Args:
-        path: of the checkpoint; in a form that the format takes.
-        name: of a format, which is returned without a try; "": each installed one tries to load it.
+        path: the path of the checkpoint, in a form that the format accepts.
+        name: the name of a format, which is returned without a check. With "", each installed
+            format tries to load the checkpoint.
 
     Raises:
         UnknownNameError: no format has that name.
-        CheckpointFormatError: no installed format can load it; says why, for each of them.
+        CheckpointFormatError: no installed format can load the checkpoint. The error gives the
+            reason for each format.
 
     Example:
         >>> import tempfile
@@ -106,7 +108,7 @@ def find_format(path: str | Path, name: str = "") -> tuple[str, CheckpointIO]:
         return name, get_registry().find("checkpoint_io", name).spec.build()
     refusals = []
     for candidate in get_registry().candidates("checkpoint_io"):
-        # The boundary at which a format's failure, of whatever class, is a line of the error.
+        # The boundary at which any failure of a format becomes a line of the error.
         try:
             checkpoint_io: CheckpointIO = candidate.spec.build()
             if checkpoint_io.asynchronous:
@@ -129,9 +131,9 @@ def verify(path: str | os.PathLike[str]) -> Description:
     """Read a checkpoint whole and compare it with its checksums, if it has any.
 
     Raises:
-        CheckpointNotFoundError: nothing is there.
-        CheckpointCorruptError: it is damaged, or no checkpoint.
-        OSError: it cannot be read.
+        CheckpointNotFoundError: the path does not exist.
+        CheckpointCorruptError: the file is damaged, or not a checkpoint.
+        OSError: the checkpoint cannot be read.
     """
     check_exists(paths.to_location(os.fspath(path)))
     return describe_checkpoint(os.fspath(path), verify=True)
@@ -151,21 +153,21 @@ def check_exists(path: paths.Location) -> None:
 
 
 def run_of(path: str | os.PathLike[str]) -> str:
-    """Return the name of the run that saved a checkpoint, as its manifest has it.
+    """Return the name of the run that saved a checkpoint, from its manifest.
 
-    "": it does not say, cannot be read, or is not there.
+    Return "" if the manifest has no name, cannot be read, or does not exist.
     """
     return str(_said(path, "run", "") or "")
 
 
 def find_all(folders: Iterable[str | os.PathLike[str]]) -> list[paths.Entry]:
-    """Return the checkpoints in some folders, the furthest in training first, each once.
+    """Return the checkpoints in folders, each once, with the latest training step first.
 
-    They are what is called `*.ckpt`, and directories with a manifest. Local ones go by the step in
-    their manifests, since a copied file is as old as the copy; before them goes what cannot be
-    read, so that it is not passed over in silence, and after them what names no step. Within these,
-    and at URLs, they go by when they were modified; where that is the same too, the one with the
-    higher numbers in its name is first.
+    Checkpoints are files `*.ckpt`, and directories with a manifest. Local checkpoints are sorted by
+    the step in their manifests, since the time of a copied file is the time of the copy. Unreadable
+    checkpoints come first, so that they are not ignored silently; checkpoints without a step come
+    last. Ties, and checkpoints at URLs, are sorted by modification time, then by the numbers in
+    their names, the highest first.
 
     Example:
         >>> import tempfile
@@ -190,13 +192,15 @@ def find_all(folders: Iterable[str | os.PathLike[str]]) -> list[paths.Entry]:
 def first_whole(
     candidates: Iterable[paths.Location], check: Callable[[paths.Location], object]
 ) -> tuple[str, list[str]]:
-    """Return the first checkpoint that is whole, or "", and why those before it were passed over.
+    """Return the first complete checkpoint, or "", and why earlier candidates were rejected.
 
-    One that says of itself that its weights are not finite comes after all that do not.
+    A checkpoint with non-finite weights, according to its manifest, is returned only if no other
+    candidate is complete.
 
     Args:
-        candidates: the best first.
-        check: raises where one is not whole, such as `CheckpointIO.verify_checkpoint`.
+        candidates: the paths, the best first.
+        check: a function that raises an error for an incomplete checkpoint, such as
+            `CheckpointIO.verify_checkpoint`.
     """
     rejected: dict[str, str] = {}
     nonfinite = ""
@@ -228,9 +232,9 @@ def _said(path: str | os.PathLike[str], name: str, unreadable: Any) -> Any:
 
 
 def _progress(path: paths.Location) -> float:
-    """Return the step that a checkpoint names; -1: it names none, inf: it cannot be read."""
+    """Return a checkpoint's step; -1 if its manifest has no step, inf if it cannot be read."""
     if paths.is_url(path):
-        return -1  # to open each would take longer than to list them all
+        return -1  # opening each file would take longer than listing all
     step: float | None = _said(path, "global_step", math.inf)
     return -1 if step is None else step
 

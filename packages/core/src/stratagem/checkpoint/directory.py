@@ -1,4 +1,4 @@
-"""The layout of a checkpoint that is a directory: its manifest and checksums, without torch.
+"""The layout of a directory checkpoint: its manifest and checksums, without torch.
 
 ::
 
@@ -34,7 +34,7 @@ MANIFEST = "manifest.json"
 STATE = "state.ckpt"
 LAYOUT = ".metadata"
 
-# Far more than the names of a million tensors' files take.
+# Far more than the file names of a million tensors need.
 _LARGEST_MANIFEST = 256 << 20
 
 
@@ -53,13 +53,13 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class Directory:
-    """What a directory's manifest says.
+    """The manifest of a directory checkpoint, with its files.
 
     Attributes:
         path: the directory.
-        manifest: who saved what; None: `torch.distributed.checkpoint` alone made it.
-        checksum: of the manifest, 32 hexadecimal digits; None likewise.
-        files: by name.
+        manifest: the manifest; None for a checkpoint of plain `torch.distributed.checkpoint`.
+        checksum: the checksum of the manifest, 32 hexadecimal digits; None without a manifest.
+        files: the files by name.
     """
 
     path: Path
@@ -69,17 +69,17 @@ class Directory:
 
     @property
     def piece_size(self) -> int:
-        """Bytes of a piece of the files' checksums; 0: they are of files as a whole."""
+        """The bytes of a piece of the files' checksums; 0 for checksums of whole files."""
         return 0 if self.manifest is None else self.manifest.piece_size
 
     @property
     def size(self) -> int:
-        """Of all files together, in bytes."""
+        """The size of all files together, in bytes."""
         return sum(file.size for file in self.files.values())
 
 
 def encode_manifest(manifest: Manifest, files: Mapping[str, SavedFile]) -> bytes:
-    """Return the contents of the manifest file, with a checksum of themselves."""
+    """Return the contents of the manifest file, including their own checksum."""
     contents = {
         **asdict(manifest),
         "files": {name: asdict(files[name]) for name in sorted(files)},
@@ -88,22 +88,22 @@ def encode_manifest(manifest: Manifest, files: Mapping[str, SavedFile]) -> bytes
 
 
 def is_directory_checkpoint(path: Path) -> bool:
-    """Whether there is a whole directory, by its looks: ours, or one that plain DCP wrote."""
+    """Return whether a path is a directory checkpoint of Stratagem or plain DCP, by its files."""
     return (path / MANIFEST).is_file() or (path / LAYOUT).is_file()
 
 
 def read_directory(path: Path) -> Directory:
-    """Return what the manifest of a directory says; the other files are not looked at.
+    """Return the manifest of a directory checkpoint, without reading the other files.
 
     Raises:
-        CheckpointNotFoundError: it is no checkpoint.
-        CheckpointCorruptError: its manifest is damaged, of a newer format, or missing beside files
-            that it had named.
+        CheckpointNotFoundError: the directory is not a checkpoint.
+        CheckpointCorruptError: the manifest is damaged, has a newer format, or is missing although
+            its files exist.
     """
     file = path / MANIFEST
     if not os.path.lexists(file):
         if os.path.lexists(path / STATE):
-            # One of ours, of which a copy was interrupted: torch's own have no such file.
+            # An interrupted copy of our own checkpoint: torch's checkpoints have no such file.
             raise _damaged(file, "it is missing")
         if os.path.lexists(path / LAYOUT):
             return Directory(path, None, None, {})
@@ -121,7 +121,7 @@ def read_directory(path: Path) -> Directory:
         checksum = contents.pop("xxh3_128")
         files = {name: _saved_file(entry) for name, entry in contents["files"].items()}
         manifest = parse_manifest(contents, str(file))
-        # Compared as a whole, so that a changed byte is found wherever it is.
+        # Compare the whole text, so that any changed byte is found.
         is_whole = checksum == _checksum_of(contents) and text == _dump(
             {**contents, "xxh3_128": checksum}
         )
@@ -145,11 +145,11 @@ def verify_files(directory: Directory, names: Iterable[str] | None = None) -> No
     """Read files whole and compare them with their checksums.
 
     Args:
-        directory: what its manifest says.
-        names: which files; all by default.
+        directory: the directory with its manifest.
+        names: the files to read; by default all.
 
     Raises:
-        CheckpointCorruptError: one is missing, or has changed since it was written.
+        CheckpointCorruptError: a file is missing, or has changed since it was written.
     """
     for name in directory.files if names is None else names:
         expected = directory.files[name]
@@ -171,9 +171,9 @@ def open_member(folder: Path, name: str) -> BinaryIO:
     """Open a file of a directory checkpoint, unbuffered.
 
     Raises:
-        CheckpointCorruptError: it is missing, is a link, which may lead anywhere, or no regular
-            file.
-        OSError: it cannot be opened.
+        CheckpointCorruptError: the file is missing, is a link, which may lead anywhere, or is not a
+            regular file.
+        OSError: the file cannot be opened.
     """
     try:
         return open_regular(folder / name, follow=False)
@@ -182,7 +182,7 @@ def open_member(folder: Path, name: str) -> BinaryIO:
 
 
 def size_of_member(folder: Path, name: str) -> int:
-    """Return the size of a file of a directory checkpoint, in bytes; -1: there is none.
+    """Return the size of a file of a directory checkpoint, in bytes; -1 if it does not exist.
 
     Raises:
         CheckpointCorruptError: as `open_member`.

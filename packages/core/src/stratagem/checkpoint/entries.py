@@ -1,10 +1,10 @@
-"""The entries of a checkpoint's archive: the one reader of them, for checking and for loading.
+"""The reader of an archive's entries, for checks and for loading.
 
-A zip archive can be read in several ways: its entries are listed at its end, where two records may
-say where the list is, and described once more before each entry. What `torch.save` writes reads
-alike in all of them, and nothing else is taken: the entries lie one after another from the first
-byte to the list, each as the list describes it, and what follows the list is the end of the
-archive. So no two entries share bytes, and all of them together are no larger than the file.
+A zip archive can be read in several ways: two records at its end may locate the list of entries,
+and each entry is described once more before its contents. An archive of `torch.save` reads the same
+in all of these ways, and other archives are rejected. The entries must follow one another from the
+first byte to the list, each as the list describes it, and only the end of the archive may follow
+the list. So no two entries share bytes, and all entries together are no larger than the file.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _END_64 = struct.Struct("<4sQ2H2L4Q")
 _LISTED = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 _DESCRIPTORS = {16: struct.Struct("<4s3L"), 24: struct.Struct("<4sL2Q")}
-# In place of a number that does not fit; then it is in a field of 64 bits elsewhere.
+# Placeholders for numbers that do not fit; these are in a 64-bit field elsewhere.
 _WIDE_16, _WIDE = 0xFFFF, 0xFFFFFFFF
 _STORED = 0
-# The sizes follow the contents; the name is in UTF-8. torch.save sets no other flag.
+# The flags that torch.save sets: sizes follow the contents; the name is in UTF-8.
 _SIZES_FOLLOW, _UTF_8 = 1 << 3, 1 << 11
 _DIRECTORY = 0x10
 
@@ -31,11 +31,11 @@ class Refused(ValueError):
 
 
 class Entry(NamedTuple):
-    """Where the contents of an entry lie.
+    """The location of an entry's contents.
 
     Attributes:
-        offset: in the archive, in bytes.
-        size: in bytes.
+        offset: the offset in the archive, in bytes.
+        size: the size in bytes.
     """
 
     offset: int
@@ -56,11 +56,11 @@ def read_entries(contents: memoryview, *, comment: int = 0) -> dict[str, Entry]:
     """Return the entries of an archive that `torch.save` wrote, by their names in its folder.
 
     Args:
-        contents: of the whole archive.
-        comment: how many bytes follow the archive's end record.
+        contents: the bytes of the whole archive.
+        comment: the number of bytes after the archive's end record.
 
     Raises:
-        Refused: `torch.save` writes no such archive; says where it differs.
+        Refused: `torch.save` does not write such an archive. The error says where it differs.
     """
     end = len(contents) - comment - _END.size
     if end < 0:
@@ -155,7 +155,7 @@ def _read_listed(contents: memoryview, at: int, list_end: int) -> tuple[_Listed,
     if flags & ~(_SIZES_FOLLOW | _UTF_8) or comment_size or disk:
         raise Refused(f"its entry {name!r} has the flags {flags:#x}")
     if attributes & _DIRECTORY:
-        # torch.load leaves the memory of its tensor as it finds it.
+        # torch.load would leave the memory of the entry's tensor uninitialized.
         raise Refused(f"its entry {name!r} is marked as a directory")
     return _Listed(name, flags, crc, size, begin), next_at
 
@@ -178,8 +178,7 @@ def _read_local(
     """Return where an entry's contents are, and where the next entry begins.
 
     Raises:
-        Refused: what stands before the contents, or after them, is not what the list
-            says.
+        Refused: the description before or after the contents differs from the list.
     """
     contents = contents[:list_begin]
     if listed.begin + _LOCAL.size > list_begin:

@@ -20,7 +20,7 @@ from stratagem.storage import paths
 _LIGHTNING = "pytorch-lightning_version"
 """The key of Lightning's checkpoints, known here for an error that says what to install."""
 FORMAT_VERSION = 2
-"""Of the table of keys in `stratagem.trainer.resume.checkpoint`."""
+"""The version of the table of keys in `stratagem.trainer.resume.checkpoint`."""
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -43,17 +43,18 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "ranks": (list, dict),
 }
 _COUNTS = ("epoch", "global_step", "batches", "validated")
-"""Of the progress."""
+"""The counts in the progress."""
 
 
 def check_trainer_checkpoint(
     checkpoint: dict[str, Any], path: paths.Location | str
 ) -> dict[str, Any]:
-    """Return a Trainer's checkpoint, converted from a form that a plugin knows if necessary.
+    """Return a Trainer's checkpoint, converted by a plugin if it has a foreign form.
 
     Raises:
-        CheckpointCorruptError: it is of another format version, or an entry is of another kind.
-        CheckpointMismatchError: it has no weights.
+        CheckpointCorruptError: the checkpoint has another format version, or an entry has another
+            type.
+        CheckpointMismatchError: the checkpoint has no weights.
 
     Example:
         >>> from stratagem.checkpoint import FORMAT_VERSION, check_trainer_checkpoint

@@ -1,4 +1,4 @@
-"""The `stratagem` program. Nothing here imports torch: `stratagem run` must start ranks at once."""
+"""The `stratagem` program. It does not import torch, so that `stratagem run` starts at once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ else:
         "stratagem.cli.strategies": "why_not",
     }
 
-    # The exporter asks the registry, which needs pluggy; `stratagem run` does without.
+    # The exporter uses the registry, which needs pluggy; `stratagem run` does not import it.
     def __getattr__(name: str) -> Any:
         from stratagem.discovery.exports import exporter
 
@@ -78,14 +78,14 @@ Weights-only-safe data, like the commands of plugins (`stratagem.discovery.Comma
 before pluggy is imported. A name has one word or two."""
 
 _SHORT = ("strategies", "explain", "doctor")
-"""Commands that are mostly imports, of which nothing is garbage before the process ends."""
+"""Commands that mostly import modules, so that garbage collection finds nothing to free."""
 
 
 def main() -> int:
     """Run the program with this process's arguments; return its exit code."""
     open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Paths may hold bytes that no encoding knows, and the locale may be C.
+        # Paths may hold bytes that cannot be encoded, and the locale may be C.
         sys.stdout.reconfigure(errors="backslashreplace")
     arguments = sys.argv[1:]
     stop = None
@@ -103,7 +103,7 @@ def main() -> int:
         output.register(sys.stdout.fileno(), 0)
         if not output.poll(0):
             raise  # of another pipe
-        # The reader of the output has gone, as `head` does; nothing more must be written.
+        # The reader of the output, such as `head`, has ended: write nothing more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     finally:
@@ -115,8 +115,7 @@ def main() -> int:
 def run_command(arguments: Sequence[str]) -> int:
     """Run the command that the arguments name; return its exit code.
 
-    Nothing but the command's own module is imported for a command of core. Plugins are asked for
-    their commands if it is none of core's.
+    A command of core imports only its own module. For other commands, the plugins are searched.
 
     Raises:
         SystemExit: the arguments of the command are wrong (exit code 2), or ask for help.

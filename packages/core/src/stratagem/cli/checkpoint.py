@@ -119,10 +119,10 @@ def _add_format(parser: ArgumentParser) -> None:
 def _described(
     path: str, name: str, *, verify: bool = False
 ) -> Description | tuple[str, CheckpointIO]:
-    """Return what a checkpoint says of itself, or the format that knows it if it is not core's.
+    """Return a checkpoint's description, or the plugin's format that can load it.
 
     Raises:
-        CheckpointError, OSError: no installed format can load it.
+        CheckpointError, OSError: no installed format can load the checkpoint.
         UnknownNameError: no format has that name.
     """
     if name not in ("", "single_file", "directory"):
@@ -136,7 +136,7 @@ def _described(
 
 
 def _facts_of_another(path: str, name: str, checkpoint_io: CheckpointIO) -> dict[str, Any]:
-    """Return what a checkpoint of a plugin's format holds; reads all of it."""
+    """Return facts of a checkpoint in a plugin's format; this reads the whole checkpoint."""
     contents = checkpoint_io.load_checkpoint(path)
     known = ("epoch", "global_step", "run")
     return {
@@ -147,7 +147,7 @@ def _facts_of_another(path: str, name: str, checkpoint_io: CheckpointIO) -> dict
 
 
 def consolidate(arguments: Sequence[str]) -> int:
-    """Make one file of a directory; return the exit code."""
+    """Convert a directory checkpoint to a single file; return the exit code."""
     parser = parser_of("checkpoint consolidate", _CONSOLIDATE, json=False)
     parser.add_argument("source", type=Path, help="a checkpoint: a file or a directory")
     parser.add_argument("target", type=Path, help="the file to write")

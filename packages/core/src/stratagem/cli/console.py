@@ -1,4 +1,4 @@
-"""The parsers of commands and the tables that they print. No cell is cut to fit a terminal."""
+"""Parsers and tables of the commands. Cells are never truncated to fit a terminal."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import TypeVar
 from stratagem.errors import format_text
 
 _WIDEST = 20_000
-"""Characters of a cell: a list of all names in a checkpoint has 16,000."""
+"""The maximum width of a cell: a list of all names in a checkpoint has 16,000 characters."""
 
 Number = TypeVar("Number", int, float)
 
 
 def parser_of(command: str, description: str, *, json: bool = True) -> argparse.ArgumentParser:
-    """Return a parser of a command's arguments.
+    """Return a parser for a command's arguments.
 
     Args:
-        command: its name.
-        description: what `--help` says; the lines stay as they are.
-        json: whether it takes `--json`.
+        command: the name of the command.
+        description: the text of `--help`; its lines are not wrapped.
+        json: whether the command accepts `--json`.
     """
     parser = argparse.ArgumentParser(
         prog=f"stratagem {command}",
         description=description,
         formatter_class=_formatter,
-        # What an option means must not change when another one comes with the same beginning.
+        # A new option with the same prefix must not change the meaning of an abbreviation.
         allow_abbrev=False,
     )
     if json:
@@ -37,7 +37,7 @@ def parser_of(command: str, description: str, *, json: bool = True) -> argparse.
 
 
 def at_least(lowest: Number) -> Callable[[str], Number]:
-    """Return the type of an option that takes numbers from `lowest` on, whole ones if it is one."""
+    """Return the `type` of an option that accepts numbers from `lowest` on, of the same type."""
     kind = type(lowest)
     what = "a whole number" if kind is int else "a number"
 
@@ -56,7 +56,7 @@ def at_least(lowest: Number) -> Callable[[str], Number]:
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
-    """Return what formats help; with a width it imports no shutil, which brings bz2 and lzma."""
+    """Return the help formatter; an explicit width avoids importing shutil, bz2 and lzma."""
     try:
         width = int(os.environ.get("COLUMNS") or os.get_terminal_size().columns)
     except (ValueError, OSError):
@@ -67,8 +67,8 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows under their headers.
 
-    On a terminal, cells are folded to its width. Elsewhere a row is one line, whatever its length,
-    so that `grep` and the like find it whole.
+    On a terminal, cells are folded to its width. Elsewhere each row is a single line of any length,
+    so that `grep` finds the whole row.
     """
     if sys.stdout.isatty():
         _draw(headers, rows)

@@ -1,4 +1,4 @@
-"""`stratagem doctor`: what is installed, what is wrong with it, and what this machine has."""
+"""`stratagem doctor`: check the installation, and list the hardware of this machine."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class System:
 
     Attributes:
         platform: the operating system and its version.
-        cores: how many this process may use.
-        all_cores: how many there are.
-        memory: bytes that this process may use: those of the machine or, where that is less, of
-            its control group (a container's or a job's limit); None if unknown.
-        gpus: a line for each NVIDIA GPU that the kernel's driver lists, whether or not a
-            distribution is installed that trains on it.
+        cores: the number of cores that this process may use.
+        all_cores: the number of cores of the machine.
+        memory: the bytes that this process may use: the machine's memory or the limit of its
+            control group (of a container or job), whichever is less; None if unknown.
+        gpus: a line for each NVIDIA GPU that the kernel's driver lists, even if no installed
+            distribution trains on it.
     """
 
     platform: str
@@ -45,7 +45,7 @@ class System:
 
 
 def this_system() -> System:
-    """Look at this machine."""
+    """Return the description of this machine."""
     return System(
         platform=_platform(),
         cores=available_cores(),
@@ -56,7 +56,7 @@ def this_system() -> System:
 
 
 def _platform() -> str:
-    """Return what `platform.platform()` does, which starts a program for a name it leaves out."""
+    """Return `platform.platform()`, without starting a program as that function does."""
     if sys.platform != "linux":
         import platform
 
@@ -82,14 +82,14 @@ with torch and compared with its spec. The exit code is 1 if something of it can
 """
 
 SLOW_IMPORT = 0.2
-"""Seconds above which a plugin module's import counts as slow: every program that uses Stratagem
-pays it."""
+"""The time in seconds above which a plugin module's import counts as slow, since it delays every
+program that uses Stratagem."""
 
 KINDS = (
     *("accelerator", "precision", "checkpoint_io", "cluster_environment", "launcher"),
     *("logger", "callback", "profiler", "name"),
 )
-"""All but strategies, which have a command of their own."""
+"""All kinds except strategies, which have their own command."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class ListedComponent:
     """A component other than a strategy.
 
     Attributes:
-        kind, name, distribution, version, summary: what it is and who provides it.
-        here: what was found of it on this machine: an accelerator's devices, whether a cluster
+        kind, name, distribution, version, summary: the component and its distribution.
+        here: its state on this machine: an accelerator's devices, whether a cluster
             environment was detected, the libraries that a precision needs.
     """
 
@@ -112,16 +112,16 @@ class ListedComponent:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All that was found.
+    """The results of `stratagem doctor`.
 
     Attributes:
-        versions: of Python, core, torch and each distribution with a plugin.
+        versions: the versions of Python, core, torch and each distribution with a plugin.
         system: the machine.
-        plugins: what became of each plugin.
-        ambiguous: (kind, name) and the qualified names of those who claim it.
-        components: everything but strategies.
-        missing: distributions that are known but not installed, and what they would provide.
-        checks: what the plugins and this program examined: (plugin, check).
+        plugins: the status of each plugin.
+        ambiguous: for each ambiguous (kind, name), the qualified names that claim it.
+        components: all components except strategies.
+        missing: distributions that are known but not installed, with the components they provide.
+        checks: the checks of the plugins and of this program, as (plugin, check).
     """
 
     versions: Mapping[str, str]
@@ -133,7 +133,7 @@ class Diagnosis:
     checks: tuple[tuple[str, Check], ...]
 
     def problems(self) -> list[str]:
-        """Return a line for each thing that needs a repair; a disabled plugin is none."""
+        """Return a line for each problem; a disabled plugin is not a problem."""
         lines, notes = [], []
         for report in self.plugins:
             plugin = f"{report.distribution} ({report.entry_point})"
@@ -161,7 +161,7 @@ def _ambiguity(kind: str, name: str, holders: Sequence[str]) -> str:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Examine everything and print what was found; return the exit code.
+    """Examine the installation and print the results; return the exit code.
 
     Raises:
         SystemExit: the arguments are wrong (exit code 2), or ask for help.
@@ -199,10 +199,10 @@ def _examine_one(name: str, *, as_json: bool, verbose: bool) -> int:
 
 
 def examine(registry: Registry, environ: Mapping[str, str]) -> Diagnosis:
-    """Look at everything, and let every plugin look at itself.
+    """Examine the installation, including each plugin's own checks.
 
     Args:
-        registry: what there is.
+        registry: the registry of plugins.
         environ: environment variables.
     """
     distributions = {report.distribution: report.version for report in registry.reports}
@@ -238,7 +238,7 @@ def examine(registry: Registry, environ: Mapping[str, str]) -> Diagnosis:
 
 
 def listed_component(candidate: Candidate, environ: Mapping[str, str]) -> ListedComponent:
-    """Return a component that is no strategy, with what was found of it on this machine."""
+    """Return a component other than a strategy, with its state on this machine."""
     spec = candidate.spec
     here = ""
     if isinstance(spec, AcceleratorSpec):
@@ -269,8 +269,8 @@ def _detected(spec: ClusterEnvironmentSpec, environ: Mapping[str, str]) -> str:
 
 
 def _required(text: str) -> str:
-    """Return whether a distribution is there, in a version that a precision takes."""
-    # By hand: importing `packaging` would take a fifth of all that doctor takes.
+    """Return whether a distribution is installed, in a version that a precision accepts."""
+    # Parsed by hand: importing `packaging` would take a fifth of doctor's time.
     name, clauses = re.findall(r"^([\w.-]+)(?:\[.*\])?\s*(.*)$", text)[0]
     version = version_of(name)
     if version is None:
@@ -281,7 +281,7 @@ def _required(text: str) -> str:
 
 
 def _specs_checks(registry: Registry) -> list[tuple[str, Check]]:
-    """Return what plugins find wrong with specs, and entry points that nobody reads."""
+    """Return the problems that plugins find in specs, and entry points in unknown groups."""
     checks: dict[tuple[str, Check], None] = {}  # a hook that fails does so for each spec
     for kind in ("strategy", *KINDS):
         for candidate in registry.candidates(kind):
@@ -299,7 +299,7 @@ def _specs_checks(registry: Registry) -> list[tuple[str, Check]]:
 
 
 def plugins_checks(registry: Registry) -> list[tuple[str, Check]]:
-    """Return what plugins say of themselves, by plugin."""
+    """Return the plugins' checks of themselves, as (plugin, check)."""
     return list(ask_plugins(registry, "stratagem_doctor", Check))
 
 
@@ -330,8 +330,8 @@ def print_diagnosis(diagnosis: Diagnosis, *, verbose: bool) -> None:
     """Print a diagnosis, the problems last.
 
     Args:
-        diagnosis: what was found.
-        verbose: show the tracebacks of broken plugins.
+        diagnosis: the results.
+        verbose: whether to show the tracebacks of broken plugins.
     """
     _print_pairs("Versions", diagnosis.versions)
     _print_pairs("Machine", _machine(diagnosis.system))

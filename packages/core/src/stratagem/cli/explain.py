@@ -59,7 +59,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _number(text: str) -> int | str:
-    """Return a number as a Trainer would be given it, so that errors quote it alike."""
+    """Return a number as a Trainer would receive it, so that errors quote it in the same way."""
     try:
         return int(text)
     except ValueError:

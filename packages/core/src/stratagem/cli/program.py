@@ -1,4 +1,4 @@
-"""The `stratagem` program where no command of core is named: help, and the commands of plugins."""
+"""The part of the `stratagem` program beyond core's commands: help, and commands of plugins."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ Item = TypeVar("Item")
 def ask_plugins(
     registry: Registry, hook: str, kind: type[Item], **arguments: object
 ) -> Iterator[tuple[str, Item | Check]]:
-    """Yield what each plugin returns from a hook, as (plugin, item).
+    """Yield the items that each plugin returns from a hook, as (plugin, item).
 
-    If one fails, or returns something else, a failed check stands for what it would have returned.
+    If a plugin fails, or returns another type, a failed check is yielded instead of the item.
 
     Args:
-        registry: has the plugins.
-        hook: its name; it returns an iterable.
+        registry: the registry of plugins.
+        hook: the name of a hook that returns an iterable.
         kind: the class of the items.
-        **arguments: the hook's.
+        **arguments: the arguments of the hook.
     """
     for implementation in getattr(registry.plugins.hook, hook).get_hookimpls():
         plugin = implementation.plugin_name
         discovery.announce(plugin)
-        # The boundary at which one plugin's failure is kept from the others.
+        # The boundary that isolates a plugin's failure from the other plugins.
         try:
             taken = [arguments[name] for name in implementation.argnames]
             for item in implementation.function(*taken):
@@ -83,7 +83,7 @@ def plugin_commands(
 
 
 def _clash(command: Command, others: Iterable[tuple[str, str]]) -> str:
-    """Return who has a command that cannot be told from this one; "": nobody."""
+    """Return the owner of a command that is ambiguous with this one, or ""."""
     for plugin, name in others:
         # "checkpoint" and "checkpoint verify" clash: the second word would be an argument.
         if f"{name} ".startswith(f"{command.name} ") or f"{command.name} ".startswith(f"{name} "):
@@ -92,7 +92,7 @@ def _clash(command: Command, others: Iterable[tuple[str, str]]) -> str:
 
 
 def failed_commands(registry: Registry) -> list[tuple[str, Check]]:
-    """Return what is wrong with the commands of plugins, by plugin, without importing a target."""
+    """Return the problems of plugins' commands, as (plugin, check), without importing targets."""
     found, failures = plugin_commands(registry)
     for plugin, command in found.values():
         if why := why_missing(command.target):
@@ -102,7 +102,7 @@ def failed_commands(registry: Registry) -> list[tuple[str, Check]]:
 
 _HELP = ("--help", "-h")
 _MEANT = {"checkpoint show": "checkpoint inspect", "train": "fit", "list": "strategies"}
-"""Names that users try, and the commands."""
+"""Names that users may try, and the matching commands."""
 _MORE = "`stratagem COMMAND --help` shows the options of a command."
 
 
@@ -163,7 +163,7 @@ def run_other(arguments: Sequence[str]) -> int:
 
 
 def _help(group: str, summaries: Mapping[str, str]) -> str:
-    """Return the list of commands, all of them or those whose first word is `group`."""
+    """Return the list of all commands, or of commands with the first word `group`."""
     prefix = f"{group} " if group else ""
     rows = [(name, text) for name, text in summaries.items() if name.startswith(prefix)]
     listed = f"commands:\n{indent(aligned(rows), '  ')}\n"

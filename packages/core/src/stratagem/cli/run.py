@@ -1,7 +1,7 @@
 """`stratagem run`: start every rank of a script at once, watch them, and end them together.
 
-It does not import torch, so that the ranks, which all need it, import it at the same time, right
-away. Restarts are left to torch.distributed.elastic.
+It does not import torch, so that all ranks can start importing it right away. Restarts are done by
+torch.distributed.elastic.
 """
 
 from __future__ import annotations
@@ -59,25 +59,25 @@ is handed a port that is open already.
 """
 
 _GRACE = 20.0
-"""Seconds that ranks have to end by themselves after a signal to this program. The 5 seconds
-between SIGTERM and SIGKILL follow, still within the 30 that Kubernetes and SLURM give."""
+"""The time in seconds for ranks to end by themselves after a signal to this program. The 5 seconds
+between SIGTERM and SIGKILL follow, within the 30 seconds of Kubernetes and SLURM."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What to run; see the options of the same names."""
+    """The options of a run; see the command-line options of the same names."""
 
     script: str
     script_arguments: tuple[str, ...]
     devices: int
-    """0: those that the script starts by itself."""
+    """The number of devices; with 0, the script starts its processes itself."""
     num_nodes: int
     node_rank: int
     main_address: str
     main_port: int | None
-    """None: any that is free; on one node only."""
+    """The port of rank 0; with None, any free port, on a single node only."""
     max_restarts: int
     log_dir: Path | None
     prefix: bool
@@ -91,7 +91,7 @@ class Launch:
 
     @property
     def command(self) -> list[str]:
-        """What each rank runs."""
+        """The command that each rank runs."""
         return [sys.executable, *self.program]
 
     @property
@@ -101,13 +101,13 @@ class Launch:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run what the arguments ask for; return the exit code.
+    """Run a script as the arguments request; return the exit code.
 
     Raises:
         SystemExit: the arguments are wrong (exit code 2; nothing was started), or ask for help.
     """
     launch = parse(arguments)
-    # Of a launch that this command was started within: the ranks would take them for their own.
+    # Remove the variables of an outer launch: the ranks would take them for their own.
     rank.forget_foreign_variables(())
     if launch.log_dir is not None:
         try:
@@ -122,7 +122,7 @@ def run(arguments: Sequence[str]) -> int:
     return _start_and_watch(launch)
 
 
-# -- what was asked for
+# -- the command line
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -131,9 +131,9 @@ def _parser() -> argparse.ArgumentParser:
         usage="stratagem run SCRIPT --devices N [options] [--] [arguments of the script]",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        # What the script gets must not depend on what else begins with the same letters.
+        # The script's arguments must not depend on options with the same prefix.
         allow_abbrev=False,
-        # Without it, since its -h would also take a script's "-hidden" for itself.
+        # Without argparse's own help, since its -h would also match a script's "-hidden".
         add_help=False,
     )
     add = parser.add_argument
@@ -157,17 +157,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str]) -> Launch:
-    """Read the command line.
+    """Parse the command line.
 
     Raises:
-        SystemExit: it is wrong (exit code 2), or asks for help.
+        SystemExit: the arguments are wrong (exit code 2), or ask for help.
     """
     parser = _parser()
     ours, unread = list(arguments), []
     if "--" in ours:
         cut = ours.index("--")
         ours, unread = ours[:cut], ours[cut + 1 :]
-    # Nothing but options is declared, so the script and its arguments are left over, in order.
+    # Only options are declared, so the script and its arguments remain, in order.
     options, rest = parser.parse_known_args(ours)
     rest += unread
 
@@ -197,19 +197,19 @@ def parse(arguments: Sequence[str]) -> Launch:
 
 
 def _take_config(config: Path, fields: dict[str, Any]) -> None:
-    """Fill the options that were not given, and set the variables of the ranks."""
+    """Fill options that were not given from a config, and set the variables of the ranks."""
     given, variables = _provided("accelerate_config", "--accelerate-config", config)
     fields.update({name: value for name, value in given.items() if fields[name] is None})
     os.environ.update(variables)
 
 
 def _provided(name: str, option: str, *arguments: Any) -> Any:
-    """Return what a function of another distribution returns, which an option needs.
+    """Call a function of another distribution, which an option needs, and return its result.
 
     Raises:
-        SystemExit: it is missing or unusable (exit code 2); one line says why.
+        SystemExit: the function is missing or unusable (exit code 2). One line says why.
     """
-    from stratagem.discovery.registry import get_registry  # which other runs do without
+    from stratagem.discovery.registry import get_registry  # only runs with this option need it
 
     registry = get_registry()
     try:
@@ -243,7 +243,7 @@ def _check_nodes(options: argparse.Namespace, parser: argparse.ArgumentParser) -
             if option in given:
                 parser.error(f"{option} is for several nodes: give --num-nodes as well")
         return
-    # torch.distributed.elastic numbers the nodes as they come.
+    # torch.distributed.elastic numbers the nodes in the order of arrival.
     needed = {"--main-address", "--main-port"}
     if not options.max_restarts:
         needed.add("--node-rank")
@@ -260,11 +260,11 @@ def _check_nodes(options: argparse.Namespace, parser: argparse.ArgumentParser) -
 
 
 class _Signals:
-    """Passes on to the ranks the signals that ask this program to end.
+    """Forwards signals that end this program to the ranks.
 
     Attributes:
-        received: the first one, or None.
-        deadline: when the ranks' time is over, in seconds of `time.monotonic`.
+        received: the first signal, or None.
+        deadline: the end of the ranks' time, in seconds of `time.monotonic`.
     """
 
     def __init__(self) -> None:
@@ -272,12 +272,12 @@ class _Signals:
         self.deadline = float("inf")
         self._ranks: RankProcesses | None = None
         for number in _SIGNALS:
-            # Whoever ignores one (nohup, a shell's background jobs) wants it ignored here too.
+            # If the parent ignores a signal (nohup, background jobs of a shell), ignore it here.
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
     def pass_on_to(self, ranks: RankProcesses) -> None:
-        """From now on to these, including what came before they were there."""
+        """Forward signals to these ranks, including a signal that was received before."""
         self._ranks = ranks
         if self.received is not None:
             ranks.forward_signal(self.received)
@@ -296,12 +296,12 @@ class _Signals:
 
 
 def _start_and_watch(launch: Launch) -> int:
-    # First, so that no signal ends this program and leaves ranks behind.
+    # First of all, so that no signal can end this program and leave ranks running.
     signals = _Signals()
     listener, port, pass_fds = None, launch.main_port, {}
     if port is None:
-        # A free port is taken and listened on here, and rank 0 gets the socket itself: no other
-        # program can take the port in between. Leaving the context closes this program's copy.
+        # Listen on a free port here, and pass the socket to rank 0: so no other program can take
+        # the port in between. Leaving the context closes this program's copy.
         listener = network.listen()
         port = listener.getsockname()[1]
     with listener or nullcontext():
@@ -310,12 +310,12 @@ def _start_and_watch(launch: Launch) -> int:
             pass_fds[0] = [listener.fileno()]
             environments[0][rank.LISTEN_FD_VARIABLE] = str(listener.fileno())
         ranks = RankProcesses(
-            # In sessions of their own, only this program hears Ctrl-C, and the ranks hear it once.
+            # In separate sessions, only this program receives Ctrl-C, and forwards it once.
             Command(
                 command=launch.command, pass_fds=pass_fds, new_sessions=True, die_with_this=True
             ),
             environments,
-            # The error is the last thing that is printed, below the ranks' own output.
+            # Print the error last, below the ranks' own output.
             on_failure=lambda failure: None,
             own_sessions=True,
             output=Output(launch.log_dir, launch.prefix),
@@ -333,7 +333,7 @@ def _start_and_watch(launch: Launch) -> int:
 
 
 def _environments(launch: Launch, port: int) -> dict[int, dict[str, str]]:
-    """Return each local rank's variables, by its rank among all."""
+    """Return the variables of each local rank, by global rank."""
     return {
         launch.node_rank * launch.devices + local_rank: rank_environment(
             local_rank=local_rank,
@@ -351,7 +351,7 @@ def _environments(launch: Launch, port: int) -> dict[int, dict[str, str]]:
 
 
 def _become_torchrun(launch: Launch) -> NoReturn:
-    """Replace this program by torch.distributed.elastic's, which then has its signals and exit."""
+    """Replace this process by torch.distributed.elastic's launcher."""
     command = [
         sys.executable,
         "-m",
@@ -360,8 +360,8 @@ def _become_torchrun(launch: Launch) -> NoReturn:
         f"--max-restarts={launch.max_restarts}",
     ]
     if launch.num_nodes == 1:
-        # torchrun's store listens on every interface; ranks of one node can meet in a file, which
-        # torch makes for this user alone. Each agent that starts at the same time has its own.
+        # torchrun's store listens on every interface. On a single node use a file instead, which
+        # torch creates for this user alone. Agents that start at the same time use separate files.
         command += ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file"]
         command += [f"--rdzv-id={uuid.uuid4()}", f"--local-addr={network.LOOPBACK}"]
     else:

@@ -1,4 +1,4 @@
-"""`stratagem strategies`: every strategy, who provides it, and whether it can be used here."""
+"""`stratagem strategies`: all strategies, their distributions, and whether they work here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stratagem.plan.resolution import resolve
 SUMMARY = "List all strategies and what can be used here."
 
 Probe = Callable[[Any], Availability]
-"""Returns what an accelerator (its spec, or an object) finds on this machine."""
+"""Returns the devices that an accelerator (its spec, or an object) finds on this machine."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class ListedStrategy:
     """A strategy as the listing shows it.
 
     Attributes:
-        name: what selects it; in the qualified form where the plain name means another one or is
-            ambiguous.
-        aliases: further names, in the same way.
-        distribution, version: who provides it.
-        accelerators: what it runs on; None: any.
-        summary: one line.
-        why_not: why it cannot be used on this machine; empty if it can.
+        name: the name that selects it; qualified if the plain name is ambiguous or means another
+            strategy.
+        aliases: further names, in the same form.
+        distribution, version: the distribution that provides it.
+        accelerators: the accelerators that it runs on; None for any.
+        summary: a one-line description.
+        why_not: the reason why it cannot be used on this machine; empty if it can.
         says_its_preset: its name is another's and what is preset of it.
     """
 
@@ -100,14 +100,14 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def listed_strategies(registry: Registry, environ: Mapping[str, str]) -> list[ListedStrategy]:
-    """Return every strategy, by distribution and name; those behind an ambiguous name as well.
+    """Return all strategies sorted by distribution and name, including ambiguous names.
 
     Args:
-        registry: what there is.
+        registry: the registry of plugins.
         environ: environment variables.
     """
     probe = _asked_once()
-    # About this machine, not about the cluster job in which this program may run.
+    # The listing is for this machine, not for the cluster job in which this program may run.
     environ = {**environ, CLUSTER_VARIABLE: "none"}
     accelerators = [each.spec for each in registry.candidates("accelerator")]
     candidates = registry.candidates("strategy")
@@ -133,11 +133,11 @@ def listed_strategies(registry: Registry, environ: Mapping[str, str]) -> list[Li
 
 
 def _asked_once() -> Probe:
-    """Return a probe that asks each accelerator at the first question: a driver's takes a while."""
+    """Return a probe that caches the result of each accelerator, since drivers may be slow."""
     found: dict[int, tuple[Any, Availability]] = {}
 
     def probe(accelerator: Any) -> Availability:
-        key = id(accelerator)  # which is kept, so that no other has the same
+        key = id(accelerator)  # the accelerator is kept, so that its id stays unique
         if key not in found:
             found[key] = accelerator, probe_accelerator(accelerator)
         return found[key][1]
@@ -146,7 +146,7 @@ def _asked_once() -> Probe:
 
 
 def selecting_name(registry: Registry, candidate: Candidate, name: str) -> str:
-    """Return one of a component's names, qualified where it alone would not select it."""
+    """Return a name of a component, qualified if the plain name would not select it."""
     try:
         found = registry.find(candidate.spec.kind, name)
     except ConfigurationError:
@@ -157,13 +157,13 @@ def selecting_name(registry: Registry, candidate: Candidate, name: str) -> str:
 def _no_accelerator(
     names: tuple[str, ...] | None, accelerators: Sequence[ComponentSpec], probe: Probe
 ) -> str:
-    """Return why none of the accelerators that a strategy was made for is here, or "".
+    """Return why no accelerator of a strategy is available here, or "".
 
-    The error of a request says it of all accelerators there are, which is long.
+    The error of a request would list all installed accelerators, which is long.
 
     Args:
-        names: that the strategy runs on; None: any.
-        accelerators: all there are.
+        names: the accelerators that the strategy runs on; None for any.
+        accelerators: all installed accelerators.
         probe: finds their devices.
     """
     reasons = []
@@ -180,10 +180,10 @@ def why_not(name: str, registry: Registry, environ: Mapping[str, str], probe: Pr
     """Return why no request for a strategy can be met here, or "" if one can.
 
     Args:
-        name: of the strategy, qualified.
-        registry: what there is.
+        name: the qualified name of the strategy.
+        registry: the registry of plugins.
         environ: environment variables.
-        probe: asks an accelerator what it finds.
+        probe: returns the devices of an accelerator.
     """
     reasons = []
     spec = registry.find("strategy", name).spec

@@ -1,4 +1,4 @@
-"""Naming the plugin at which a command ends or hangs, in the process of the command itself."""
+"""Name the plugin that ends or hangs a command, in the command's own process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stratagem.discovery import registry
 from stratagem.discovery.entry_points import DISABLE_VARIABLE
 
 PATIENCE = 10.0
-"""Seconds after which a plugin that has not returned is shown, by a traceback of its code."""
+"""The time in seconds after which the traceback of a plugin that has not returned is shown."""
 
 
 def watch_plugins() -> Callable[[], None]:

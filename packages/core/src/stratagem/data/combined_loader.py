@@ -1,4 +1,4 @@
-"""CombinedLoader: several loaders that are read together, or one after another."""
+"""CombinedLoader: several loaders, read together or one after another."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 class CombinedLoader:
     """Several loaders as one, for training, validation, testing or predicting.
 
-    A batch is a collection like `iterables`, with one batch of each loader in its place; in mode
-    "sequential" it is one loader's. Several loaders without a mode are read as "max_size_cycle" in
-    training, and as "sequential" elsewhere.
+    A batch is a collection like `iterables`, with a batch of each loader in place of the loader. In
+    mode "sequential" it is a batch of the current loader. Several loaders passed to a Trainer
+    without a mode are read as "max_size_cycle" in training, and as "sequential" otherwise.
 
-    Iterating yields `(batch, batch_idx, dataloader_idx)`; a Trainer hands on the batch. Each loader
-    is sharded over ranks and goes on in the middle of an epoch as one that stands alone.
+    Iterating yields `(batch, batch_idx, dataloader_idx)`; a Trainer passes on the batch. Each
+    loader is sharded over ranks, and resumes in the middle of an epoch like a single loader.
 
     Args:
         iterables: loaders in a list, tuple or dict, which may be nested.
-        mode: "min_size": as long as each of them has a batch; "max_size": as long as any has, None
-            in the place of those that have none; "max_size_cycle": the same, where those that are
-            at their end begin again; "sequential": one after another.
+        mode: "min_size" ends with the shortest loader. "max_size" ends with the longest; loaders
+            that have ended yield None. "max_size_cycle" also ends with the longest; loaders that
+            have ended begin again. "sequential" reads one loader after another.
 
     Raises:
-        ConfigurationError: there is no such mode, or no loader.
+        ConfigurationError: the mode is unknown, or `iterables` has no loader.
 
     Example:
         >>> from stratagem.data import CombinedLoader
@@ -58,10 +58,10 @@ class CombinedLoader:
 
     @property
     def flattened(self) -> list[Any]:
-        """The loaders in their order; others may be put in their place, which `iterables` follows.
+        """The loaders in their order; setting this property also replaces them in `iterables`.
 
         Raises:
-            ConfigurationError: set to another number of loaders.
+            ConfigurationError: the property is set to another number of loaders.
         """
         return self._flattened
 
@@ -76,15 +76,15 @@ class CombinedLoader:
         self._flattened = list(loaders)
 
     def map(self, function: Callable[[Any], Any]) -> CombinedLoader:
-        """Return one of what a function makes of each loader."""
+        """Return a CombinedLoader with a function applied to each loader."""
         return self.of([function(loader) for loader in self.flattened])
 
     def of(self, loaders: list[Any]) -> CombinedLoader:
-        """Return one with other loaders in the place of these, in their order."""
+        """Return a CombinedLoader with other loaders instead of these, in the same order."""
         return CombinedLoader(self.collect(loaders), self.mode)
 
     def collect(self, items: list[Any]) -> Any:
-        """Return a collection like `iterables`, with an item in the place of each loader."""
+        """Return a collection like `iterables`, with each loader replaced by an item."""
         return _filled(self.iterables, iter(items))
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ class CombinedLoader:
         return int(total)
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
-        # Loaders that are read together begin together, so that the workers of all are at work.
+        # Loaders that are read together begin together, so that the workers of all loaders work.
         at_once = 1 if self.mode == "sequential" else len(self.flattened)
         return self.combine(
             [
@@ -108,10 +108,10 @@ class CombinedLoader:
         return (batch for batch, _, _ in self)
 
     def combine(self, readings: list[Reading]) -> Iterator[tuple[Any, int, int]]:
-        """Yield what iterating does, from where each loader is.
+        """Yield (batch, batch_idx, dataloader_idx) from the current position of each loader.
 
         Args:
-            readings: of each loader.
+            readings: the position of each loader.
         """
         if self.mode != "sequential":
             return ((batch, number, 0) for number, batch in enumerate(self._together(readings)))
@@ -136,17 +136,17 @@ class CombinedLoader:
 
 
 END: Any = object()
-"""In the place of a batch where there is none left."""
+"""Marks the end of a loader's batches."""
 
 
 class Reading:
-    """A loader while it is read; an iteration begins when its first batch is asked for.
+    """The state of a loader during iteration; an iteration begins with the first `next`.
 
     Args:
-        begin: begins an iteration.
-        iterator: one that has begun; None: there is none yet.
+        begin: a function that begins an iteration.
+        iterator: the current iterator, or None before the first batch.
         went_through: whether the loader was read to its end before.
-        has_ended: whether it is there still.
+        has_ended: whether the loader is still at its end.
     """
 
     def __init__(
@@ -175,13 +175,13 @@ class Reading:
         return item
 
     def again(self) -> Reading:
-        """Begin at the start once more, with the next batch that is asked for."""
+        """Restart the loader with the next batch."""
         self.has_ended = False
         return self
 
 
 def total_of(numbers: list[float], mode: str) -> float:
-    """Return how many batches loaders with so many have together; infinity: not known.
+    """Return the number of batches of combined loaders; infinity if unknown.
 
     Example:
         >>> [total_of([2, 3], mode) for mode in MODES]
@@ -201,7 +201,7 @@ def _leaves(data: Any) -> Iterator[Any]:
 
 
 def _is_collection(data: Any) -> bool:
-    """Whether loaders are in it; a list of numbers or texts is a loader itself."""
+    """Whether data contain loaders; a list of numbers or texts is a loader itself."""
     if isinstance(data, Mapping):
         return True
     return isinstance(data, (list, tuple)) and not (

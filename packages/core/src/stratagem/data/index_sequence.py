@@ -1,4 +1,4 @@
-"""The indices of an epoch as a sequence that can be sliced, and is computed where it is read."""
+"""The indices of an epoch as a sequence that can be sliced, and is computed lazily."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSam
 from torch.utils.data.distributed import DistributedSampler
 
 PIECE = 2**15
-"""How many indices are computed at once while a sequence is iterated over."""
+"""The number of indices that are computed at once during iteration."""
 
 LARGEST_OF_TORCH = 2**24
-"""So many samples are shuffled by torch.randperm (64 MB, half a second); more by a Permutation."""
+"""The most samples that torch.randperm shuffles (64 MB, half a second); a Permutation shuffles
+larger numbers."""
 
 TORCH = "torch"
 FEISTEL = "feistel-1"
 RULES = (TORCH, FEISTEL)
-"""What may shuffle an epoch; in checkpoints. The same seed must give the same order for ever."""
+"""The names of shuffling rules, as in checkpoints. A seed must give the same order in all future
+versions."""
 
 
 class Permutation:
-    """The numbers below `length` in a random order, of which any part is computed by itself.
+    """The numbers below `length` in a random order; any part can be computed separately.
 
-    A Feistel network of six rounds over the bits of a place. Its round functions are tables of
-    random numbers, of the square root of the length each. A number that is not below the length
-    is encrypted again until one is (cycle walking: Black and Rogaway, "Ciphers with Arbitrary
-    Finite Domains", 2002), twice on average at most.
+    A Feistel network of six rounds permutes the bits of a position. Its round functions are tables
+    of random numbers, each as long as the square root of the length. A result that is not below the
+    length is encrypted again until it is (cycle walking: Black and Rogaway, "Ciphers with Arbitrary
+    Finite Domains", 2002), on average at most twice.
 
     Args:
-        length: at least 1.
-        generator: that the tables are drawn from.
+        length: the number of elements, at least 1.
+        generator: the generator for the tables.
 
     Example:
         >>> import torch
@@ -60,7 +62,7 @@ class Permutation:
         return self._length
 
     def __getitem__(self, places: slice) -> Tensor:
-        """Return the numbers at a slice of places, of a positive step: int64, on the host."""
+        """Return the numbers at a slice of positions with a positive step, int64 on the host."""
         wanted = range(*places.indices(self._length))
         end = wanted.start + len(wanted) * wanted.step
         numbers = self._encrypt(torch.arange(wanted.start, end, wanted.step, device="cpu"))
@@ -80,12 +82,12 @@ class Permutation:
 
 
 class IndexSequence(Sequence[Any]):
-    """Indices in the order of an epoch. A slice takes no time; iterating computes piece by piece.
+    """Indices in the order of an epoch. A slice is free; iteration computes indices in pieces.
 
     Args:
-        items: what it is a part of, with a length and slices: a range, a tensor of one dimension, a
-            list, a Permutation, or another IndexSequence.
-        places: its places in `items`; what goes beyond the end begins anew there. None: all.
+        items: a sequence with a length and slices: a range, a 1-D tensor, a list, a Permutation, or
+            another IndexSequence.
+        places: the positions in `items`, modulo its length; None for all.
 
     Example:
         >>> order = IndexSequence([5, 3, 8, 1, 4])
@@ -119,15 +121,15 @@ class IndexSequence(Sequence[Any]):
         return chain.from_iterable(map(self._take, pieces))
 
     def tolist(self) -> list[Any]:
-        """Return all of them as a list."""
+        """Return all indices as a list."""
         return self._take(self._places)
 
     def shard(self, index: int, count: int, *, even: bool) -> IndexSequence:
-        """Return every `count`-th from the `index`-th on; ranks take them in turn, like cards.
+        """Return every `count`-th index from the `index`-th on.
 
         Args:
-            index, count: which part, of how many.
-            even: repeat the first ones until every rank has as many.
+            index, count: the number of the part, and the number of parts.
+            even: whether to repeat the first indices until every part has the same length.
         """
         end = -(-len(self) // count) * count if even else len(self)
         return IndexSequence(self, range(index, end, count))
@@ -143,17 +145,17 @@ class IndexSequence(Sequence[Any]):
 
 
 def draw_indices(sampler: Any, rule: str | None = None) -> IndexSequence | None:
-    """Draw an epoch's order as a sampler of torch's would; no list of it is made.
+    """Draw an epoch's order as torch's samplers do, without making a list.
 
-    It is torch's own, index for index, and RNGs advance as under torch, unless the rule is FEISTEL.
+    Indices are equal to torch's, and RNGs advance as under torch, unless the rule is FEISTEL.
 
     Args:
-        sampler: of a loader.
-        rule: what shuffles, one of RULES; None: see `rule_of`.
+        sampler: the sampler of a loader.
+        rule: the shuffling rule, an element of RULES; None selects `rule_of(sampler)`.
 
     Returns:
-        The order, or None of a sampler that has to be asked for one index after another: the
-        user's, and those of torch that draw with replacement or by weights.
+        The order, or None if the sampler must be iterated: a user's sampler, or a torch sampler
+        that draws with replacement or by weights.
     """
     rule = rule or rule_of(sampler)
     if type(sampler) is SequentialSampler:
@@ -180,19 +182,19 @@ def draw_indices(sampler: Any, rule: str | None = None) -> IndexSequence | None:
 
 
 def draw_all(sampler: Any, rule: str | None = None) -> IndexSequence:
-    """Draw an epoch's order as `draw_indices` does, or by asking the sampler for each index."""
+    """Draw an epoch's order as `draw_indices` does, or by iterating over the sampler."""
     order = draw_indices(sampler, rule)
     if order is None:
-        # Of torch's samplers 8 bytes an index, where a list has 44.
+        # For torch's samplers use 8 bytes an index; a list needs 44.
         is_known = type(sampler) in (RandomSampler, WeightedRandomSampler)
         order = IndexSequence(array("q", sampler) if is_known else list(sampler))
     return order
 
 
 def draw_rest(sampler: Any, rule: str) -> Iterator[Any]:
-    """Draw what torch's RandomSampler draws after the last index; yields nothing.
+    """Advance the RNG as torch's RandomSampler does after the last index, without yielding.
 
-    It is seen in the generator that a user has given to the sampler, and so in the next epoch.
+    This changes a generator that the user passed to the sampler, and so the next epoch.
     """
     if type(sampler) is RandomSampler and sampler.generator is not None and rule == TORCH:
         samples = len(sampler.data_source)
@@ -202,7 +204,7 @@ def draw_rest(sampler: Any, rule: str) -> Iterator[Any]:
 
 
 def rule_of(sampler: Any) -> str:
-    """Return what shuffles the samples of a sampler, one of RULES; it goes by their number."""
+    """Return the shuffling rule for a sampler, an element of RULES, by its number of samples."""
     samples: Any = ()
     if type(sampler) is RandomSampler:
         samples = sampler.data_source
@@ -214,6 +216,6 @@ def rule_of(sampler: Any) -> str:
 def _shuffle(samples: int, generator: torch.Generator, rule: str) -> IndexSequence:
     if rule == FEISTEL:
         return IndexSequence(Permutation(samples, generator))
-    # Half the memory, and the same numbers: they are drawn alike for each dtype.
+    # Half the memory and the same numbers, since these do not depend on the dtype.
     dtype = torch.int32 if samples < 2**31 else torch.int64
     return IndexSequence(torch.randperm(samples, generator=generator, dtype=dtype, device="cpu"))

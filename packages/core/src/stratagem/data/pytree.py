@@ -1,4 +1,4 @@
-"""Mapping a function over the tensors in a batch, or in a model."""
+"""Map a function over the tensors of a batch or a model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 def map_tensors(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
     """Return `data` with `function` applied to every tensor in it.
 
-    Goes into dicts, lists, tuples, named tuples and dataclasses and keeps their types; any other
-    object is returned as it is.
+    Dicts, lists, tuples, named tuples and dataclasses are traversed and keep their types. Other
+    objects are returned unchanged.
 
     Example:
         >>> import torch
@@ -40,10 +40,10 @@ def map_tensors(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
 
 
 def move_to_device(data: Any, device: torch.device) -> Any:
-    """Return `data` on `device`: its tensors, and objects with a `to(device)` method of their own.
+    """Return `data` with tensors, and objects that have a `to(device)` method, moved to `device`.
 
-    The copy does not wait for the host when the tensor lies in pinned memory. An object whose `to`
-    returns nothing has moved itself.
+    Copies from pinned memory are asynchronous. If an object's `to` returns None, the object itself
+    is kept, as moved in place.
     """
     if hasattr(data, "to") and not isinstance(data, torch.Tensor):
         moved = data.to(device)
@@ -61,7 +61,7 @@ def convert_floats(data: Any, dtype: torch.dtype) -> Any:
 def convert_module_floats(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Convert a module's floating-point parameters and buffers in place, and return it.
 
-    Complex ones stay as they are: `module.to(dtype)` would drop their imaginary parts.
+    Complex tensors do not change: `module.to(dtype)` would drop their imaginary parts.
     """
     convert = {
         torch.float64: module.double,

@@ -1,4 +1,4 @@
-"""Data loaders of several ranks: each reads its own part, and no sample is lost."""
+"""Data loaders for several ranks: each rank reads its own part, and no sample is lost."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ from stratagem.rng import (
 )
 
 UNKNOWN = float("inf")
-"""The length of what does not know its length."""
+"""The length of a loader without a known length."""
 
 
 class ShardedSampler(Sampler[Any]):
-    """The part of a sampler's indices that one rank reads: every `count`-th one.
+    """The part of a sampler's indices that a rank reads: every `count`-th index.
 
-    All ranks must draw the same order, so a random sampler is drawn under a seed that they share;
-    it changes with the epoch.
+    All ranks must draw the same order, so a random sampler draws with a seed that the ranks share.
+    The seed changes with the epoch.
 
     Args:
-        sampler: the loader's own.
-        index, count: which part, of how many.
-        even: repeat the first indices until every rank has as many (training, where ranks must
-            run the same number of steps); otherwise each index is read once.
-        seed: shared by all ranks.
+        sampler: the loader's own sampler.
+        index, count: the number of the part, and the number of parts.
+        even: whether to repeat the first indices until every rank has the same number (for
+            training, where ranks must run the same number of steps). Otherwise each index is read
+            once.
+        seed: the seed that all ranks share.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class ShardedSampler(Sampler[Any]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw another order from the next iteration on."""
+        """Set the epoch, which changes the order from the next iteration on."""
         self.epoch = epoch
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
@@ -71,14 +72,14 @@ class ShardedSampler(Sampler[Any]):
         return iter(self.part())
 
     def part(self, rule: str | None = None) -> IndexSequence:
-        """Draw the order, and return what this rank reads of it; `rule` as in `order`."""
+        """Draw the order, and return this rank's part; for `rule` see `order`."""
         return self.order(rule).shard(self.index, self.count, even=self.even)
 
     def order(self, rule: str | None = None) -> IndexSequence:
-        """Draw the indices of all ranks, in the order in which they are sharded.
+        """Draw the indices of all ranks, in their order before sharding.
 
         Args:
-            rule: what shuffles; None: see `index_sequence.rule_of`.
+            rule: the shuffling rule; None selects `index_sequence.rule_of`.
         """
         generator = getattr(self.sampler, "generator", None)
         seed = (self.seed + self.epoch) % 2**63
@@ -94,18 +95,18 @@ def shard_loader(
 ) -> Any:
     """Return a loader that reads one rank's part of the data.
 
-    The user's DataLoader is copied with another sampler; its class, workers and collate function
-    stay. A loader that cannot be divided (an IterableDataset, an object that is no DataLoader) or
-    that divides the data itself (its sampler has `num_replicas`) is returned as it is.
+    The user's DataLoader is copied with another sampler, and keeps its class, workers and collate
+    function. A loader that cannot be sharded (with an IterableDataset, or not a DataLoader) or that
+    shards the data itself (its sampler has `num_replicas`) is returned unchanged.
 
     Args:
-        loader: what the user handed over.
-        index, count: which part, of how many.
+        loader: the user's loader.
+        index, count: the number of the part, and the number of parts.
         even: see `ShardedSampler`.
-        name: stands for the loader in errors.
+        name: the name of the loader in errors.
 
     Raises:
-        UserCodeError: it has a batch sampler of its own, which cannot be divided safely.
+        UserCodeError: the loader has a custom batch sampler, which cannot be sharded safely.
     """
     if not isinstance(loader, DataLoader):
         return loader
@@ -129,10 +130,10 @@ def shard_loader(
 
 
 def in_order(source: Any) -> Any:
-    """Return a loader, or several in a list or a dict, that do not shuffle.
+    """Return a loader, or loaders in a list or a dict, without shuffling.
 
-    A DataLoader is copied with a SequentialSampler, unless it has one or a batch sampler of the
-    user's, whose order is kept.
+    A DataLoader is copied with a SequentialSampler, unless it already has one. A custom batch
+    sampler is kept with its order.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -155,7 +156,7 @@ def in_order(source: Any) -> Any:
 def sampler_of(loader: DataLoader[Any]) -> Any:
     """Return the sampler that chooses a loader's samples.
 
-    A loader that was given a batch sampler of torch's has a SequentialSampler that it does not use.
+    A loader with a torch batch sampler also has a SequentialSampler, which it does not use.
 
     Example:
         >>> from torch.utils.data import BatchSampler, DataLoader
@@ -167,15 +168,17 @@ def sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def with_sampler(loader: DataLoader[Any], sampler: Sampler[Any]) -> DataLoader[Any]:
-    """Return a copy of a loader, whose batch sampler is torch's own or none, with a sampler.
+    """Return a copy of a loader with another sampler.
+
+    The loader must have torch's own batch sampler, or no batch sampler.
 
     Example:
         >>> from torch.utils.data import DataLoader
         >>> list(with_sampler(DataLoader([3, 1, 2], batch_size=2), [2, 0]))
         [tensor([2, 3])]
     """
-    # DataLoader refuses assignments to these after __init__; a copy avoids guessing the arguments
-    # of a subclass's constructor.
+    # DataLoader forbids assignments to these attributes after __init__; a copy avoids guessing the
+    # arguments of a subclass's constructor.
     copied = copy.copy(loader)
     copied.__dict__["sampler"] = sampler
     copied.__dict__["_iterator"] = None
@@ -186,7 +189,7 @@ def with_sampler(loader: DataLoader[Any], sampler: Sampler[Any]) -> DataLoader[A
 
 
 def divides_data(loader: Any) -> bool:
-    """Whether a loader's sampler takes care of ranks itself, as DistributedSampler does."""
+    """Return whether a loader's sampler divides the data itself, as DistributedSampler does."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     chooses = batch_sampler.sampler if type(batch_sampler) is BatchSampler else None
     samplers = (getattr(loader, "sampler", None), batch_sampler, chooses)
@@ -194,27 +197,27 @@ def divides_data(loader: Any) -> bool:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Hand the epoch to those of a loader's samplers that have `set_epoch`."""
+    """Call `set_epoch` of each sampler of a loader that has this method."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = (
         getattr(loader, "sampler", None),
         batch_sampler,
         getattr(batch_sampler, "sampler", None),
     )
-    # A loader that makes its batches itself has one sampler in two places.
+    # A loader with automatic batching has the same sampler in two places.
     for sampler in {id(one): one for one in samplers}.values():
         if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
 
 
 def has_persistent_workers(loader: Any) -> bool:
-    """Whether a loader's workers were started and stay from epoch to epoch."""
+    """Return whether a loader has started persistent workers."""
     persistent = getattr(loader, "persistent_workers", False)
     return persistent and getattr(loader, "_iterator", None) is not None
 
 
 def is_iterable(loader: Any) -> bool:
-    """Whether a loader reads an IterableDataset, whose length may be an estimate."""
+    """Return whether a loader reads an IterableDataset, which may only estimate its length."""
     return isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 

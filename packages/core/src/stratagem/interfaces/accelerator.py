@@ -19,14 +19,14 @@ from stratagem.discovery.specs import Availability
 @final
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Who holds a device's memory, in bytes.
+    """The use of a device's memory, in bytes.
 
     Attributes:
-        total: all that there is; None: not known.
-        allocated: in tensors of this process, now.
-        peak: the same, the most there was.
-        reserved: what torch's allocator of this process has taken from the device.
-        others: what other processes hold, by a text that names each.
+        total: the size of the memory; None if unknown.
+        allocated: the memory that tensors of this process occupy now.
+        peak: the largest value of `allocated` so far.
+        reserved: the memory that this process's torch allocator holds.
+        others: the memory of other processes, as pairs (description of the process, bytes).
 
     Example:
         >>> from stratagem.accelerators import DeviceMemory
@@ -42,29 +42,29 @@ class DeviceMemory:
 
 
 class Accelerator(ABC):
-    """A kind of device: how many there are, how to address one, and what one can do.
+    """A type of device, with its number of devices and its capabilities.
 
     Call sequence:
-        1. `availability()`, where a request is resolved (for an object; for a discovered one the
-           spec's probe is asked instead, without importing this class).
-        2. `autocast(dtype)` and `pins_memory`, by `Strategy.bind`, in the process that the user
-           started; `fork_problem()` there too, by a launcher that forks.
-        3. On every rank, by `Strategy.setup_environment`: `device(index)`, `setup()`, then
-           `setup_device(device)`.
-        4. On every rank, with each checkpoint: `rng_state(device)`; upon resuming
-           `set_rng_state(device, state)`. Where logged values go to the loggers: `start_reading`.
-           Between steps, where a DeviceStatsMonitor asks: `device_stats(device)`. By users who
-           measure: `synchronize(device)`.
-        5. On every rank, by the front ends: `batch_mover(device)`, once for each loop; by the
-           Trainer around each stage: `configure_kernels`. By the Trainer on rank 0 at the start of
-           a fit: `hints`.
-        6. On a rank that fails, with its error: `is_out_of_memory(error)`, then
-           `device_memory(device)`; else `explain_lost_device(error)`.
-        7. On every rank, at the end: `teardown()`.
+        1. Resolution of a request calls `availability()` of an accelerator object. For a discovered
+           accelerator it calls the spec's probe instead, which does not import this class.
+        2. `Strategy.bind` calls `autocast(dtype)` and reads `pins_memory`, in the process that the
+           user started. A launcher that forks calls `fork_problem()` in the same process.
+        3. `Strategy.setup_environment` calls `device(index)`, `setup()` and then
+           `setup_device(device)`, on every rank.
+        4. Saving a checkpoint calls `rng_state(device)` on every rank. Resuming calls
+           `set_rng_state(device, state)`. `start_reading` runs when logged values are sent to the
+           loggers. A DeviceStatsMonitor calls `device_stats(device)` between steps. Users call
+           `synchronize(device)` for timing.
+        5. The front ends call `batch_mover(device)` on every rank, once for each loop. The Trainer
+           calls `configure_kernels` before each stage on every rank, and the returned function
+           after it. It calls `hints` on rank 0 at the start of a fit.
+        6. A rank that fails calls `is_out_of_memory(error)`. If the memory is full, it calls
+           `device_memory(device)`, otherwise `explain_lost_device(error)`.
+        7. `teardown()` runs on every rank, at the end.
 
-    Only `availability` and `device` have to be implemented; the other defaults are right for any
-    device whose `torch.get_device_module` follows torch's conventions. `DeviceAccelerator`
-    implements these two as well, over `torch.accelerator`.
+    Only `availability` and `device` must be implemented. The other defaults suit every device whose
+    `torch.get_device_module` follows torch's conventions. `DeviceAccelerator` implements these two
+    as well, with `torch.accelerator`.
 
     Example:
         >>> from stratagem.accelerators import CPUAccelerator
@@ -76,97 +76,99 @@ class Accelerator(ABC):
     name: str
     """The name that strategies list in their capabilities."""
     process_group_backend: str
-    """The torch.distributed backend for its tensors, such as "gloo"."""
+    """The torch.distributed backend for the accelerator's tensors, such as "gloo"."""
     pins_memory: ClassVar[bool] = False
-    """Whether its devices copy to and from page-locked host memory while the host goes on; torch
-    then has to have an allocator of such memory for them."""
+    """Whether the devices copy to and from page-locked host memory asynchronously. If True, torch
+    must have an allocator of page-locked memory for these devices."""
     sync_batchnorm_kernels: ClassVar[bool] = False
-    """Whether `torch.nn.SyncBatchNorm` has kernels for its tensors. Otherwise
+    """Whether `torch.nn.SyncBatchNorm` has kernels for the accelerator's tensors. Otherwise
     `sync_batchnorm=True` computes batch statistics from operations that every device has."""
     requires_dedicated_strategies: ClassVar[bool] = False
-    """Whether only strategies that name it in their capabilities can use it; as in its spec."""
+    """Whether a strategy must name this accelerator in its capabilities to use it; the same value
+    as in the accelerator's spec."""
     data_parallel_kernels: ClassVar[bool] = False
-    """Whether `torch.nn.DataParallel` can scatter to and gather from several of its devices."""
+    """Whether `torch.nn.DataParallel` can scatter to and gather from several of the devices."""
     inference_mode: ClassVar[bool] = True
-    """Whether its tensors work under `torch.inference_mode`; otherwise evaluation runs under
-    `torch.no_grad` in its place."""
+    """Whether the accelerator's tensors work under `torch.inference_mode`. Otherwise evaluation
+    runs under `torch.no_grad`."""
     compiles_steps: ClassVar[bool] = False
-    """Whether operations are recorded and compiled as one program for each step (XLA). What a front
-    end computes for itself is then the same in every step, or each difference would be compiled
-    again with the whole step."""
+    """Whether the operations of a step are recorded and compiled as one program (XLA). The front
+    ends then run the same operations of their own in every step, since each difference would
+    recompile the whole step."""
 
     @abstractmethod
     def availability(self) -> Availability:
-        """Return how many devices can be used here, and why."""
+        """Return the number of usable devices on this machine, and the reason."""
 
     @abstractmethod
     def device(self, index: int) -> torch.device:
-        """Return the device with this index on this node; touches no device."""
+        """Return the device with this index on this node, without using any device."""
 
     @property
     def is_host(self) -> bool:
-        """Whether its tensors lie in the host's memory, so that batches stay where they are."""
+        """Whether the tensors lie in host memory, so that batches need no copy."""
         return self.device(0).type == "cpu"
 
     def fork_problem(self) -> str | None:
-        """Return why this process must not be forked any more, or None: it may be.
+        """Return the reason why this process can no longer be forked, if any.
 
-        The text completes "the launcher 'fork' copies this process, which ...".
+        The reason completes the sentence "the launcher 'fork' copies this process, which ...".
+        None means that the process can be forked.
         """
         return None
 
     def setup(self) -> None:
-        """Prepare this process; once a rank, before `setup_device`."""
+        """Prepare this process; called once on each rank, before `setup_device`."""
 
     def setup_device(self, device: torch.device) -> None:
-        """Make `device` the current one of this process."""
+        """Make `device` the current device of this process."""
 
     def teardown(self) -> None:
-        """Release what `setup` and `setup_device` took."""
+        """Release the resources that `setup` and `setup_device` acquired."""
 
     def batch_mover(self, device: torch.device) -> Callable[[Any], Any]:
-        """Return what moves a batch to the device, for the steps of one rank.
+        """Return a function that moves a batch to the device.
 
-        The copy of what lies in pinned memory does not wait for the device; whoever uses the batch
-        on the device's current stream finds it there.
+        Copies from pinned memory are asynchronous: the function does not wait for the device.
+        Operations on the device's current stream see the copied data.
         """
         return partial(move_to_device, device=device)
 
     def synchronize(self, device: torch.device) -> None:
-        """Wait until the device has done all queued work; for timing."""
+        """Wait until the device has finished all queued work; used for timing."""
 
     def device_stats(self, device: torch.device) -> dict[str, Any]:
-        """Return memory figures and the like, by name; empty if there are none.
+        """Return statistics of the device by name, such as its memory use.
 
-        Asked for between steps (`DeviceStatsMonitor`), so it does not wait for the device. Names
-        end in their unit, such as `_bytes`.
+        `DeviceStatsMonitor` calls this between steps, so it does not wait for the device. Names
+        end in their unit, such as `_bytes`. The dict is empty if the device has no statistics.
         """
         return {}
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether an error says that the memory of a device is full."""
+        """Return whether an error reports that a device's memory is full."""
         return isinstance(error, torch.OutOfMemoryError)
 
     def device_memory(self, device: torch.device) -> DeviceMemory | None:
-        """Return who holds the device's memory; None: nobody counts. After a failure only."""
+        """Return the use of the device's memory, if known; called after failures only."""
         return None
 
     def explain_lost_device(self, error: BaseException) -> str | None:
-        """Return what to do about an error after which this process cannot use the device any more.
+        """Return advice about an error that makes the device unusable for this process.
 
-        None: it is another error. Nothing touches the device from then on, since whoever waited
-        for it might wait forever.
+        Return None for any other error. After advice was returned, nothing uses the device again,
+        since a wait for it might never end.
         """
         return None
 
     def start_reading(self, tensors: Sequence[Tensor]) -> Callable[[], list[float]]:
-        """Begin to copy tensors of one element to the host, all in one.
+        """Start one asynchronous copy of one-element tensors to the host.
 
         Returns:
-            A function that waits until they are there, and returns the numbers.
+            A function that waits for the copy and returns the numbers.
         """
         values = torch.stack([one.reshape(()).double() for one in tensors])
-        # torch puts what it copies without waiting into pinned memory.
+        # torch allocates the result of a non-blocking copy in pinned memory.
         on_host = values.to("cpu", non_blocking=self.pins_memory)
         event = torch.Event(values.device)
         event.record(torch.accelerator.current_stream(values.device))
@@ -180,11 +182,13 @@ class Accelerator(ABC):
         return read
 
     def rng_state(self, device: torch.device) -> Tensor | None:
-        """Return the state of the device's RNG, in host memory; None: it is the host's own.
+        """Return the state of the device's RNG, in host memory.
+
+        Return None if the device uses the host's RNG.
 
         Raises:
-            AttributeError: torch's module for the device has no `get_rng_state`; an accelerator
-                for it overrides this.
+            AttributeError: torch's module for the device has no `get_rng_state`. An accelerator
+                for such a device overrides this method.
         """
         if self.is_host:
             return None
@@ -192,14 +196,14 @@ class Accelerator(ABC):
         return state
 
     def set_rng_state(self, device: torch.device, state: Tensor) -> None:
-        """Restore what `rng_state` returned, for a device of the same type."""
+        """Restore a state that `rng_state` returned for a device of the same type."""
         torch.get_device_module(device).set_rng_state(state, device)
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any] | None:
-        """Return an autocast context that can be entered again and again.
+        """Return an autocast context that can be entered many times.
 
-        None: operations on these devices cannot be autocast to `dtype`; mixed precision is then
-        refused.
+        Return None if operations on these devices cannot be autocast to `dtype`. Mixed precision
+        then raises an error.
         """
         kind = self.device(0).type
         if not torch.amp.is_autocast_available(kind):
@@ -209,21 +213,21 @@ class Accelerator(ABC):
         return torch.autocast(kind, dtype=dtype) if dtype in supported() else None
 
     def hints(self, device: torch.device, dtype: torch.dtype) -> Sequence[str]:
-        """Return what a user may want to know before training: a sentence each, said once.
+        """Return hints for the user before training, one sentence each; each is shown once.
 
         Args:
-            device: this rank's.
-            dtype: what large matrix products are computed in; see `Precision.dtype`.
+            device: the device of this rank.
+            dtype: the dtype of large matrix products; see `Precision.dtype`.
         """
         return ()
 
     def configure_kernels(self, *, benchmark: bool, deterministic: bool) -> Callable[[], None]:
-        """Set how the devices' libraries choose kernels; return what restores it.
+        """Configure the kernel selection of the devices' libraries; return a function to undo it.
 
-        torch's own `use_deterministic_algorithms` is set by the caller.
+        The caller sets torch's own `use_deterministic_algorithms`.
 
         Args:
-            benchmark: choose by trying them out, where shapes stay the same.
-            deterministic: choose only those that compute the same each time.
+            benchmark: select kernels by measuring them, for inputs of constant shape.
+            deterministic: select only kernels with reproducible results.
         """
         return lambda: None

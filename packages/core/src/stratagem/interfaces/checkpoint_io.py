@@ -1,4 +1,4 @@
-"""CheckpointIO: how a checkpoint's data get to storage and back."""
+"""CheckpointIO: the storage of checkpoints."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ if TYPE_CHECKING:
 class CheckpointIO(ABC):
     """Writes, reads and removes checkpoints.
 
-    Who calls, and when:
+    Call sequence:
         1. `bind` in the process that the user started, then `setup` on every rank, once the ranks
            can communicate.
         2. `save_checkpoint` on rank 0 only, after the strategy has gathered the state; the other
-           ranks wait until it returns. Where `supports_shards`, on every rank. With
-           `async_save=True` `prepare_save` in its place, and what that returns in a thread.
-        3. `load_checkpoint` on every rank; `open_checkpoint` in its place, by a strategy that needs
-           only parts of it.
+           ranks wait until it returns. If `supports_shards`, on every rank. With
+           `async_save=True`, `prepare_save` instead; the function that it returns runs in a thread.
+        3. `load_checkpoint` on every rank; a strategy that needs only parts of the checkpoint calls
+           `open_checkpoint` instead.
         4. `verify_checkpoint`, `remove_checkpoint`, `link_checkpoint` and `when_durable` on rank 0
            only.
-        5. Where `asynchronous`: `raise_errors` on every rank, before a training step; `wait` on
-           every rank, at the end of a run; `wait_at_error`, if it ends with an error;
-           `rank_was_lost` on the ranks that are left, if another one is gone.
+        5. If `asynchronous`: `raise_errors` on every rank before a training step, and `wait` on
+           every rank at the end of a run. If the run ends with an error, `wait_at_error`. If a rank
+           is lost, `rank_was_lost` on the remaining ranks.
         6. `teardown` on every rank, at the end.
 
-    Paths are local, or URLs that fsspec knows ("s3://bucket/run/last.ckpt"), as `str` or `Path`.
+    A path is a local path or a URL that fsspec supports ("s3://bucket/run/last.ckpt"), as `str` or
+    `Path`.
 
     Example:
         >>> from stratagem import Lite
@@ -54,55 +55,58 @@ class CheckpointIO(ABC):
     """
 
     supports_shards: bool = False
-    """Whether every rank hands over its part of the state, and writes it: strategies that shard
-    then put `Shards` into a checkpoint, in the place of whole tensors on rank 0."""
+    """Whether every rank writes its part of the state. Sharding strategies then put `Shards` into a
+    checkpoint, instead of whole tensors on rank 0."""
 
     asynchronous: bool = False
     """Whether `save_checkpoint` returns before the checkpoint is durable. It waits for the save
     before, so that only one is under way."""
 
     ranks: Ranks | None = None
-    """The ranks that save together; None before `setup`, and where one process works alone."""
+    """The ranks that save together; None before `setup`, and in a process that works alone."""
 
     strategy_name: str | None = None
-    """The name of the strategy that saves, for a manifest; None before `setup`."""
+    """The name of the strategy, for a checkpoint's manifest; None before `setup`."""
 
     def bind(self, accelerator: Accelerator) -> None:
-        """Take the accelerator whose tensors are saved; once before each launch."""
+        """Set the accelerator of the saved tensors; called once before each launch."""
 
     def setup(self, ranks: Ranks, strategy_name: str) -> None:
-        """Take note of who saves together."""
+        """Set the ranks that save together, and the name of their strategy."""
         self.ranks = ranks
         self.strategy_name = strategy_name
 
     @abstractmethod
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        """Write `checkpoint` so that `path` holds it whole or holds what was there before.
+        """Write `checkpoint` to `path` atomically.
+
+        If the write fails, `path` keeps its previous contents.
 
         Raises:
-            CheckpointContentError: something in it is not weights-only-safe data.
-            CheckpointSaveError: storage refused it.
+            CheckpointContentError: the checkpoint contains an object that is not weights-only-safe.
+            CheckpointSaveError: the storage rejected the write.
         """
 
     def prepare_save(self, checkpoint: dict[str, Any], path: str | Path) -> Callable[[], None]:
-        """Do what of a save needs other ranks; return the rest, which may run in another thread.
+        """Run the part of a save that communicates; return a function that does the rest.
 
-        An asynchronous save calls this before training goes on, and the rest beside it. The rest
-        communicates nothing: the ranks that train must not wait for it, nor it for them.
+        An asynchronous save calls this method before training continues, and the function in
+        another thread during training. The function must not communicate: neither it nor the
+        training ranks may wait for the other.
         """
         return partial(self.save_checkpoint, checkpoint, path)
 
     @abstractmethod
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Return the checkpoint at `path`, its tensors on the CPU; execute nothing in it.
+        """Return the checkpoint at `path` with tensors on the CPU, without executing code in it.
 
         Raises:
-            CheckpointNotFoundError: nothing is there.
-            CheckpointCorruptError: it is damaged, or not safe to load.
+            CheckpointNotFoundError: `path` does not exist.
+            CheckpointCorruptError: the checkpoint is damaged or unsafe to load.
         """
 
     def open_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Return the checkpoint at `path` with a `LazyTensor` for each tensor that was sharded.
+        """Return the checkpoint at `path` with a `LazyTensor` for each sharded tensor.
 
         Raises:
             CheckpointNotFoundError, CheckpointCorruptError: as `load_checkpoint` does.
@@ -110,7 +114,7 @@ class CheckpointIO(ABC):
         return self.load_checkpoint(path)
 
     def verify_checkpoint(self, path: str | Path) -> None:
-        """Return if the checkpoint at `path` is whole; loads it, unless a format knows better.
+        """Check that the checkpoint at `path` is complete and undamaged; by default, load it.
 
         Raises:
             CheckpointNotFoundError, CheckpointCorruptError: as `load_checkpoint` does.
@@ -119,31 +123,32 @@ class CheckpointIO(ABC):
 
     @abstractmethod
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove the checkpoint at `path`, if there is one; after what is still being written."""
+        """Remove the checkpoint at `path`, if it exists, after all pending writes."""
 
     def link_checkpoint(self, target: str | Path, path: str | Path) -> bool:
-        """Let `path` name the checkpoint at `target` too, once that is durable.
+        """Make `path` a second name of the checkpoint at `target`, once that is durable.
 
         Returns:
-            False: this format cannot; save a second time.
+            True if the link is made; False if the format has no links, so that the caller must
+            save a second time.
         """
         return False
 
     def when_durable(self, action: Callable[[], None]) -> None:
-        """Call a function once everything that was saved is durable, and not if that fails."""
+        """Call a function once all saved checkpoints are durable; if a write fails, never."""
         action()
 
     def raise_errors(self) -> None:
-        """Raise the error of a write in the background, if there was one; wait for nothing."""
+        """Raise the error of a background write, if one has failed, without waiting."""
 
     def wait(self) -> None:
-        """Return once everything that was saved is durable; raise what went wrong."""
+        """Wait until all saved checkpoints are durable; raise the error of a failed write."""
 
     def wait_at_error(self) -> None:
-        """Do as `wait`, in a run that ends with an error: other ranks may be gone."""
+        """Wait as `wait` does, at the end of a run with an error, when other ranks may be gone."""
 
     def rank_was_lost(self) -> None:
-        """Let no write in the background wait for other ranks any longer: it fails instead."""
+        """Make background writes fail instead of waiting for other ranks."""
 
     def teardown(self) -> None:
-        """Finish what is still being written, and raise what went wrong in it."""
+        """Finish pending writes, and raise the error of a failed one."""

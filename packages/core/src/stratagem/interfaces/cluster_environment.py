@@ -1,4 +1,4 @@
-"""ClusterEnvironment: where a process learns its rank, the world size and the main address."""
+"""ClusterEnvironment: the source of a process's rank, the world size and the main address."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from stratagem.launch.rank import LISTEN_FD_VARIABLE
 
 
 class ClusterEnvironment:
-    """A process's rank among the others, and what the cluster does when the process ends.
+    """A process's rank in the cluster, and the cluster's means to restart a run.
 
-    The defaults read the variables that torch.distributed uses, so a subclass overrides only what
-    its cluster says otherwise.
+    The defaults read the environment variables of torch.distributed. A subclass overrides only the
+    values that its cluster defines in another way.
 
-    Who calls, and when:
-        1. Of one that is given as an object, resolving reads `creates_processes_externally`. The
-           launcher reads `node_rank` before it starts processes.
-        2. `Strategy.bind` and `Strategy.setup_environment` read the ranks, on every rank:
-           `global_rank`, `local_rank` and `node_rank`; `world_size` and `local_world_size` are what
-           the defaults make of these.
+    Call sequence:
+        1. For an environment passed as an object, resolution reads `creates_processes_externally`.
+           The launcher reads `node_rank` before it starts processes.
+        2. `Strategy.bind` and `Strategy.setup_environment` read `global_rank`, `local_rank` and
+           `node_rank` on every rank. The default `global_rank` is computed from the node's rank and
+           `local_world_size`; `world_size` is the number of ranks on all nodes.
         3. A strategy that joins a process group reads `main_address`, `main_port` and
-           `holds_store`, on every rank, and rank 0 calls `take_listener`. Either may wait for
+           `holds_store` on every rank, and rank 0 calls `take_listener`. Each of these may wait for
            other ranks.
-        4. The Trainer reads `run_id`, `restart_count` and `agent_id` when `fit` begins, on every
-           rank, and installs handlers for `preemption_signals`.
-        5. After the checkpoint that a signal asks for, rank 0 calls `requeues_upon`, and `requeue`
-           if that is so.
+        4. The Trainer reads `run_id`, `restart_count` and `agent_id` on every rank when `fit`
+           begins, and installs handlers for `preemption_signals`.
+        5. After a preemption signal and the checkpoint that follows, rank 0 calls `requeues_upon`.
+           If that returns True, it calls `requeue`.
         6. `teardown`, on every rank, at the end.
 
     Example:
@@ -41,12 +41,12 @@ class ClusterEnvironment:
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Whether this process was already started as one of several ranks."""
+        """Whether this process was already started as a rank, together with others."""
         return "LOCAL_RANK" in os.environ
 
     @property
     def holds_store(self) -> bool:
-        """Whether the program that started the ranks holds the store that they meet at."""
+        """Whether the program that started the ranks serves their rendezvous store."""
         return False
 
     @property
@@ -60,10 +60,10 @@ class ClusterEnvironment:
         return self._number("MASTER_PORT", 29500)
 
     def take_listener(self) -> int | None:
-        """Return, on rank 0 and once, the descriptor of a socket that listens on `main_port`.
+        """Return the file descriptor of a socket that listens on `main_port`; once, on rank 0.
 
-        None: there is none, and rank 0 opens the port itself. With a socket that listens before
-        anybody learns its port, no other program can take the port in between.
+        If None, rank 0 opens the port itself. A socket that listens before its port is announced
+        prevents another program from taking the port.
         """
         listen_fd = os.environ.pop(LISTEN_FD_VARIABLE, None)
         return None if listen_fd is None else int(listen_fd)
@@ -77,7 +77,7 @@ class ClusterEnvironment:
         return self._number("LOCAL_WORLD_SIZE", 1)
 
     def global_rank(self) -> int:
-        """Return this process's rank among all."""
+        """Return this process's rank among all ranks."""
         if "RANK" in os.environ:
             return self._number("RANK", 0)
         return self.node_rank() * self.local_world_size() + self.local_rank()
@@ -93,36 +93,39 @@ class ClusterEnvironment:
     # -- restarts
 
     def run_id(self) -> str | None:
-        """Return what stays the same when the cluster starts this run again; None: it does not."""
+        """Return an ID that stays the same across restarts of this run.
+
+        Return None if the cluster does not restart runs.
+        """
         return None
 
     def restart_count(self) -> int:
-        """Return how many times the cluster has started this run again."""
+        """Return the number of times that the cluster has restarted this run."""
         return 0
 
     def agent_id(self) -> str | None:
-        """Return what names the program that starts this node's ranks again and outlives them.
+        """Return the ID of the agent, the program that restarts this node's ranks.
 
-        None: there is none, or it has no name. A run whose ranks were started anew goes on if one
-        of its agents is still there, whatever its `restart_count`.
+        None if no agent exists or it has no ID. After a restart of the ranks, a run continues if
+        at least one agent is the same as before, whatever the `restart_count`.
         """
         return None
 
     @property
     def preemption_signals(self) -> tuple[signal.Signals, ...]:
-        """Signals that announce the end, upon which a run is to be saved and queued again."""
+        """Signals that announce the end of the job, so that the run is saved and requeued."""
         return ()
 
     def requeues_upon(self, number: signal.Signals) -> bool:
-        """Whether this job is to be queued again after a signal has ended the run; on rank 0."""
+        """Return whether to requeue this job after a signal has ended the run; on rank 0."""
         return number in self.preemption_signals
 
     def requeue(self) -> bool:
-        """Ask the cluster to run this job again, on rank 0; return whether it will."""
+        """Ask the cluster to requeue this job; return whether it accepted. Called on rank 0."""
         return False
 
     def teardown(self) -> None:
-        """Release what the environment holds; on every rank, at the end."""
+        """Release the environment's resources; called on every rank, at the end."""
 
     @staticmethod
     def _number(variable: str, default: int | None = None) -> int:

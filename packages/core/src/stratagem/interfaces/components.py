@@ -1,4 +1,4 @@
-"""Components: what a strategy is composed of."""
+"""Components: the parts of a strategy."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from stratagem.plan.step_options import StepOptions
 @final
 @dataclass(frozen=True)
 class Components:
-    """What a strategy is composed of: the plan's choices, built. Handed over by `Strategy.bind`.
+    """The components of a strategy, built as the plan says. `Strategy.bind` receives them.
 
     Attributes:
-        accelerator: the kind of device.
-        precision: dtypes, and the scaling of losses.
-        checkpoint_io: how checkpoints get to storage and back.
-        cluster_environment: where this process learns its rank.
+        accelerator: the type of device.
+        precision: the dtypes, and the scaling of losses.
+        checkpoint_io: the storage of checkpoints.
+        cluster_environment: the source of this process's rank.
         devices: device indices of this node, one for each local process (or all of them, for a
             strategy that drives several devices from one process).
-        num_nodes: machines taking part.
-        step: how the Trainer takes its steps; None under Lite, whose user clips and accumulates in
-            a loop of their own.
+        num_nodes: the number of nodes.
+        step: the options of the Trainer's steps; None under Lite, where the user's own loop clips
+            and accumulates.
 
     Example:
         >>> from stratagem import Trainer
@@ -46,5 +46,5 @@ class Components:
 
     @property
     def device_count(self) -> int:
-        """How many devices take part on all nodes."""
+        """The number of devices on all nodes."""
         return len(self.devices) * self.num_nodes

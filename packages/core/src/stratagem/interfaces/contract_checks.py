@@ -1,4 +1,4 @@
-"""Checks of a strategy's class and arguments: an author's mistake is named where it is made."""
+"""Checks of a strategy's class and arguments, with errors that name the author's mistake."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ _checked: set[tuple[type, type, bool]] = set()
 
 
 def check_overrides(kind: type, base: type, *, by_name: bool = False) -> None:
-    """Refuse a class whose methods do not take what those of `base` take; once for each class.
+    """Check that the methods of a class accept the arguments of `base`'s methods.
 
-    What only looks like one of `base` is none of its subclasses, and is left alone.
+    Each class is checked once. A class that is not a subclass of `base` is not checked.
 
     Args:
         kind: the class.
-        base: what it is to be called as.
-        by_name: refuse other names of parameters too: front ends pass most by their place, so that
-            a run goes well, but later ones need not.
+        base: the class that defines the expected signatures.
+        by_name: check the names of parameters too. Front ends pass most arguments by position, so
+            different names work today, but may fail in later versions.
 
     Raises:
-        ConfigurationError: names the method, and shows both signatures; or the method is final.
+        ConfigurationError: a method has another signature, or overrides a final method. The error
+            names the method.
 
     Example:
         >>> from stratagem.strategies import Strategy, check_overrides
@@ -95,7 +96,7 @@ def _overridden(kind: type, base: type) -> Iterator[tuple[str, FunctionType, Any
 
 
 def _as_called(expected: FunctionType) -> tuple[list[None], dict[str, None]]:
-    """Return arguments as the front ends pass them: keyword-only ones by keyword."""
+    """Return positional and keyword arguments as the front ends pass them."""
     arguments: list[None] = []
     keywords: dict[str, None] = {}
     for parameter in inspect.signature(expected).parameters.values():
@@ -107,7 +108,7 @@ def _as_called(expected: FunctionType) -> tuple[list[None], dict[str, None]]:
 
 
 def unexpected_arguments(kind: type, given: Mapping[str, Any]) -> ConfigurationError:
-    """Return the error for keyword arguments that no `__init__` of a class has taken."""
+    """Return the error for keyword arguments that no `__init__` of a class accepts."""
     known = {
         name
         for base in kind.__mro__[:-1]
@@ -122,10 +123,10 @@ def unexpected_arguments(kind: type, given: Mapping[str, Any]) -> ConfigurationE
 
 
 def why_not_initialized(strategy: object, base: type) -> str:
-    """Return how an `__init__` of a strategy's class loses the arguments of its base; "": none.
+    """Return a text on how an `__init__` drops its base class's arguments, or "" if no one does.
 
     Args:
-        strategy: an object.
+        strategy: the strategy object.
         base: Strategy, which sets `requested`.
 
     Example:
@@ -145,7 +146,7 @@ def why_not_initialized(strategy: object, base: type) -> str:
             continue
         last = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
         taken = code.co_varnames[last]
-        # A pair of names is the argument of some instructions.
+        # The argument of some instructions is a pair of names.
         read = [name for each in dis.get_instructions(code) for name in _names(each.argval)]
         if taken not in read:
             return (
@@ -160,10 +161,10 @@ def _names(argument: Any) -> tuple[Any, ...]:
 
 
 def context_of(method: Callable[..., Any], *arguments: Any) -> AbstractContextManager[Any]:
-    """Return the context that a strategy's method makes.
+    """Return the context manager that a strategy's method returns.
 
     Raises:
-        PluginError: it returned something else.
+        PluginError: the method returned another object.
     """
     context = method(*arguments)
     if not isinstance(context, AbstractContextManager):
@@ -175,10 +176,11 @@ def context_of(method: Callable[..., Any], *arguments: Any) -> AbstractContextMa
 
 
 def check_capabilities(kind: type, base: type, can: Capabilities) -> None:
-    """Refuse a class whose capabilities say that it does what it leaves to the base class.
+    """Check that a class implements the steps that its capabilities claim.
 
     Raises:
-        ConfigurationError: names the capability.
+        ConfigurationError: the class leaves a claimed step to the base class. The error names the
+            capability.
 
     Example:
         >>> from stratagem.strategies import Capabilities, Strategy, check_capabilities
@@ -190,7 +192,7 @@ def check_capabilities(kind: type, base: type, can: Capabilities) -> None:
     """
 
     def overrides(methods: Iterable[str], says: Callable[[Capabilities], bool]) -> bool:
-        # What is inherited from a class that does not say it of itself does not do it.
+        # A method inherited from a class that does not claim the capability does not count.
         without = next(
             each for each in kind.__mro__ if each is base or says(_said_by(each, can)) is False
         )
@@ -207,21 +209,23 @@ def check_capabilities(kind: type, base: type, can: Capabilities) -> None:
 
 
 def _said_by(kind: type, otherwise: Capabilities) -> Capabilities:
-    """Return the capabilities that a class has itself; a mixin has none."""
+    """Return the capabilities of a class; `otherwise` for a class without any, such as a mixin."""
     said = getattr(kind, "capabilities", None)
     return said if isinstance(said, Capabilities) else otherwise
 
 
 def check_strategy(strategy: object, spec: ComponentSpec | None, base: type) -> None:
-    """Refuse what a spec has built that is no strategy, or not the one that its spec describes.
+    """Check that an object is a strategy and has the capabilities of its spec.
 
     Args:
-        strategy: what is to be bound.
-        spec: its spec; None: it was given as an object, whose own capabilities were read.
+        strategy: the object that the spec's target returned.
+        spec: its spec; None for a strategy that the user passed as an object, whose own
+            capabilities apply.
         base: Strategy.
 
     Raises:
-        PluginError: names the class and what differs.
+        PluginError: the object is no strategy, or differs from its spec. The error names the class
+            and the differences.
     """
     if not isinstance(spec, StrategySpec):
         return

@@ -1,4 +1,4 @@
-"""Launcher: what starts the ranks, and runs a function on each."""
+"""Launcher: starts the ranks, and runs a function on each."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ Result = TypeVar("Result")
 class Launcher(ABC):
     """Runs a function on every rank.
 
-    Call sequence: `launch(plan, function)` in the process that the user started, and, where ranks
-    run the script again, in each of them. When `function` is called, the environment variables of
-    `stratagem.launch.rank_environment` are those of its rank. `launch` may be called several times
-    in one process.
+    Call sequence: `launch(plan, function)` in the process that the user started. If ranks run the
+    script again, `launch` is called in each rank too. When `function` is called, the environment
+    variables of `stratagem.launch.rank_environment` have the values of its rank. `launch` may be
+    called several times in one process.
 
-    `stratagem.launch` has what a launcher is made of, and an example of one. It is given to the
-    Trainer or Lite by `plugins=`, or to a strategy by `launcher=`: an object, or the name of a
-    `LauncherSpec`, whose fields of these names say the same:
+    `stratagem.launch` provides the building blocks of a launcher, and an example. Pass a launcher
+    to the Trainer or Lite as `plugins=`, or to a strategy as `launcher=`: an object, or the name of
+    a `LauncherSpec`. The attributes below have the same names and meaning as the spec's fields.
 
     Attributes:
-        interactive: it works in a notebook or an interactive interpreter.
-        new_processes: the function runs in new processes, and the calling one is no rank: only what
-            the function returns comes back.
-        spans_nodes: it reaches all nodes from the one process that calls it; `plan.num_nodes` may
-            be more than 1 without a cluster environment.
-        devices_elsewhere: the ranks' devices are not those of the calling machine.
-        cluster_environment: name of the cluster environment that its ranks read. One that starts
-            ranks again has its own, with `run_id` and `restart_count`: `fit` goes on from the last
-            checkpoint then. `rank_environment` is given the same name.
+        interactive: whether it works in a notebook or an interactive interpreter.
+        new_processes: whether the function runs in new processes. The calling process is then not a
+            rank, and receives only the function's return value.
+        spans_nodes: whether one call of `launch` reaches all nodes, so that `plan.num_nodes` may be
+            more than 1 without a cluster environment.
+        devices_elsewhere: whether the ranks use devices of other machines than the calling one.
+        cluster_environment: the name of the cluster environment that the ranks read. A launcher
+            that restarts ranks has its own, with `run_id` and `restart_count`, so that `fit`
+            continues from the last checkpoint. Pass the same name to `rank_environment`.
     """
 
     interactive: ClassVar[bool] = False
@@ -48,13 +48,15 @@ class Launcher(ABC):
         """Run `function(*args, **kwargs)` on every rank of the plan.
 
         Args:
-            plan: what runs; `world_size` ranks, `processes_per_node` on each of `num_nodes` nodes.
+            plan: the plan of the run: `world_size` ranks, `processes_per_node` on each of
+                `num_nodes` nodes.
             function: called once on every rank.
-            args, kwargs: its arguments.
+            args, kwargs: the arguments of `function`.
 
         Returns:
-            What it returns on this rank, or on rank 0 where the calling process is no rank.
+            The function's return value on this rank, or on rank 0 if the calling process is not a
+            rank.
 
         Raises:
-            RankFailedError: another rank ended with an error; names it and holds its traceback.
+            RankFailedError: another rank failed. The error names the rank and holds its traceback.
         """

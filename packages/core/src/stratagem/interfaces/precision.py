@@ -1,4 +1,4 @@
-"""Precision: which dtypes parameters, activations and gradients have."""
+"""Precision: the dtypes of parameters, activations and gradients."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from stratagem.interfaces.accelerator import Accelerator
 class Precision(ABC):
     """The dtypes of parameters, activations and gradients.
 
-    Call sequence, on every rank but for the first:
+    Call sequence, from the second call on every rank:
         1. `bind(accelerator)`, by `Strategy.bind`, in the process that the user started.
         2. `init_context()` around the code that builds the model.
         3. `convert_module(module)` in `Strategy.prepare`, before the optimizers are made.
-        4. `input_converter()` and `forward_context()` once, and under Lite `output_converter()`;
-           what they return is used at each step.
+        4. `input_converter()` and `forward_context()` once, and under Lite `output_converter()`.
+           Each step uses the returned functions and the context.
         5. At each step: `scale_loss` before backward, `unscale_gradients` before clipping,
            `optimizer_step` in place of `optimizer.step()`.
         6. `state_dict` and `load_state_dict` with each checkpoint.
 
-    The defaults are full precision: nothing is converted and nothing costs anything.
+    The defaults are full precision: they convert nothing and have no cost.
 
     Example:
         >>> import torch
@@ -45,27 +45,27 @@ class Precision(ABC):
     """
 
     name: str
-    """The name that it is selected by, such as "bf16-mixed"."""
+    """The name that selects this precision, such as "bf16-mixed"."""
     dtype: torch.dtype = torch.float32
-    """What large matrix products are computed in."""
+    """The dtype of large matrix products."""
     shardable: bool = True
-    """Whether the parameters that `convert_module` leaves can be divided between ranks; False:
-    strategies with sharded state refuse it."""
+    """Whether the converted parameters can be sharded. If False, strategies with sharded state
+    reject this precision."""
     scales_loss: bool = False
-    """Whether `scale_loss`, `unscale_gradients` and `optimizer_step` do something."""
+    """Whether `scale_loss`, `unscale_gradients` and `optimizer_step` scale the loss."""
     inference_mode: bool = True
-    """Whether its tensors work under `torch.inference_mode`; otherwise evaluation runs under
-    `torch.no_grad` in its place."""
+    """Whether tensors of this precision work under `torch.inference_mode`. Otherwise evaluation
+    runs under `torch.no_grad`."""
     step_was_skipped: bool = False
-    """Whether the last optimizer step was left out, since scaled gradients were not finite: it is
-    not counted then. Alike on every rank; set by `optimizer_step`, or by a strategy whose engine
-    scales losses."""
+    """Whether the last optimizer step was skipped because scaled gradients were not finite. A
+    skipped step is not counted. The value is the same on every rank. `optimizer_step` sets it, or a
+    strategy whose engine scales losses."""
 
     def bind(self, accelerator: Accelerator) -> None:
-        """Take the accelerator that the model computes on; once before each launch.
+        """Set the model's accelerator; called once before each launch.
 
         Raises:
-            ConfigurationError: its devices cannot compute in this precision.
+            ConfigurationError: the devices do not support this precision.
         """
 
     def init_context(self) -> AbstractContextManager[Any]:
@@ -77,15 +77,15 @@ class Precision(ABC):
         return module
 
     def input_converter(self) -> Callable[[Any], Any] | None:
-        """Return a function that converts a batch, or None if there is nothing to convert."""
+        """Return a function that converts a batch, if batches need conversion."""
         return None
 
     def output_converter(self) -> Callable[[Any], Any] | None:
-        """Return a function that converts a model's output, or None; used by Lite."""
+        """Return a function that converts a model's output, if needed; used by Lite."""
         return None
 
     def forward_context(self) -> AbstractContextManager[Any] | None:
-        """Return a context for forward passes that can be entered again and again, or None."""
+        """Return a context for forward passes that can be entered many times, or None."""
         return None
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -93,14 +93,14 @@ class Precision(ABC):
         return loss
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Undo the scaling in the gradients, so that they can be clipped."""
+        """Undo the loss scaling of the gradients, so that they can be clipped."""
 
     def optimizer_step(self, optimizer: Optimizer) -> None:
         """Step the optimizer."""
         optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a checkpoint holds, such as a loss scale; safe data."""
+        """Return the state for a checkpoint, such as a loss scale, as weights-only-safe data."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -108,10 +108,9 @@ class Precision(ABC):
 
 
 class EnginePrecision(Precision):
-    """A precision that a strategy's engine implements: it converts parameters and scales losses.
+    """A precision for a strategy with an engine that converts parameters and scales losses.
 
-    Batches are converted to the dtype that the model computes in, and what a model returns
-    to Lite is converted back.
+    Batches are converted to the model's dtype. Under Lite, the model's outputs are converted back.
 
     Args:
         name: "bf16-mixed", "bf16-true", "16-mixed" or "16-true".
@@ -128,7 +127,7 @@ class EnginePrecision(Precision):
         self.dtype = torch.bfloat16 if name.startswith("bf16") else torch.float16
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert a model that no engine runs, since it is only evaluated."""
+        """Convert a model that is only evaluated, so that no engine runs it."""
         return convert_module_floats(module, self.dtype)
 
     def input_converter(self) -> Callable[[Any], Any] | None:

@@ -1,4 +1,4 @@
-"""PreparedModel: a model and its optimizers as a strategy runs them."""
+"""PreparedModel: a model and its optimizers, prepared by a strategy."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from stratagem.plan.step_options import Compilation
 
 
 class StepModule(nn.Module):
-    """Calls a method of `module`, by name, as its own forward.
+    """A wrapper of the user's module; its forward calls a method of that module by name.
 
-    DDP and FSDP act in the forward of the module that they wrap. Wrapping this one, they act around
-    `training_step` and whatever else is called, not only around the model's `forward`.
+    DDP and FSDP act in the forward of the module that they wrap. If they wrap a `StepModule`, they
+    act around `training_step` and every other called method, not only around the model's `forward`.
 
     Args:
-        module: the user's; `user_module` returns it.
+        module: the user's module; `user_module` returns it.
 
     Example:
         >>> import torch
@@ -44,7 +44,7 @@ class StepModule(nn.Module):
             return self.module(*args, **kwargs)
         return getattr(self.module, method)(*args, **kwargs)
 
-    # The canonical names are the model's own, without a prefix for this module.
+    # Canonical names are the names in the user's model, without a prefix for this module.
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's state."""
         return self.module.state_dict(*args, **kwargs)
@@ -63,20 +63,22 @@ Optimizers = Sequence[Optimizer] | Callable[[], Sequence[Optimizer]]
 
 @dataclass(eq=False)
 class PreparedModel:
-    """A model as a strategy runs it.
+    """A model and its optimizers, prepared by a strategy.
 
     Attributes:
-        module: what to call; a wrapper (DDP), an engine (DeepSpeed), or the module itself.
-        original: the module that was handed to `prepare`, a `StepModule` in both front ends; its
-            parameter names are the canonical ones. `user_module(prepared.original)` is the user's.
-        optimizers: bound to the parameters as they are after wrapping and sharding.
-        evaluation_module: what to call where no gradient is wanted; differs from `module` if the
-            wrapper communicates in forward and ranks may run different numbers of batches.
-        clear_gradients: sets the gradients of each optimizer's parameters to None.
-        run_backward: runs backward from a loss, which comes first, with the arguments of
-            `Tensor.backward`; a Module's own `backward` takes its place.
-        strategy_data: objects that the strategy keeps for this model, such as residuals or counts;
-            empty at first, and gone with the model. `Strategy.state` saves them.
+        module: the module to call: a wrapper (DDP), an engine (DeepSpeed), or the module itself.
+        original: the module that was passed to `prepare`, a `StepModule` in both front ends. Its
+            parameter names are the canonical names. `user_module(prepared.original)` returns the
+            user's module.
+        optimizers: the optimizers, with the parameters as they are after wrapping and sharding.
+        evaluation_module: the module to call without gradients. It differs from `module` if the
+            wrapper communicates in forward, since ranks may run different numbers of batches.
+        clear_gradients: a function for each optimizer that sets the gradients of its parameters to
+            None.
+        run_backward: a function that runs backward. It takes the loss, then the arguments of
+            `Tensor.backward`. A Module's own `backward` replaces it.
+        strategy_data: objects that the strategy keeps for this model, such as residuals or counts.
+            Empty at first, and freed with the model. `Strategy.state` saves them.
 
     Example:
         >>> from torch import nn
@@ -106,33 +108,33 @@ class PreparedModel:
         self.clear_gradients = [self.gradient_clearer(one) for one in self.optimizers]
 
     def compile(self, compilation: Compilation) -> None:
-        """Compile the model with torch.compile, in place: its names stay as they are.
+        """Compile the model with torch.compile, in place; parameter names do not change.
 
-        Called once it is prepared, where `compile=...` asks for it and `capabilities.compiles` has
-        "model". An engine that compiles in its own way returns a subclass that overrides this.
+        Called once the model is prepared, if `compile=...` requests it and `capabilities.compiles`
+        contains "model". An engine with its own compilation returns a subclass that overrides this.
         """
         compile_model(user_module(self.original), compilation, self.groups_to_compile())
 
     def groups_to_compile(self) -> list[nn.Module]:
-        """Return the modules to compile each by itself; none: the model as its code calls it."""
+        """Return the modules to compile separately; an empty list compiles the whole model."""
         return []
 
     def reshard(self) -> None:
-        """Let `parameters()` be what they are between two steps; nothing here.
+        """Reshard parameters that stay gathered after a forward pass; by default do nothing.
 
-        Where a strategy spreads them over ranks, some stay gathered after a forward pass.
+        Afterwards `parameters()` returns the same parameters as between two steps.
         """
 
     def gradient_clearer(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Return a function that sets the gradients of one optimizer's parameters to None.
+        """Return a function that sets the gradients of the optimizer's parameters to None.
 
-        `Optimizer.zero_grad` costs 6 us of profiler range and bookkeeping a call, this loop 0.1 us;
-        it stands in only where the optimizer's class has not overridden it.
+        `Optimizer.zero_grad` spends 6 us per call on a profiler range and bookkeeping; this loop
+        takes 0.1 us. If the optimizer's class overrides `zero_grad`, that is returned instead.
         """
         if type(optimizer).zero_grad is not Optimizer.zero_grad:
             return optimizer.zero_grad
 
-        # No function of its own, which nobody could copy or pickle.
+        # Not a nested function, since those can be neither copied nor pickled.
         return partial(_clear_gradients, optimizer)
 
 
@@ -143,10 +145,10 @@ def _clear_gradients(optimizer: Optimizer) -> None:
 
 
 def user_module(module: nn.Module) -> nn.Module:
-    """Return the module that the user wrote: the one in a `StepModule`, or else `module` itself.
+    """Return the user's module: the module in a `StepModule`, or else `module` itself.
 
     Args:
-        module: what `Strategy.prepare` or `wrap` is given, or `PreparedModel.original`.
+        module: the argument of `Strategy.prepare` or `wrap`, or `PreparedModel.original`.
 
     Example:
         >>> from torch import nn
@@ -158,7 +160,7 @@ def user_module(module: nn.Module) -> nn.Module:
 
 
 def make_optimizers(optimizers: Optimizers) -> list[Optimizer]:
-    """Return the optimizers, made now if a function was given.
+    """Return the optimizers; if `optimizers` is a function, call it.
 
     Example:
         >>> import torch
@@ -171,15 +173,15 @@ def make_optimizers(optimizers: Optimizers) -> list[Optimizer]:
 
 
 class ParameterReferences:
-    """What refers to a model's parameters as objects: optimizers, and modules that share one.
+    """The references to a model's parameters in optimizers and in modules that share a parameter.
 
-    `Module.to` mostly changes a parameter's data. To a device whose tensors are of another kind
-    than the host's (PrivateUse1, XLA) it makes a new Parameter for each module instead: optimizers
-    would go on stepping the old ones, and tied weights would come apart, both without an error.
+    `Module.to` usually changes a parameter's data. For some devices (PrivateUse1, XLA) it creates
+    a new Parameter in each module instead. Without an error, optimizers would then step the old
+    parameters, and tied weights would no longer be tied.
 
     Args:
         module: the model, before a conversion.
-        optimizers: made from its parameters; what they hold beside these stays as it is.
+        optimizers: optimizers of the model's parameters. Their other parameters do not change.
 
     Example:
         >>> import torch
@@ -210,12 +212,12 @@ class ParameterReferences:
         ]
 
     def restore(self, module: nn.Module) -> None:
-        """Tie again what was tied, and put the model's parameters into the optimizers.
+        """Tie shared weights again, and put the model's parameters into the optimizers.
 
-        Their state moves to the device of its parameter.
+        The state of each optimizer moves to the device of its parameters.
 
         Raises:
-            ConfigurationError: an optimizer's parameter is gone from the model.
+            ConfigurationError: an optimizer's parameter is no longer in the model.
         """
         for (first, name), *others in self._tied:
             shared = first._parameters[name]

@@ -1,4 +1,4 @@
-"""Ranks: the processes that train together, and how this one communicates with the others."""
+"""Ranks: the processes that train together, and their collectives."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The processes that train together, as one of them sees them.
+    """The ranks that train together, with this process's place among them and the collectives.
 
-    This class is that of one process alone, whose collectives give back what they are given; a
-    subclass communicates. A strategy makes one in `make_ranks`, and carries it as `ranks`, as Lite
-    and the Trainer do. The numbers are there from `Strategy.bind` on; the collectives work once
-    processes are launched, and are called by all ranks alike, in the same order.
+    This class describes a single process: its collectives return their input. A subclass
+    communicates. A strategy creates the object in `make_ranks`; the strategy, Lite and the Trainer
+    expose it as `ranks`. The rank numbers are valid from `Strategy.bind` on. The collectives work
+    once processes are launched, and are called by all ranks alike, in the same order.
 
     Args:
-        global_rank: this process's rank among all.
+        global_rank: this process's rank among all ranks.
         local_rank: its rank on its node.
-        node_rank: its node's rank.
+        node_rank: the rank of its node.
         world_size: the number of ranks.
         data_splits: the part of the data that each rank reads, (index, count), in the order of
-            ranks; None: one of its own for each rank.
+            ranks. With None, each rank reads a part of its own.
 
     Attributes:
-        global_rank, local_rank, node_rank, world_size, data_splits: as given.
-        device: where collectives return their tensors; None before the launch.
-        data_groups: the ranks of each part of the data, in the order of its index. Those of one
-            group work on the same batches, and count once where samples are counted.
-        run_split: which part of the training data all these ranks read together, (index, count),
-            where other runs train along (replicas, peers); a strategy sets it in `make_ranks`.
+        global_rank, local_rank, node_rank, world_size, data_splits: the arguments.
+        device: the device of the tensors that collectives return; None before the launch.
+        data_groups: the ranks that read each part of the data, in the order of its index. Ranks of
+            one group work on the same batches, so the samples of a group are counted once.
+        run_split: the part of the training data that all these ranks read together, (index,
+            count), if other runs train at the same time (replicas, peers). A strategy sets it in
+            `make_ranks`.
 
     Raises:
         ConfigurationError: the parts of the data do not fit together.
@@ -78,10 +79,11 @@ class Ranks:
 
     @property
     def data_split(self) -> DataSplit:
-        """This rank's part of the data, (index, count); ranks of a tensor-parallel group share one.
+        """This rank's part of the training data, (index, count).
 
-        What a sampler divides for training is divided by it; an IterableDataset divides itself by
-        it. With `run_split`, it counts the parts of other runs too.
+        Ranks of a tensor-parallel group share a part. Samplers for training are divided by it; an
+        IterableDataset divides itself by it. With `run_split`, `count` includes the parts of other
+        runs.
 
         Example:
             >>> from stratagem.strategies import Ranks
@@ -95,15 +97,16 @@ class Ranks:
 
     @property
     def eval_split(self) -> DataSplit:
-        """This rank's part of what these ranks evaluate, (index, count): together, all of it."""
+        """This rank's part of the evaluation data, (index, count), without `run_split`."""
         return self.data_splits[self.global_rank]
 
     @final
     def by_data_group(self, gathered: Sequence[T]) -> list[list[T]]:
-        """Return what was gathered from every rank, ordered by the part of the data they share.
+        """Return gathered items grouped by the part of the data that their ranks share.
 
         Args:
-            gathered: an item for each rank, in the order of ranks, as `gather_objects` returns it.
+            gathered: an item for each rank, in the order of ranks, as `gather_objects` returns
+                them.
 
         Example:
             >>> from stratagem.strategies import Ranks
@@ -117,7 +120,7 @@ class Ranks:
         """Return the element-wise reduction over ranks, on every rank; same shape as `tensor`.
 
         Args:
-            tensor: of the same shape and dtype on every rank; it is not changed.
+            tensor: a tensor of the same shape and dtype on every rank; not modified.
             op: "mean", "sum", "max" or "min"; the mean of integers is a float.
         """
         return tensor
@@ -127,10 +130,10 @@ class Ranks:
     ) -> list[int]:
         """Return integers reduced over ranks, on every rank, for decisions on the host.
 
-        It waits for no device where the ranks can communicate over the CPU.
+        If the ranks can communicate over the CPU, no device is synchronized.
 
         Args:
-            numbers: as many on every rank.
+            numbers: integers, the same number of them on every rank.
             op: "sum", "max" or "min".
 
         Example:
@@ -145,13 +148,13 @@ class Ranks:
         """Return every rank's tensor stacked along a new first dim: (world_size, *tensor.shape).
 
         Args:
-            tensor: of the same shape and dtype on every rank.
-            sync_grads: let gradients flow through it.
+            tensor: a tensor of the same shape and dtype on every rank.
+            sync_grads: make the operation differentiable.
         """
         return tensor.unsqueeze(0)
 
     def broadcast(self, data: Any, src: int = 0) -> Any:
-        """Return rank `src`'s data on every rank; safe data: nothing received is executed."""
+        """Return the data of rank `src` on every rank; weights-only-safe data, never executed."""
         return data
 
     def gather_objects(self, data: Any) -> list[Any]:
@@ -161,11 +164,12 @@ class Ranks:
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, in the order of ranks, on rank 0; [] on the others.
 
-        For what only rank 0 needs: the others receive nothing, and nothing is decoded. By default
-        it is made of `gather_objects`.
+        For data that only rank 0 needs: the other ranks receive nothing, and nothing is decoded.
+        By default this calls `gather_objects`.
 
         Args:
-            data: of about the same length on every rank, since each sends as many as the longest.
+            data: bytes of similar length on every rank, since shorter ones are padded to the
+                longest.
 
         Example:
             >>> from stratagem.strategies import Ranks
@@ -176,11 +180,11 @@ class Ranks:
         return gathered if self.is_global_zero else []
 
     def scatter_bytes(self, parts: Sequence[bytes]) -> bytes:
-        """Return this rank's part of what rank 0 hands out; by default made of `broadcast`.
+        """Return this rank's part of the bytes that rank 0 scatters; by default with `broadcast`.
 
         Args:
-            parts: on rank 0 one for each rank, in their order, of about the same length; on the
-                others it is not looked at.
+            parts: on rank 0, one part for each rank, in the order of ranks, of similar length. The
+                other ranks' value is ignored.
 
         Example:
             >>> from stratagem.strategies import Ranks
@@ -191,7 +195,7 @@ class Ranks:
         return part
 
     def barrier(self, name: str = "") -> None:
-        """Wait until every rank is here; `name` stands in the error if one does not come."""
+        """Wait until every rank calls this; the error names `name` if a rank does not."""
 
     @final
     @contextmanager
@@ -199,7 +203,7 @@ class Ranks:
         """Let rank 0 run the block before the others do.
 
         Args:
-            local: rank 0 of each node.
+            local: let local rank 0 of each node run first, instead of global rank 0.
         """
         rank = self.local_rank if local else self.global_rank
         if rank > 0:
@@ -210,12 +214,12 @@ class Ranks:
         self.barrier("rank_zero_first")
 
     def store(self) -> Any:
-        """Return a `torch.distributed` store of the ranks, over a connection of its own.
+        """Return a `torch.distributed` store that all ranks share, with its own connection.
 
-        For threads beside training, which must not use its collectives.
+        For background threads, which must not use the collectives of training.
 
         Raises:
-            ConfigurationError: there is none.
+            ConfigurationError: the ranks have no store.
         """
         raise ConfigurationError(
             f"{type(self).__name__} has no store by which its ranks could tell each other how a "
@@ -223,7 +227,11 @@ class Ranks:
         )
 
     def report_status(self, doing: Callable[[], str]) -> None:
-        """Let errors of communication say what a front end is doing ("fit, epoch 0, step 12")."""
+        """Set a function that describes this rank's activity for communication errors.
+
+        Args:
+            doing: returns a description such as "fit, epoch 0, step 12".
+        """
 
 
 def _groups(shards: Sequence[DataSplit], world_size: int) -> tuple[tuple[int, ...], ...]:

@@ -16,7 +16,7 @@ from stratagem.plan.step_options import GradientClip
 
 
 class Stepping:
-    """How a strategy takes an optimizer step; `Strategy` is one, and says when each is called."""
+    """The optimizer step of a strategy; base class of `Strategy`, which documents the calls."""
 
     precision: Precision
 
@@ -25,14 +25,14 @@ class Stepping:
     ) -> None:
         """Run one optimizer step over its micro-batches.
 
-        The loss of each micro-batch counts equally: it is divided by their number. A step whose
-        micro-batches were all skipped (no loss) is not taken.
+        Each micro-batch's loss is divided by the number of micro-batches. If all micro-batches were
+        skipped (no loss), no step is taken.
 
         Args:
             prepared: the model.
-            step: what the front end does for each of them.
-            micro_batches: may be read from the loader as this goes through them: their number is
-                known before, they come once, and none is kept.
+            step: the front end's work on each micro-batch.
+            micro_batches: the micro-batches of the step. They may be read from the loader during
+                iteration: their number is known before, iterate once, and keep no micro-batch.
         """
         if self.accumulate_all(prepared, step, micro_batches):
             self.finish_step(prepared, step)
@@ -42,12 +42,12 @@ class Stepping:
     ) -> bool:
         """Run forward and backward of all micro-batches; return whether any had a loss.
 
-        Gradients are communicated once, in the last micro-batch's backward.
+        Ranks communicate gradients once, in the backward of the last micro-batch.
         """
         count = len(micro_batches)
         has_loss = False
         position = 0
-        # No `enumerate`, whose tuple would keep a batch while the next one is read.
+        # No `enumerate`: its tuple would keep a batch while the next one is read.
         for micro_batch in micro_batches:
             position += 1  # noqa: SIM113
             held = None if position == count else self.no_sync(prepared)
@@ -63,10 +63,11 @@ class Stepping:
     def accumulate(
         self, prepared: PreparedModel, step: TrainStep, micro_batch: Any, count: int
     ) -> bool:
-        """Run forward and backward of one of `count` micro-batches; return whether it had a loss.
+        """Run forward and backward of a micro-batch; return whether it had a loss.
 
-        An engine that owns accumulation overrides this, to hand over the loss undivided; one that
-        computes the loss in parts calls `step.loss` for each.
+        The loss is divided by `count`, the number of micro-batches. An engine that accumulates by
+        itself overrides this method, to pass the undivided loss. An engine that computes the loss
+        in parts calls `step.loss` for each part.
         """
         loss = step.loss(step.begin(micro_batch), converted=True)
         if loss is None:
@@ -77,12 +78,12 @@ class Stepping:
         return True
 
     def finish_step(self, prepared: PreparedModel, step: TrainStep) -> None:
-        """Take the step once gradients are there: unscale, hooks, clip, step, count, clear.
+        """Take the step after the last backward: unscale, hooks, clip, step, count, clear.
 
-        One that loss scaling leaves out is not counted.
+        A step that loss scaling skips is not counted.
         """
         optimizer = prepared.optimizers[0]
-        # Unscaled before anyone sees the gradients; clipped after user code may change them.
+        # Unscale before user code sees the gradients; clip after user code may have changed them.
         if self.precision.scales_loss:
             self.precision.unscale_gradients(optimizer)
         step.before_optimizer_step(optimizer)
@@ -97,25 +98,29 @@ class Stepping:
         prepared.clear_gradients[0]()
 
     def no_sync(self, prepared: PreparedModel) -> AbstractContextManager[Any] | None:
-        """Return a context in which backward communicates nothing, or None: nothing to hold."""
+        """Return a context in which backward does not communicate.
+
+        Return None if backward never communicates.
+        """
         return None
 
     def backward_in_forward(self, prepared: PreparedModel) -> AbstractContextManager[Any]:
-        """Return a context for one forward in which user code calls `backward` itself.
+        """Return a context for a forward in which user code calls `backward`.
 
-        The Trainer enters it for each `training_step` of manual optimization.
+        The Trainer enters the context for each `training_step` of manual optimization.
         """
         return nullcontext()
 
     def explain(self, prepared: PreparedModel, error: RuntimeError) -> StratagemError | None:
-        """Return a better error for one that came out of forward or backward, or None.
+        """Return a clearer error for an error of forward or backward, or None.
 
-        Called by both front ends after a step has failed, so that a good one does not pay for it.
+        Both front ends call this only after a step has failed, so that successful steps have no
+        cost.
         """
         return None
 
     def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward from `loss`, a scalar; further arguments are those of `Tensor.backward`."""
+        """Run backward from `loss`, a scalar, with the further arguments of `Tensor.backward`."""
         if self.precision.scales_loss:
             loss = self.precision.scale_loss(loss)
         prepared.run_backward(loss, *args, **kwargs)
@@ -123,7 +128,7 @@ class Stepping:
     def clip_gradients(
         self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
     ) -> Tensor | None:
-        """Clip the gradients of the optimizer's parameters; return their norm if there is one."""
+        """Clip the gradients of the optimizer's parameters; return their norm, if computed."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if clip.algorithm == "value":
             nn.utils.clip_grad_value_(parameters, clip.value)
@@ -141,16 +146,16 @@ class Stepping:
         optimizer: Optimizer,
         closure: Callable[[], Any] | None = None,
     ) -> Any:
-        """Step one optimizer; return what its `step` does.
+        """Step an optimizer; return the value that its `step` returns.
 
         Args:
-            prepared: the model that it is of.
-            optimizer: one of its optimizers.
-            closure: computes the loss and the gradients again, for optimizers such as LBFGS; only
-                a hand-written loop has one.
+            prepared: the optimizer's model.
+            optimizer: an optimizer of the model.
+            closure: computes the loss and the gradients again, for optimizers such as LBFGS. Only
+                hand-written loops pass one.
 
         Raises:
-            UserCodeError: a closure, under a precision that scales the loss.
+            UserCodeError: a closure was passed, and the precision scales the loss.
         """
         if not self.precision.scales_loss:
             return optimizer.step() if closure is None else optimizer.step(closure)
@@ -164,25 +169,26 @@ class Stepping:
 
 
 class TrainStep:
-    """What one optimizer step consists of; the strategy decides when each piece happens.
+    """The front end's part of an optimizer step; the strategy calls its methods.
 
     For each micro-batch, in this order:
-        1. `begin(micro_batch)`, once: converts it, and calls the hooks of its start.
-        2. `loss(batch, converted=True)` of what `begin` returned; or several times, of parts of it,
-           or not at all on a rank that has no loss to compute (a stage of a pipeline).
+        1. `begin(micro_batch)`, once: converts the micro-batch, and calls the hooks at its start.
+        2. `loss(batch, converted=True)` with the batch that `begin` returned. A strategy may call
+           it several times, with parts of the batch. A rank without a loss (a stage of a pipeline)
+           does not call it.
         3. `before_backward(loss)` and `after_backward()`, around each backward.
         4. `end(micro_batch)`, once.
 
     Then once, after the last backward: `before_optimizer_step`, with gradients unscaled and not yet
-    clipped, and `after_optimizer_step`, with gradients not yet cleared (or, where loss scaling left
-    the step out, `optimizer_step_was_skipped`). `Strategy.accumulate_all`
-    does the first part, `Strategy.finish_step` the second.
+    clipped, and `after_optimizer_step`, with gradients not yet cleared. If loss scaling skips the
+    step, `optimizer_step_was_skipped` is called instead of `after_optimizer_step`.
+    `Strategy.accumulate_all` does the first part, `Strategy.finish_step` the second.
 
-    A strategy that runs the whole step as one program calls `begin` and `end` of each micro-batch,
-    `after_optimizer_step`, and leaves out the hooks that it has no place for.
+    A strategy that runs the whole step as one program calls `begin` and `end` for each micro-batch
+    and `after_optimizer_step`. It omits the hooks that the program cannot call.
 
     Attributes:
-        clip: how gradients are to be clipped; None: not at all.
+        clip: the gradient clipping; None for no clipping.
 
     Example:
         >>> import torch
@@ -204,18 +210,18 @@ class TrainStep:
     clip: GradientClip | None = None
 
     def begin(self, micro_batch: Any) -> Any:
-        """Return the micro-batch on the device, converted, after the hooks of its start."""
+        """Return the micro-batch on the device, converted; call the hooks at its start."""
         return micro_batch
 
     def loss(self, part: Any, *, converted: bool = False) -> Tensor | None:
-        """Return the loss of a micro-batch or of a part of it; calls user code and no hooks.
+        """Return the loss of a micro-batch or a part; call user code, but no hooks.
 
-        It can be called again, for parts of a micro-batch or to learn shapes. What user code logs
-        counts between `begin` and `end` only.
+        It can be called again, for parts of a micro-batch or to learn shapes. Values that user code
+        logs count only between `begin` and `end`.
 
         Args:
             part: a micro-batch, or some of its samples.
-            converted: whether it comes from what `begin` returned.
+            converted: whether `part` comes from the return value of `begin`.
 
         Returns:
             A scalar with a gradient; None skips the micro-batch.
@@ -223,7 +229,7 @@ class TrainStep:
         raise NotImplementedError
 
     def end(self, micro_batch: Any) -> None:
-        """Called when all work on a micro-batch is done, but for the optimizer step."""
+        """Called after all work on a micro-batch, except the optimizer step."""
 
     def before_backward(self, loss: Tensor) -> None:
         """Called with the loss before its backward."""
@@ -232,10 +238,10 @@ class TrainStep:
         """Called after each backward."""
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Called when all gradients are there, before they are clipped."""
+        """Called after all gradients are computed, before clipping."""
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called after the optimizer step, before gradients are cleared; counts the step."""
 
     def optimizer_step_was_skipped(self, optimizer: Optimizer) -> None:
-        """Called in the place of `after_optimizer_step` where loss scaling left the step out."""
+        """Called instead of `after_optimizer_step` if loss scaling skipped the step."""

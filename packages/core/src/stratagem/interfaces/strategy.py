@@ -1,4 +1,4 @@
-"""Strategy: how a model is trained over devices and processes. Both front ends use this one."""
+"""Strategy: the interface by which both front ends train a model over devices and processes."""
 
 from __future__ import annotations
 
@@ -41,66 +41,68 @@ from stratagem.state.state_dict import load_named_state, load_weights, named_sta
 
 
 class Strategy(Stepping, ABC):
-    """How a model is trained over devices and processes.
+    """Trains a model over devices and processes.
 
     Call sequence, each on every rank and in this order:
-        1. `__init__`, by the user or from a spec: options only; nothing is known of the machine.
-           A subclass passes on what it does not take itself: `super().__init__(**components)`.
-           Launchers such as "spawn" pickle the strategy after `bind`; what cannot be pickled
-           belongs into `setup_environment` or later.
-        2. `bind(components)`, before each launch, also in the process that launches: refuses what
-           cannot be done, and calls `make_ranks()`.
-        3. `setup_environment()`, on every rank once it runs: reads the ranks again, sets up the
-           device and communication. Collectives (`ranks.all_reduce`, ...) work from here on.
+        1. `__init__`, by the user or from a spec, stores options only; the machine is not known
+           yet. A subclass passes the other arguments on: `super().__init__(**components)`.
+           Launchers such as "spawn" pickle the strategy after `bind`, so create objects that cannot
+           be pickled in `setup_environment` or later.
+        2. `bind(components)`, before each launch, also in the launching process. It rejects
+           unsupported requests, and calls `make_ranks()`.
+        3. `setup_environment()`, on every rank after the launch. It reads the ranks again, and sets
+           up the device and communication. From here on collectives (`ranks.all_reduce`, ...) work.
         4. `setup(trainer)`, at the start of each run of a Trainer.
         5. `model_context()` around the code that builds a model.
-        6. `set_batch_size` before a fit; then for each model `synchronize_batch_norm(module)`,
-           where `sync_batchnorm` is set, and `prepare(module, optimizers)`: converts and moves it,
-           calls `wrap(module)`, then makes the optimizers (without any, where `makes_optimizers`);
-           `setup_optimizer` for one that a loop of the user's makes later. `PreparedModel.compile`
-           follows, where `compile=...` asks for it. A module may be prepared again (validate and
-           then fit, a second Trainer): `release` of what was prepared of it comes first.
-           `input_converter()` before each loop, whose batches it converts.
-        7. Under the Trainer, each optimizer step: `train_step(prepared, step, micro_batches)`, made
-           of `accumulate_all` (with `no_sync`, `accumulate`, `backward`) and `finish_step` (with
-           `clip_gradients`, `optimizer_step`). In a loop under Lite, `no_sync`, `backward`,
-           `clip_gradients` and `optimizer_step` by themselves. An engine that does some of these
-           itself overrides them; one that runs the whole step overrides `train_step`. Manual
-           optimization runs in `backward_in_forward(prepared)`. Where a step has failed,
-           `explain(prepared, error)`, on the rank that it failed on. `adopt_peer_state` comes
-           before the first of them.
-        8. Each evaluation: in the context `evaluation(prepared)`. After the last step of a fit:
+        6. `set_batch_size` before a fit. Then, for each model, `synchronize_batch_norm(module)` if
+           `sync_batchnorm` is set, and `prepare(module, optimizers)`. `prepare` converts and moves
+           the module, calls `wrap(module)`, then makes the optimizers (if `makes_optimizers`,
+           without being passed any). `setup_optimizer` prepares an optimizer that a user's loop
+           makes later. `PreparedModel.compile` follows, if `compile=...` requests it. A module may
+           be prepared again (validate and then fit, a second Trainer), after `release` of its
+           previous `PreparedModel`. `input_converter()` is called before each loop, and converts
+           its batches.
+        7. Under the Trainer, `train_step(prepared, step, micro_batches)` for each optimizer step.
+           It consists of `accumulate_all` (with `no_sync`, `accumulate`, `backward`) and
+           `finish_step` (with `clip_gradients`, `optimizer_step`). A loop under Lite calls
+           `no_sync`, `backward`, `clip_gradients` and `optimizer_step` directly. An engine that
+           does some of these itself overrides them; an engine that runs the whole step overrides
+           `train_step`. Manual optimization runs in `backward_in_forward(prepared)`. If a step
+           fails, `explain(prepared, error)` is called on the failing rank. `adopt_peer_state` is
+           called before the first step.
+        8. Each evaluation runs in the context `evaluation(prepared)`. After the last step of a fit:
            `end_training(prepared)`.
-        9. A save calls `model_state`, `optimizer_state` for each optimizer, then `state`; a load
-           `load_model_state`, `load_optimizer_state`, then `load_state`, whatever the order in a
-           user's dict. On every rank, since they may communicate.
-       10. `release(prepared)`: before the module is prepared again, and when another run takes
-           over; `teardown()` at the end of the process.
-       11. `estimate_memory` by `stratagem plan`, after `bind` alone.
+        9. A save calls `model_state`, `optimizer_state` for each optimizer, then `state`. A load
+           calls `load_model_state`, `load_optimizer_state`, then `load_state`, whatever the order
+           in a user's dict. Every rank calls them, since they may communicate.
+       10. `release(prepared)`, before the module is prepared again and when another run starts;
+           `teardown()` at the end of the process.
+       11. `estimate_memory`, by `stratagem plan`, after `bind` alone.
 
-    It knows nn.Module, Optimizer and tensors, and never Trainer or Module. `prepare` and `wrap` are
-    handed a `StepModule`, whose `forward(method_name, *args)` calls the user's method, so that
-    hooks of a wrapper fire whatever the method. `user_module(module)` returns the user's own.
+    A strategy works with nn.Module, Optimizer and tensors, and never with Trainer or Module.
+    `prepare` and `wrap` receive a `StepModule`, whose `forward(method_name, *args)` calls the
+    user's method, so that a wrapper's hooks run for every method. `user_module(module)` returns the
+    user's module.
 
     Args:
-        accelerator, checkpoint_io, cluster_environment: objects or discovered names; None leaves
-            the choice to the plan.
-        precision_plugin: a Precision or the name of one; None leaves the choice to the plan.
-        launcher: a launcher or its name; None takes the first in its capabilities.
+        accelerator, checkpoint_io, cluster_environment: objects or discovered names. With None, the
+            plan chooses.
+        precision_plugin: a Precision or the name of one. With None, the plan chooses.
+        launcher: a launcher or its name. With None, the first launcher in the capabilities is used.
 
     Attributes:
-        capabilities: of the class; the object that its spec has too.
-        accelerator, precision, checkpoint_io, cluster_environment: those of the plan, after `bind`;
-            `precision_plugin` is the same object as `precision`.
-        components: all of them, with device indices and how the Trainer takes its steps; after
-            `bind`.
-        ranks: the processes that train together; after `bind`, for communication after
+        capabilities: the capabilities of the class, the same object as in its spec.
+        accelerator, precision, checkpoint_io, cluster_environment: the plan's components, after
+            `bind`; `precision_plugin` is the same object as `precision`.
+        components: all components, with device indices and the options of the Trainer's steps;
+            after `bind`.
+        ranks: the processes that train together; after `bind`. They communicate after
             `setup_environment`.
         device: this rank's `torch.device`; after `setup_environment`.
-        requested: the components that were asked for in `__init__`, by name.
+        requested: the components that were passed to `__init__`, by name.
 
     Raises:
-        ConfigurationError: an argument that no class of the strategy takes.
+        ConfigurationError: no class of the strategy takes an argument.
 
     Example:
         >>> from stratagem import Trainer
@@ -117,7 +119,7 @@ class Strategy(Stepping, ABC):
     capabilities: ClassVar[Capabilities]
 
     join_uneven_inputs: bool = False
-    """Whether the Trainer lets a rank without batches keep step with those that have some."""
+    """Whether a rank without batches follows the steps of the other ranks under the Trainer."""
 
     accelerator: Accelerator
     precision: Precision
@@ -151,12 +153,12 @@ class Strategy(Stepping, ABC):
         self.requested = {k: v for k, v in requested.items() if v is not None}
 
     def bind(self, components: Components) -> None:
-        """Take the components of the plan; once before each launch.
+        """Set the plan's components; called once before each launch.
 
         Raises:
-            ConfigurationError: a method of it, or of a component, does not take what it is called
-                with; the class contradicts its capabilities; or its `__init__` does not pass
-                `**components` on to this class's.
+            ConfigurationError: a method of the strategy or of a component has the wrong signature;
+                the class contradicts its capabilities; or its `__init__` does not pass
+                `**components` on to `Strategy.__init__`.
         """
         if why := why_not_initialized(self, Strategy):
             raise ConfigurationError(why)
@@ -180,9 +182,9 @@ class Strategy(Stepping, ABC):
 
     @property
     def sync_batchnorm(self) -> bool:
-        """Whether batch norm layers are to take their statistics over all ranks.
+        """Whether batch norm layers compute their statistics over all ranks.
 
-        Front ends then call `synchronize_batch_norm` before `prepare`.
+        If so, front ends call `synchronize_batch_norm` before `prepare`.
         """
         step = self.components.step
         return step is not None and step.sync_batchnorm
@@ -190,15 +192,15 @@ class Strategy(Stepping, ABC):
     # -- environment
 
     def make_ranks(self) -> Ranks:
-        """Return the processes that train together; by default this one alone.
+        """Return the processes that train together; by default only this process.
 
-        Called by `bind`, and again by `setup_environment`, since a launcher may have made this
-        process another rank.
+        `bind` calls this method, and `setup_environment` calls it again, since the launch may have
+        changed this process's rank.
         """
         return Ranks()
 
     def setup_environment(self) -> None:
-        """Set up the device (and, in subclasses, communication)."""
+        """Set up the device and, in subclasses, communication."""
         self.ranks = self.make_ranks()
         devices = self.components.devices
         self.device = self.accelerator.device(devices[self.ranks.local_rank])
@@ -206,22 +208,22 @@ class Strategy(Stepping, ABC):
         self.accelerator.setup()
         self.accelerator.setup_device(self.device)
 
-    # -- what a front end is going to do
+    # -- announcements of a front end
 
     def set_batch_size(self, batch_size: int | None) -> None:
-        """Learn this rank's batch size, from the Trainer's loader, before `prepare`.
+        """Set this rank's batch size; the Trainer reads it from the loader before `prepare`.
 
         Args:
-            batch_size: samples in a batch; None: the loader does not say.
+            batch_size: the number of samples in a batch; None if unknown.
         """
 
     @property
     def makes_optimizers(self) -> bool:
-        """Whether `prepare` makes the optimizer by the engine's config where it is given none."""
+        """Whether `prepare` without optimizers makes the optimizer of the engine's config."""
         return False
 
     def setup(self, trainer: Any) -> None:
-        """Do more before a Trainer prepares a model, at the start of each of its runs."""
+        """Run additional setup at the start of each Trainer run, before the model is prepared."""
 
     def teardown(self) -> None:
         """Release communication and device; the strategy can be bound again."""
@@ -232,19 +234,19 @@ class Strategy(Stepping, ABC):
     # -- model and optimizers
 
     def model_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which a model's constructor makes parameters as they will be kept.
+        """Return a context in which a model's constructor creates parameters in their final form.
 
-        Sharding strategies build on the meta device or shard each layer as it is made.
+        Sharding strategies create parameters on the meta device, or shard each new layer.
         """
         return nullcontext()
 
     def synchronize_batch_norm(self, module: nn.Module) -> None:
-        """Let a model's batch norm layers take their statistics over all ranks, in place.
+        """Make a model's batch norm layers compute their statistics over all ranks, in place.
 
-        Parameters, buffers and their names stay. With one rank there is nothing to do.
+        Parameters, buffers and their names do not change. With one rank, this does nothing.
 
         Raises:
-            ConfigurationError: this strategy has several ranks, and no way to do it.
+            ConfigurationError: this strategy has several ranks, but no synchronized batch norm.
         """
         if self.ranks.world_size > 1:
             raise ConfigurationError(
@@ -255,13 +257,13 @@ class Strategy(Stepping, ABC):
     def prepare(
         self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True
     ) -> PreparedModel:
-        """Return the model as this strategy runs it: converted, moved, wrapped.
+        """Return the model converted, moved and wrapped for this strategy, with its optimizers.
 
         Args:
             module: a `StepModule` around the user's module, on any device.
-            optimizers: a function that makes them, called after wrapping and sharding; or existing
-                ones, where `capabilities.accepts_existing_optimizers`.
-            move_to_device: move the parameters to this rank's device.
+            optimizers: a function that makes the optimizers, called after wrapping and sharding.
+                If `capabilities.accepts_existing_optimizers`, also existing optimizers.
+            move_to_device: whether to move the parameters to this rank's device.
         """
         references = ParameterReferences(module, () if callable(optimizers) else optimizers)
         module = self.precision.convert_module(module)
@@ -277,22 +279,24 @@ class Strategy(Stepping, ABC):
         return PreparedModel(wrapped, module, make_optimizers(optimizers), evaluation_module=module)
 
     def setup_optimizer(self, prepared: PreparedModel, optimizer: Optimizer) -> Optimizer:
-        """Return an optimizer of a prepared model that was made afterwards, as it will be stepped.
+        """Return the optimizer to step, for an optimizer made after its model was prepared.
 
-        Only a hand-written loop has one.
+        Only hand-written loops make an optimizer this late.
         """
         return optimizer
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Return what training calls; before the optimizers are made. By default the module.
+        """Return the module that training calls, such as a wrapper; by default `module` itself.
+
+        `prepare` calls this method before it makes the optimizers.
 
         Args:
-            module: a `StepModule`; layers are replaced in place, in `user_module(module)`.
+            module: a `StepModule`. Replace layers in place, in `user_module(module)`.
         """
         return module
 
     def input_converter(self) -> Callable[[Any], Any] | None:
-        """Return what moves a batch to the device and converts it, or None: nothing to do."""
+        """Return a function that moves and converts a batch, if batches need either."""
         convert = self.precision.input_converter()
         if self.accelerator.is_host:
             return convert
@@ -302,62 +306,64 @@ class Strategy(Stepping, ABC):
     # -- the life of a prepared model
 
     def evaluation(self, prepared: PreparedModel) -> AbstractContextManager[Any]:
-        """Return a context for evaluating the model, entered by all ranks before the first batch.
+        """Return a context for evaluating the model; all ranks enter it before the first batch.
 
-        Entering it makes alike what ranks hold, where that may differ (buffers, a replica of each
-        rank's own); leaving it puts back what training goes on from.
+        On entry, the context synchronizes state that may differ between ranks (buffers, a separate
+        replica on each rank). On exit, it restores the state for training.
         """
         return nullcontext()
 
     def adopt_peer_state(
         self, prepared: PreparedModel, checkpoint: Callable[[], dict[str, Any]]
     ) -> dict[str, Any] | None:
-        """Return a checkpoint of a run that trains already, to go on from; None: from here.
+        """Return a checkpoint of a peer run that already trains, if this run is to load it.
 
-        For replicas that are runs of their own, which come and go. Called by the Trainer on every
-        rank before the first step of a fit, after a checkpoint that the user has named was loaded;
-        what this returns is loaded as a file would be.
+        Return None to keep this run's own state.
+
+        For replicas that are separate runs, which may join and leave. The Trainer calls this method
+        on every rank before the first step of a fit, after it has loaded the user's checkpoint. It
+        loads the returned checkpoint like a file.
 
         Args:
             prepared: the model.
-            checkpoint: returns this run as a file would hold it, for a replica that joins; called
-                on every rank alike, here or at the beginning of a later `train_step`. Tensors
-                alias the live ones.
+            checkpoint: returns this run's checkpoint, for a replica that joins. Call it on every
+                rank, here or at the beginning of a later `train_step`. Its tensors alias the live
+                tensors.
         """
         return None
 
     def end_training(self, prepared: PreparedModel) -> None:
-        """Called by the Trainer on every rank after the last step of a fit that ends in order.
+        """Called by the Trainer on every rank after the last step of a fit that ends normally.
 
-        Before the callbacks' `on_train_end`: what it changes is what they save.
+        This runs before the callbacks' `on_train_end`, so that they save the changed model.
         """
 
     def release(self, prepared: PreparedModel) -> None:
-        """Free what this holds for a model (an engine, buffers), which may be prepared again.
+        """Free the resources of a prepared model (an engine, buffers).
 
-        Called before the same module is prepared again, by this strategy or another one, before a
-        run of the same Trainer with another module, and when another Trainer begins a run.
-        `prepared` is not trained any more, but may still be evaluated or saved.
+        Called before a strategy prepares the same module again, before the same Trainer runs with
+        another module, and when another Trainer begins a run. `prepared` is not trained any more,
+        but may still be evaluated or saved.
 
-        It must not communicate. What a rank has collected as garbage is not released there, so
-        that other ranks may be the only ones to call this.
+        This method must not communicate, since not every rank may call it: a model that a rank has
+        already garbage-collected is not released on that rank.
         """
 
     def estimate_memory(
         self, phases: Mapping[str, StepMemory], shards: Collection[str]
     ) -> dict[str, StepMemory]:
-        """Return what a rank holds in each phase of a step.
+        """Return the memory of a rank in each phase of a step.
 
-        Called by a plan if the step cannot be simulated without memory, once the strategy is bound.
+        A plan calls this after `bind`, if it cannot simulate the step without memory.
 
         Args:
-            phases: what a process holds that trains the model alone, by the phase of the step:
+            phases: the memory of a process that trains the model alone, by the phase of the step:
                 "forward", "backward", "step".
-            shards: what the spec says that ranks divide.
+            shards: the kinds of state that ranks divide, as in the spec.
         """
         ranks = self.components.device_count
         trained = max(memory.gradients for memory in phases.values())
-        # Reduced and gathered; gathered once more for backward, where parameters are divided.
+        # Reduced and gathered; sharded parameters are gathered once more for backward.
         sent = trained * (3 if "parameters" in shards else 2) if ranks > 1 else 0
         return {
             phase: replace(memory.divided(ranks, shards), sent=sent)
@@ -369,59 +375,59 @@ class Strategy(Stepping, ABC):
     def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
         """Return parameters and buffers by their canonical names.
 
-        They alias the live ones: write or copy them before the next step. A strategy with sharded
-        state returns `Shards` on every rank where `checkpoint_io.supports_shards`, and otherwise
-        whole tensors on rank 0.
+        The tensors alias the live ones: write or copy them before the next step. A strategy with
+        sharded state returns `Shards` on every rank if `checkpoint_io.supports_shards`, and
+        otherwise whole tensors on rank 0.
         """
         return prepared.original.state_dict()
 
     def load_model_state(
         self, prepared: PreparedModel, state: Mapping[str, Any], *, strict: bool = True
     ) -> None:
-        """Load what `model_state` returned, under this strategy or another one.
+        """Load a state that `model_state` returned, under this strategy or another one.
 
         Args:
             prepared: the model.
-            state: whole tensors by name; or what `load_checkpoint` of this strategy put there.
-            strict: refuse missing and unexpected names.
+            state: whole tensors by name, or the `LazyTensor`s of `open_checkpoint`.
+            strict: raise an error for missing and unexpected names.
 
         Raises:
-            CheckpointMismatchError: names or shapes differ; lists them.
+            CheckpointMismatchError: names or shapes differ. The error lists them.
         """
         load_weights(prepared.original, state, strict=strict)
 
     def optimizer_state(self, prepared: PreparedModel, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state with parameter names in the place of indices."""
+        """Return an optimizer's state, keyed by parameter names instead of indices."""
         return named_state(optimizer, prepared.original)
 
     def load_optimizer_state(
         self, prepared: PreparedModel, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Load what `optimizer_state` returned.
+        """Load a state that `optimizer_state` returned.
 
         Raises:
-            CheckpointMismatchError: it belongs to other parameters; lists them.
+            CheckpointMismatchError: the state belongs to other parameters. The error lists them.
         """
         load_named_state(optimizer, prepared.original, state)
 
     def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-        """Return this strategy's own state for a checkpoint; {} where it has none.
+        """Return this strategy's own state for a checkpoint; by default {}.
 
-        For what is neither a weight nor an optimizer's: weights as of the last average, a count of
-        rounds. Weights-only-safe data and tensors, the same on every rank, since rank 0's is saved;
-        what differs by rank goes into `Shards`, where `checkpoint_io.supports_shards`. Loading
-        under a strategy of another class leaves it out.
+        It holds state other than the weights and the optimizers' state: weights as of the last
+        average, a count of rounds. Use weights-only-safe data and tensors. Values must be the same
+        on every rank, since only rank 0's are saved. Put values that differ between ranks into
+        `Shards`, if `checkpoint_io.supports_shards`. Strategies of another class ignore this state.
 
         Args:
             prepared: the model.
-            optimizers: those that are saved with it.
+            optimizers: the optimizers that are saved with the model.
         """
         return {}
 
     def load_state(
         self, prepared: PreparedModel, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
     ) -> None:
-        """Load what `state` returned, after everything else was loaded.
+        """Load a state that `state` returned, after the rest of the checkpoint was loaded.
 
-        Not called for a checkpoint that has none of this class.
+        Not called if the checkpoint has no state of this class.
         """

@@ -1,4 +1,4 @@
-"""ModelCheckpoint: saves checkpoints while a model trains, and removes those not to be kept."""
+"""ModelCheckpoint: saves checkpoints during training, and removes old ones."""
 
 from __future__ import annotations
 
@@ -24,63 +24,66 @@ if TYPE_CHECKING:
 
 
 class ModelCheckpoint(Callback):
-    """Saves checkpoints while a model trains.
+    """Saves checkpoints during training.
 
-    What calls for a save (steps, epochs, time) may be combined. Only files of this run, or of the
-    run that it resumes, are ever removed or replaced: where another run has saved under a name, or
-    is about to, this one adds `-v1`, `-v2` and so on. So does a resumed run, where the run that was
-    interrupted has saved under a name after the checkpoint that is resumed. What a fit's
-    `ckpt_path` has named is kept, so that the same command finds it again; what it found as "last"
-    goes as others do.
+    Saves by steps, epochs and time can be combined. Only files of this run, or of the run that it
+    resumes, are ever removed or replaced. If another run has saved or is about to save under a
+    name, this run adds `-v1`, `-v2` and so on. A resumed run does the same for names that the
+    interrupted run has used after the resumed checkpoint. A checkpoint that a fit's `ckpt_path`
+    names is kept, so that the same command works again. A checkpoint that `ckpt_path="last"` found
+    is removed like any other.
 
     Args:
-        dirpath: where to, a local path or a URL ("s3://bucket/run"); None: a folder `checkpoints`
-            beside the logs.
-        filename: name without `.ckpt`, with values in braces: "{epoch}-{val_acc:.3f}"; None:
-            "epoch=E-step=S".
-        auto_insert_metric_name: write each value's name before it, "epoch=3"; False: the value.
-        enable_version_counter: False: replace what has a name already, another run's too.
-        verbose: say on rank 0 what was saved.
-        monitor: logged value that says which are the best, or "epoch" or "step"; None: the newest
-            are.
-        mode: "min": smaller is better; "max".
-        save_top_k: how many of the best to keep (without `monitor`: of the newest); -1: all; 0:
-            none.
-        keep_latest_k: how many of the newest to keep as well, whatever their values.
-        save_last: let `last.ckpt` name the newest, which is then kept: as a symbolic link, on an
-            object store as a copy. It moves once the newest is durable. "link" means the same.
-        save_weights_only: leave optimizer and loop state out.
-        every_n_train_steps: save after every so many optimizer steps; 0: not by steps.
-        every_n_epochs: save after every so many epochs, 0: not by epochs; the default is 1, unless
-            steps or time are given.
-        train_time_interval: save when so much time has gone by since the last save. With several
-            ranks half a second may be added: they agree on the time about twice a second.
-        save_on_train_epoch_end: save at the end of the training epoch (True), where the values of
-            training and of validation are there, or after validation (False), in a fit that has
-            one; None: after validation if it comes in the middle of epochs.
-        save_on_exception: save as `exception-step=S.ckpt` when training ends by an error or by
-            Ctrl-C. Only where one process trains: of several, the others are elsewhere.
+        dirpath: the folder for checkpoints, a local path or a URL ("s3://bucket/run"). With None,
+            a folder `checkpoints` beside the logs.
+        filename: the file name without `.ckpt`, with values in braces: "{epoch}-{val_acc:.3f}".
+            With None, "epoch=E-step=S".
+        auto_insert_metric_name: whether to write each value's name before it, "epoch=3", or only
+            the value.
+        enable_version_counter: whether to add `-v1` and so on to names that exist. If False,
+            existing files are replaced, even those of another run.
+        verbose: whether to print each saved checkpoint on rank 0.
+        monitor: the logged value that ranks the checkpoints, or "epoch" or "step". With None, the
+            newest checkpoints are the best.
+        mode: "min" if smaller values are better, or "max".
+        save_top_k: the number of best checkpoints to keep (without `monitor`, of newest ones). -1
+            keeps all, 0 keeps none.
+        keep_latest_k: the number of newest checkpoints to keep as well, whatever their values.
+        save_last: whether to keep the newest checkpoint and point `last.ckpt` to it: a symbolic
+            link, or a copy on an object store. `last.ckpt` moves once the newest checkpoint is
+            durable. "link" means True.
+        save_weights_only: whether to omit optimizer and loop state.
+        every_n_train_steps: the number of optimizer steps between saves; 0 disables saves by steps.
+        every_n_epochs: the number of epochs between saves; 0 disables saves by epochs. Defaults to
+            1 if neither steps nor time are given.
+        train_time_interval: the time between saves. With several ranks, half a second may be
+            added, since ranks synchronize the time about twice a second.
+        save_on_train_epoch_end: whether to save at the end of the training epoch, when the values
+            of training and validation are available. If False, save after validation, if the fit
+            has one. With None, save after validation if it runs within epochs.
+        save_on_exception: whether to save `exception-step=S.ckpt` when an error or Ctrl-C ends
+            training. This works with a single rank only, since other ranks may be at another step.
 
     If weights are not finite, a warning says so once. Of such checkpoints only the newest is kept,
-    in addition to the finite ones: it counts among neither the best nor the newest, and `last.ckpt`
-    stays. A monitored value that is NaN is the worst.
+    in addition to the finite ones. It counts neither as best nor as newest, and `last.ckpt` does
+    not move. A monitored value of NaN is the worst.
 
-    With `monitor`, an epoch without validation is passed over where others have it. What calls for
-    a save by steps or time waits for the validation that comes next, if that is before the next
-    batch, or if there is no value yet, which is said once. A signal that
-    ends training saves `interrupted-step=S.ckpt`. That file, and the one of an error, stay until
-    this run, resumed, has saved another.
+    With `monitor`, an epoch without validation adds no best checkpoint if other epochs have
+    validation. A save by steps or time waits for the next validation, if that runs before the next
+    batch, or if the value was not logged yet; a warning says the latter once. A signal that ends
+    training saves `interrupted-step=S.ckpt`. This file, and the file of an error, are kept until
+    the resumed run has saved another checkpoint.
 
     Attributes:
-        best_model_path: the best so far, or "".
-        best_model_score: its value, or None.
-        best_k_models: value by path of those that are kept for it.
-        kth_best_model_path: the worst of them, or "".
-        current_score: the value that was looked at last, or None.
-        last_model_path: this run's `last.ckpt`, or "".
+        best_model_path: the path of the best checkpoint so far, or "".
+        best_model_score: the value of the best checkpoint, or None.
+        best_k_models: the values of the best checkpoints, by path.
+        kth_best_model_path: the path of the worst of the best checkpoints, or "".
+        current_score: the most recent monitored value, or None.
+        last_model_path: the path of this run's `last.ckpt`, or "".
 
     Raises:
-        ConfigurationError: a value out of range.
+        ConfigurationError: a value is out of range.
 
     Example:
         >>> from stratagem import Trainer
@@ -89,7 +92,7 @@ class ModelCheckpoint(Callback):
         >>> Trainer(callbacks=best, logger=False).checkpoint_callback is best
         True
 
-        The three best, and the two newest to resume from, every 1000 steps and every half hour:
+        Save every 1000 steps and every half hour; keep the three best and the two newest:
 
         >>> from datetime import timedelta
         >>> saver = ModelCheckpoint(
@@ -155,7 +158,7 @@ class ModelCheckpoint(Callback):
         listed = ", ".join(f"{n}={value}" for n, value in arguments.items() if value is not None)
         self._key_before_folder = f"ModelCheckpoint({listed}, dirpath="
         self._key = f"{self._key_before_folder}{dirpath})"
-        # Without a monitor the value is the step: the newest are the best.
+        # Without a monitor the value is the step, so the newest checkpoints are the best.
         self._kept = RetentionPolicy(
             "max" if monitor is None else mode,
             top_k=save_top_k,
@@ -163,13 +166,13 @@ class ModelCheckpoint(Callback):
         )
         self._names = CheckpointNames(replaces=not enable_version_counter)
         self._resumed: dict[str, Any] | None = None
-        """The state that was loaded, until rank 0 has checked which of its files still exist."""
+        """The loaded state, until rank 0 has checked which of its files still exist."""
         self._saving: tuple[int, bool] | None = None
-        """Of a run that is resumed: the step that was saved last, and whether a save waits."""
+        """For a resumed run, the last saved step, and whether a save waits for a value."""
         self._spared: set[str] = set()
-        """On rank 0: checkpoints of before this run was resumed, which may be another run's."""
+        """On rank 0, older checkpoints that must not be removed, since another run may own them."""
         self._warned: set[str] = set()
-        """On rank 0: the warnings of this fit."""
+        """On rank 0, the warnings of this fit."""
         self._trains = False
         self._waits = False
         """Whether a save waits for the monitored value."""
@@ -199,7 +202,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def dirpath(self) -> Any:
-        """The folder that it saves in, a `pathlib.Path` or a URL; None: not known before a run."""
+        """The folder for checkpoints, a `pathlib.Path` or a URL; unset before a run by default."""
         return self._folder
 
     @dirpath.setter
@@ -208,38 +211,38 @@ class ModelCheckpoint(Callback):
 
     @property
     def best_k_models(self) -> dict[str, float]:
-        """Value by path of those that are kept as the best."""
+        """The values of the best checkpoints, by path."""
         return self._kept.best
 
     @property
     def best_model_path(self) -> str:
-        """The best so far, or ""."""
+        """The path of the best checkpoint so far, or ""."""
         return self._kept.best_path()
 
     @property
     def kth_best_model_path(self) -> str:
-        """The worst of those that are kept as the best, or ""."""
+        """The path of the worst of the best checkpoints, or ""."""
         return self._kept.worst_path()
 
     @property
     def best_model_score(self) -> float | None:
-        """The value of the best, or None; without a monitor there are no values."""
+        """The value of the best checkpoint, if a value is monitored."""
         return self._kept.best.get(self.best_model_path) if self.monitor is not None else None
 
     @property
     def kept_paths(self) -> list[str]:
-        """All that are kept, for whatever reason."""
+        """The paths of all checkpoints that are kept."""
         return self._kept.all_paths()
 
     # -- when to save
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        """Choose the folder, alike on every rank."""
+        """Choose the folder for checkpoints, the same on every rank."""
         if stage == "fit" and not trainer.options.fast_dev_run:
             self.choose_folder(trainer)
 
     def choose_folder(self, trainer: Trainer) -> None:
-        """Choose the folder if none was passed: beside the logs, or at the Trainer's URL."""
+        """Choose the folder if `dirpath` is unset: beside the logs, or at the Trainer's URL."""
         if self._folder is None:
             root = trainer.options.default_root_dir
             root = root if paths.is_url(root) else Path(trainer.log_dir)
@@ -247,7 +250,7 @@ class ModelCheckpoint(Callback):
         self._folder = paths.to_location(trainer.ranks.broadcast(str(self._folder)))
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
-        """Look at what of the checkpoints of a run that is resumed is still there."""
+        """Forget checkpoints of a resumed run that no longer exist."""
         self._drop_missing(trainer)
         if self.save_on_exception and trainer.world_size > 1 and trainer.is_global_zero:
             warnings.warn(
@@ -258,7 +261,7 @@ class ModelCheckpoint(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        """Start the clock; what was resumed from need not be saved again."""
+        """Start the clock, and mark the resumed step as saved."""
         self._warned.clear()
         self._trains = not trainer.options.fast_dev_run
         self._last_time_saved = trainer.run.interruption.agreed_time()
@@ -268,9 +271,9 @@ class ModelCheckpoint(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save if enough steps or time have gone by."""
+        """Save if enough steps or time have passed."""
         if trainer.is_within_step:
-            return  # what is saved here must be there before an older one is removed
+            return  # a new checkpoint must exist before an older one is removed
         step = trainer.global_step
         if step == self._last_step_saved:
             return
@@ -280,13 +283,13 @@ class ModelCheckpoint(Callback):
             and trainer.run.interruption.agreed_time() - self._last_time_saved
             >= interval.total_seconds()
         ):
-            # The value of these very weights is about to come.
+            # The validation that follows computes the value for exactly these weights.
             self._waits = self._monitors_logged and trainer.run.validates_next
             if not self._waits:
                 self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
-        """Save after validation, unless it is to happen after the training epoch."""
+        """Save after validation, unless saves are set to the end of the training epoch."""
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         if self._is_awaited(trainer) or (
@@ -295,20 +298,20 @@ class ModelCheckpoint(Callback):
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        """Save after the training epoch, unless it is to happen after validation."""
+        """Save after the training epoch, unless saves are set to the end of validation."""
         if self._is_awaited(trainer):
             self._save(trainer)
         elif self._after_training_epoch(trainer) and self._epoch_is_due(trainer):
-            # What was monitored may be of an earlier epoch, or not there yet.
+            # The monitored value may be from an earlier epoch, or not logged yet.
             known = trainer.run.has_validated or not trainer.run.has_validation
             self._save(trainer, among_best=known or self.monitor is None)
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
-        """Note that an error from here on has cost no training."""
+        """Mark training as complete, so that a later error saves nothing."""
         self._trains = False
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
-        """Save where training stands, if that was asked for."""
+        """Save the current state, if `save_on_exception` is set."""
         if (
             self.save_on_exception
             and self._trains
@@ -319,12 +322,12 @@ class ModelCheckpoint(Callback):
             try:
                 self.save_to_resume_from(trainer, "exception")
             except Exception as error:
-                # The first error is the one to be seen.
+                # Only warn, so that the user sees the first error.
                 warnings.warn(f"after {exception!r}, saving failed: {error}", stacklevel=2)
         self._end()
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
-        """Give names back that were claimed."""
+        """Release the claimed names."""
         self._end()
 
     def _end(self) -> None:
@@ -341,7 +344,7 @@ class ModelCheckpoint(Callback):
         return self.monitor is not None and self.monitor not in ("epoch", "step")
 
     def _is_awaited(self, trainer: Trainer) -> bool:
-        """Whether a save waits for a value that is there by now; then it waits no more."""
+        """Return whether a save waits for a value that is now available, and stop waiting."""
         is_saved = trainer.global_step == self._last_step_saved and self._keeps_latest
         name = self.monitor
         if not self._waits or name is None or is_saved or trainer.run.is_metric_pending(name):
@@ -372,13 +375,13 @@ class ModelCheckpoint(Callback):
             self._write(trainer, value)
 
     def _write(self, trainer: Trainer, value: float | None) -> None:
-        """Save a checkpoint, one of the best if there is a value; remove what it replaces."""
+        """Save a checkpoint, as a best one if it has a value; remove those that it replaces."""
         assert self._folder is not None
         ranks, last = trainer.ranks, self.last_model_path
         before = self._kept.copy(), last
         weights = self._weights(trainer)
         moves_last = self.save_last and not weights.nonfinite
-        # A name that stays the same replaces the checkpoint that would be removed for it.
+        # Under an unchanged name, the new checkpoint replaces the one that it would remove.
         own = [] if weights.nonfinite else self._kept.copy().add("", value)
         own = [old for old in own if old not in self._spared]
         path = self._names.choose(ranks, self._folder, self._name(trainer), own)
@@ -389,7 +392,7 @@ class ModelCheckpoint(Callback):
             last = ""
         if moves_last and (former or not last):
             last = self.last_model_path = self._names.choose(ranks, self._folder, name)
-        # The state first, so that it is in the checkpoint itself.
+        # Update the state first, so that the checkpoint itself contains it.
         if weights.nonfinite:
             dropped = self._kept.add_nonfinite(path)
         else:
@@ -400,7 +403,7 @@ class ModelCheckpoint(Callback):
         except BaseException:
             self._kept, self.last_model_path = before
             raise
-        # `last` moves once its new target is durable, and the old target goes after that.
+        # `last` moves once its new target is durable; the old target is removed after that.
         if moves_last and not trainer.checkpoint_writer.link(path, last):
             save(paths.to_location(last))
         for old in (former, *dropped) if former else dropped:
@@ -416,7 +419,7 @@ class ModelCheckpoint(Callback):
                 trainer.strategy.checkpoint_io.when_durable(tell)
 
     def _monitored(self, trainer: Trainer) -> float | None:
-        """Return the value that the present checkpoint would be kept for; None: not there yet."""
+        """Return the monitored value of the current checkpoint; None if not logged yet."""
         positions = {"epoch": trainer.current_epoch, "step": trainer.global_step}
         name = "step" if self.monitor is None else self.monitor
         if name in positions and (self.monitor is None or name not in trainer.callback_metrics):
@@ -442,7 +445,7 @@ class ModelCheckpoint(Callback):
         return value
 
     def _weights(self, trainer: Trainer) -> Weights:
-        """Return what is to be saved, and say where it is not finite."""
+        """Return the weights to save; warn if they are not finite."""
         weights = trainer.run.weights()
         if weights.nonfinite:
             self._warn_once(
@@ -454,15 +457,15 @@ class ModelCheckpoint(Callback):
         return weights
 
     def _warn_once(self, trainer: Trainer, what: str, follows: str) -> None:
-        """Warn on rank 0, once a fit of each thing that comes about."""
+        """Warn on rank 0, once per fit for each `follows`."""
         if trainer.is_global_zero and follows not in self._warned:
             self._warned.add(follows)
             warnings.warn(f"step {trainer.global_step}: {what}. {follows}", stacklevel=2)
 
     def save_to_resume_from(self, trainer: Trainer, why: str) -> str:
-        """Save the whole state as `<why>-step=<n>.ckpt`, until there is another; return the path.
+        """Save the whole state as `<why>-step=<n>.ckpt`; return the path.
 
-        Called on every rank.
+        The file is kept until another checkpoint is saved. Called on every rank.
         """
         assert self._folder is not None
         name = self._name_to_resume_from(trainer, why)
@@ -479,7 +482,7 @@ class ModelCheckpoint(Callback):
         return f"{why}-step={trainer.global_step}"
 
     def format_checkpoint_name(self, trainer: Trainer) -> str:
-        """Return the file name for the present values, without `.ckpt`."""
+        """Return the file name for the current values, without `.ckpt`."""
         return self._name(trainer)
 
     def _name(self, trainer: Trainer) -> str:
@@ -501,20 +504,20 @@ class ModelCheckpoint(Callback):
 
     @property
     def state_key(self) -> str:
-        """Tells it from other ModelCheckpoints of a run by what they were given."""
+        """The key of the state, made of the arguments; distinguishes a run's ModelCheckpoints."""
         return self._key
 
     def on_load_checkpoint(
         self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]
     ) -> None:
-        """Find its state also if its folder has another name by now, where only one can be it."""
+        """Find the state of a callback that saved to a folder of another name, if unambiguous."""
         states = checkpoint.get("callbacks", {})
         alike = [key for key in states if key.startswith(self._key_before_folder)]
         if self.state_key not in states and len(alike) == 1:
             states[self.state_key] = states[alike[0]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which checkpoints are kept; names are relative to the folder."""
+        """Return the names of the kept checkpoints, relative to the folder."""
         if self._folder is None:
             return {}
         return {
@@ -528,10 +531,10 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore which checkpoints are kept, by their names in this one's folder.
+        """Restore the kept checkpoints, by their names in this callback's folder.
 
-        When a fit goes on, it is looked at which are there. A state may be anybody's, so that it
-        names no folder and nothing outside of this one's.
+        `on_fit_start` checks which of them exist. The state may be from an untrusted checkpoint, so
+        it cannot name another folder or files outside this folder.
         """
         folder = self._folder
         if "last_step_saved" in state:
@@ -539,7 +542,7 @@ class ModelCheckpoint(Callback):
         self._take(state, lambda name: None if folder is None else in_folder(folder, name))
 
     def load_remote_state(self, state: dict[str, Any]) -> None:
-        """Restore the state of a run in other processes, in whatever folder."""
+        """Restore the state of a run in other processes, in that run's folder."""
         folder = state["dirpath"]
         self._take(state, lambda name: str(paths.join(folder, str(name))) if name else None)
 
@@ -558,7 +561,7 @@ class ModelCheckpoint(Callback):
             there = ResumedCheckpoints(self._folder, run.resume_point.path, run.run_id)
             self._kept.load_state_dict(state, there.locate)
             self.last_model_path = there.locate_last(state.get("last_model_path"))
-            # The command line that names one may be run again.
+            # The user may run the same command again, so keep the checkpoint that it names.
             named = run.job.ckpt_path
             self._spared = there.spared
             if named not in (None, "best", "last"):

@@ -1,4 +1,4 @@
-"""CheckpointNames: the names under which a run saves in its folder, which no other run has."""
+"""CheckpointNames: checkpoint names that are unique to a run in its folder."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 def filled(
     filename: str, values: Mapping[str, Any], *, with_names: bool = True, equals: str = "="
 ) -> str:
-    """Return a file name with values in the place of its braces.
+    """Return a file name with its names in braces replaced by values.
 
     Args:
-        filename: with names in braces.
-        values: by name.
-        with_names: write the name before each value.
-        equals: stands between them.
+        filename: a file name with names in braces.
+        values: the values by name.
+        with_names: whether to write the name before each value.
+        equals: the separator of name and value.
 
     Raises:
-        ConfigurationError: there is no value of a name in it.
+        ConfigurationError: a name in braces has no value.
 
     Example:
         >>> from stratagem.callbacks.checkpoints.names import filled
@@ -49,7 +49,7 @@ def filled(
 
 
 def is_version_of(path: str, name: str) -> bool:
-    """Whether a checkpoint has a name that `CheckpointNames.choose` makes of one.
+    """Return whether a checkpoint's name is a version of `name`, as `CheckpointNames.choose` makes.
 
     Example:
         >>> is_version_of("kept/last-v2.ckpt", "last"), is_version_of("kept/3-last.ckpt", "last")
@@ -62,11 +62,11 @@ def is_version_of(path: str, name: str) -> bool:
 class CheckpointNames:
     """Chooses names on rank 0, and broadcasts them.
 
-    A name is claimed until something is there, so that two runs which choose at the same moment do
-    not choose the same one.
+    A name is claimed until its checkpoint exists, so that two runs that choose at the same moment
+    choose different names.
 
     Args:
-        replaces: choose a name that something has, too.
+        replaces: whether to choose names of existing checkpoints too.
     """
 
     def __init__(self, *, replaces: bool = False) -> None:
@@ -78,15 +78,15 @@ class CheckpointNames:
     def choose(
         self, ranks: Ranks, folder: paths.Location, name: str, own: Collection[str] = ()
     ) -> str:
-        """Return a path that nothing has and nobody is about to have; called on every rank.
+        """Return a path that no file has and no other run has claimed; called on every rank.
 
-        It is `folder/name.ckpt`, or with `-v1`, `-v2` and so on after the name. Where names are
-        replaced, something may have it.
+        The path is `folder/name.ckpt`, or has `-v1`, `-v2` and so on after the name. If names are
+        replaced, the path may exist.
 
         Args:
-            ranks: of the run.
-            folder: where the checkpoint is saved.
-            name: without its ending.
+            ranks: the ranks of the run.
+            folder: the folder of the checkpoint.
+            name: the name without suffix.
             own: paths of this run that the checkpoint may replace.
 
         Raises:
@@ -104,7 +104,7 @@ class CheckpointNames:
         return str(path)
 
     def _claim(self, folder: paths.Location, name: str, own: Collection[str]) -> str:
-        # Listed once: to look at one name after the other takes a listing for each.
+        # List the folder once: a check of each name would list it each time.
         taken = () if self._replaces else paths.names(folder)
         version = 0
         while True:
@@ -119,39 +119,39 @@ class CheckpointNames:
             version += 1
 
     def may_move(self, ranks: Ranks, last: str) -> bool:
-        """Return whether `last.ckpt` of a run is this process's to move; called on every rank.
+        """Return whether this run may move `last.ckpt`; called on every rank.
 
-        Of two that have resumed from one checkpoint, and both think so, the first is right.
+        If two runs have resumed from the same checkpoint, only the first may.
         """
-        # It may be this process that has claimed it, while the first link is still to be made.
+        # This process may have claimed the name itself, before the first link is made.
         chosen = any(str(claimed.path) == last for claimed in self._claims)
         if ranks.is_global_zero and not self._moves_last and not chosen:
-            # A run that was killed may be resumed on another machine at once, and moves its `last`.
+            # A killed run may be resumed on another machine at once, and must move its `last`.
             claimed = claim(last, may_exist=True, from_unseen=True)
             self._moves_last = claimed is not None
             if claimed is not None and claimed.ends_with_process:
                 self._claim_on_last = claimed
             elif claimed is not None:
-                # It would outlive a run that is killed, and keep `last` from the one that resumes.
+                # The claim would outlive a killed run, and block `last` for the resumed run.
                 claimed.release()
         return bool(ranks.broadcast(self._moves_last or chosen))
 
     def release(self) -> None:
-        """Give back the names of what is there by now: nobody takes those any more."""
+        """Release the claims on names whose checkpoints exist."""
         kept = []
         for claimed in self._claims:
             if paths.exists(claimed.path):
                 claimed.release()
             else:
-                kept.append(claimed)  # it is still being written
+                kept.append(claimed)  # the checkpoint is still being written
         self._claims = kept
 
     def release_all(self) -> None:
-        """Give everything back, at the end of a run."""
+        """Release all claims, at the end of a run."""
         for claimed in (*self._claims, self._claim_on_last):
             try:
                 if claimed is not None:
                     claimed.release()
             except OSError:
-                pass  # a marker is left, which is void soon; there may be an error that matters
+                pass  # the marker expires soon; do not hide an error that ends the run
         self._claims, self._claim_on_last, self._moves_last = [], None, False

@@ -1,9 +1,8 @@
-"""Which checkpoints of the run that is resumed are still there, and which of them are this run's.
+"""Find the checkpoints of a resumed run that still exist, and those that this run owns.
 
-The names come from a file that anybody may have made. A plain name in the run's own folder is
-looked at, and one beside the checkpoint that the user named; all others are left alone. Only what
-says in a readable manifest that this run has saved it, in its own folder, is ever removed or
-replaced.
+The names come from an untrusted file. Only plain names are used, in the run's own folder or beside
+the checkpoint that the user named. Only checkpoints in the run's own folder with a readable
+manifest of this run are ever removed or replaced.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _LAST = re.compile(r"last(-v\d+)?\.ckpt")
 
 
 def leads_to(named: str | os.PathLike[str], path: str) -> bool:
-    """Return whether what a user has named is a checkpoint, maybe by a link or another folder.
+    """Return whether a user's path leads to a checkpoint, directly or by a link.
 
     Example:
         >>> leads_to("runs/step=3.ckpt", "runs/step=4.ckpt")
@@ -32,25 +31,25 @@ def leads_to(named: str | os.PathLike[str], path: str) -> bool:
         return str(at) == str(checkpoint)
     try:
         return at.samefile(checkpoint)
-    except OSError:  # one of them is gone
+    except OSError:  # a file is gone
         return False
 
 
 def in_folder(folder: paths.Location, name: object) -> str | None:
-    """Return the path of what a checkpoint names, or None: the name leads out of the folder."""
+    """Return the path of a name in a folder, if the name does not lead out of the folder."""
     return str(paths.join(folder, name)) if paths.is_name(name) else None
 
 
 class ResumedCheckpoints:
-    """Looks for the checkpoints that a state names; on rank 0.
+    """Finds the checkpoints that a state names; used on rank 0.
 
     Args:
-        folder: in which this run saves.
-        resumed_from: the checkpoint that the user named; None: there is none.
+        folder: the folder in which this run saves.
+        resumed_from: the checkpoint that the user named, or None.
         run: the name of the run.
 
     Attributes:
-        spared: what was found and is not this run's to remove.
+        spared: existing checkpoints that this run must not remove.
         refused: names that lead out of a folder.
     """
 
@@ -59,19 +58,19 @@ class ResumedCheckpoints:
     ) -> None:
         self._folder = folder
         self._run = run
-        # Nothing is fetched by a name that was read.
+        # A name from a file never causes a download.
         self._beside = resumed_from.absolute().parent if isinstance(resumed_from, Path) else None
         self.spared: set[str] = set()
         self.refused: list[str] = []
 
     def locate(self, name: object) -> str | None:
-        """Return where a checkpoint of this run is; None: it is gone, or not this run's."""
+        """Return the path of a checkpoint, if it exists and belongs to this run."""
         path = in_folder(self._folder, name)
         if path is None:
             self.refused.append(format_value(name))
             return None
         saver = run_of(path)
-        # A format that is not core's does not say whose it is.
+        # Formats other than core's do not record the run.
         if saver in (self._run, "") and paths.exists(path):
             if saver == "" or paths.target_of(path) != paths.to_location(path):
                 self.spared.add(path)
@@ -84,7 +83,7 @@ class ResumedCheckpoints:
         return None
 
     def warn_of_refused(self) -> None:
-        """Say which names were refused, if any were."""
+        """Warn of refused names, if any."""
         if self.refused:
             warnings.warn(
                 f"the checkpoint that is resumed from names {len(self.refused)} other(s) that are "
@@ -94,7 +93,7 @@ class ResumedCheckpoints:
             )
 
     def locate_last(self, name: object) -> str:
-        """Return where this run's own `last.ckpt` is, or ""."""
+        """Return the path of this run's own `last.ckpt`, or ""."""
         path = in_folder(self._folder, name)
         if path is None or not _LAST.fullmatch(str(name)) or not paths.exists(path):
             return ""

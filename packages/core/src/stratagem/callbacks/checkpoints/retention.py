@@ -1,4 +1,4 @@
-"""RetentionPolicy: which checkpoints of a run are kept, the best ones and the newest ones."""
+"""RetentionPolicy: decides which checkpoints of a run to keep, the best and the newest."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from stratagem.storage import paths
 
 
 class RetentionPolicy:
-    """Decides, and remembers; nothing is written or removed here.
+    """Decides which checkpoints to keep, and remembers them, without writing or removing files.
 
     Args:
-        mode: "min": smaller values are better; "max". NaN is the worst in either.
-        top_k: how many of the best are kept; -1: all.
-        latest_k: how many of the newest are kept, whatever their values.
+        mode: "min" if smaller values are better, or "max". NaN is the worst value in either.
+        top_k: the number of best checkpoints to keep; -1 keeps all.
+        latest_k: the number of newest checkpoints to keep, whatever their values.
 
     Attributes:
-        best: value by path.
-        latest: paths, the newest last. With `latest_k=0` that is what a run which ended early has
-            saved to resume from, until there is another checkpoint.
-        nonfinite: the newest whose weights are not finite, until there is another checkpoint; "":
-            there is none. It replaces no finite checkpoint.
+        best: the values of the best checkpoints, by path.
+        latest: the paths of the newest checkpoints, the newest last. With `latest_k=0`, the
+            checkpoint that an interrupted run saved, until another checkpoint is saved.
+        nonfinite: the path of the newest checkpoint with non-finite weights, until another
+            checkpoint is saved; "" without one. It replaces no finite checkpoint.
 
     Example:
         >>> kept = RetentionPolicy("min", top_k=1, latest_k=1)
@@ -43,30 +43,30 @@ class RetentionPolicy:
         self.nonfinite = ""
 
     def is_among_best(self, value: float) -> bool:
-        """Return whether a new checkpoint with such a value would be kept for it."""
+        """Return whether a new checkpoint with this value would be kept as a best one."""
         if self._top_k == -1 or len(self.best) < self._top_k:
             return True
         return self._top_k > 0 and self._better(value, self.best[self._worst()])
 
     def best_path(self) -> str:
-        """Return the best of all; "": there is none."""
+        """Return the path of the best checkpoint, or ""."""
         return _extreme(self.best, self._better) if self.best else ""
 
     def worst_path(self) -> str:
-        """Return the worst of the best; "": there is none."""
+        """Return the path of the worst of the best checkpoints, or ""."""
         return self._worst() if self.best else ""
 
     def add(self, path: str, value: float | None) -> list[str]:
-        """Take a new checkpoint; return those that are not to be kept, once it is durable.
+        """Add a new checkpoint; return the checkpoints to remove once the new one is durable.
 
         Args:
-            path: where it is.
-            value: its value, if it is among the best; None: it is not.
+            path: the path of the checkpoint.
+            value: its value if it is among the best, or None.
         """
         before = self.all_paths()
         self.nonfinite = ""
         if value is not None:
-            # More than one: a state that is resumed from may name any number.
+            # A loop, since a resumed state may name any number of checkpoints.
             while self._top_k != -1 and len(self.best) >= self._top_k:
                 del self.best[self._worst()]
             self.best[path] = value
@@ -74,7 +74,7 @@ class RetentionPolicy:
         return self._left_out(before)
 
     def add_nonfinite(self, path: str) -> list[str]:
-        """Take a new checkpoint whose weights are not finite; return what `add` does."""
+        """Add a new checkpoint with non-finite weights; return the checkpoints to remove."""
         before = self.all_paths()
         if self._top_k == -1:
             self.best[path] = math.nan
@@ -83,17 +83,17 @@ class RetentionPolicy:
         return self._left_out(before)
 
     def all_paths(self) -> list[str]:
-        """Return all that are kept, for whatever reason."""
+        """Return the paths of all checkpoints that are kept."""
         return [*self.best, *self.latest, *filter(None, [self.nonfinite])]
 
     def copy(self) -> RetentionPolicy:
-        """Return the same, to go back to."""
+        """Return a copy of the policy, to restore it later."""
         copied = copy(self)
         copied.best, copied.latest = dict(self.best), list(self.latest)
         return copied
 
     def add_to_resume_from(self, path: str) -> None:
-        """Take a checkpoint that is kept until there is another one."""
+        """Add a checkpoint that is kept until another one is saved."""
         self.latest.append(path)
 
     def _left_out(self, before: list[str]) -> list[str]:
@@ -104,7 +104,7 @@ class RetentionPolicy:
         return _extreme(self.best, lambda a, b: self._better(b, a))
 
     def state_dict(self, folder: paths.Location) -> dict[str, Any]:
-        """Return what is kept, as seen from a folder, so that all of it can be moved."""
+        """Return the kept checkpoints, with paths relative to a folder, so that it can be moved."""
         return {
             "best_k_models": {
                 paths.relative(path, folder): value for path, value in self.best.items()
@@ -116,14 +116,14 @@ class RetentionPolicy:
     def load_state_dict(
         self, state: dict[str, Any], locate: Callable[[object], str | None]
     ) -> None:
-        """Take it back.
+        """Restore the kept checkpoints.
 
         Args:
-            state: what `state_dict` returned.
-            locate: returns where a checkpoint is by now; None: it is gone.
+            state: the return value of `state_dict`.
+            locate: a function that returns a checkpoint's current path, or None if it is gone.
 
         Raises:
-            CheckpointCorruptError: it is not what `state_dict` returns.
+            CheckpointCorruptError: the state does not have the form that `state_dict` returns.
         """
         models, latest = state.get("best_k_models"), state.get("latest")
         if (

@@ -1,4 +1,4 @@
-"""ProgressBar: what a run says of itself: what begins, how far it is, and how it ended."""
+"""ProgressBar: shows the start, the progress and the end of a run."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ if TYPE_CHECKING:
 
 
 class ProgressBar(Callback):
-    """Says on rank 0 what begins, how far it is, and how it ended.
+    """Shows the start, the progress and the end of a run on rank 0.
 
-    A bar has the epoch, its batches, their speed, the times that have passed and are left, and the
-    values logged with `prog_bar=True`; validation, testing and predicting have their own. A line of
-    each epoch stays. In a notebook the bar is a line of text. Where stdout is no terminal (a pipe,
-    the log of SLURM, of a container or of CI), a line goes to stderr every `line_seconds`, and at
-    the end of each epoch. What begins and how it ended is said
-    there too: where it trains, where logs and checkpoints go, why training ended, which checkpoint
-    is the best. `Trainer(enable_progress_bar=False)` silences all of it.
+    A bar shows the epoch, its batches, their speed, the elapsed and remaining time, and the values
+    logged with `prog_bar=True`. Validation, testing and predicting have their own bars. A line
+    remains for each epoch. In a notebook the bar is a line of text. If stdout is not a terminal (a
+    pipe, the log of SLURM, of a container or of CI), a line is written to stderr every
+    `line_seconds`, and at the end of each epoch. The bar also prints the devices, the folders of
+    logs and checkpoints, the reason why training ended, and the best checkpoint.
+    `Trainer(enable_progress_bar=False)` disables all of this output.
 
-    Values are read, and the device is waited for, only at a refresh, whatever a step takes. A
-    subclass that overrides `get_metrics` shows others; one that overrides `setup` without calling
-    this one's shows nothing but what it shows itself.
+    Values are read from the device only at a refresh. To show other values, override `get_metrics`.
+    A subclass that overrides `setup` without calling `super().setup` shows only its own output.
 
     Args:
-        refresh_seconds: time between two refreshes; one costs 0.4 ms.
-        line_seconds: time between two lines where there is no terminal.
-        console: a rich console, to show it elsewhere; None: standard output.
+        refresh_seconds: the time between two refreshes; a refresh takes 0.4 ms.
+        line_seconds: the time between two lines without a terminal.
+        console: a rich console for the output; None for standard output.
 
     Example:
         >>> from stratagem import Trainer
@@ -58,14 +57,14 @@ class ProgressBar(Callback):
         self._enabled = True
         self._trainer: Trainer | None = None
         self._due = float("inf")
-        """When it is shown next."""
+        """The time of the next refresh."""
         self._display: Display | None = None
         self._rows: list[Row] = []
-        """What goes on: an epoch, and validation within it."""
+        """The current rows: an epoch, and a validation within it."""
         self._evaluated_from = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has: not the run, nor the stream that shows it."""
+        """Return the state of a copy, without the run and the display."""
         shown: dict[str, Any] = {
             "_trainer": None,
             "_display": None,
@@ -74,14 +73,14 @@ class ProgressBar(Callback):
         }
         return {**vars(self), **shown}
 
-    # -- what users call and override
+    # -- for users to call and override
 
     @property
     def trainer(self) -> Trainer:
-        """The Trainer whose run it shows.
+        """The Trainer of the shown run.
 
         Raises:
-            ConfigurationError: there was none yet.
+            ConfigurationError: no run has begun.
         """
         if self._trainer is None:
             raise ConfigurationError(
@@ -92,24 +91,24 @@ class ProgressBar(Callback):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether it is to be shown."""
+        """Whether the bar is enabled."""
         return self._enabled
 
     @property
     def is_disabled(self) -> bool:
-        """Whether it is not."""
+        """Whether the bar is disabled."""
         return not self.is_enabled
 
     def enable(self) -> None:
-        """Show it from the next run on."""
+        """Show the bar from the next run on."""
         self._enabled = True
 
     def disable(self) -> None:
-        """Do not show it from the next run on."""
+        """Hide the bar from the next run on."""
         self._enabled = False
 
     def get_metrics(self, trainer: Trainer, module: Module) -> dict[str, Any]:
-        """Return what is shown beside the bar: numbers and strings by name.
+        """Return the values to show beside the bar: numbers and strings by name.
 
         Example:
             >>> from stratagem.callbacks import ProgressBar
@@ -121,7 +120,7 @@ class ProgressBar(Callback):
         return {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
 
     def print(self, *values: Any, **options: Any) -> None:
-        """Print without breaking the bar; what `Module.print` calls on rank 0.
+        """Print without breaking the bar; `Module.print` calls this on rank 0.
 
         Args:
             *values: as for the built-in function.
@@ -130,7 +129,7 @@ class ProgressBar(Callback):
         print(*values, **options)
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        """Find out where to show it, unless it is disabled."""
+        """Choose the display, if the bar is enabled."""
         self._trainer, self._display = trainer, None
         if trainer.is_global_zero and self.is_enabled:
             self._display = display_here(self.refresh_seconds, self.line_seconds, self._console)
@@ -154,7 +153,7 @@ class ProgressBar(Callback):
             self._display.end(self._rows.pop(), leave=leave)
 
     def _read_values(self, trainer: Trainer) -> None:
-        """Show what training has logged beside the epoch, and nothing beside evaluation."""
+        """Show the values of training beside the epoch, and no values beside an evaluation."""
         if not trainer.run.evaluation.what:
             shown = self.get_metrics(trainer, trainer.run.module)
             self._rows[-1].values = "  ".join(
@@ -174,7 +173,7 @@ class ProgressBar(Callback):
     # -- training
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
-        """Say on what it trains, and where its files go."""
+        """Print the devices, the model and the folders of the fit."""
         if self._display is not None:
             for line in beginning(trainer):
                 self._display.say(line)
@@ -189,20 +188,20 @@ class ProgressBar(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Refresh, if it is time."""
+        """Refresh the bar, if a refresh is due."""
         if monotonic() >= self._due:
             self._rows[-1].done = batch_idx + 1
             self._refresh(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        """Leave a line of the epoch."""
+        """Leave a line for the epoch."""
         if self._display is not None:
             self._rows[-1].done = trainer.run.progress.batches
             self._read_values(trainer)
             self._end(leave=True)
 
     def on_fit_end(self, trainer: Trainer, module: Module) -> None:
-        """Say why training ended, and what it left."""
+        """Print the reason why training ended, and the best checkpoints."""
         if self._display is not None:
             for line in ending(trainer):
                 self._display.say(line)
@@ -210,7 +209,7 @@ class ProgressBar(Callback):
     # -- evaluation
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
-        """Show it, with a bar of its own."""
+        """Show a bar for the validation."""
         if self._rows and self._display is not None:
             self._rows[-1].done = trainer.run.progress.batches
             self._display.update(self._rows[-1])
@@ -218,11 +217,11 @@ class ProgressBar(Callback):
         self._begin_evaluation(trainer, "sanity check" if is_check else "validation")
 
     def on_test_start(self, trainer: Trainer, module: Module) -> None:
-        """Show it."""
+        """Show a bar for the test."""
         self._begin_evaluation(trainer, "test")
 
     def on_predict_start(self, trainer: Trainer, module: Module) -> None:
-        """Show it."""
+        """Show a bar for the prediction."""
         self._begin_evaluation(trainer, "predict")
 
     def _begin_evaluation(self, trainer: Trainer, what: str) -> None:
@@ -238,7 +237,7 @@ class ProgressBar(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Refresh, if it is time."""
+        """Refresh the bar, if a refresh is due."""
         if self._rows:
             self._rows[-1].done += 1
             if monotonic() >= self._due:
@@ -248,7 +247,7 @@ class ProgressBar(Callback):
     on_predict_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
-        """Take its bar away; training's goes on, without the time that this took."""
+        """Remove the bar of the evaluation, and subtract its time from the training's."""
         self._end(leave=False)
         if self._rows:
             self._rows[-1].began += monotonic() - self._evaluated_from
@@ -259,18 +258,18 @@ class ProgressBar(Callback):
     # -- the end
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
-        """Give the terminal back before the error is printed."""
+        """Release the terminal before the error is printed."""
         self._close()
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
-        """Give the terminal back."""
+        """Release the terminal."""
         self._close()
 
 
 def batches_to_train(trainer: Trainer) -> float:
-    """Return after how many batches an epoch ends, by its data or by `max_steps`.
+    """Return the number of batches at which the epoch ends, by its data or by `max_steps`.
 
-    Asked for between two steps. Infinity: that is not known, as where steps are taken by hand.
+    Call this between two steps. The number is infinity if unknown, as in manual optimization.
 
     Example:
         >>> from stratagem import Trainer
@@ -287,10 +286,10 @@ def batches_to_train(trainer: Trainer) -> float:
 
 
 def batches_to_evaluate(trainer: Trainer, what: str) -> list[float]:
-    """Return how many batches are to come of each loader; of those that are read together, once.
+    """Return the number of batches of each loader; loaders that are read together count once.
 
     Args:
-        trainer: of the run; in its sanity check there are fewer.
+        trainer: the Trainer of the run; its sanity check has fewer batches.
         what: "validation", "test" or "predict".
 
     Example:

@@ -1,4 +1,4 @@
-"""Where progress is shown: on a terminal, in a notebook, or as lines of a log."""
+"""Displays of progress: on a terminal, in a notebook, or as lines of a log."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 
 
 _NAME = 12
-"""Columns of a terminal that the name of what goes on has at least."""
+"""The minimum width of a row's name, in columns of the terminal."""
 _BAR = 4, 20
-"""Columns of the bar, at least and at most."""
+"""The minimum and maximum width of the bar, in columns."""
 
 
 @dataclass
 class Row:
-    """One thing that goes on, and how far it is.
+    """The progress of an epoch or an evaluation.
 
     Args:
-        what: for example "epoch 0/2".
-        total: batches that it has; infinity: not known.
-        done: batches that are done.
+        what: the name, for example "epoch 0/2".
+        total: the number of batches; infinity if unknown.
+        done: the number of batches done.
     """
 
     what: str
     total: float
     done: int = 0
     values: str = ""
-    """The values that are shown beside it."""
+    """The values to show beside the progress."""
     began: float = field(default_factory=monotonic)
     first: int = field(init=False)
-    """Batches that were done when it began: a resumed epoch's."""
+    """The number of batches done before the start, if the epoch was resumed."""
 
     def __post_init__(self) -> None:
         self.first = self.done
@@ -67,10 +67,10 @@ def _clock(seconds: float) -> str:
 
 
 class Display(ABC):
-    """Shows rows; the last one that was begun is the one that goes on.
+    """Shows rows; the row that began last is the active one.
 
     Attributes:
-        interval: seconds between two refreshes.
+        interval: the time between two refreshes, in seconds.
     """
 
     interval: float
@@ -81,15 +81,15 @@ class Display(ABC):
 
     @abstractmethod
     def update(self, row: Row) -> None:
-        """Take note of how far it is, to be shown with what is refreshed next."""
+        """Store a row's progress for the next refresh."""
 
     @abstractmethod
     def refresh(self, row: Row) -> None:
-        """Show how far it is."""
+        """Show the progress of a row."""
 
     @abstractmethod
     def end(self, row: Row, *, leave: bool) -> None:
-        """Take it away; with `leave`, a line of it stays."""
+        """Remove a row; with `leave`, leave a line for it."""
 
     @abstractmethod
     def say(self, text: str) -> None:
@@ -97,14 +97,14 @@ class Display(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Leave what is shown."""
+        """End the display, without clearing it."""
 
 
 class Terminal(Display):
-    """Bars on a terminal, by rich, which is imported only here.
+    """Bars on a terminal, drawn by rich, which is imported only here.
 
-    Where it is narrow, the bar is shorter, and then the end of the values is left out: never what
-    goes on, and no digit in silence.
+    On a narrow terminal the bar is shortened first, then the end of the text is replaced by "…".
+    The name of the row is always shown.
     """
 
     def __init__(self, interval: float, console: Console | None) -> None:
@@ -117,14 +117,14 @@ class Terminal(Display):
         self._progress = Progress(
             TextColumn("{task.description}", markup=False, table_column=name),
             self._bar,
-            # Brackets in a name are not rich's markup.
+            # Do not read brackets in a name as rich's markup.
             TextColumn("{task.fields[text]}", markup=False),
             console=console,
             auto_refresh=False,
         )
         self._tasks: dict[int, Any] = {}
         self._rows: dict[int, str] = {}
-        """What each row has said last, in full."""
+        """The last text of each row, in full."""
         self._progress.start()
 
     def _text(self, text: str) -> str:
@@ -136,7 +136,7 @@ class Terminal(Display):
         self._tasks[id(row)] = self._progress.add_task(row.what, total=total, text="")
 
     def update(self, row: Row) -> None:
-        """Set the bar, which is drawn by the next refresh."""
+        """Set the bar; the next refresh draws it."""
         self._rows[id(row)] = self._text(row.text())
         names = [len(task.description) for task in self._progress.tasks]
         room = self._progress.console.width - max(_NAME, *names) - 2
@@ -167,7 +167,7 @@ class Terminal(Display):
         )
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Release the terminal."""
         self._progress.stop()
 
 
@@ -175,9 +175,9 @@ class Lines(Display):
     """Lines of text.
 
     Args:
-        interval: seconds between two lines of a row.
-        stream: where they go.
-        rewrites: one line is written again and again, as in a notebook.
+        interval: the time between two lines of a row, in seconds.
+        stream: the stream to write to.
+        rewrites: whether to overwrite a single line, as in a notebook.
     """
 
     def __init__(self, interval: float, stream: TextIO, *, rewrites: bool = False) -> None:
@@ -187,10 +187,10 @@ class Lines(Display):
         self._width = 0
 
     def begin(self, row: Row) -> None:
-        """Nothing is shown before there is something to say."""
+        """Do nothing: the first refresh shows the row."""
 
     def update(self, row: Row) -> None:
-        """The row itself says it."""
+        """Do nothing: the row itself holds its progress."""
 
     def refresh(self, row: Row) -> None:
         """Write a line."""
@@ -213,19 +213,19 @@ class Lines(Display):
     def _write(self, text: str, *, stays: bool) -> None:
         text = printable(text, getattr(self._stream, "encoding", None))
         start = "\r" if self._width else ""
-        # What is left of a longer line is covered.
+        # Overwrite the rest of a longer line.
         self._stream.write(start + text.ljust(self._width) + ("\n" if stays else ""))
         self._stream.flush()
         self._width = 0 if stays else len(text)
 
 
 def display_here(refresh_seconds: float, line_seconds: float, console: Console | None) -> Display:
-    """Return what shows progress in this process.
+    """Return the display for this process.
 
     Args:
-        refresh_seconds: between two refreshes of a terminal or a notebook.
-        line_seconds: between two lines of a log.
-        console: a rich console to show it on.
+        refresh_seconds: the time between two refreshes of a terminal or a notebook.
+        line_seconds: the time between two lines of a log.
+        console: a rich console for the output.
     """
     if console is not None or sys.stdout.isatty():
         return Terminal(refresh_seconds, console)

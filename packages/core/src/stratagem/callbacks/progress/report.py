@@ -1,4 +1,4 @@
-"""The report of a fit: what it trains on, and how it ended."""
+"""The report of a fit: its devices and model at the start, and its result at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def beginning(trainer: Trainer) -> list[str]:
-    """Return on what a fit trains, what it goes on from, and where its files go."""
+    """Return the lines for the start of a fit: devices, model, resumed checkpoint, folders."""
     plan, run = trainer.plan, trainer.run
     processes = "one process" if trainer.world_size == 1 else f"{trainer.world_size} processes"
     lines = [
@@ -35,7 +35,7 @@ def beginning(trainer: Trainer) -> list[str]:
 
 
 def ending(trainer: Trainer) -> list[str]:
-    """Return why a fit ended, and what it left."""
+    """Return the lines for the end of a fit: the reason, and the checkpoints to use."""
     lines = [
         f"training ended after {_counted(trainer.current_epoch, 'epoch')}, "
         f"{_counted(trainer.global_step, 'step')}: "
@@ -63,7 +63,7 @@ def _parameters(module: Module) -> str:
 
 
 def full_numel(parameter: Tensor) -> int:
-    """Return how many numbers a parameter has, also where a rank holds a part of them or none yet.
+    """Return the number of elements of a parameter over all ranks; 0 if uninitialized.
 
     Example:
         >>> import torch
@@ -72,13 +72,13 @@ def full_numel(parameter: Tensor) -> int:
     """
     if isinstance(parameter, UninitializedParameter):
         return 0
-    # A DTensor's is that of all shards. An engine that takes parameters apart leaves an empty one,
-    # and notes its number beside it.
+    # A DTensor's numel is that of all shards. An engine that partitions parameters leaves an empty
+    # one, with its number of elements in `ds_numel`.
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def short_count(number: int) -> str:
-    """Return a number in at most a few digits.
+    """Return a number as text with a few digits and a unit.
 
     Example:
         >>> short_count(1234567)
@@ -101,7 +101,7 @@ def _folders(trainer: Trainer) -> list[str]:
 
 
 def _advice(trainer: Trainer) -> list[str]:
-    """Return what a fit leaves out: a validation, or cores that would read batches."""
+    """Return advice about unused validation code, unused loaders and idle cores."""
     run, advice = trainer.run, []
     has_loader = run.job.val_loaders is not None or run.module.defines("val_dataloader")
     if has_loader and not run.module.defines("validation_step"):

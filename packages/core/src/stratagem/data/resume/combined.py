@@ -1,4 +1,4 @@
-"""Several loaders read together that go on in the middle of an epoch, each where it was."""
+"""Combined loaders that resume in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from stratagem.data.sharding import length_of
 class CombinedResumable:
     """Iterates over a CombinedLoader from any batch of an epoch on; see `Resumable`.
 
-    Each loader goes on by itself, after as many batches as it had yielded by then.
+    Each loader resumes separately, after the batches that it had yielded.
 
     Args:
-        loader: of this rank.
+        loader: the loader of this rank.
         name, rank, shard: as for `Resumable`.
 
     Attributes:
-        loader: what is iterated over.
-        left: batches of the present epoch, where some were dealt out again to other ranks.
-        has_exact_length: whether each yields exactly as many batches as its length says.
+        loader: the loader to iterate over.
+        left: the remaining batches of the epoch, if the rest was resharded to other ranks.
+        has_exact_length: whether each loader yields exactly `len(loader)` batches.
     """
 
     def __init__(
@@ -38,21 +38,21 @@ class CombinedResumable:
         self.left = math.inf
         self.has_exact_length = all(part.has_exact_length for part in self._parts)
         self._resumed: list[int] | None = None
-        """Batches of each that are passed over by the next `begin`; None: by their number."""
+        """Batches of each loader that the next `begin` skips; None to compute them from `done`."""
 
     def batches_left(self, done: int) -> float:
-        """Return the batches of the present epoch after the first `done`; infinity: not known."""
+        """Return the number of batches of the epoch after the first `done`; infinity if unknown."""
         if self.left != math.inf:
             return self.left
         return length_of(self.loader) - done if self.has_exact_length else math.inf
 
     def begin(self, epoch: int, done: int, of: float = math.inf) -> tuple[Iterator[Any], list[Any]]:
-        """Return the batches of an epoch after the first `done`, and none before them.
+        """Return an iterator over an epoch's batches after the first `done`, and an empty list.
 
         Args:
-            epoch: which.
-            done: how many to pass over.
-            of: how many there are; infinity: not known.
+            epoch: the number of the epoch.
+            done: the number of batches to skip.
+            of: the number of batches of the epoch; infinity if unknown.
         """
         passed_over, self._resumed = self._resumed or self._split(done), None
         readings, left = [], []
@@ -63,8 +63,8 @@ class CombinedResumable:
             is_over = through and self.loader.mode != "max_size_cycle"
             if is_over:
                 part.pass_over()
-            # One that is at its start begins when it is needed, as in a run that was not
-            # interrupted; but those that are read together begin with the epoch.
+            # A loader at its start begins when it is needed, as in a run that was not
+            # interrupted; but loaders that are read together begin with the epoch.
             at_start = done == 0 and self.loader.mode != "sequential"
             now = part.begin(epoch, own)[0] if (own or at_start) and not is_over else None
             readings.append(Reading(begin, now, went_through=through, has_ended=is_over))
@@ -83,7 +83,7 @@ class CombinedResumable:
         return [length_of(part.loader) for part in self._parts]
 
     def _split(self, done: int) -> list[int]:
-        """Return how many batches each loader has yielded in its present iteration."""
+        """Return the number of batches that each loader has yielded in its current iteration."""
         lengths, mode = self._lengths(), self.loader.mode
         if mode == "sequential":
             counts = []
@@ -96,25 +96,26 @@ class CombinedResumable:
         return [int(min(done, length)) for length in lengths]
 
     def _went_through(self, index: int, done: int) -> bool:
-        """Whether a loader was read to its end by then."""
+        """Return whether a loader was read to its end after `done` batches."""
         lengths = self._lengths()
         before = sum(lengths[: index + 1]) if self.loader.mode == "sequential" else lengths[index]
-        # A loader that is at its end, but was not asked for more, has ended all the same.
+        # A loader at its end has ended, even if `next` was not called again.
         return done >= before
 
     # -- resuming
 
     def state(self, *, within_epoch: bool = True) -> dict[str, Any]:
-        """Return what `resume` needs of this rank; safe data. See `Resumable.state`."""
+        """Return this rank's state for `resume`; see `Resumable.state`."""
         parts = [part.state(within_epoch=within_epoch) for part in self._parts]
         return {"mode": self.loader.mode, "parts": parts}
 
     def resume(self, states: Sequence[dict[str, Any]], batches: int) -> int:
-        """Restore what `state` returned on each rank; return how many batches are done.
+        """Restore the states of all ranks; return the number of batches that are done.
 
         Args:
-            states: of the ranks that saved, in their order.
-            batches: those of the epoch that each of them had yielded; 0: it is at its start.
+            states: the return values of `state`, in the order of the ranks that saved.
+            batches: the number of batches that each of these ranks had yielded in the epoch; 0 at
+                its start.
         """
         done = self._split(batches)
         resumed = [
@@ -129,6 +130,6 @@ class CombinedResumable:
         return min(resumed) if self.loader.mode == "min_size" else max(resumed)
 
     def close(self) -> None:
-        """End persistent workers, which no other iteration will use."""
+        """End persistent workers, after the last iteration."""
         for part in self._parts:
             part.close()

@@ -1,4 +1,4 @@
-"""A data loader that goes on in the middle of an epoch, with the samples that are still to come."""
+"""A data loader that resumes in the middle of an epoch, with the remaining samples."""
 
 from __future__ import annotations
 
@@ -43,13 +43,14 @@ from stratagem.rng import (
 
 @dataclass(frozen=True)
 class Order:
-    """How the order of an epoch's samples is drawn, of which ranks read every n-th one.
+    """The source of the order of an epoch's samples; each rank reads every n-th sample.
 
     Attributes:
-        kind: "sharded": by the loader's sampler under a seed that ranks share; "distributed": by
-            torch's DistributedSampler; "whole": by the loader's sampler alone, for one reader.
-        sampler: the loader's own.
-        seed: with the epoch, what the order follows from; None with "whole".
+        kind: "sharded" draws with the loader's sampler and a seed that ranks share. "distributed"
+            draws with torch's DistributedSampler. "whole" draws with the loader's sampler alone,
+            for one reader.
+        sampler: the loader's own sampler.
+        seed: the seed that determines the order, with the epoch; None with "whole".
     """
 
     kind: str
@@ -64,14 +65,14 @@ class Order:
         generators: Sequence[Any],
         rule: str | None,
     ) -> IndexSequence:
-        """Return an epoch's indices of all ranks; global RNG states stay as they are.
+        """Return an epoch's indices of all ranks, without changing global RNG states.
 
         Args:
-            seed: the one that the order was drawn with at first; None: it was drawn by one reader.
-            epoch: which.
-            start: the RNG states when it was drawn.
-            generators: that the sampler may draw from.
-            rule: what shuffles; None: see `index_sequence.rule_of`.
+            seed: the seed of the first drawing; None if the order was drawn by one reader.
+            epoch: the number of the epoch.
+            start: the RNG states at the first drawing.
+            generators: the generators that the sampler may draw from.
+            rule: the shuffling rule; None selects `index_sequence.rule_of`.
         """
         if self.kind == "distributed":
             all_of_it = copy.copy(self.sampler)
@@ -93,11 +94,11 @@ class Order:
 
 
 def order_of(loader: DataLoader[Any], shards: int) -> Order | str:
-    """Return how a loader's order is drawn, or why that is not known.
+    """Return the source of a loader's order, or the reason why it is unknown.
 
     Args:
-        loader: of a dataset that is read by index.
-        shards: how many parts the data are to be divided into.
+        loader: the loader of a map-style dataset.
+        shards: the number of parts of the data.
     """
     batch_sampler, sampler = loader.batch_sampler, sampler_of(loader)
     if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
@@ -115,12 +116,12 @@ def order_of(loader: DataLoader[Any], shards: int) -> Order | str:
 
 @dataclass(frozen=True)
 class Reshard:
-    """The rest of an epoch, resharded anew to ranks that are not as many as began it.
+    """The rest of an epoch, resharded to another number of ranks.
 
     Attributes:
-        seed: of the epoch's order; None: it was drawn by one reader.
-        samples: how many of that order were read before.
-        batches: how many batches of the new ranks' size that is, on each, rounded down.
+        seed: the seed of the epoch's order; None if the order was drawn by one reader.
+        samples: the number of samples of the order that were read before.
+        batches: the same in batches of each new rank, rounded down.
     """
 
     seed: int | None
@@ -128,12 +129,12 @@ class Reshard:
     batches: int
 
     def part(self, order: IndexSequence, loader: DataLoader[Any], index: int, count: int) -> Any:
-        """Return what one rank's loader takes its indices from, in this epoch.
+        """Return the source of indices for a rank's loader, in this epoch.
 
         Args:
-            order: the epoch's, of all ranks.
-            loader: of the rank.
-            index, count: which part, of how many.
+            order: the epoch's order, of all ranks.
+            loader: the loader of the rank.
+            index, count: the number of the part, and the number of parts.
         """
         rest = order[self.samples :]
         if getattr(sampler_of(loader), "drop_last", False):  # DistributedSampler's
@@ -151,32 +152,32 @@ _OVERLAPS = "some samples of this epoch may be read twice and others not at all"
 class Resumable:
     """Iterates over a loader from any batch of an epoch on.
 
-    The user's DataLoader is kept; what it takes its indices from is wrapped, so that the batches
-    before are passed over without being read. A sampler that draws from the global RNGs,
-    or from a generator that it, the loader or the dataset holds, draws again what it drew. Workers
-    are seeded for each batch, by the state at the start of the epoch and the batch's number, so
-    that random augmentation repeats as well; not if their `worker_init_fn` is a `SeededOnce`.
+    The user's DataLoader is kept. Its source of indices is wrapped, so that earlier batches are
+    skipped without being read. A sampler that draws from the global RNGs, or from a generator of
+    the sampler, the loader or the dataset, draws the same order again. Workers are seeded for each
+    batch, from the state at the start of the epoch and the batch's number, so that random
+    augmentation repeats as well; not if their `worker_init_fn` is a `SeededOnce`.
 
-    An IterableDataset without workers, or a loader that reads no dataset by index, goes on by its
-    own state if it has `state_dict` and `load_state_dict`. Of others batches are read and passed
-    over. (A StatefulDataLoader that reads by index is resumed as any DataLoader: its own state
-    knows nothing of the RNG states in workers.)
+    An IterableDataset without workers, or a loader without a map-style dataset, resumes from its
+    own state if it has `state_dict` and `load_state_dict`. Otherwise its batches are read and
+    skipped. (A StatefulDataLoader with a map-style dataset is resumed like any DataLoader, since
+    its own state does not include the RNG states in workers.)
 
-    Ranks that are not as many as saved, or that take batches of another size, go on after the same
-    samples of the epoch's order: the rest is resharded to them in turn.
+    If the number of ranks or the batch size has changed, the ranks resume after the same samples of
+    the epoch's order: the rest is resharded.
 
     Args:
-        loader: of this rank.
-        name: stands for it in messages.
-        rank: whose; workers of different ranks get different seeds, and rank 0 warns.
+        loader: the loader of this rank.
+        name: the name of the loader in messages.
+        rank: this rank. Workers of different ranks get different seeds, and only rank 0 warns.
         shard: this rank's part of the data, (index, count).
 
     Attributes:
-        loader: what is iterated over; the user's loader, or a copy of it with wrapped indices.
-        inexact: why a resumed run differs from one that was not interrupted; "" if it does not.
-        left: batches of the present epoch that `begin` has yet to yield, where they were dealt out
-            again to other ranks; infinity: as many as the loader's length says.
-        has_exact_length: whether it yields exactly as many batches as its length says.
+        loader: the loader to iterate over: the user's loader, or a copy with wrapped indices.
+        inexact: the reason why a resumed run differs from an uninterrupted one; "" if it does not.
+        left: the remaining batches of the epoch, if the rest was resharded to other ranks;
+            otherwise infinity, and the loader's length counts.
+        has_exact_length: whether the loader yields exactly `len(loader)` batches.
     """
 
     def __init__(
@@ -193,14 +194,14 @@ class Resumable:
         self._order: Order | str = f"which samples a rank reads is up to {name}"
         self._indices: ResumableSampler | None = None
         self._stateful: Any = None
-        """What has a state of its own: the loader, its dataset, or None."""
+        """The object with a state of its own: the loader, its dataset, or None."""
         self._reshard: Reshard | None = None
         self._resumed: dict[str, Any] | None = None
         self._warned = False
         self._start: list[Any] = []
-        """The states of the generators when the epoch began, of what is not read by index."""
+        """The generators' states at the start of the epoch, for data not read by index."""
         self._had_workers = False
-        """Whether the run that is resumed had persistent workers by now."""
+        """Whether the resumed run had already started persistent workers."""
         reads_by_index = isinstance(loader, DataLoader) and not isinstance(
             loader.dataset, IterableDataset
         )
@@ -263,23 +264,23 @@ class Resumable:
 
     @property
     def batch_size(self) -> int:
-        """Samples in a batch; 1 where the loader does not say."""
+        """The number of samples in a batch; 1 if unknown."""
         size = getattr(self.loader, "batch_size", None)
         if size is None:
             size = getattr(getattr(self.loader, "batch_sampler", None), "batch_size", None)
         return size if isinstance(size, int) else 1
 
     def batches_left(self, done: int) -> float:
-        """Return the batches of the present epoch after the first `done`; infinity: not known."""
+        """Return the number of batches of the epoch after the first `done`; infinity if unknown."""
         if self.left != math.inf:
             return self.left
         return length_of(self.loader) - done if self.has_exact_length else math.inf
 
     def end_of_epoch(self) -> tuple[int, int, int] | None:
-        """Return the samples of this rank's epoch and of its last batch, and the repeated ones.
+        """Return the number of samples of this rank's epoch, of its last batch, and repeated ones.
 
-        The last sample may be one of another rank, repeated so that all ranks have as many. None:
-        the data are not dealt out to ranks sample by sample.
+        The last sample may be a repeated sample of another rank, so that all ranks have the same
+        number. Return None if the data are not sharded sample by sample.
         """
         if not isinstance(self._order, Order) or self._order.kind == "whole":
             return None
@@ -301,17 +302,18 @@ class Resumable:
     # -- going on
 
     def resume(self, states: Sequence[dict[str, Any]], batches: int) -> int:
-        """Take what `state` returned on each rank; the next `begin` goes on from there.
+        """Load the states of all ranks; the next `begin` resumes from them.
 
         Args:
-            states: of the ranks that saved, in their order.
-            batches: those of the epoch that each of them had yielded; 0: it is at its start.
+            states: the return values of `state`, in the order of the ranks that saved.
+            batches: the number of batches that each of these ranks had yielded in the epoch; 0 at
+                its start.
 
         Returns:
-            How many of this loader's batches that is.
+            The same position as a number of this loader's batches.
         """
         first = states[0]
-        # That of this rank first: each is decoded when it is looked at.
+        # This rank's state first, since each state is decoded on access.
         tried = chain(states[self._rank : self._rank + 1], states)
         own = next((s for s in tried if s.get("shard", 0) == self._shard[0]), None)
         if isinstance(self._order, Order) and first.get("order") == self._order.kind:
@@ -330,7 +332,7 @@ class Resumable:
         if is_same_order and not reason:
             is_same_order = self._check_same_kinds(first.get("kinds", {}))
         if own is not None and not is_dealt:
-            # What was said already is not found once more.
+            # Do not repeat a warning.
             self._resumed = own if is_same_order else {**own, "first": None}
             return batches
         converted: int = samples // (self.batch_size * self._shard[1])
@@ -352,11 +354,11 @@ class Resumable:
         return converted
 
     def _check_same_order(self, first: dict[str, Any], read: int) -> bool:
-        """Whether the epoch's order can be what it was; warns if it is certain that it cannot.
+        """Return whether the epoch's order may be the same; warn if it certainly differs.
 
         Args:
             first: the state of the first rank that saved.
-            read: samples of the epoch that all ranks had read by then.
+            read: the number of samples of the epoch that all ranks had read.
         """
         length, now = first.get("length"), self._length()
         if length is not None and now is not None and length != now:
@@ -380,7 +382,7 @@ class Resumable:
         return True
 
     def _check_same_kinds(self, before: dict[str, str]) -> bool:
-        """Whether samplers and dataset are of the types that they were; warns if they are not."""
+        """Return whether samplers and dataset have the same types as before; warn if not."""
         changed = {k: v for k, v in self._kinds().items() if before.get(k, v) != v}
         for what, kind in changed.items():
             self._warn(
@@ -393,13 +395,13 @@ class Resumable:
         return True
 
     def _length(self) -> int | None:
-        """Return the number of samples in the dataset; None: not known."""
+        """Return the number of samples in the dataset; None if unknown."""
         dataset = None if self._indices is None else self._user_loader.dataset
         length = length_of(dataset)
         return None if length == math.inf else int(length)
 
     def _kinds(self) -> dict[str, str]:
-        """Return the types of what decides which samples a batch has."""
+        """Return the types of the dataset and the samplers, which determine the batches."""
         if self._indices is None:
             return {}
         loader = self._user_loader
@@ -410,7 +412,7 @@ class Resumable:
         }
 
     def _layout(self) -> dict[str, Any]:
-        """Return what must be alike for a rank to go on in its own part of the data."""
+        """Return the values that must not change for a rank to resume in its own part."""
         if self._indices is None:
             return {"shards": self._shard[1]}
         return {"shards": self._shard[1], "batch_size": self.batch_size, "order": self._kind()}
@@ -419,7 +421,7 @@ class Resumable:
         return self._order.kind if isinstance(self._order, Order) else ""
 
     def _take_seed(self, seed: int | None) -> None:
-        """Draw the orders of the run that is resumed, whatever seed this one was given."""
+        """Set the seed of the resumed run, instead of this run's own seed."""
         sampler = sampler_of(self._user_loader)
         if seed is not None:
             sampler.seed = seed
@@ -432,19 +434,19 @@ class Resumable:
         return "" if first.get("order") else "the order in which they were read is not known"
 
     def begin(self, epoch: int, done: int, of: float = math.inf) -> tuple[Iterator[Any], list[Any]]:
-        """Return the batches of an epoch after the first `done`, and the last before them.
+        """Return an iterator over an epoch's batches after the first `done`, and the last before.
 
-        The last one is returned only where it was read.
+        The last batch before is returned, in a list, only if it was read.
 
         Args:
-            epoch: which.
-            done: how many to pass over.
-            of: how many there are; infinity: not known.
+            epoch: the number of the epoch.
+            done: the number of batches to skip.
+            of: the number of batches of the epoch; infinity if unknown.
         """
         resumed, self._resumed = self._resumed, None
         if self._indices is None:
             is_over = 0 < of <= done
-            # At the end of an epoch, a state would be that of an iteration that never begins.
+            # At the end of an epoch, the state would belong to an iteration that never begins.
             begun = (iter(()), []) if is_over else self._read_over(done, resumed)
             if resumed is not None:
                 set_generator_states(self._generators, resumed.get("generators", ()))
@@ -453,8 +455,7 @@ class Resumable:
         if resumed is None:
             start = None
             if self._had_workers:
-                # Workers are started again, for which the loader draws a number that the run that
-                # is resumed has not drawn here.
+                # Starting workers again draws a number that the resumed run has not drawn here.
                 start = {**rng_state(), "generators": generator_states(self._generators)}
                 self._had_workers = False
             self._indices.begin(epoch, done, start)
@@ -478,7 +479,7 @@ class Resumable:
             number = self._reshard.samples
         self._indices.begin(epoch, passed_over, start, resharded, number, rule)
         batches = iter(self.loader)
-        # Only now: a loader draws a number of its own before it takes the first index.
+        # Only now, since a loader draws its own number before it reads the first index.
         self._indices.prime()
         if not began and resumed.get("first") not in (None, self._indices.first):
             self._warn_of_order()
@@ -494,7 +495,7 @@ class Resumable:
         )
 
     def pass_over(self) -> None:
-        """Leave out the rest of the epoch that is resumed: this loader was at its end."""
+        """Skip the rest of the resumed epoch, since this loader was at its end."""
         resumed, self._resumed = self._resumed, None
         if resumed is not None:
             set_generator_states(self._generators, resumed.get("generators", ()))
@@ -515,21 +516,21 @@ class Resumable:
         return batches, last
 
     def close(self) -> None:
-        """End persistent workers, which no other iteration will use."""
+        """End persistent workers, after the last iteration."""
         if self._indices is not None:
-            # Let go of here, in order: found by the garbage collector, each takes 5 s to end.
+            # Release them here, in order: under the garbage collector, each takes 5 s to end.
             self.loader.__dict__["_iterator"] = None
 
     # -- saving
 
     def state(self, *, within_epoch: bool = True) -> dict[str, Any]:
-        """Return what `resume` needs of this rank; weights-only-safe data.
+        """Return this rank's state for `resume`, as weights-only-safe data.
 
-        Warns, once and on rank 0, if a resume would not be exact.
+        Rank 0 warns once if a resume would not be exact.
 
         Args:
-            within_epoch: whether batches of the present epoch are left; a resume after its last
-                one begins the next, and has nothing to find again.
+            within_epoch: whether the epoch has batches left. A resume after its last batch begins
+                the next epoch, and needs no position.
         """
         if within_epoch and not self._warned:
             self._warn_if_inexact()
@@ -580,13 +581,13 @@ class Resumable:
 def _first_of(
     order: IndexSequence, begin: int, index: int, count: int, batch_size: int
 ) -> list[int | None]:
-    """Return the checksums that a rank's first batch has in an order, as batch and as one sample.
+    """Return the checksums of a rank's first batch in an order, as a batch and as one sample.
 
     Args:
-        order: of all ranks.
-        begin: where in it these ranks began.
-        index, count: which part of the rest the rank reads.
-        batch_size: how many samples of it.
+        order: the order of all ranks.
+        begin: the position in the order where these ranks began.
+        index, count: the number of the rank's part of the rest, and the number of parts.
+        batch_size: the number of samples in a batch.
     """
     drawn = order[begin:].shard(index, count, even=True)[:batch_size].tolist()
     return [checksum([drawn]), checksum(drawn)]
@@ -597,7 +598,7 @@ def _has_state(thing: Any) -> bool:
 
 
 class _SeededDataset:
-    """A dataset in a worker, whose random numbers follow from the batch's seed."""
+    """A dataset in a worker that seeds the RNGs with the batch's seed."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset

@@ -1,4 +1,4 @@
-"""The order in which one rank reads an epoch's samples: drawn again, or passed over."""
+"""The order in which a rank reads an epoch's samples: drawn again, or skipped."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from stratagem.state.safe_data import encode, find_offending_value
 
 
 class ResumableSampler:
-    """What a loader takes its indices from: its own sampler, from any place of an epoch on.
+    """A wrapper of a loader's sampler that can begin at any position of an epoch.
 
-    The RNG states when a sampler draws are kept (`start`), so that it can draw the
-    same again.
+    It stores the RNG states before the sampler draws (`start`), so that the sampler can draw the
+    same order again.
 
     Args:
-        sampler: the loader's batch sampler, or its sampler where it makes no batches.
-        generators: those that the sampler may draw from, beside the global RNGs.
-        is_batched: whether it yields lists of indices.
-        first_seed: put before the indices of each batch, for workers, with the batch's number
-            counted in; None: nothing is put there.
+        sampler: the loader's batch sampler, or its sampler without automatic batching.
+        generators: the generators that the sampler may draw from, besides the global RNGs.
+        is_batched: whether the sampler yields lists of indices.
+        first_seed: the seed for workers. Its sum with the batch's number is put before the indices
+            of each batch. None puts nothing there.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ResumableSampler:
         return getattr(self.sampler, "drop_last", None)
 
     def set_epoch(self, epoch: int) -> None:
-        """Hand the epoch to the sampler, and to the sampler that it may hold."""
+        """Set the epoch of the sampler, and of the sampler that it may contain."""
         for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):
             if sampler is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
@@ -93,12 +93,12 @@ class ResumableSampler:
         """Prepare for the next iteration.
 
         Args:
-            epoch: which; workers' seeds change with it.
-            done: how many to pass over.
-            start: the RNG states to draw from; None: those of that moment.
-            resharded: what to take in place of the sampler.
-            number: of its first batch, for workers' seeds.
-            rule: what shuffles; None: see `index_sequence.rule_of`.
+            epoch: the number of the epoch, which changes the workers' seeds.
+            done: the number of batches to skip.
+            start: the RNG states to draw from; None for the current states.
+            resharded: the source of indices that replaces the sampler.
+            number: the number of the first batch, for workers' seeds.
+            rule: the shuffling rule; None selects `index_sequence.rule_of`.
         """
         self._epoch = epoch
         self._begun = None
@@ -109,35 +109,35 @@ class ResumableSampler:
 
     @property
     def start(self) -> dict[str, Any] | None:
-        """The RNG states when this epoch's order was drawn; None: not yet."""
+        """The RNG states before this epoch's order was drawn; unset before that."""
         return None if self._begun is None else self._begun.start
 
     @property
     def first(self) -> int | None:
-        """A checksum of the first indices of this epoch; None: not known."""
+        """A checksum of the first indices of this epoch, if known."""
         return None if self._begun is None else self._begun.first
 
     @property
     def rule(self) -> str | None:
-        """What has shuffled this epoch's order; None: it was not drawn yet."""
+        """The shuffling rule of this epoch's order, if the order was drawn."""
         return None if self._begun is None else self._begun.rule
 
     def prime(self) -> None:
-        """Draw the order now, if no index was asked for yet."""
+        """Draw the order now, if not drawn yet."""
         assert self._begun is not None
         self._begun.prime()
 
     def why_not_drawn_again(self) -> str:
-        """Return why a resumed run would draw another order, or ""; once its order was drawn.
+        """Return why a resumed run would draw another order, or ""; call after the first draw.
 
-        A sampler of the user's is drawn from again for it, a copy; torch's own are known.
+        A copy of a user's sampler is drawn from again to check. Torch's own samplers are known.
         """
         if type(innermost(self.sampler)) in _KNOWN or self._begun is None or not self._next.is_own:
             return ""
         return self._begun.why_not_drawn_again(_copy(self.sampler))
 
     def __iter__(self) -> Iterator[Any]:
-        # A loader with workers asks twice, and uses the last.
+        # A loader with workers creates two iterators, and uses the last.
         self._begun = copy.copy(self._next)
         if self._first_seed is None:
             return self._begun.plain()
@@ -147,7 +147,7 @@ class ResumableSampler:
 
 
 class _Draw:
-    """One drawing of an epoch's order; `draws` is False where it was drawn before."""
+    """One drawing of an epoch's order; `draws` is False if it was drawn before."""
 
     def __init__(
         self,
@@ -198,14 +198,14 @@ class _Draw:
             return iter(indices)
 
         self.first = checksum(list(islice(batches(order[:size]), 1)))
-        # A short last batch comes after all that the sampler draws; torch's draws at its end, too.
+        # A short last batch comes after all draws of the sampler; torch's draws at its end, too.
         is_over = self._done * size > len(order)
         rest = () if is_over else draw_rest(sampler, self.rule)
         self._rest = batches(chain(order[self._done * size :], rest))
 
     def _pass_over(self, indices: Iterator[Any]) -> None:
-        """Take from a sampler that has to be asked for all that is before, too."""
-        # One that is a generator draws at its first index.
+        """Iterate over the skipped indices of a sampler that cannot be sliced."""
+        # A sampler that is a generator draws at its first index.
         drawn = list(islice(indices, 1))
         self.first = checksum(drawn)
         if self._done:
@@ -216,11 +216,11 @@ class _Draw:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is the sampler's, not what is left of an epoch that was resharded anew."""
+        """Whether the order is the sampler's own, and not the rest of a resharded epoch."""
         return self._draws
 
     def why_not_drawn_again(self, sampler: Any) -> str:
-        """Compare with what a copy of the sampler draws; all RNG states stay as they are."""
+        """Compare with the draw of a copy of the sampler, without changing RNG states."""
         assert self.start is not None
         generators = self._owner.generators
         before = generator_states(generators)
@@ -266,14 +266,14 @@ _KNOWN = (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-"""Samplers that draw alike in each process, an epoch's indices at once or from a generator."""
+"""Samplers that draw the same in each process, an epoch's indices at once or from a generator."""
 
 
 def has_exact_length(loader: Any) -> bool:
-    """Whether a loader yields exactly as many batches as its length says.
+    """Return whether a loader yields exactly `len(loader)` batches.
 
-    Lists do, and torch's DataLoader where torch's samplers choose the samples; the length of a
-    dataset that is iterated over, or of anything else's, may be an estimate.
+    This holds for lists, and for torch's DataLoader with torch's samplers. The length of an
+    iterable-style dataset, or of any other object, may be an estimate.
     """
     if type(loader) in (list, tuple):
         return True
@@ -287,21 +287,21 @@ def has_exact_length(loader: Any) -> bool:
 
 
 def innermost(sampler: Any) -> Any:
-    """Return the sampler that chooses: not one that makes batches or shards of another's."""
+    """Return the innermost sampler, without the samplers that batch or shard its indices."""
     while type(sampler) in (BatchSampler, ShardedSampler):
         sampler = sampler.sampler
     return sampler
 
 
 def _sequence(sampler: Any, rule: str) -> IndexSequence | None:
-    """Return an epoch's indices as a sequence; None: they have to be asked for one by one."""
+    """Return an epoch's indices as a sequence; None if the sampler must be iterated."""
     if isinstance(sampler, IndexSequence):
         return sampler
     return sampler.part(rule) if type(sampler) is ShardedSampler else draw_indices(sampler, rule)
 
 
 def _copy(sampler: Any) -> Any:
-    """Return a copy, with copies of the samplers that it holds; generators are shared."""
+    """Return a copy, with copies of the contained samplers; generators are shared."""
     copied = copy.copy(sampler)
     if hasattr(sampler, "sampler"):
         copied.sampler = _copy(sampler.sampler)
@@ -309,5 +309,5 @@ def _copy(sampler: Any) -> Any:
 
 
 def checksum(indices: list[Any]) -> int | None:
-    """Return a checksum of indices, or of batches of them; None of what is no safe data."""
+    """Return a checksum of indices, or of batches of indices, if they are weights-only-safe."""
     return None if find_offending_value(indices) else zlib.crc32(repr(indices).encode())
