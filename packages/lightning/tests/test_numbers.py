@@ -216,7 +216,9 @@ class Drawn(Dataset[Any]):
         return 8
 
     def __getitem__(self, index: int) -> Any:
-        return torch.rand(()), torch.tensor(get_worker_info().seed)
+        worker = get_worker_info()
+        assert worker is not None
+        return torch.rand(()), torch.tensor(worker.seed)
 
 
 class Reads(LightningModule):
