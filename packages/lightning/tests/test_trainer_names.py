@@ -295,7 +295,7 @@ def test_a_subclass_may_set_attributes_before_it_calls_init() -> None:
         def __init__(self, **options: Any) -> None:
             self.log_every_n_steps = 7
             assert self.log_every_n_steps == 7
-            self.profiler = None  # as Lightning's users may
+            self.profiler = None
             self.logger = loggers.DummyLogger()
             super().__init__(**options)
 
@@ -322,7 +322,8 @@ class Grows(Net):
         if batch_idx == 0:
             self.weight = torch.nn.Parameter(torch.ones(()))
             self.optimizer = self.later
-            self.trainer.strategy.setup_optimizers(self.trainer)  # type: ignore[attr-defined]
+            strategy: Any = self.trainer.strategy
+            strategy.setup_optimizers(self.trainer)
 
 
 def test_a_strategy_sets_up_optimizers_of_other_parameters_within_a_fit() -> None:
@@ -339,8 +340,9 @@ def test_optimizers_of_another_class_are_refused_within_a_fit() -> None:
 
 def test_a_strategy_sets_up_optimizers_only_within_a_fit() -> None:
     trainer = quiet()
+    strategy: Any = trainer.strategy
     with pytest.raises(ConfigurationError, match="within a fit on one device"):
-        trainer.strategy.setup_optimizers(trainer)  # type: ignore[attr-defined]
+        strategy.setup_optimizers(trainer)
 
 
 def test_values_are_logged_by_lightnings_arguments_in_its_order() -> None:

@@ -22,7 +22,7 @@ class EarlyStopping(Callback):
 
     Args:
         monitor: the name of the logged value.
-        min_delta: the smallest change that counts as an improvement.
+        min_delta: only a change that is larger counts as an improvement.
         patience: the number of checks without improvement that end training.
         verbose: whether to print improvements on rank 0.
         mode: "min" if smaller values are better, or "max".

@@ -37,7 +37,10 @@ def parser_of(command: str, description: str, *, json: bool = True) -> argparse.
 
 
 def at_least(lowest: Number) -> Callable[[str], Number]:
-    """Return the `type` of an option that accepts numbers from `lowest` on, of the same type."""
+    """Return the `type` of an option that accepts numbers from `lowest` on.
+
+    They are whole numbers if `lowest` is one.
+    """
     kind = type(lowest)
     what = "a whole number" if kind is int else "a number"
 

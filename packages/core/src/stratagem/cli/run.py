@@ -351,7 +351,10 @@ def _environments(launch: Launch, port: int) -> dict[int, dict[str, str]]:
 
 
 def _become_torchrun(launch: Launch) -> NoReturn:
-    """Replace this process by torch.distributed.elastic's launcher."""
+    """Replace this process by torch.distributed.elastic's launcher.
+
+    Signals then reach the launcher, and its exit code is the command's.
+    """
     command = [
         sys.executable,
         "-m",

@@ -150,7 +150,10 @@ class Accelerator(ABC):
         return isinstance(error, torch.OutOfMemoryError)
 
     def device_memory(self, device: torch.device) -> DeviceMemory | None:
-        """Return the use of the device's memory, if known; called after failures only."""
+        """Return the use of the device's memory, if known; called after failures only.
+
+        None: the accelerator does not count it.
+        """
         return None
 
     def explain_lost_device(self, error: BaseException) -> str | None:

@@ -77,7 +77,10 @@ class Precision(ABC):
         return module
 
     def input_converter(self) -> Callable[[Any], Any] | None:
-        """Return a function that converts a batch, if batches need conversion."""
+        """Return a function that converts a batch, if batches need conversion.
+
+        None: they are passed on as they are.
+        """
         return None
 
     def output_converter(self) -> Callable[[Any], Any] | None:
