@@ -64,6 +64,8 @@ Which strategy does a model need, and on how many devices? This page answers for
 - If it does not fit, divide it. `ddp_sharded` divides the optimizer's state, `fsdp_shard_grad_op`
   also the gradients, `fsdp` also the parameters. DeepSpeed's stages 1, 2 and 3 divide the same.
 - If it does not fit when it is divided, offload to the host. Each step then takes longer.
+- Between nodes, the network is slower than a step of `ddp` needs. DeepSpeed sends gradients in
+  bfloat16, which is half as many bytes.
 
 ## What fits
 
@@ -125,7 +127,7 @@ def main() -> None:
     page = PAGE.format(
         vocabulary=f"{VOCABULARY:,}",
         tokens=f"{TOKENS:,}",
-        tables="".join(_table(plans, memory) for memory in MEMORIES),
+        tables="\n".join(_table(plans, memory) for memory in MEMORIES),
         savings=_savings(plans["1B", "8"]),
         largest=_largest(plans),
         command="python benchmarks/choosing_a_strategy.py docs/choosing-a-strategy.md",
@@ -145,7 +147,7 @@ def _table(plans: dict[tuple[str, str], MemoryPlan], memory: int) -> str:
     for size in SIZES:
         best = [plans[size, one].best_within(memory * 10**9, HOST) for one in MACHINES]
         lines.append(f"| {size} | " + " | ".join(map(_cell, best)) + " |")
-    return "\n".join(lines) + "\n\n"
+    return "\n".join(lines) + "\n"
 
 
 def _devices(machine: str) -> str:

@@ -277,6 +277,8 @@ def test_a_strategy_that_cannot_be_planned_is_listed_with_its_reason() -> None:
     }
     assert rows["model_parallel"].why_not.startswith("tensor_parallel_size=2, but no layer is div")
     assert rows["dp"].why_not == "one process drives all devices, which cannot be simulated"
+    tpu = planned(Net, torch.zeros(5, 10), "ddp", devices=2, device="TPU v5e")
+    assert tpu.why_not == "a tpu takes strategies that were made for it alone"
     hpu = planned(Net, torch.zeros(5, 10), "hpu_parallel", devices=2, device="A10")
     assert hpu.why_not == "runs on hpu, not on cuda"
 
@@ -293,7 +295,7 @@ def test_bad_input_is_refused_with_what_to_do(tmp_path: Path) -> None:
     batch = torch.zeros(5, 10)
     for options, message in (
         ({"devices": 0}, "devices=0: expected a whole number of at least 1"),
-        ({"device": "A100"}, "device='A100' is not in the table"),
+        ({"device": "A100"}, "device='A100' is not in the table.*mean A100-40GB or A100-80GB"),
         ({"device_memory": "80 parsec"}, "'80 parsec' is not a size of memory: expected bytes, or"),
         ({"device_memory": -1}, "-1 is not a size"),
         ({"optimizer": "AdamV"}, "optimizer='AdamV': expected a class of torch.optim.*'AdamW'"),
@@ -337,6 +339,10 @@ def test_the_command_refuses_what_is_missing_and_what_is_too_much(
         ("torch.nn:Identity --batch 3xx", "expected sizes and a dtype of torch"),
         ("torch.nn:Identity --batch 3:lng", "expected sizes and a dtype of torch"),
         (
+            "--parameters 1e9 --layers 2 --hidden 4097 --vocabulary 10 --sequence 8",
+            "hidden=4097: expected an even number, and a multiple of 128",
+        ),
+        (
             "--parameters 10 --layers 2 --hidden 64 --vocabulary 10 --sequence 8",
             "pass smaller sizes or more parameters",
         ),
@@ -357,6 +363,10 @@ def test_the_command_prints_rows_and_the_line_to_write(
     call = "Trainer(accelerator='cuda', devices=2, strategy='fsdp')"
     why = "fsdp is the only strategy that fits\ntwice the size: fsdp would fit"
     assert shown.endswith(f"{call}\n{why}\n")
+    assert plan([*wanted.split(), "dp"]) == 1
+    assert "no strategy could be planned" in capsys.readouterr().out
+    assert plan([*wanted.split(), "fsdp", "--html", "no/such/folder.html"]) == 2
+    assert "expected a file in a folder that exists" in capsys.readouterr().err
     assert plan([*wanted.split(), "fsdp", "--device-memory", "1KB"]) == 1
     assert "nothing fits; the nearest is fsdp" in capsys.readouterr().out
 

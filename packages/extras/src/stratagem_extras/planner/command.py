@@ -93,6 +93,10 @@ def parser_of_plan() -> argparse.ArgumentParser:
 
 
 def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    if options.html is not None and not options.html.absolute().parent.is_dir():
+        raise ConfigurationError(
+            f"--html {options.html}: expected a file in a folder that exists: make the folder first"
+        )
     planned = _planned(options)
     if options.html is not None:
         from stratagem_extras.planner.page import write_page
@@ -137,6 +141,9 @@ def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             print(f"as {row.name}: {', '.join(row.alike)}")
     for line in (*failed, *planned.notes):
         print(line)
+    if not rows:
+        print("\nno strategy could be planned; the lines above say why")
+        return 1
     if planned.best is None:
         nearest = min((r for r in planned.strategies if r.memory), key=lambda r: r.on_device)
         ways = ["more devices", "a smaller micro-batch"]
@@ -329,4 +336,4 @@ def _batch(shapes: Sequence[str]) -> Callable[[], Any]:
 
 
 def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.2f} MiB"

@@ -33,6 +33,12 @@ class PlannedDecoder(nn.Module):
 
     def __init__(self, parameters: float, *, layers: int, hidden: int, vocabulary: int) -> None:
         super().__init__()
+        heads = max(1, hidden // _HEAD_SIZE)
+        if hidden % (2 * heads):
+            raise ConfigurationError(
+                f"hidden={hidden}: expected an even number, and a multiple of {_HEAD_SIZE} if it "
+                "is larger than that"
+            )
         outside = (2 * vocabulary + 1) * hidden
         attention = 4 * hidden**2 + 2 * hidden
         self.feed_forward = round(((parameters - outside) / layers - attention) / (3 * hidden))

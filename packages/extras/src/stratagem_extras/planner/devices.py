@@ -81,10 +81,11 @@ def find_device(name: str) -> Device:
     for device in DEVICES.values():
         if device.name.replace("-", "").casefold() == wanted:
             return device
-    near = nearest_of(name, list(DEVICES))
+    alike = [one for one in DEVICES if one.casefold().startswith(wanted)]
+    near = " or ".join(alike) or nearest_of(name, list(DEVICES))
     raise ConfigurationError(
         f"device={name!r} is not in the table of devices; expected one of {', '.join(DEVICES)}, or "
-        "its memory, such as device_memory='80GB'" + (f". Did you mean {near!r}?" if near else "")
+        "its memory, such as device_memory='80GB'" + (f". Did you mean {near}?" if near else "")
     )
 
 

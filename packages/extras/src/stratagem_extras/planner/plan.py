@@ -37,6 +37,8 @@ _FROM_NODE_TO_NODE = 25e9
 """Bytes a second of a device to another node, over a network of 200 Gb/s."""
 _TO_HOST = 25e9
 """Bytes a second between a device and its host, over PCI Express 4."""
+_DEDICATED = ("tpu", "hpu", "ipu")
+"""Accelerators whose `requires_dedicated_strategies` is True, also where none is installed."""
 _LAUNCHERS = ("launcher", "find_unused_parameters")
 """Preset arguments by which memory does not differ."""
 
@@ -306,6 +308,9 @@ class _Planner:
         kind = "cpu" if self.device.accelerator == "auto" else self.device.accelerator
         if runs_on is not None and kind not in runs_on:
             why = f"runs on {format_names(sorted(runs_on))}, not on {kind}"
+            return PlannedStrategy(spec.name, alike, why_not=why)
+        if runs_on is None and kind in _DEDICATED:
+            why = f"a {kind} takes strategies that were made for it alone"
             return PlannedStrategy(spec.name, alike, why_not=why)
         how = "simulated" if self.has_activations else "computed"
         if spec.name == "single_device":
