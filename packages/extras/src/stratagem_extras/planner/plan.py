@@ -325,7 +325,7 @@ class _Planner:
                     phases = self.model.simulate_step(strategy, self.workload)
                 return self._planned(spec, alike, phases, how)
         except ConfigurationError as error:
-            return PlannedStrategy(spec.name, alike, why_not=format_text(str(error), 200))
+            return PlannedStrategy(spec.name, alike, why_not=format_text(str(error), 400))
         # What needs real tensors, such as DistributedDataParallel, is computed instead.
         except Exception as error:
             _log.debug("%s cannot be simulated: %s", spec.name, error)
