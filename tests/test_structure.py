@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = 25_900
 MOST_FILES = 13
 MOST_NAMES = {"stratagem.Trainer": 46, "stratagem.Lite": 37, "stratagem.strategies.Strategy": 46}
-MOST_FILLER = 0.34
+MOST_FILLER = 0.10
 MOST_FILES_OF_CORE = 220
 MOST_BROUGHT_ALONG = {"import of Lite": 7_650, "fit of a Trainer": 17_000}
 
