@@ -19,8 +19,8 @@ fsdp, huge pages                             1458  1.3
 ==========================================  =====  ====
 
 A threshold of 1 MiB gave the same result as 4 MiB; 16 MiB was worse (1266). One arena for all
-threads (`M_ARENA_MAX=1`) changed nothing (2305). `malloc_trim` after each step did not lower the
-peaks within a step enough (1733, 2.4 s). `benchmarks/memory.py` measures the settings used here.
+threads (`M_ARENA_MAX=1`) changed nothing (2305). With `malloc_trim` after each step, peaks within
+a step remained (1733, 2.4 s). `benchmarks/memory.py` measures the settings used here.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def use_huge_pages() -> None:
 
 @lru_cache
 def return_freed_memory() -> bool:
-    """Make glibc return large blocks to the system when they are freed; return whether it does.
+    """Make glibc return large freed blocks to the system; return whether it does.
 
     The threshold is set once per process. False: the allocator is not glibc's, or the user has set
     the threshold.
