@@ -184,7 +184,7 @@ def _interface_of(address: str) -> str | None:
 
 
 def allow_connections(world_size: int) -> None:
-    """Raise this process's soft limit of open files if it is too low for the number of ranks.
+    """Raise this process's soft limit of open files to the number needed for its ranks.
 
     Args:
         world_size: the number of ranks that connect to the store that this process holds.

@@ -264,7 +264,7 @@ def exit_with_error() -> NoReturn:
 
 
 def run_as_rank(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """Run a function on this rank and return what it returns.
+    """Run a function on this rank and return its result.
 
     An exception is reported to the process that started this rank. If another rank's failure caused
     a communication error here, that failure is raised instead. Otherwise the error lists the

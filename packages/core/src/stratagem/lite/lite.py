@@ -742,13 +742,13 @@ class Lite(FrontEnd):
         save_state(self, folder)
 
     def load_state(self, folder: PathLike) -> None:
-        """Load what `save_state` saved, into the objects that were set up in the same order.
+        """Load a state saved by `save_state` into the objects set up in the same order.
 
-        The next iteration over a loader goes on with the batch that would have come next.
+        The next iteration over a loader continues with the next batch.
 
         Raises:
-            CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says what is
-                wrong with it.
+            CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: the checkpoint
+                is missing, damaged, or of other objects.
         """
         from stratagem.lite.objects import load_state
 
@@ -765,7 +765,7 @@ class Lite(FrontEnd):
         """Write values by their names to every logger, on rank 0.
 
         Raises:
-            ConfigurationError: a value is no number, and no tensor of one element.
+            ConfigurationError: a value is neither a number nor a tensor of one element.
         """
         if self.is_global_zero:
             for logger in self._loggers:
@@ -824,7 +824,7 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return values as floats.
 
     Raises:
-        ConfigurationError: one is no number, and no tensor of one element; names it.
+        ConfigurationError: a value is neither a number nor a tensor of one element; names it.
     """
     numbers = {}
     for name, value in metrics.items():
@@ -846,6 +846,6 @@ def _tensors(data: Any) -> Any:
 
 @functools.cache
 def counterparts_of_accelerate() -> dict[str, str]:
-    """Return what to use in place of public names of Accelerate's that Lite does not have."""
+    """Return the counterparts in Lite of Accelerate's public names that Lite does not have."""
     lines = Path(__file__).with_name("accelerate_names.txt").read_text().splitlines()
     return dict(line.split(": ", 1) for line in lines)

@@ -418,7 +418,7 @@ class StatusExchange:
         self._store.append("ended", f"{self._rank}:{how},")
 
     def ended(self) -> dict[int, str]:
-        """Return "done" or "failed" for each rank whose script has ended.
+        """Return "done" or "failed" for each rank that has reported the end of its script.
 
         Raises:
             RuntimeError: the store does not answer.
