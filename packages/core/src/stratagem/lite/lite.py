@@ -331,9 +331,9 @@ class Lite(FrontEnd):
     ) -> Any:
         """Prepare models, optimizers, schedulers and data loaders for the strategy, in any order.
 
-        A scheduler that is set up moves on when its optimizer does: within `accumulate`, at the end
-        of a window. If it is set up together with loaders, its length was computed from them before
-        their data were divided between ranks, so each `step` moves it on once for every part.
+        A scheduler that is set up steps when its optimizer does: within `accumulate`, at the end of
+        a window. The length of a scheduler that is set up together with loaders was computed before
+        their data were divided between ranks. Each `step` then makes one scheduler step per part.
 
         Args:
             *objects: models, optimizers made from their parameters, learning rate schedulers, data

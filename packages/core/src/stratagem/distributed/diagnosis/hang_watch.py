@@ -1,7 +1,7 @@
 """HangWatch: ends a rank that receives a signal while it waits in a collective.
 
-A thread that waits in a collective runs no Python code, so that the handler of a signal does not
-run either, and SIGTERM and Ctrl-C seem to be ignored until the collective times out.
+A thread that waits in a collective runs no Python code, and therefore no signal handlers. SIGTERM
+and Ctrl-C seem to be ignored until the collective times out.
 """
 
 from __future__ import annotations
