@@ -9,58 +9,58 @@ from typing import Any, Literal, final
 from stratagem.errors import PluginError
 
 START_METHODS = {"popen": "script", "script": "script", "spawn": "spawn", "fork": "fork"}
-"""What `start_method` may be, and the launcher that each stands for."""
+"""The values of `start_method`, and the launcher that each selects."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a strategy takes and which parts of a training step it does itself.
+    """The features of a strategy: supported components, and the parts of a step that it implements.
 
-    A strategy's spec carries one, and its class holds the same object, so that a strategy selected
-    by name and one passed as an instance are judged alike. It lives in the light zone because
-    resolving reads it before anything that needs torch is imported. The defaults are those of one
-    process on one device.
+    A strategy's spec and its class hold the same object. A strategy selected by name and a strategy
+    passed as an instance are therefore checked in the same way. Resolving reads the capabilities
+    before torch is imported. The defaults describe one process on one device.
 
     Attributes:
-        accelerators: names of the accelerators that it runs on; None: any.
-        precisions: names of the precisions that it takes; None: any.
-        engine_precisions: names of those that its engine implements itself, so that no other
-            component is looked for (`stratagem.precision.EnginePrecision` takes its place).
-        launchers: names of the launchers that it can be started by, the default first; None: any
+        accelerators: names of the supported accelerators; None: any.
+        precisions: names of the supported precisions; None: any.
+        engine_precisions: names of the precisions that its engine implements itself. They use
+            `stratagem.precision.EnginePrecision`, and no precision component is looked up.
+        launchers: names of the launchers that can start it, the default first; None: any launcher
             that calls a function on each rank, also a third party's, and "script" by default.
         one_process: one process drives all devices (single device, XLA SPMD); False: one process
-            a device.
+            per device.
         many_devices: it can use more than one device.
         multi_node: it can span several nodes.
-        manual_backward: user code may call `backward` itself (Lite, manual optimization); False: it
-            is refused there.
-        backward_in_forward: user code may call `backward` within the forward of what the strategy
-            wraps, as a Module with manual optimization does in `training_step`.
+        manual_backward: user code may call `backward` itself (Lite, manual optimization); False:
+            such a call raises an error.
+        backward_in_forward: user code may call `backward` within the forward of the wrapped model,
+            as a Module with manual optimization does in `training_step`.
         engine_clips: the engine clips gradients itself, by `Strategy.components.step.clip`; the
             user's own calls of `Lite.clip_gradients` are refused.
         engine_steps: the engine runs backward and the optimizer's step itself, and clears gradients
-            only in its step: a Module's own `backward` and `optimizer_zero_grad`, and optimizers
-            that compute the loss again within a step, are refused. What its
-            `PreparedModel.gradient_clearer` returns raises ConfigurationError between the two.
+            only in its step. A Module's own `backward` and `optimizer_zero_grad` are refused, and
+            so are optimizers that compute the loss again within a step. The function that its
+            `PreparedModel.gradient_clearer` returns raises ConfigurationError if it is called
+            between backward and step.
         gradient_clipping: gradients can be clipped before a step; False:
             `Trainer(gradient_clip_val=...)` is refused.
         accepts_existing_optimizers: `Lite.setup(model, optimizer)` works with an optimizer made
             before sharding.
-        sharded_state: model and optimizer state are spread over ranks: a load leaves a `LazyTensor`
-            for what was saved in shards, of which each rank reads its part.
+        sharded_state: model and optimizer state are sharded over ranks. A load returns a
+            `LazyTensor` for each tensor saved in shards, and each rank reads its part.
         parameters: how ranks compare in the parameters that are not sharded tensors (DTensor).
             "same": equal on all ranks after each step. "drift": each rank has a replica, and they
             differ between two averages (local SGD, gossip). "divided": each rank has other
             parameters (stages of a pipeline). `Trainer(detect_divergence=...)` needs "same".
-        checkpoint_io: the checkpoint format that it takes where none is asked for.
+        checkpoint_io: the default checkpoint format.
         allows_uneven_eval: ranks may run different numbers of evaluation batches (no collective in
             a forward without gradients).
-        compiles: what `compile=...` may take: "model" (the forward of a model and its parts),
-            "step" (a whole step as one graph).
+        compiles: the values that `compile=...` accepts: "model" (the forward of a model and its
+            parts), "step" (a whole step as one graph).
 
     Raises:
-        PluginError: a field is of another type, such as a string in the place of a tuple of names.
+        PluginError: a field has the wrong type, such as a string instead of a tuple of names.
 
     Example:
         >>> from stratagem.strategies import Capabilities
@@ -88,17 +88,17 @@ class Capabilities:
     compiles: tuple[str, ...] = ("model",)
 
     def __post_init__(self) -> None:
-        """Refuse what would be misread: `("spawn")` is no tuple, and each letter a name."""
+        """Refuse wrong types: `("spawn")` is a string, and each of its letters would be a name."""
         check_fields(self, "Capabilities")
 
     @classmethod
     def parallel(cls, **fields: Any) -> Capabilities:
-        """Return the capabilities of a process for each device, on one node or several.
+        """Return the capabilities of a strategy with one process per device, on one or more nodes.
 
         It sets `one_process=False`, `many_devices=True`, `multi_node=True` and `launchers=None`.
 
         Args:
-            **fields: further fields, or other values of these four.
+            **fields: further fields, or other values for these four.
         """
         common = {"one_process": False, "many_devices": True, "multi_node": True}
         return cls(**{"launchers": None, **common, **fields})
@@ -122,18 +122,18 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "int": (lambda value: isinstance(value, int), "a number"),
     "str": (lambda value: isinstance(value, str), "a string"),
 }
-"""What a field's annotation demands, and how that is said."""
+"""For each annotation: a check of a field's value, and the description of a valid value."""
 
 
 def check_fields(described: Any, what: str) -> None:
-    """Refuse a description with a field of another type than its annotation says.
+    """Raise an error if a field of a dataclass instance does not have its annotated type.
 
     Args:
         described: a dataclass instance, whose annotations are strings.
-        what: how the error names it.
+        what: the name of the object in the error.
 
     Raises:
-        PluginError: names the field, what it has and what was expected.
+        PluginError: names the field, its value and the expected type.
     """
     for field in fields(described):
         holds, expected = _KINDS.get(str(field.type), (None, ""))
@@ -143,24 +143,24 @@ def check_fields(described: Any, what: str) -> None:
 
 
 OWN_CLIPPING = ("train_step", "finish_step", "optimizer_step", "clip_gradients")
-"""The methods of which an engine that clips overrides one."""
+"""An engine that clips overrides at least one of these methods."""
 OWN_STEP = ("train_step", "finish_step", "optimizer_step")
-"""The methods of which an engine that steps overrides one."""
+"""An engine that steps overrides at least one of these methods."""
 OWN_BACKWARD = ("train_step", "accumulate_all", "accumulate", "backward")
-"""The methods of which an engine that runs backward overrides one."""
+"""An engine that runs backward overrides at least one of these methods."""
 
 
 def contradictions(
     name: str, can: Capabilities, *, clips: bool, steps: bool, runs_backward: bool
 ) -> Iterator[str]:
-    """Yield what a class says of itself that it leaves to a base class which does not do it.
+    """Yield a message for each capability that a class declares but does not implement.
 
     Args:
-        name: of the class.
+        name: the name of the class.
         can: its capabilities.
-        clips: whether it overrides one of OWN_CLIPPING.
-        steps: whether it overrides one of OWN_STEP.
-        runs_backward: whether it overrides one of OWN_BACKWARD.
+        clips: whether it overrides a method in OWN_CLIPPING.
+        steps: whether it overrides a method in OWN_STEP.
+        runs_backward: whether it overrides a method in OWN_BACKWARD.
     """
     problems: list[tuple[str, tuple[str, ...], str, str]] = []
     if can.engine_clips and not clips:
@@ -179,7 +179,7 @@ def contradictions(
 
 
 def one_process_of(name: str) -> str:
-    """Return what is said of a ParallelStrategy whose one process is to drive many devices."""
+    """Return the error message for a ParallelStrategy that declares a process for many devices."""
     return (
         f"{name}.capabilities has one_process=True and many_devices=True, but a ParallelStrategy "
         "has a process for each device: set one_process=False"
@@ -187,12 +187,12 @@ def one_process_of(name: str) -> str:
 
 
 def difference(name: str, of_spec: Capabilities, of_class: Capabilities | None) -> str:
-    """Return how the capabilities of a strategy's spec and of its class differ; "": they do not.
+    """Return how the capabilities of a strategy's spec and of its class differ, or "" if equal.
 
     Args:
-        name: of the class.
-        of_spec: those of the spec.
-        of_class: those of the class; None: it has none.
+        name: the name of the class.
+        of_spec: the capabilities of the spec.
+        of_class: the capabilities of the class; None: the class has no capabilities.
 
     Example:
         >>> from stratagem.discovery import difference

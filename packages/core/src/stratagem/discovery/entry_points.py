@@ -1,4 +1,4 @@
-"""Finding plugins: entry points, who declares them, and whether they fit this core."""
+"""Find plugins: their entry points, distributions, and compatibility with the installed core."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ONLY_VARIABLE = "STRATAGEM_ONLY_PLUGINS"
 
 @dataclass(frozen=True)
 class PluginEntry:
-    """An entry point, with what its distribution's metadata says; nothing is imported yet.
+    """An entry point with the metadata of its distribution, before its module is imported.
 
     Attributes:
         name: the entry point's name.
@@ -33,7 +33,8 @@ class PluginEntry:
         version: version of that distribution.
         requires_core: its requirement on stratagem-core ("<0.2,>=0.1"), or "" if it has none.
         load: imports the plugin module or object.
-        false_core: where a distribution lies that only calls itself stratagem-core; "": it is none.
+        false_core: the location of a distribution that only calls itself stratagem-core; "" for
+            any other distribution.
     """
 
     name: str
@@ -48,12 +49,12 @@ class PluginEntry:
 def installed_entries(path: Iterable[str] | None = None) -> list[PluginEntry]:
     """Return every entry of the group in the installed distributions, sorted.
 
-    A distribution that stands on the path twice counts once: the first, which is the one that an
-    import would take. What calls itself stratagem-core counts each time: core's plugin is a module
-    of the package that runs, and nothing else is.
+    If a distribution is on the path twice, only the first counts, as in an import. Every
+    distribution named stratagem-core counts: core's own plugin is a module of the running package,
+    and the others are reported as false.
 
     Args:
-        path: where to look, in this order; None: `sys.path`.
+        path: the places to search, in order; None: `sys.path`.
     """
     entries: dict[tuple[str, ...], PluginEntry] = {}
     seen: set[str] = set()
@@ -73,7 +74,7 @@ def installed_entries(path: Iterable[str] | None = None) -> list[PluginEntry]:
                         name=format_text(entry),
                         value=format_text(value),
                         distribution=name,
-                        # Of the package that runs, whatever lies on the path in the same name.
+                        # The version of the running package, even if another one is on the path.
                         version=__version__ if own else format_text(version),
                         requires_core="" if own else format_text(requires_core),
                         load=functools.partial(_load, value),
@@ -84,12 +85,12 @@ def installed_entries(path: Iterable[str] | None = None) -> list[PluginEntry]:
 
 
 def misplaced_entries(path: Iterable[str] | None = None) -> list[str]:
-    """Return a sentence for each entry point in a group whose name only looks like ours.
+    """Return a sentence for each entry point in a group with a misspelled name.
 
-    And for each stratagem-core of another version than the one that runs.
+    It also returns a sentence for each stratagem-core whose version is not the running version.
 
     Args:
-        path: where to look; None: `sys.path`.
+        path: the places to search; None: `sys.path`.
     """
     found = []
     seen: set[str] = set()
@@ -111,7 +112,7 @@ def misplaced_entries(path: Iterable[str] | None = None) -> list[str]:
 
 @functools.cache
 def _looks_like_ours(group: str) -> bool:
-    """Whether a group was meant for this one: it has our name, or nearly all of it."""
+    """Whether a group's name contains "stratagem", or is nearly equal to that or to our group."""
     ours, name = GROUP.partition(".")[0], group.casefold()
     if ours in name:
         return True
@@ -130,11 +131,11 @@ def _shared_letters(one: str, other: str) -> float:
 
 
 def why_disabled(entry: PluginEntry, environ: Mapping[str, str]) -> str | None:
-    """Return why the environment switches this entry off, or None if it does not.
+    """Return why an environment variable disables this entry.
 
-    Both variables hold names of entry points or distributions, separated by commas. Core's own
-    plugin has to be disabled by name: without it nothing runs, so `STRATAGEM_ONLY_PLUGINS` spares
-    it.
+    None: the entry is enabled. Both variables hold names of entry points or distributions,
+    separated by commas. `STRATAGEM_ONLY_PLUGINS` never disables core's own plugin, because nothing
+    runs without it. `STRATAGEM_DISABLE_PLUGINS` disables it if it is named there.
     """
     names = {normalise(entry.name), entry.distribution}
     if names & _listed(environ.get(DISABLE_VARIABLE, "")):
@@ -146,9 +147,10 @@ def why_disabled(entry: PluginEntry, environ: Mapping[str, str]) -> str | None:
 
 
 def why_incompatible(entry: PluginEntry, core_version: str) -> str | None:
-    """Return why this entry's distribution does not fit this core, or None if it does.
+    """Return why this entry's distribution is incompatible with the given version of core.
 
-    Read from metadata, before any import: pip installs a mismatch with only a warning.
+    None: the distribution is compatible. The answer comes from metadata, before any import, because
+    pip installs an incompatible distribution with only a warning.
     """
     if entry.false_core:
         return (
@@ -170,7 +172,7 @@ def why_incompatible(entry: PluginEntry, core_version: str) -> str | None:
 
 
 def normalise(name: str) -> str:
-    """Return a distribution's name in the form that PEP 503 gives it."""
+    """Return a distribution's name, normalised as in PEP 503."""
     return re.sub(r"[-_.]+", "-", format_text(name.strip())).casefold()
 
 
@@ -184,16 +186,16 @@ def _listed(value: str) -> set[str]:
 def _distributions(
     place: str, seen: set[str], *, marker: str = GROUP
 ) -> Iterator[tuple[str, str, Callable[[], str]]]:
-    """Yield (name, entry_points.txt, what reads METADATA) of what declares an entry of the group.
+    """Yield (name, entry_points.txt, function that reads METADATA) of distributions with a marker.
 
-    A folder, which nearly every place on the path is, is read directly: importing
+    Nearly every place on the path is a folder. Folders are read directly: importing
     `importlib_metadata` costs as much as reading several hundred distributions, and its email
-    parser a millisecond for each.
+    parser takes a millisecond for each.
 
     Args:
         place: an element of `sys.path`.
-        seen: normalised names of the distributions met so far; those of this place are added.
-        marker: what an entry_points.txt contains that is looked for.
+        seen: normalised names of the distributions found so far; the names found here are added.
+        marker: the text that entry_points.txt must contain.
     """
     try:
         folders = folders_of_metadata(place)
@@ -202,7 +204,7 @@ def _distributions(
         return
     for folder in folders:
         name = normalise(folder.rpartition(".")[0].partition("-")[0])
-        # "~" marks what an interrupted pip has left behind.
+        # "~" marks a folder that an interrupted pip has left behind.
         if (name in seen and name != CORE) or name.startswith("~"):
             continue
         seen.add(name)
@@ -216,10 +218,10 @@ def _distributions(
 
 
 def folders_of_metadata(place: str) -> list[str]:
-    """Return the folders in which distributions that lie in a place describe themselves, sorted.
+    """Return the metadata folders of the distributions in a place, sorted.
 
     Raises:
-        NotADirectoryError: it is a file, such as a zip file.
+        NotADirectoryError: the place is a file, such as a zip file.
     """
     try:
         with os.scandir(place) as found:
@@ -233,7 +235,7 @@ def folders_of_metadata(place: str) -> list[str]:
 def _distributions_by_library(
     place: str, seen: set[str], only: str | None = None, *, marker: str = GROUP
 ) -> Iterator[tuple[str, str, Callable[[], str]]]:
-    """Yield the same for places that are no folders (zip files) and for older forms of metadata."""
+    """Do the same as `_distributions` for zip files and for older forms of metadata."""
     from importlib_metadata import distributions
 
     for distribution in distributions(path=[place]):
@@ -250,7 +252,7 @@ def _distributions_by_library(
 
 
 def read_text(path: str) -> str:
-    """Return a file's text, or "" where there is none to be read."""
+    """Return a file's text, or "" if the file cannot be read."""
     try:
         # Not by pathlib, which is slow to import.
         with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123
@@ -295,7 +297,7 @@ def _version(metadata: str) -> str:
 
 
 def _requirement_on_core(metadata: str) -> str:
-    """Return the clauses on the version of core that hold here, or ""."""
+    """Return the clauses on the version of core that apply here, or ""."""
     clauses = []
     for text in header_values(metadata, "Requires-Dist"):
         if not normalise(text).startswith(CORE):
@@ -320,7 +322,10 @@ def _requirement_on_core(metadata: str) -> str:
 
 
 def fits(clauses: str, version: str) -> bool | None:
-    """Return whether a version meets clauses such as "<0.2,>=0.1"; None: they cannot be read."""
+    """Return whether a version meets clauses such as "<0.2,>=0.1".
+
+    None: the clauses cannot be parsed.
+    """
     # Plain numbers are compared here: importing `packaging` costs a quarter of what listing
     # strategies may cost.
     try:
@@ -338,10 +343,10 @@ def fits(clauses: str, version: str) -> bool | None:
 
 
 def why_not_lasting(clauses: str) -> str:
-    """Return why a requirement on core serves no distribution for long; "": it does.
+    """Return why a distribution should change its requirement on core, or "" if suitable.
 
     Args:
-        clauses: such as "<0.2,>=0.1"; "": there is no requirement.
+        clauses: the requirement, such as "<0.2,>=0.1"; "": the distribution has no requirement.
 
     Example:
         >>> from stratagem.discovery.entry_points import why_not_lasting
@@ -366,7 +371,7 @@ def why_not_lasting(clauses: str) -> str:
 
 
 def core_range(version: str) -> str:
-    """Return the releases of core that a plugin written for one of them is expected to work with.
+    """Return the range of core releases that a plugin written for `version` should require.
 
     Example:
         >>> from stratagem.discovery.entry_points import core_range
@@ -378,7 +383,7 @@ def core_range(version: str) -> str:
 
 
 def _holds(clause: str, version: tuple[int, ...]) -> bool:
-    """Whether a version meets one clause; ValueError if it is not of the simple form."""
+    """Whether a version meets a clause; raises ValueError if the clause is not simple."""
     operator = clause[:2] if clause[1:2] == "=" else clause[:1]
     limit = _numbers(clause[len(operator) :])
     if operator == ">=":

@@ -1,4 +1,4 @@
-"""Which distribution provides a name, or serves a GPU, and is not installed here."""
+"""Installation hints: the missing distribution that provides a name or supports a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stratagem.discovery.entry_points import read_text
 from stratagem.discovery.known_names import KNOWN_NAMES
 
 NVIDIA = "/proc/driver/nvidia"
-"""Where the driver lists its GPUs."""
+"""The folder in which the driver lists its GPUs."""
 
 _THIRD_PARTIES = {
     "colossalai": "colossalai",
@@ -33,12 +33,14 @@ def _known() -> Mapping[tuple[str, str], tuple[str, ...]]:
 
 
 def distribution_of(name: str, kind: str | None = None) -> str | None:
-    """Return the distribution of ours that provides a name, or None if it is unknown.
+    """Return the Stratagem distribution that provides a name.
+
+    None: the name is unknown.
 
     Args:
-        name: of a component or a command, or what users import.
+        name: the name of a component or a command, or an import name.
         kind: "strategy", "callback" and so on, "command", or the module that serves an import
-            name, such as "stratagem.callbacks"; None: any but a module.
+            name, such as "stratagem.callbacks"; None: any kind except a module.
 
     Example:
         >>> from stratagem.discovery import distribution_of
@@ -54,7 +56,7 @@ def distribution_of(name: str, kind: str | None = None) -> str | None:
     for (distribution, _), names in of_kind.items():
         if wanted in names:
             return distribution
-    # A misspelled member of a family, such as deepspeed_stage_3_offlod, is known by its first word.
+    # A misspelled name of a family, such as deepspeed_stage_3_offlod, is found by its first word.
     family = wanted.partition("_")[0]
     for (distribution, its_kind), names in of_kind.items():
         if its_kind == "strategy" and family in names:
@@ -86,7 +88,7 @@ def _is_module(kind: str) -> bool:
 
 
 def installation_hint(name: str, kind: str | None = None, subject: str = "It") -> str:
-    """Return a sentence that says what to install for a name, or an empty string if unknown."""
+    """Return a sentence naming the package to install for a name; "": the name is unknown."""
     distribution = distribution_of(name, kind)
     if distribution is not None:
         return (
@@ -102,11 +104,11 @@ def installation_hint(name: str, kind: str | None = None, subject: str = "It") -
 
 
 def missing_backend(accelerator: object, installed: Collection[str]) -> str:
-    """Return what to install for a GPU that no installed accelerator can use; "": nothing.
+    """Return a hint to install the CUDA backend for this machine's NVIDIA GPU; "": no hint.
 
     Args:
-        accelerator: the argument: "auto" is given a hint.
-        installed: the names of accelerators.
+        accelerator: the argument of the run; only "auto" gets a hint.
+        installed: names of the installed accelerators.
     """
     if accelerator != "auto" or "cuda" in installed or not nvidia_gpus(NVIDIA):
         return ""
@@ -115,10 +117,12 @@ def missing_backend(accelerator: object, installed: Collection[str]) -> str:
 
 
 def nvidia_gpus(driver: str) -> tuple[str, ...]:
-    """Return a line for each GPU, from the files of the driver; nvidia-smi takes up to seconds.
+    """Return a line for each GPU, from the driver's files.
+
+    Running nvidia-smi could take several seconds.
 
     Args:
-        driver: its folder.
+        driver: the driver's folder.
     """
     numbers = re.search(r"\d+\.\d+(\.\d+)?", read_text(f"{driver}/version"))
     version = f", driver {numbers[0]}" if numbers else ""

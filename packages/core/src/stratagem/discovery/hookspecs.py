@@ -30,9 +30,9 @@ class Check:
     """One line of `stratagem doctor`, from a backend that examines itself.
 
     Attributes:
-        name: what was examined ("deepspeed 0.19.8", "compiler").
+        name: the subject of the check ("deepspeed 0.19.8", "compiler").
         status: "ok", "warning" or "error".
-        detail: what was found, and what to do about it.
+        detail: the finding, and the remedy if there is a problem.
     """
 
     name: str
@@ -46,12 +46,12 @@ class Command:
     """A command that a plugin adds to the `stratagem` program.
 
     Attributes:
-        name: what users type after `stratagem`: one word ("tune"), or two for a sub-command
-            ("checkpoint upload"). Lower-case letters, digits, "-" and "_".
+        name: the words that users type after `stratagem`: one ("tune"), or two for a sub-command
+            ("checkpoint upload"). Words have lower-case letters, digits, "-" and "_".
         summary: one line for `stratagem --help`.
-        target: the function that runs it, as "package.module:function". It is imported when a user
-            calls the command, takes the arguments after the name (`Sequence[str]`) and returns the
-            exit code.
+        target: the function that runs the command, as "package.module:function". It is imported
+            when a user calls the command. It takes the arguments after the name (`Sequence[str]`)
+            and returns the exit code.
 
     Raises:
         PluginError: a field does not have the form described here.
@@ -79,33 +79,34 @@ class Command:
 def stratagem_components() -> Iterable[ComponentSpec]:  # type: ignore[empty-body]
     """Return the specs of this plugin's components.
 
-    Called once a process, when the registry is first looked at, for each plugin by itself: an
-    exception becomes that plugin's report and stops nobody else. Return data only: import neither
+    Called once per process for each plugin, when the registry is first used. An exception is
+    recorded in that plugin's report, and other plugins still load. Return data only: import neither
     torch nor an SDK.
     """
 
 
 @hookspec(firstresult=True)
 def stratagem_choose_strategy(request: RunRequest, candidates: tuple[str, ...]) -> str | None:
-    """Choose a strategy for a request that left it to us (`strategy="auto"`).
+    """Choose a strategy for a request with `strategy="auto"`.
 
-    Called while a request is resolved, in every process that resolves one. `candidates` are the
-    names that fit the chosen accelerator and the number of devices. Return one of them, or None to
-    leave the choice to others. The first answer that is not None wins; the plan says whose it was.
+    Called while a request is resolved, in every process that resolves a request. `candidates` are
+    the names that fit the chosen accelerator and the number of devices. Return one of them, or None
+    to leave the choice to other plugins. The first answer that is not None wins, and the plan names
+    the plugin that gave it.
     """
 
 
 @hookspec(firstresult=True)
 def stratagem_read_checkpoint(contents: dict[str, Any], path: str) -> dict[str, Any] | None:
-    """Convert a checkpoint of another library to the form of a Trainer's.
+    """Convert a checkpoint of another library to the format of a Trainer's checkpoint.
 
     Called on every rank when a Trainer, `load_from_checkpoint` or `stratagem checkpoint convert`
     has read a checkpoint that no Trainer of Stratagem wrote. `contents` is the dict that
     weights-only loading returned, `path` is its name for errors. Return a dict with the keys of a
-    Trainer's checkpoint (at least `state_dict`), or None if the form is not known. Leave `contents`
-    as it is: other plugins may receive it. The first answer that is not None wins; plugins that
-    were registered later are asked first. Raise an error of `stratagem.errors` if the form is known
-    and the checkpoint is damaged.
+    Trainer's checkpoint (at least `state_dict`), or None if the format is unknown. Do not change
+    `contents`: other plugins may receive it. The first answer that is not None wins; plugins that
+    were registered later are asked first. Raise an error of `stratagem.errors` if the format is
+    known and the checkpoint is damaged.
     """
 
 
@@ -113,8 +114,8 @@ def stratagem_read_checkpoint(contents: dict[str, Any], path: str) -> dict[str, 
 def stratagem_run_planned(plan: RunPlan) -> None:
     """Observe a plan, or refuse it by raising `ConfigurationError`.
 
-    Called once for each resolved request, before any process starts, and again in each process
-    that is started.
+    Called once for each resolved request before any process starts, and again in each started
+    process.
     """
 
 
@@ -122,9 +123,9 @@ def stratagem_run_planned(plan: RunPlan) -> None:
 def stratagem_doctor() -> Iterable[Check]:  # type: ignore[empty-body]
     """Examine this backend for `stratagem doctor`.
 
-    Called only by that command, which is to answer at once: read metadata and files, and import
-    neither torch nor an SDK (`stratagem.discovery.installed` has what is asked most). An exception
-    is shown as a failed check.
+    Called only by that command, which should answer at once. Read metadata and files, and import
+    neither torch nor an SDK (`stratagem.discovery.installed` has functions for the most common
+    checks). An exception is shown as a failed check.
     """
 
 
@@ -132,21 +133,21 @@ def stratagem_doctor() -> Iterable[Check]:  # type: ignore[empty-body]
 def stratagem_check_spec(spec: ComponentSpec) -> Iterable[str]:  # type: ignore[empty-body]
     """Return the problems of a component's spec, a sentence each.
 
-    `stratagem doctor` calls it for each component of every distribution but core, and shows the
-    sentences as failed checks of that distribution. Import neither torch nor an SDK, nor the target
-    of the spec. An exception is shown as a failed check of the plugin that raised it.
+    `stratagem doctor` calls it for each component of every distribution except core, and shows the
+    sentences as failed checks of that distribution. Do not import torch, an SDK, or the target of
+    the spec. An exception is shown as a failed check of the plugin that raised it.
     """
 
 
 @hookspec(firstresult=True)
 def stratagem_examine(distribution: str, as_json: bool, verbose: bool) -> int | None:
-    """Print what there is to say of one distribution, and return the exit code.
+    """Print a report on a distribution, and return the exit code.
 
-    `stratagem doctor NAME` calls it, once. `distribution` is the name as the user typed it, of a
-    distribution or of an entry point. With `as_json`, print JSON; with `verbose`, the tracebacks of
-    plugin modules that failed. Return 0 if there is no problem, 1 if there is one, 2 if nothing
-    has that name, or None to leave the answer to other plugins. The first answer that is not None
-    wins. It may import torch and the targets of specs.
+    `stratagem doctor NAME` calls it once. `distribution` is the name that the user typed, of a
+    distribution or of an entry point. With `as_json`, print JSON. With `verbose`, also print the
+    tracebacks of plugin modules that failed. Return 0 if there is no problem, 1 if there is one, 2
+    if nothing has that name, or None to leave the answer to other plugins. The first answer that is
+    not None wins. It may import torch and the targets of specs.
     """
 
 
@@ -154,8 +155,8 @@ def stratagem_examine(distribution: str, as_json: bool, verbose: bool) -> int | 
 def stratagem_cli() -> Iterable[Command]:  # type: ignore[empty-body]
     """Return the commands that this plugin adds to the `stratagem` program.
 
-    Called when a user asks for a command that is not one of core's, or for the list of commands,
-    and by `stratagem doctor`. Names of core's commands stay with core, and a name that two plugins
-    give is refused. An exception, and a target that does not exist, are failed checks of `doctor`;
-    other commands go on working. A target reads its arguments with any library, such as argparse.
+    Called when a user runs a command that core does not have, when a user lists the commands, and
+    by `stratagem doctor`. A plugin cannot replace a command of core, and a name that two plugins
+    use is refused. `doctor` shows an exception or a missing target as a failed check; other
+    commands keep working. A target may parse its arguments with any library, such as argparse.
     """

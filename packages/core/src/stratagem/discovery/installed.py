@@ -22,15 +22,15 @@ from stratagem.errors import MissingPackageError
 
 
 def require_package(who: str, package: str, extra: str) -> None:
-    """Look for a package, without importing it.
+    """Check that a package is installed, without importing it.
 
     Args:
-        who: needs it.
-        package: its import name.
-        extra: of stratagem-core, which installs it.
+        who: the feature that needs the package, for the error.
+        package: the package's import name.
+        extra: the extra of stratagem-core that installs the package.
 
     Raises:
-        MissingPackageError: it is not installed.
+        MissingPackageError: the package is not installed.
     """
     try:
         found = importlib.util.find_spec(package)
@@ -45,7 +45,7 @@ def require_package(who: str, package: str, extra: str) -> None:
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """What the installed torch was built for.
+    """The version of the installed torch, and the version of CUDA that it was built for.
 
     Attributes:
         version: as in `torch.__version__`.
@@ -57,15 +57,17 @@ class TorchBuild:
 
 
 def version_of(distribution: str, path: Iterable[str] | None = None) -> str | None:
-    """Return an installed distribution's version, from its metadata; None: it is not installed.
+    """Return an installed distribution's version, from its metadata.
 
-    Reads folders directly, as `installed_entries` does: importing the library for metadata costs
-    more than all of `stratagem doctor`. Of two in one folder, as an interrupted upgrade leaves
-    them, whichever comes first.
+    None: the distribution is not installed.
+
+    Like `installed_entries`, it reads folders directly: importing the metadata library takes longer
+    than all of `stratagem doctor`. An interrupted upgrade may leave two versions in one folder; the
+    first one found is returned.
 
     Args:
         distribution: its name, in any spelling.
-        path: where to look, in this order; None: `sys.path`.
+        path: the places to search, in order; None: `sys.path`.
 
     Example:
         >>> from stratagem.discovery.installed import version_of
@@ -92,11 +94,11 @@ def version_of(distribution: str, path: Iterable[str] | None = None) -> str | No
 
 @functools.cache
 def _folders_by_name(place: str, changed: int) -> dict[str, list[str]]:
-    """Return the folders of metadata in a place, by distribution; read once while it is the same.
+    """Return the metadata folders in a place, by distribution; cached until the place changes.
 
     Args:
         place: an element of `sys.path`.
-        changed: when it was changed last.
+        changed: its modification time, in nanoseconds.
     """
     found: dict[str, list[str]] = {}
     for folder in folders_of_metadata(place):
@@ -106,14 +108,16 @@ def _folders_by_name(place: str, changed: int) -> dict[str, list[str]]:
 
 
 def _versions(folders: Iterable[str]) -> Iterator[str]:
-    """Yield the versions that folders of metadata say; an old form is a file."""
+    """Yield the versions in metadata folders; in an old form of metadata, the path is a file."""
     for folder in folders:
         for file in (f"{folder}/METADATA", f"{folder}/PKG-INFO", folder):
             yield from header_values(read_text(file), "Version")
 
 
 def torch_build() -> TorchBuild | None:
-    """Return what the installed torch was built for, by its `version.py`; None: there is none.
+    """Return the versions of the installed torch and of its CUDA, from torch's `version.py`.
+
+    None: torch is not installed.
 
     Example:
         >>> import torch
@@ -135,7 +139,7 @@ _IMPORTED = re.compile(rb"^(?:import|from) (\w+)", re.MULTILINE)
 
 
 def find_module(module: str) -> ModuleSpec | str:
-    """Return where a module lies, or why it cannot be found; it is not executed."""
+    """Return a module's import spec without running the module, or why it cannot be found."""
     try:
         found = importlib.util.find_spec(module)
     # A package above it may raise whatever a vendor's SDK raises.
@@ -145,13 +149,13 @@ def find_module(module: str) -> ModuleSpec | str:
 
 
 def why_missing(target: object, *, what: str = "target") -> str:
-    """Return why a target `"package.module:Class"` is not there, as far as its source shows.
+    """Return why a target `"package.module:Class"` is missing, as far as its source shows.
 
-    "": it is there, or only an import would show.
+    "": the target exists, or only an import could show that it is missing.
 
     Args:
-        target: what a spec has; what is no string is there.
-        what: which field of the spec it is.
+        target: the target of a spec; a target that is not a string always exists.
+        what: the name of the spec's field.
 
     Example:
         >>> from stratagem.discovery.installed import why_missing
@@ -175,13 +179,13 @@ def why_missing(target: object, *, what: str = "target") -> str:
                 f"its {what}'s module {module} imports {' and '.join(missing)}, which is not "
                 "installed"
             )
-        # Where it mostly is; parsing a module takes longer than the rest of doctor together.
+        # The usual case. Parsing a module takes longer than the rest of doctor together.
         if name in defined:
             return ""
         names = set(_defined(ast.parse(_read(found.origin))))
     except (OSError, SyntaxError, ValueError) as error:
         return f"its {what}'s module {module} cannot be read: {type(error).__name__}: {error}"
-    # What these define, only an import would show.
+    # Only an import would show the names that these define.
     if {"*", "__getattr__", name} & names:
         return ""
     return f"its {what}'s module {module} defines no {name!r}"
@@ -194,11 +198,11 @@ def _read(path: str) -> bytes:
 
 @functools.lru_cache(maxsize=64)
 def _names_in(path: str, changed: int) -> tuple[set[str], set[str]]:
-    """Return what a module imports in any case, at its top, and the functions and classes there.
+    """Return the packages that a module imports at its top level, and its functions and classes.
 
     Args:
-        path: its file.
-        changed: when that was changed last; several specs name one file.
+        path: the module's file.
+        changed: its modification time, for the cache: several specs may name one file.
     """
     source = _read(path)
     imported = {name.decode() for name in _IMPORTED.findall(source)}
@@ -206,7 +210,7 @@ def _names_in(path: str, changed: int) -> tuple[set[str], set[str]]:
 
 
 def _missing(imported: Set[str]) -> list[str]:
-    """Return the packages that are not there."""
+    """Return the packages that are not installed."""
     unknown = sorted(imported - sys.stdlib_module_names - sys.modules.keys())
     return [name for name in unknown if isinstance(find_module(name), str)]
 

@@ -1,4 +1,4 @@
-"""The registry: loads plugins, and finds each component by kind and name."""
+"""The registry: it loads plugins, and finds each component by kind and name."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ Key = tuple[str, str]
 """A kind, and a name in lower case."""
 
 _MEANT = {"fp16": "16-mixed", "float16": "16-true", "half": "16-true", "fp32": "32-true"}
-"""Names of precisions elsewhere, and the names here."""
+"""Names of precisions in other libraries, and their names in Stratagem."""
 _LONGEST = 100
-"""Characters of what a plugin has returned, in a message."""
+"""The most characters of a plugin's return value in a message."""
 _MOST_COMPONENTS = 10_000
-"""Of one plugin, whose generator may not end."""
+"""The most components of a plugin, because its generator may be endless."""
 
 
 def announce_nothing(plugin: str) -> None:
@@ -58,17 +58,18 @@ announce: Callable[[str], None] = announce_nothing
 
 @dataclass(frozen=True)
 class PluginReport:
-    """What became of one entry point.
+    """The result of loading an entry point.
 
     Attributes:
-        distribution, version, entry_point, value: where it stands.
+        distribution, version, entry_point, value: the identity of the entry point.
         status: "loaded", "disabled", "incompatible" or "broken".
-        stage: where it stopped: "environment", "metadata", "import", "hooks" or "specs".
-        reason: why it is not loaded, in one line; empty if it is.
-        detail: the traceback, for a broken one.
-        seconds: how long importing it took.
-        components: how many components it provides.
-        notes: its author's mistakes that do not stop it, such as a reserved name that it claims.
+        stage: the stage that failed: "environment", "metadata", "import", "hooks" or "specs"; "":
+            no stage failed.
+        reason: why it is not loaded, in one line; "": it is loaded.
+        detail: the traceback, for a broken entry point.
+        seconds: how long the import took.
+        components: number of components that it provides.
+        notes: mistakes of its author that do not prevent loading, such as claiming a reserved name.
     """
 
     distribution: str
@@ -90,13 +91,13 @@ def load_plugin(
     plugins: pluggy.PluginManager,
     claimed: Collection[Key],
 ) -> tuple[PluginReport, list[ComponentSpec]]:
-    """Return what became of an entry point, and the specs that it provides.
+    """Load an entry point; return a report and the specs that it provides.
 
     Args:
-        entry: what to load.
-        environ: where the variables that disable plugins are read.
-        plugins: its hooks are registered here, unless it fails.
-        claimed: the names that its distribution has claimed already.
+        entry: the entry point to load.
+        environ: the environment, with the variables that disable plugins.
+        plugins: the manager in which its hooks are registered, unless loading fails.
+        claimed: the names that its distribution has already claimed.
     """
     report = PluginReport(
         entry.distribution, entry.version, entry.name, entry.value, status="loaded"
@@ -108,8 +109,8 @@ def load_plugin(
 
     name = f"{entry.distribution}:{entry.name}"
     had_torch = "torch" in sys.modules
-    # The boundary at which a plugin's failure is isolated: whatever it raises (an SDK may raise
-    # OSError or even call sys.exit) becomes its report, and discovery goes on.
+    # A plugin's failure is isolated here: any exception (an SDK may raise OSError or even call
+    # sys.exit) becomes a part of its report, and discovery goes on.
     stage, began = "import", time.perf_counter()
     try:
         plugin = entry.load()
@@ -192,7 +193,7 @@ def _specs_of(plugin: object, plugins: pluggy.PluginManager) -> list[ComponentSp
 
 
 def _shortly(found: object) -> str:
-    """Return what a plugin has returned, for a message: of a spec only whose it is."""
+    """Return a plugin's return value for a message; a spec is shortened to its kind and name."""
     if isinstance(found, ComponentSpec):
         return f"the {found.kind} spec {found.name!r}"
     return format_text(repr(found), _LONGEST)
@@ -201,7 +202,7 @@ def _shortly(found: object) -> str:
 def _refuse_repeated_names(
     specs: Iterable[ComponentSpec], distribution: str, claimed: Collection[Key]
 ) -> None:
-    """Refuse a name that a distribution claims twice: no qualified form would be unique."""
+    """Raise an error if a distribution claims a name twice: its qualified name is not unique."""
     seen = set(claimed)
     for spec in specs:
         for name in (spec.name, *spec.aliases):
@@ -215,7 +216,7 @@ def _refuse_repeated_names(
 
 
 def _why_other_api(specs: Iterable[ComponentSpec], distribution: str) -> str:
-    """Return which spec was made for another version of the plugin API; "": none."""
+    """Return an error message for a spec of another version of the plugin API; "": no such spec."""
     for spec in specs:
         if spec.api_version != PLUGIN_API_VERSION:
             remedy = f"install a release of {distribution} made for version {PLUGIN_API_VERSION}"
@@ -230,12 +231,12 @@ def _why_other_api(specs: Iterable[ComponentSpec], distribution: str) -> str:
 
 
 RUN_TIME = "registered-in-this-process"
-"""Stands for the distribution of what code registered at run time."""
+"""Used as the distribution of components that code registers at run time."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A component that a name may mean: its spec and who provides it."""
+    """A component that a name may refer to: its spec, its distribution and their version."""
 
     spec: ComponentSpec
     distribution: str
@@ -248,7 +249,7 @@ class Candidate:
 
 
 def says_its_preset(spec: ComponentSpec) -> bool:
-    """Whether the end of a name says what is preset, so that a list can leave it out.
+    """Whether a component's name ends with a preset argument, so that listings can omit it.
 
     Example:
         >>> from stratagem.discovery import StrategySpec
@@ -268,11 +269,11 @@ def says_its_preset(spec: ComponentSpec) -> bool:
 class Registry:
     """Components by kind and name.
 
-    1. `Registry.discover()` reads entry points, once a process (see `get_registry`).
-    2. `find(kind, name)` answers with the one candidate, or raises an error that says what to do.
-    3. `add` and `remove` change it at run time.
+    1. `Registry.discover()` reads entry points, once per process (see `get_registry`).
+    2. `find(kind, name)` returns the matching candidate, or raises an error with a remedy.
+    3. `add` and `remove` change the registry at run time.
 
-    All of this happens in each process by itself.
+    Each process has its own registry.
     """
 
     def __init__(self) -> None:
@@ -289,11 +290,11 @@ class Registry:
         entries: Iterable[PluginEntry] | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> Registry:
-        """Load every plugin that is installed, enabled and compatible; report on all of them.
+        """Load every plugin that is installed, enabled and compatible; report on all plugins.
 
         Args:
-            entries: what to look at; None: what is installed.
-            environ: where the variables that disable plugins are read; None: `os.environ`.
+            entries: the entry points to load; None: all installed entry points.
+            environ: the environment, with the variables that disable plugins; None: `os.environ`.
         """
         registry = cls()
         environ = os.environ if environ is None else environ
@@ -318,7 +319,7 @@ class Registry:
         return replace(report, notes=(*report.notes, *notes))
 
     def _put(self, candidate: Candidate) -> Iterator[str]:
-        """File a candidate under its names; yield those that belong to core and stay with it."""
+        """Store a candidate under its names; yield the names that are reserved for core."""
         claimed = self._claimed.setdefault(candidate.distribution, set())
         for name in (candidate.spec.name, *candidate.spec.aliases):
             key = (candidate.spec.kind, name.casefold())
@@ -332,7 +333,7 @@ class Registry:
         """Call a hook of each plugin, the last registered first; yield the plugin and its answer.
 
         Raises:
-            PluginError: a plugin failed with an error that is not ours; names the plugin.
+            PluginError: a plugin raised an exception other than a StratagemError; names the plugin.
         """
         for implementation in reversed(getattr(self.plugins.hook, hook).get_hookimpls()):
             taken = (arguments[name] for name in implementation.argnames)
@@ -349,7 +350,7 @@ class Registry:
             yield implementation.plugin_name, answer
 
     def find(self, kind: str, name: str) -> Candidate:
-        """Return the component that a name means.
+        """Return the component with a name.
 
         Args:
             kind: "strategy", "accelerator", "precision", "checkpoint_io", "cluster_environment",
@@ -357,9 +358,9 @@ class Registry:
             name: a name, an alias, or the qualified form `"distribution:name"`.
 
         Raises:
-            UnknownNameError: nothing has that name; says the nearest name, a failed plugin that
-                might have provided it, what to install, and what there is.
-            AmbiguousNameError: several distributions claim it; lists the qualified forms.
+            UnknownNameError: no component has that name. The message has the nearest name, a failed
+                plugin that might have provided it, what to install, and the available names.
+            AmbiguousNameError: several distributions claim the name; lists the qualified names.
         """
         distribution, _, plain = name.rpartition(":")
         holders = self._candidates.get((kind, plain.casefold()), [])
@@ -407,7 +408,7 @@ class Registry:
         return " ".join(parts)
 
     def shadowed(self, candidate: Candidate, name: str) -> list[str]:
-        """Return the qualified names of what other distributions provide under a name of core's."""
+        """Return the qualified names of other distributions' components that core's name hides."""
         if candidate.distribution != CORE or ":" in name:
             return []
         holders = self._candidates.get((candidate.spec.kind, name.casefold()), [])
@@ -416,17 +417,18 @@ class Registry:
         ]
 
     def misplaced(self) -> list[str]:
-        """Return a sentence for each installed entry point in a group that only looks like ours."""
+        """Return a sentence for each installed entry point in a group with a misspelled name."""
         return self._misplaced()
 
     def possible_providers(self, name: str, kind: str | None = None) -> list[str]:
-        """Return sentences on who might provide a name that was not found.
+        """Return sentences about distributions that might provide a missing name.
 
-        A plugin that failed and might have provided it; otherwise the distribution to install, and
-        whatever plugin failed.
+        If plugins that are not loaded might provide the name, return a sentence for each. Otherwise
+        name the distribution to upgrade or to install. If the distribution is unknown, return a
+        sentence for each plugin that failed. Misspelled groups of entry points are added.
 
         Args:
-            name: of a component or a command, or what users import.
+            name: the name of a component or a command, or an import name.
             kind: as in `distribution_of`.
         """
         provider = distribution_of(name, kind)
@@ -459,19 +461,22 @@ class Registry:
         return sorted({c.spec.name for c in self.candidates(kind)})
 
     def candidates(self, kind: str) -> list[Candidate]:
-        """Return a kind's components, sorted by name; those behind an ambiguous name as well."""
+        """Return a kind's components, sorted by name; an ambiguous name has several components."""
         found: dict[tuple[str, str], Candidate] = {}
         for (its_kind, name), holders in self._candidates.items():
             if its_kind == kind:
                 for holder in holders:
-                    # Not under an alias; and of two registered in this process the latest, which
-                    # stands first.
+                    # Skip aliases. If two were registered in this process, take the latest, which
+                    # comes first.
                     if holder.spec.name.casefold() == name:
                         found.setdefault((holder.spec.name, holder.distribution), holder)
         return [found[key] for key in sorted(found)]
 
     def provider_of(self, target: str) -> str | None:
-        """Return the distribution whose spec has this target, or None."""
+        """Return the distribution that declares a spec with this target.
+
+        None: no spec has this target.
+        """
         candidates = (c for holders in self._candidates.values() for c in holders)
         return next((c.distribution for c in candidates if c.spec.target == target), None)
 
@@ -484,7 +489,7 @@ class Registry:
         }
 
     def registered(self) -> list[ComponentSpec]:
-        """Return what was registered at run time in this process, the earliest first."""
+        """Return the specs registered at run time in this process, the earliest first."""
         specs: list[ComponentSpec] = []
         for holders in self._candidates.values():
             for holder in reversed(holders):
@@ -496,7 +501,7 @@ class Registry:
         """Register a component for this process.
 
         Raises:
-            ConfigurationError: one of its names is taken and `override` is False.
+            ConfigurationError: a name of the component is taken and `override` is False.
         """
         keys = [(spec.kind, name.casefold()) for name in (spec.name, *spec.aliases)]
         for key in keys:
@@ -511,7 +516,7 @@ class Registry:
             self._candidates[key] = [candidate, *self._candidates.get(key, [])]
 
     def remove(self, kind: str, name: str) -> None:
-        """Take back what `add` registered; what it had replaced is found again.
+        """Remove a component that `add` registered; a component that it replaced is restored.
 
         Raises:
             UnknownNameError: nothing was registered under that name in this process.
@@ -534,7 +539,7 @@ class Registry:
 
 
 def _related(name: str, report: PluginReport) -> bool:
-    """Whether a plugin's names share a word with the wanted one."""
+    """Whether a plugin's names share a word with the wanted name."""
     words = set(name.casefold().replace("-", "_").split("_")) - {"strategy", "stage"}
     theirs = f"{report.distribution}_{report.entry_point}_{report.value}".casefold()
     return bool(words & set(theirs.replace("-", "_").replace(".", "_").split("_")))
@@ -555,10 +560,10 @@ def get_registry() -> Registry:
 
 
 def nearest_of(name: str, known: list[str]) -> str:
-    """Return the name that was probably meant, or "".
+    """Return the known name nearest to a misspelled name, or "".
 
-    Of those that are about as near, one of the same length: letters are changed or swapped more
-    often than left out.
+    Among names that are about as near, the one with the most similar length is chosen: letters are
+    changed or swapped more often than left out.
     """
     import difflib  # which a listing of names does without
 
@@ -591,13 +596,15 @@ class _StrategyRegistry:
         override: bool = False,
         **init_params: Any,
     ) -> None:
-        """Make `Trainer(strategy=name)` mean `strategy(**init_params)`, in this process.
+        """Register a strategy: `Trainer(strategy=name)` uses `strategy(**init_params)`.
+
+        The registration holds in this process.
 
         Args:
             name: the name to select it by.
             strategy: a Strategy class.
             description: one line for listings.
-            override: replace a strategy that has this name.
+            override: replace the strategy that has this name.
             **init_params: keyword arguments of the class.
 
         Raises:
@@ -631,7 +638,7 @@ class _StrategyRegistry:
         return get_registry().find("strategy", name).spec.build()
 
     def __getitem__(self, name: str) -> dict[str, Any]:
-        """Return what is registered: "strategy", its class, with "init_params" and "description".
+        """Return a strategy's entry: "strategy" (the class), "init_params" and "description".
 
         Raises:
             UnknownNameError: no strategy has that name.
@@ -645,7 +652,7 @@ class _StrategyRegistry:
         }
 
     def remove(self, name: str) -> None:
-        """Take back a registration made in this process; what it had replaced is found again."""
+        """Remove a strategy that was registered here; a strategy that it replaced is restored."""
         get_registry().remove("strategy", name)
 
     def available_strategies(self) -> list[str]:
@@ -660,5 +667,5 @@ class _StrategyRegistry:
 
 
 StrategyRegistry = _StrategyRegistry()
-"""Strategies by name; see `register`, `get`, `remove` and `available_strategies`;
-`StrategyRegistry["ddp"]` is what is registered."""
+"""Strategies by name; see `register`, `get`, `remove` and `available_strategies`.
+`StrategyRegistry["ddp"]` is the entry of a strategy."""

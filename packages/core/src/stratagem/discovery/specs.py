@@ -1,4 +1,4 @@
-"""Specs: frozen descriptions of components, readable without importing what they describe."""
+"""Specs: frozen descriptions of components, readable without importing the components."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stratagem.discovery.capabilities import Capabilities, check_fields
 from stratagem.errors import MissingPackageError, PluginError, StratagemError
 
 PLUGIN_API_VERSION = 1
-"""The version of the interfaces that plugins build on; a spec declares the one it was made for."""
+"""The version of the plugin interfaces; a spec declares the version that it was written for."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,99}")
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -20,12 +20,12 @@ _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 Target = str | Callable[..., Any]
 
 Objection = str | Callable[[Any], str]
-"""`"module:function"` or a function of the `RunPlan`, which returns why a request cannot be met as
-it was planned, or "". It runs while a request is resolved, so it must be quick and import no
+"""`"module:function"` or a function of the `RunPlan`. The function returns why the plan is
+impossible, or "". It runs while a request is resolved, so it must be quick and must not import
 torch."""
 
 _PARTS = ("parameters", "gradients", "optimizer")
-"""What training holds of a model."""
+"""The parts of a model's training state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +39,16 @@ class ComponentSpec:
         'strategy'
 
     Raises:
-        PluginError: a field is not of the form described here.
+        PluginError: a field does not have the form described here.
     """
 
     kind: ClassVar[str] = "component"
 
     name: str
-    """What users type: letters, digits, `_`, `-` and `.`; compared without regard to case."""
+    """The name that users type: letters, digits, `_`, `-` and `.`. Case is ignored."""
     target: Target
-    """`"package.module:Class"`, imported when the component is used; or the class itself, for code
-    that registers at run time."""
+    """`"package.module:Class"`, imported when the component is used. Code that registers a
+    component at run time may give the class itself."""
     api_version: int
     """`PLUGIN_API_VERSION` of the core that the plugin was written for, as a literal number."""
     summary: str = ""
@@ -104,14 +104,15 @@ class StrategySpec(ComponentSpec):
 
     kind: ClassVar[str] = "strategy"
     capabilities: Capabilities = field(default_factory=Capabilities)
-    """What it can do; the object that its class has too."""
+    """The strategy's capabilities: the same object as in its class."""
     shards: tuple[str, ...] = ()
-    """Of "parameters", "gradients" and "optimizer" (its state), what each rank has a part of only;
-    from it follows whether a model that is too large for a device would fit."""
+    """The parts that are sharded over ranks: some of "parameters", "gradients" and "optimizer" (its
+    state). Stratagem uses it to predict whether a model fits in device memory."""
     offloads: tuple[str, ...] = ()
-    """Of the same, what lies in host memory."""
+    """The parts kept in host memory: some of the same names."""
     incompatible_because: Objection | None = None
-    """Why it cannot be used in a plan that takes it; `bind` of its class says the same."""
+    """A function that returns why the strategy cannot be used in a plan that selects it. `bind` of
+    its class checks the same."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -132,17 +133,18 @@ class StrategySpec(ComponentSpec):
 @final
 @dataclass(frozen=True)
 class Availability:
-    """What an accelerator's probe found.
+    """The devices that an accelerator's probe found.
 
     Attributes:
-        count: devices that can be used here; 0: none.
+        count: number of devices; 0: no device can be used.
         reason: why, in a few words ("2 cores", "no driver").
-        auto_count: how many `devices="auto"` takes; None: all of them.
-        indexed: devices have indices and no more than `count` can be used; False (the CPU): any
-            number of processes may share what there is.
-        problems: indices of devices that are counted and that this process cannot use, each with
-            what completes "device 0 ..." ("is in exclusive use by the process 7").
-        memory: bytes of the smallest device, or of what all processes share; None: not known.
+        auto_count: number of devices that `devices="auto"` uses; None: all devices.
+        indexed: devices have indices, and at most `count` can be used; False (the CPU): any number
+            of processes may share the hardware.
+        problems: (index, problem) for each counted device that this process cannot use. The problem
+            completes the sentence "device 0 ..." ("is in exclusive use by the process 7").
+        memory: bytes of the smallest device, or of the memory that all processes share; None:
+            unknown.
 
     Example:
         >>> from stratagem.accelerators import Availability, CPUAccelerator
@@ -179,12 +181,12 @@ class AcceleratorSpec(ComponentSpec):
     """`"module:function"` or a function without arguments that returns an `Availability`. It runs
     while a request is resolved, so it must be quick and should not import an SDK."""
     priority: int = 0
-    """`accelerator="auto"` takes the available one with the highest priority (CPU has 0)."""
+    """`accelerator="auto"` selects the available accelerator of highest priority (CPU has 0)."""
     requires_dedicated_strategies: bool = False
-    """Its devices need calls that only strategies made for them make: one that takes any
-    accelerator (`Capabilities.accelerators=None`) does not take this one."""
+    """Its devices need strategies written for them. A strategy for any accelerator
+    (`Capabilities.accelerators=None`) cannot be used with it."""
     data_parallel_kernels: bool = False
-    """Whether `torch.nn.DataParallel` works on its devices; as in its class."""
+    """Whether `torch.nn.DataParallel` works on its devices; the same as in its class."""
 
 
 @final
@@ -194,14 +196,15 @@ class PrecisionSpec(ComponentSpec):
 
     kind: ClassVar[str] = "precision"
     accelerators: tuple[str, ...] | None = None
-    """Names of the accelerators that it works on; None: any."""
+    """Names of the supported accelerators; None: any."""
     shardable: bool = True
-    """Whether the parameters that it makes can be divided between ranks; as in its class."""
+    """Whether its parameters can be sharded over ranks; the same as in its class."""
     requires: tuple[str, ...] = ()
-    """Distributions that it needs beside its own, such as "torchao>=0.13,<1", for a listing: the
-    class itself refuses to be bound without them."""
+    """Further distributions that it needs, such as "torchao>=0.13,<1". The field is for listings:
+    the class itself refuses to be bound without them."""
     incompatible_because: Objection | None = None
-    """Why it cannot be used in a plan that takes it; `bind` of its class says the same."""
+    """A function that returns why the precision cannot be used in a plan that selects it. `bind` of
+    its class checks the same."""
 
 
 @final
@@ -215,33 +218,34 @@ class CheckpointIOSpec(ComponentSpec):
 @final
 @dataclass(frozen=True, kw_only=True)
 class ClusterEnvironmentSpec(ComponentSpec):
-    """Describes a cluster environment: where ranks, world size and main address come from."""
+    """Describes a cluster environment: the source of ranks, world size and main address."""
 
     kind: ClassVar[str] = "cluster_environment"
     variables: tuple[str, ...] = ()
-    """Environment variables that it is detected by, when all of them are set. The first
-    stands for the cluster, the others for having been started by it as one of several ranks."""
+    """Environment variables that identify the cluster: it is detected if all of them are set. The
+    first identifies the cluster. The others show that the cluster started this process as one of
+    several ranks."""
     advice: str = ""
-    """What to do where only the first of the variables is set, as in a job whose script was not
-    started by the cluster's launcher."""
+    """The remedy if the first variable is set but others are missing, as in a job whose script was
+    not started by the cluster's launcher."""
     incompatible_because: str | Callable[[Mapping[str, str]], str] | None = None
-    """`"module:function"` or a function of the environment variables; asked when all variables are
-    set, it returns why this process is no rank of this cluster all the same, or ""."""
+    """`"module:function"` or a function of the environment variables. It is called if all variables
+    are set. It returns why this process is not a rank of this cluster, or ""."""
     priority: int = 0
-    """Among several that are detected, the highest priority is taken."""
+    """If several cluster environments are detected, the highest priority wins."""
     world_size_variable: str = "WORLD_SIZE"
     local_world_size_variable: str = "LOCAL_WORLD_SIZE"
     rank_variable: str = "RANK"
     local_rank_variable: str = "LOCAL_RANK"
-    """Names of the variables that hold these numbers, so that a plan can be checked against them
-    before anything is imported. A process that has the last was started as one of several ranks."""
+    """Names of the variables that hold these numbers. A plan is checked against them before any
+    import. A process that has the last variable was started as one of several ranks."""
     local_world_size: str | Callable[[Mapping[str, str]], int] | None = None
-    """`"module:function"` or a function of the environment variables that returns how many ranks
-    this node has, for a cluster that has no variable with just this number. What it reads is then
-    named by local_world_size_variable, for messages."""
+    """`"module:function"` or a function of the environment variables. It returns the number of
+    ranks on this node, for a cluster without a variable for this number. The variable that it reads
+    is then named by local_world_size_variable, for messages."""
 
     def why_not(self, environ: Mapping[str, str]) -> str:
-        """Return why this process is no rank of this cluster, or "" if it is one.
+        """Return why this process is not a rank of this cluster, or "" for a rank.
 
         Example:
             >>> spec = ClusterEnvironmentSpec(name="mine", target="my_package:Mine", api_version=1,
@@ -266,34 +270,34 @@ class ClusterEnvironmentSpec(ComponentSpec):
 @final
 @dataclass(frozen=True, kw_only=True)
 class LauncherSpec(ComponentSpec):
-    """Describes a launcher: what starts the ranks.
+    """Describes a launcher, the component that starts the ranks.
 
-    A Launcher that is given as an object says the same by class attributes of these names.
+    A Launcher that is passed as an object has class attributes with the same names.
     """
 
     kind: ClassVar[str] = "launcher"
     starts_ranks: bool = True
-    """It starts ranks, and any strategy with `launchers=None` can be started by it; False: it runs
-    the function in processes that are there already."""
+    """It starts ranks, and can start any strategy with `launchers=None`; False: it runs the
+    function in existing processes."""
     interactive: bool = False
     """It works in a notebook or an interactive interpreter."""
     new_processes: bool = False
-    """The function runs in new processes, and the calling one is no rank: only what the function
-    returns comes back."""
+    """The function runs in new processes. The calling process is not a rank, and receives only the
+    function's return value."""
     spans_nodes: bool = False
-    """It reaches all nodes from the one process that calls it: num_nodes > 1 needs no cluster
+    """It starts ranks on all nodes from the calling process: num_nodes > 1 needs no cluster
     environment."""
     devices_elsewhere: bool = False
-    """The ranks' devices are not those of the calling machine: accelerators are not probed there,
-    and the request names the accelerator and the number of devices on each node."""
+    """The ranks' devices are not on the calling machine. Accelerators are not probed there, and the
+    request names the accelerator and the number of devices per node."""
     cluster_environment: str = "plain"
-    """Name of the cluster environment that its ranks read: one of its own says which run this is,
-    how often it was started again, and where rank 0 listens."""
+    """Name of the cluster environment that its ranks read. A launcher's own cluster environment
+    gives the run's id, the number of restarts and the address of rank 0."""
 
 
 @final
 class LoggerSpec(ComponentSpec):
-    """Describes a logger; its target is called with `save_dir`, a local folder, if it takes it."""
+    """Describes a logger; its target gets `save_dir`, a local folder, if it accepts `save_dir`."""
 
     __slots__ = ()
     kind: ClassVar[str] = "logger"
@@ -342,15 +346,15 @@ class NameSpec(ComponentSpec):
 
 
 def asked_function(spec: ComponentSpec, field: str, *arguments: Any) -> Any:
-    """Return what a function that a spec names answers.
+    """Call a function that a spec names, and return its result.
 
     Args:
-        spec: whose.
-        field: that names it.
-        *arguments: of the call.
+        spec: the spec.
+        field: the field that names the function.
+        *arguments: arguments of the function.
 
     Raises:
-        PluginError: it cannot be imported, or fails; names the component.
+        PluginError: the function cannot be imported, or fails; names the component.
 
     Example:
         >>> from stratagem.discovery.specs import asked_function
@@ -361,7 +365,7 @@ def asked_function(spec: ComponentSpec, field: str, *arguments: Any) -> Any:
     """
     what = f"{field} of the {spec.kind} {spec.name!r}"
     function = load_target(getattr(spec, field), what=what)
-    # A plugin's own code: what it raises would not say whose it is.
+    # A plugin's own code: its exception would not name the plugin.
     try:
         return function(*arguments)
     except StratagemError:
@@ -379,7 +383,7 @@ def is_target(target: object) -> bool:
 
 
 def load_target(target: Target, *, what: str) -> Any:
-    """Import `"module:attribute"`, or return a target that is an object already.
+    """Import `"module:attribute"`; a target that is an object is returned unchanged.
 
     Raises:
         PluginError: the import fails or the attribute is missing; `what` names the component.
@@ -392,8 +396,8 @@ def load_target(target: Target, *, what: str) -> Any:
         for part in attribute.split("."):
             found = getattr(found, part)
     except MissingPackageError:
-        raise  # it says what to install
-    # Whatever a vendor's SDK raises at import, the error names the component that needs it.
+        raise  # the message says what to install
+    # A vendor's SDK may raise any exception at import; the error names the component.
     except (Exception, SystemExit) as error:
         raise PluginError(
             f"cannot import {what}: target={target!r} failed with "
@@ -403,7 +407,7 @@ def load_target(target: Target, *, what: str) -> Any:
 
 
 def _remedy(target: str, error: BaseException) -> str:
-    """Return what to do about a target that cannot be imported."""
+    """Return a remedy for a target that cannot be imported."""
     package = target.partition(":")[0].partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and f"{error.name}.".startswith(f"{package}."):
         from stratagem.discovery.registry import get_registry

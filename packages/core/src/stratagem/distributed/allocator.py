@@ -1,4 +1,4 @@
-"""Giving freed memory back to the system, so that sharding saves memory on CPU too.
+"""Return freed memory to the system, so that sharding saves memory on CPU too.
 
 FSDP allocates and frees whole parameters at every group. Once a block of up to 32 MiB was freed,
 glibc keeps such blocks for later use, but finds no use for them: torch asks for aligned blocks, for
@@ -18,9 +18,9 @@ fsdp, huge pages                             1458  1.3
 **fsdp, threshold of 4 MiB, huge pages**     1188  1.6
 ==========================================  =====  ====
 
-A threshold of 1 MiB was as 4, of 16 MiB worse (1266); one arena for all threads
-(`M_ARENA_MAX=1`) changed nothing (2305), `malloc_trim` after each step left peaks inside of one
-(1733, 2.4 s). `benchmarks/memory.py` measures what is set here.
+A threshold of 1 MiB gave the same result as 4 MiB; 16 MiB was worse (1266). One arena for all
+threads (`M_ARENA_MAX=1`) changed nothing (2305). With `malloc_trim` after each step, peaks within
+a step remained (1733, 2.4 s). `benchmarks/memory.py` measures the settings used here.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from typing import Any
 
 _M_MMAP_THRESHOLD = -3
 THRESHOLD = 4 * 2**20
-"""Bytes from which on a block is returned to the system when it is freed."""
+"""Blocks of at least this many bytes are returned to the system when they are freed."""
 
 HUGE_PAGES_VARIABLE = "THP_MEM_ALLOC_ENABLE"
-"""torch reads it once, at a process's first tensor."""
+"""The environment variable that torch reads once, at a process's first tensor."""
 
 
 def use_huge_pages() -> None:
-    """Let torch use huge pages, in this process if it has no tensor yet, and in those it starts.
+    """Let torch use huge pages in this process and in its child processes.
 
-    Nothing changes where the system has none, or where the user has set the variable.
+    In this process it takes effect only before the first tensor. Nothing changes if the system has
+    no huge pages, or if the user has set the variable.
 
     Example:
         >>> from stratagem.strategies import use_huge_pages
@@ -55,9 +56,10 @@ def use_huge_pages() -> None:
 
 @lru_cache
 def return_freed_memory() -> bool:
-    """Let this process return large blocks when they are freed; return whether that was done.
+    """Make glibc return large freed blocks to the system; return whether it does.
 
-    Done once, and only where the allocator is glibc's and the user has not set its threshold.
+    The threshold is set once per process. False: the allocator is not glibc's, or the user has set
+    the threshold.
     """
     if _set_by_user() or not sys.platform.startswith("linux"):
         return False

@@ -101,7 +101,7 @@ class ParallelStrategy(Strategy):
 
     @property
     def communication_backend(self) -> str:
-        """The process group's backend: what was asked for, or the accelerator's."""
+        """The process group's backend: `process_group_backend`, or by default the accelerator's."""
         return self.process_group_backend or self.accelerator.process_group_backend
 
     def _check_backend(self) -> None:

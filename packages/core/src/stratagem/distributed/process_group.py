@@ -269,7 +269,7 @@ class ProcessGroupRanks(Ranks):
         return [_unpadded(each) for each in received or ()]
 
     def scatter_bytes(self, parts: Sequence[bytes]) -> bytes:
-        """Return this rank's part of what rank 0 has; see `Ranks.scatter_bytes`."""
+        """Return this rank's part of the bytes on rank 0; see `Ranks.scatter_bytes`."""
         device = self._data_device()
         longest = max(map(len, parts), default=0)
         size = torch.tensor(longest, dtype=self.size_dtype, device=device)
@@ -292,13 +292,13 @@ class ProcessGroupRanks(Ranks):
         return dist.PrefixStore("stratagem_threads", store.clone())  # type: ignore[attr-defined]
 
     def report_status(self, doing: Callable[[], str]) -> None:
-        """Let this rank's status in errors say what a front end is doing."""
+        """Include a front end's activity in this rank's status in errors."""
         if _statuses is not None:
             _statuses.doing = doing
 
 
 _PREFIX = 8
-"""Bytes before a message, with its length: a collective's messages are as long as the longest."""
+"""Bytes of the length before each message: all messages of a collective are padded to one size."""
 
 
 def _padded(data: bytes, size: int) -> Tensor:
@@ -319,18 +319,18 @@ def join_process_group(
     timeout: float,
     several_nodes: bool,
 ) -> None:
-    """Join the default process group, or check the one that there is; on every rank.
+    """Join the default process group, or check the existing group; called on every rank.
 
     Args:
-        backend: of torch.distributed.
-        ranks: this one's number, and how many there are.
-        environment: says where rank 0 listens.
-        timeout: seconds after which a collective that a rank does not join ends in an error.
-        several_nodes: whether the ranks are on more than one.
+        backend: the backend of torch.distributed.
+        ranks: this rank's number, and the number of ranks.
+        environment: gives the address on which rank 0 listens.
+        timeout: seconds after which a collective fails if a rank does not join it.
+        several_nodes: whether the ranks are on more than one node.
 
     Raises:
-        ConfigurationError: this process is in a group of other ranks already, or cannot open as
-            many connections as there are ranks.
+        ConfigurationError: this process is already in a group of other ranks, or cannot open a
+            connection for each rank.
     """
     if dist.is_initialized():
         _check_existing_group(ranks, timeout)
@@ -366,10 +366,10 @@ def join_process_group(
 def _join_store(
     ranks: Ranks, environment: ClusterEnvironment, limit: timedelta, *, several_nodes: bool
 ) -> Any:
-    """Return the store that the ranks meet at, which rank 0 holds, or whoever has started it.
+    """Return the store shared by all ranks, held by rank 0 or by the process that started it.
 
-    It takes whatever anybody who reaches it says. So it listens on loopback where all ranks are on
-    one node, else on the one interface that leads to the others.
+    The store accepts requests from any client. It therefore listens on loopback if all ranks are on
+    one node, else only on the interface that leads to the other nodes.
     """
     main_address = environment.main_address if several_nodes else network.LOOPBACK
     main_port = environment.main_port
@@ -377,8 +377,8 @@ def _join_store(
     is_holder = ranks.is_global_zero and os.environ.get(STORE_VARIABLE) != "parent"
     if is_holder:
         allow_connections(ranks.world_size)
-        # Rank 0 may have a socket that listens already, so that no other program can take the port
-        # between its choice and its use.
+        # Rank 0 may already have a listening socket, so that no other program can take the port
+        # after it was chosen.
         listen_fd = environment.take_listener()
         if listen_fd is None:
             address = network.address_to_listen_on(main_address)
@@ -419,6 +419,6 @@ def _check_existing_group(ranks: Ranks, timeout: float) -> None:
             "as many devices as the first launch in this process did"
         )
     if _statuses is None:
-        # The user has made the group, and ends it with its store: a clone does not keep that.
+        # The user has made the group, and ends it with its store: a clone does not keep it alive.
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         at_end_of_rank(_watch_status(store, ranks, timeout).leave)

@@ -1,4 +1,4 @@
-"""UnevenInputs: ranks with different numbers of batches keep step with one another, or say so."""
+"""UnevenInputs: handles ranks with different numbers of batches, or reports them in an error."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from stratagem.interfaces.ranks import Ranks
 
 
 class UnevenInputs:
-    """Compares the ranks before each optimizer step: whether everybody has batches for it.
+    """Checks before each optimizer step that every rank has a batch.
 
-    One all-reduce of two numbers for each step: `benchmarks/ddp_throughput.py` measures what it
-    costs. Where the process group has a backend for the CPU, such as "cpu:gloo,cuda:nccl", it goes
-    over that, so that no step waits for a device.
+    Each step does one all-reduce of two numbers; `benchmarks/ddp_throughput.py` measures its cost.
+    If the process group has a backend for the CPU, such as "cpu:gloo,cuda:nccl", the all-reduce
+    uses it, so that no step waits for a device.
 
     Args:
-        name: stands for the loader in errors.
-        ranks: those that keep step.
-        strategy: its class's name, for errors.
-        joins: a rank without batches is given its last one again, with weight 0, and the others
-            count for more; otherwise it is an error.
+        name: the name of the loader in errors.
+        ranks: the ranks that are compared.
+        strategy: the name of the strategy's class, for errors.
+        joins: a rank without batches repeats its last batch with weight 0, and the weights of the
+            other ranks are raised; False: raise an error.
     """
 
     def __init__(self, name: str, ranks: Ranks, *, strategy: str, joins: bool) -> None:
@@ -34,21 +34,24 @@ class UnevenInputs:
         self._last: list[Any] = []
 
     def remember(self, batches: Sequence[Any]) -> None:
-        """Keep the last of some batches, to be repeated."""
+        """Keep the last batch, which may be repeated later."""
         if self._joins and batches:
             self._last = [batches[-1]]
 
     def next_step(
         self, micro_batches: list[Any], done: int
     ) -> tuple[list[Any], list[float] | None]:
-        """Return the micro-batches of the next step, and their weights; None: all count 1.
+        """Return the micro-batches of the next step, and their weights.
+
+        The weights are None if every weight is 1.
 
         Args:
-            micro_batches: those that this rank has.
-            done: batches of this epoch before them, on every rank.
+            micro_batches: this rank's micro-batches.
+            done: number of earlier batches in this epoch, on every rank.
 
         Raises:
-            UserCodeError: some ranks have fewer; says which, and after how many batches.
+            UserCodeError: some ranks have fewer batches; names the ranks, and after how many
+                batches they ended.
         """
         self.remember(micro_batches)
         own = len(micro_batches)
@@ -84,7 +87,7 @@ class UnevenInputs:
 
 
 def remedy_for(fewest: int, strategy: str) -> str:
-    """Return what to do about ranks of which the poorest has so many batches."""
+    """Return a remedy for uneven inputs; `fewest` is the smallest number of batches on a rank."""
     limit = f"pass limit_train_batches={fewest}, or " if fewest else ""
     return (
         f"{limit}let every rank's data have as many batches, or train on with those that have some "

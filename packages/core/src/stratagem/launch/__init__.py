@@ -1,6 +1,6 @@
-"""What a launcher is made of: how a function gets to every rank, and how a failure gets back.
+"""The parts of a launcher: send a function to every rank, and return results and failures.
 
-A launcher of your own starts processes, wherever it can, and lets each of them run the function::
+A launcher of your own starts processes, and lets each process run the function::
 
     from stratagem.launch import Launcher, free_port, pack, rank_environment, run_packed
     from stratagem.launch import rank_failure
@@ -25,14 +25,15 @@ A launcher of your own starts processes, wherever it can, and lets each of them 
                 raise rank_failure(error.rank, plan.world_size, report=error.traceback)
             return jobs[0].result()
 
-Where anything but your own processes could write what comes back, let the rank return
-`pack_result(run_packed(...))` and read it by `unpack_result`, which executes nothing. A launcher
-that starts ranks again names a cluster environment of its own (`Launcher.cluster_environment`), by
-which they learn that: `fit` then goes on from the last checkpoint.
+If other processes than your own could change the returned bytes, let the rank return
+`pack_result(run_packed(...))`, and read it with `unpack_result`, which executes nothing. A launcher
+that restarts ranks names a cluster environment of its own (`Launcher.cluster_environment`). The
+cluster environment tells the ranks that they were restarted: `fit` then resumes from the last
+checkpoint.
 
-It serves every strategy whose `Capabilities.launchers` is None (ddp, fsdp and their families),
-under the Trainer and Lite: `Trainer(strategy="ddp", devices=2, plugins=MyLauncher())`, or by the
-name of a `LauncherSpec` that a plugin declares.
+A launcher works with every strategy whose `Capabilities.launchers` is None (ddp, fsdp and their
+families), in the Trainer and Lite: `Trainer(strategy="ddp", devices=2, plugins=MyLauncher())`. It
+can also be selected by the name of a `LauncherSpec` that a plugin declares.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ from stratagem.launch.rank import LAUNCH_VARIABLE, forget_foreign_variables
 
 def _present_folder() -> str | None:
     try:
-        return os.getcwd()  # noqa: PTH109 - pathlib would be imported for nothing
+        return os.getcwd()  # noqa: PTH109 - pathlib would be imported for this alone
     except OSError:
         return None
 
 
 STARTED_IN = _present_folder()
-"""Where this process was when Stratagem was imported; a script may go elsewhere later."""
+"""The working directory when Stratagem was imported; a script may change it later."""
 
 
 def rank_environment(
@@ -31,18 +31,19 @@ def rank_environment(
     elsewhere: bool = False,
     cluster_environment: str = "plain",
 ) -> dict[str, str]:
-    """Return the environment variables by which a process knows which rank it is.
+    """Return the environment variables that make a process a rank.
 
     Args:
-        local_rank: its rank on its node, from 0.
-        local_world_size: ranks on each node.
-        node_rank: its node's rank, from 0.
-        num_nodes: how many nodes there are.
+        local_rank: the rank on its node, from 0.
+        local_world_size: number of ranks on each node.
+        node_rank: the rank of its node, from 0.
+        num_nodes: number of nodes.
         main_address: host of rank 0, as the other nodes reach it.
-        main_port: a free port there (`free_port`), at which the ranks meet.
-        elsewhere: the rank runs on another machine, whose cores are not counted here:
+        main_port: a free port on that host (`free_port`), used for the ranks' rendezvous.
+        elsewhere: the rank runs on another machine, whose cores cannot be counted here.
             OMP_NUM_THREADS is left out.
-        cluster_environment: name of the one that the rank reads; the launcher's.
+        cluster_environment: name of the cluster environment that the rank reads, from the
+            launcher's spec.
 
     Example:
         >>> from stratagem.launch import rank_environment
@@ -71,9 +72,9 @@ def rank_environment(
 def environment_of_request(ordinal: int) -> dict[str, str]:
     """Return the environment for the n-th request of this process, counted from 0.
 
-    A process that a rank has started inherits the rank's variables, and is none itself. A rank that
-    runs its script again repeats the requests that were made before the launch. They are resolved
-    as in the first process, which was no rank yet.
+    A child process of a rank inherits the rank's variables, but is not a rank: they are removed. A
+    rank that runs its script again repeats the requests made before the launch. They are resolved
+    without the rank's variables, as in the first process before the launch.
     """
     variables = rank_environment(local_rank=0, local_world_size=1, main_port=0, elsewhere=True)
     forget_foreign_variables(variables)

@@ -1,4 +1,4 @@
-"""Ports, addresses and interfaces of this node, and how many connections it can open; no torch."""
+"""Ports, addresses, interfaces and the limit of connections of this node; no torch."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ import warnings
 from stratagem.errors import ConfigurationError
 
 LOOPBACK = "127.0.0.1"
-# Reserved for documentation: connecting a datagram socket sends nothing, it only looks up a route.
+# Addresses reserved for documentation. Connecting a datagram socket sends nothing: it only looks up
+# a route.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 _AT_LEAST = 2
-"""Connections of a rank to the store: its process group's, and the one that it waits by."""
+"""Connections of a rank to the store: the process group's, and one that waits for messages."""
 _AT_MOST = 3
-"""With that of a save in the background."""
+"""The same, with the connection of a save in the background."""
 _OWN = 16
-"""Files that any such process has open."""
+"""Files that any process with a store has open."""
 _OTHERS = 256
-"""Files that it may open besides: data, workers, logs."""
+"""Further files that it may open: data, workers, logs."""
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens on now.
+    """Return a free port of this machine.
 
-    Another program may take it before the ranks do: ask where rank 0 runs, right before it starts.
+    Another program may take it before the ranks do. Call this function on the machine of rank 0,
+    right before rank 0 starts.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("", 0))
@@ -41,8 +43,8 @@ def listen(address: str = LOOPBACK, port: int = 0) -> socket.socket:
     """Return a socket that listens on one address of this node.
 
     Args:
-        address: an IP address; "": all that this node has.
-        port: 0: any that is free.
+        address: an IP address; "": all addresses of this node.
+        port: the port; 0: any free port.
 
     Raises:
         OSError: the port is taken, or the address is not this node's.
@@ -58,14 +60,14 @@ def listen(address: str = LOOPBACK, port: int = 0) -> socket.socket:
 
 
 def address_to_listen_on(main_address: str) -> str:
-    """Return the address of this node, which has rank 0, that leads to the other nodes.
+    """Return the address on which rank 0, on this node, listens for the other nodes.
 
     Args:
-        main_address: rank 0's host as the other nodes know it. An IP address of loopback stands
-            for itself: then all "nodes" are this machine.
+        main_address: rank 0's host as the other nodes know it. An IP address of loopback is
+            returned unchanged: then all "nodes" are this machine.
 
     Returns:
-        An IP address, or "" (all of them) where no network is found.
+        An IP address, or "" (all addresses) if no network is found.
     """
     if _is_loopback(main_address):
         return main_address
@@ -78,10 +80,11 @@ def address_to_listen_on(main_address: str) -> str:
 
 
 def address_to_connect_to(main_address: str) -> str:
-    """Return the address at which this rank reaches what rank 0 listens on.
+    """Return the address at which this rank connects to rank 0.
 
-    It is the main address, but for a host that maps its own name to loopback (as Debian's installer
-    does, 127.0.1.1): rank 0 is on this very node then, and listens where the others reach it.
+    This is the main address, except on a host that maps its own name to loopback (as Debian's
+    installer does, 127.0.1.1). Then rank 0 is on this node, and the address is the one on which
+    rank 0 listens for the other nodes.
     """
     found = [] if _is_loopback(main_address) else _addresses_towards(main_address)
     if found and all(map(_is_loopback, found)):
@@ -90,17 +93,18 @@ def address_to_connect_to(main_address: str) -> str:
 
 
 def choose_gloo_interface(main_address: str | None) -> str | None:
-    """Let gloo listen where the other ranks are and nowhere else, unless the user has chosen.
+    """Make gloo listen only on the interface towards the other ranks, unless the user chose one.
 
-    By itself it takes the interface of this host's name. For ranks of one node that is open to the
-    network, and for those of several it may be loopback, where /etc/hosts maps the name to
-    127.0.1.1: other nodes then connect to themselves.
+    By default gloo takes the interface of this host's name. With ranks on a single node, this
+    interface is open to the network. With several nodes, it may be loopback if /etc/hosts maps the
+    name to 127.0.1.1: other nodes then connect to themselves.
 
     Args:
         main_address: rank 0's host; None: all ranks are on this node.
 
     Returns:
-        The interface, or None: it was chosen already, or none was found and gloo decides.
+        The interface. None: the user has already chosen one, or no interface was found and gloo
+        decides.
 
     Example:
         >>> import os
@@ -122,17 +126,23 @@ def choose_gloo_interface(main_address: str | None) -> str | None:
 
 
 def own_address() -> str | None:
-    """Return an address of this node that other networks can reach; None: it has none."""
+    """Return this node's address on the route to other networks.
+
+    None: this node has no such route.
+    """
     return next(filter(None, map(_address_towards, _ELSEWHERE)), None)
 
 
 def _address_towards(host: str) -> str | None:
-    """Return this node's address on the way to a host; None: there is none but loopback."""
+    """Return this node's address on the route to a host.
+
+    None: no route exists, or only loopback.
+    """
     return next((a for a in _addresses_towards(host) if not _is_loopback(a)), None)
 
 
 def _addresses_towards(host: str) -> list[str]:
-    """Return this node's addresses on the ways to a host; []: it is not known, or out of reach."""
+    """Return this node's addresses on the routes to a host; []: unknown or unreachable host."""
     try:
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
@@ -150,7 +160,10 @@ def _is_loopback(address: str) -> bool:
 
 
 def _address_of(interface: str) -> str | None:
-    """Return an interface's IPv4 address; None: there is no such interface, or it has none."""
+    """Return an interface's IPv4 address.
+
+    None: the interface does not exist, or has no IPv4 address.
+    """
     if not sys.platform.startswith("linux"):
         return None
     import fcntl
@@ -171,7 +184,7 @@ def _interface_of(address: str) -> str | None:
 
 
 def allow_connections(world_size: int) -> None:
-    """Raise this process's soft limit of open files, where it is too low for its ranks.
+    """Raise this process's soft limit of open files to the number needed for its ranks.
 
     Args:
         world_size: the number of ranks that connect to the store that this process holds.
@@ -194,13 +207,13 @@ def allow_connections(world_size: int) -> None:
 
 
 def warn_of_agents_limit(world_size: int) -> None:
-    """Warn on rank 0 where the process that started it holds the store, and cannot open enough."""
+    """Warn on rank 0 if its parent holds the store and has a too low limit of open files."""
     if sys.platform != "linux":
         return
     try:
         soft, _ = resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE)
     except OSError:
-        return  # another user's
+        return  # the parent belongs to another user
     needed = _AT_LEAST * world_size + _OWN
     if not _suffices(soft, needed):
         warnings.warn(

@@ -1,8 +1,8 @@
-"""A function as bytes: packed where a launcher is called, run on every rank.
+"""A function as bytes: packed in the launching process, run on every rank.
 
-The bytes are a pickle, which executes code when it is read. That is as it should be, since they are
-the user's own program on its way to the user's own processes; but both sides have to trust each
-other and what carries the bytes.
+The bytes are a pickle, which executes code when it is read. This is intended: the bytes are the
+user's own program, sent to the user's own processes. Both sides have to trust each other and the
+channel that carries the bytes.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ if TYPE_CHECKING:
     from stratagem.plan.plan import RunPlan
 
 _OF_SEEDS = ("STRATAGEM_SEED", "STRATAGEM_SEED_WORKERS")
-"""What `seed_everything` sets, by which ranks shuffle alike; other machines do not inherit it."""
+"""Variables set by `seed_everything`, so that ranks shuffle alike; other machines do not inherit
+them."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a rank runs.
+    """A function call that a rank runs, with state of the launching process.
 
     Attributes:
-        function, args, kwargs: what is called.
-        registered: specs of what was registered at run time in the launching process.
-        world_size: of the plan.
-        argv: the launching process's `sys.argv`, which is the rank's as well.
-        variables: environment variables of the launching process that are the rank's as well.
+        function, args, kwargs: the function and its arguments.
+        registered: specs of the components registered at run time in the launching process.
+        world_size: the world size of the plan.
+        argv: the launching process's `sys.argv`, also used by the rank.
+        variables: environment variables of the launching process, also set in the rank.
     """
 
     function: Callable[..., Any]
@@ -58,7 +59,7 @@ class Call:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Call:
-        """Return the call, with what this process has registered."""
+        """Return a call with the components registered in this process."""
         registered = tuple(get_registry().registered())
         variables = {name: os.environ[name] for name in _OF_SEEDS if name in os.environ}
         argv, size = tuple(sys.argv), plan.world_size
@@ -75,20 +76,21 @@ def pack(
 ) -> bytes:
     """Return a call as bytes, for `run_packed` on every rank.
 
-    Names that were registered at run time (`StrategyRegistry.register`) go along. What is defined
-    in the script or notebook itself goes along where cloudpickle is installed; otherwise functions
-    and classes have to be in modules that the ranks can import. The function and its arguments are
-    pickled together, so that an object in both of them is one object in the rank too.
+    Components registered at run time (`StrategyRegistry.register`) are included. With cloudpickle,
+    functions and classes defined in the script or notebook are included too. Without it, they have
+    to be in modules that the ranks can import. The function and its arguments are pickled together,
+    so that an object in both of them is one object in the rank too.
 
     Args:
-        plan: what `Launcher.launch` was given.
-        function, args, kwargs: what it was given as well. The function holds the Trainer or Lite,
-            and those the launcher: keep out of its attributes what cannot be pickled.
-        imports_main: the ranks import the script of this process (as multiprocessing's do), so that
-            plain pickle finds what is defined there.
+        plan: the plan passed to `Launcher.launch`.
+        function, args, kwargs: the function and arguments passed to `Launcher.launch`. The function
+            holds the Trainer or Lite, and these hold the launcher: a launcher's attributes must be
+            picklable.
+        imports_main: the ranks import this process's script (as multiprocessing's do), so that
+            plain pickle finds functions and classes defined there.
 
     Raises:
-        ConfigurationError: something cannot be pickled; says what.
+        ConfigurationError: an object cannot be pickled; names the object.
     """
     call = Call.of(plan, function, args, {} if kwargs is None else kwargs)
     try:
@@ -111,26 +113,27 @@ def pack(
 
 
 def run_packed(data: bytes, environment: Mapping[str, str]) -> Any:
-    """Run what `pack` returned, as one rank; the whole process is that rank from here on.
+    """Make this process a rank, and run the call packed by `pack`.
 
-    Call it in the main thread of a process of its own, once for each launch. When it returns, the
-    rank has left its process group.
+    Call it in the main thread of a separate process, once for each launch. The process stays this
+    rank. When the function returns, the rank has left its process group.
 
     Args:
-        data: what `pack` returned; it is the user's own program, and is executed.
+        data: the bytes returned by `pack`: the user's own program, which is executed.
         environment: this rank's `rank_environment`.
 
     Returns:
-        What the function returns on this rank.
+        The function's return value on this rank.
 
     Raises:
-        ConfigurationError: the environment is of another world size than the plan.
-        Exception: what the function raised, or, where another rank's failure is the cause, an error
-            that says so. With TORCHELASTIC_ERROR_FILE set it is in that file as well.
+        ConfigurationError: the environment's world size differs from the plan's, or the bytes
+            cannot be unpickled here.
+        Exception: the function's exception; if another rank's failure caused it, an error that says
+            so. If TORCHELASTIC_ERROR_FILE is set, the error is also written to that file.
     """
     become_rank(environment)
     try:
-        # The user's own program packed it, on this machine; SECURITY.md says what that means.
+        # Packed by the user's own program. SECURITY.md explains the trust that this needs.
         call: Call = pickle.loads(data)  # noqa: S301
     except Exception as error:
         raise ConfigurationError(
@@ -150,14 +153,14 @@ def become_rank(environment: Mapping[str, str]) -> None:
     """Make this process the rank of these environment variables."""
     open_standard_streams()
     os.environ.update(environment)
-    # The requests that come here were made for this launch, whatever was launched before.
+    # Requests in this process belong to this launch, not to an earlier one.
     os.environ[rank.LAUNCH_VARIABLE] = "0"
     rank.own_variables()
     rank.this_rank.is_launched = True
 
 
 def run_call(call: Call) -> Any:
-    """Run a call on this rank; report what it raises, and leave the process group."""
+    """Run a call on this rank, report its exception, and leave the process group."""
     started = int(os.environ["WORLD_SIZE"])
     if started != call.world_size:
         raise ConfigurationError(
@@ -168,7 +171,7 @@ def run_call(call: Call) -> Any:
     try:
         result = run_as_rank(call.function, *call.args, **call.kwargs)
     except SystemExit:
-        rank.end_rank()  # in order, as at the end of a script
+        rank.end_rank()  # an orderly end, as at the end of a script
         raise
     except Exception as error:
         rank.this_rank.failed = True
@@ -182,14 +185,15 @@ def run_call(call: Call) -> Any:
 def rank_failure(
     rank: int, world_size: int, *, report: str = "", exit_code: int = 1, how: str = ""
 ) -> RankFailedError:
-    """Return the error that a launcher raises where a rank has failed.
+    """Return the error that a launcher raises if a rank has failed.
 
     Args:
-        rank: which one; of several, the first whose error is no CommunicationError is the cause.
-        world_size: of the plan.
-        report: its traceback; "" if it left none.
+        rank: the failed rank. If several failed, pass the first rank whose error is not a
+            CommunicationError.
+        world_size: the world size of the plan.
+        report: the rank's traceback; "": it left no traceback.
         exit_code: its exit code; the negated signal number if a signal ended it.
-        how: in the place of what the exit code says, such as "was lost with node1".
+        how: how the rank ended, such as "was lost with node1"; "": described by the exit code.
 
     Example:
         >>> from stratagem.launch import rank_failure
@@ -204,7 +208,7 @@ def _dumps(thing: Any, *, imports_main: bool) -> bytes:
         try:
             import cloudpickle
         except ImportError:
-            pass  # optional: what is defined in __main__ cannot go along then
+            pass  # optional: without it, objects defined in __main__ cannot be pickled
         else:
             data: bytes = cloudpickle.dumps(thing)
             return data
@@ -212,11 +216,14 @@ def _dumps(thing: Any, *, imports_main: bool) -> bytes:
 
 
 def _find_unpicklable(thing: Any, path: str, depth: int = 0, *, imports_main: bool) -> str | None:
-    """Return which part of an object cannot be pickled, or None if all of it can."""
+    """Return the part of an object that cannot be pickled.
+
+    None: the whole object can be pickled.
+    """
     try:
         _dumps(thing, imports_main=imports_main)
         return None
-    except Exception:  # noqa: S110 - why it cannot is found below
+    except Exception:  # noqa: S110 - the cause is found below
         pass
     if depth < 12:
         if isinstance(thing, Mapping):

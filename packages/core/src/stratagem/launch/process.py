@@ -1,4 +1,4 @@
-"""What a rank's process has: standard streams and cores. Standard library only."""
+"""The standard streams, cores and memory of a rank's process. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from stratagem.discovery.entry_points import read_text
 
 
 def open_standard_streams() -> None:
-    """Let what this process lacks of stdin, stdout and stderr be /dev/null.
+    """Open /dev/null as stdin, stdout or stderr if this process lacks them.
 
-    A daemon, `pythonw` or a shell's `>&-` start a process without them. `sys.stdout` is None then,
-    and `print(..., file=sys.stderr)` with None prints to stdout; and what is opened next, here or
-    in a process that is started from here, gets the number 0, 1 or 2, where libraries write.
+    A daemon, `pythonw` or a shell's `>&-` starts a process without these streams. Then `sys.stdout`
+    is None, and `print(..., file=sys.stderr)` with None prints to stdout. The next file opened here
+    or in a child process gets the number 0, 1 or 2, to which libraries write.
 
     Example:
         >>> from stratagem.launch.process import open_standard_streams
@@ -36,7 +36,7 @@ def open_standard_streams() -> None:
             os.set_inheritable(number, True)
         stream = getattr(sys, name)
         if name != "stdin" and (stream is None or getattr(stream, "closed", False)):
-            # A number that something else has got by now is not to be written to.
+            # If another file has this number, nothing may be written to it.
             descriptor = os.open(os.devnull, os.O_WRONLY) if taken else number
             null_stream = open(descriptor, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
             setattr(sys, name, null_stream)
@@ -44,7 +44,7 @@ def open_standard_streams() -> None:
 
 @contextmanager
 def numpy_warned_once() -> Iterator[None]:
-    """Keep torch from warning again that NumPy is missing: here, and in processes started within.
+    """Suppress torch's warning that NumPy is missing, here and in processes started within.
 
     Example:
         >>> from stratagem.launch.process import numpy_warned_once
@@ -86,13 +86,14 @@ def print_hint_once(hint: str) -> None:
 
 
 def printable(text: str, encoding: str | None = None) -> str:
-    r"""Return text that can be printed: what the encoding lacks is escaped.
+    r"""Return printable text: characters that the encoding lacks are escaped.
 
-    So a path whose bytes are no UTF-8, or a name with an umlaut where the locale is C, ends no run.
+    Printing a path that is not UTF-8, or a name with an umlaut in the locale C, then raises no
+    error.
 
     Args:
-        text: what shall be printed.
-        encoding: of where it is printed; None: stdout's.
+        text: the text to print.
+        encoding: the encoding of the output; None: stdout's.
 
     Example:
         >>> from stratagem.launch.process import printable
@@ -111,13 +112,16 @@ def available_cores() -> int:
 
 
 def host_memory() -> int | None:
-    """Return the bytes of memory that processes here may use together; None: it is not known."""
+    """Return the bytes of memory that all processes on this machine may use together.
+
+    None: the amount is unknown.
+    """
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return None
     try:
-        # "max" where there is no limit, which int() refuses.
+        # Without a limit the file has "max", which int() refuses.
         return min(total, int(read_text("/sys/fs/cgroup/memory.max")))
     except ValueError:
         return total
@@ -129,14 +133,14 @@ def _is_bound(cores: int) -> bool:
     try:
         return cores < len(os.sched_getaffinity(os.getppid()))
     except OSError:
-        return False  # it belongs to somebody else, or has ended
+        return False  # the parent belongs to another user, or has ended
 
 
 def threads_per_rank(local_world_size: int) -> str:
     """Return OMP_NUM_THREADS for each of the ranks that share this node's cores.
 
-    A process that may use fewer cores than its parent has been given its own (srun and mpirun bind
-    tasks to cores); the others divide what there is.
+    A process that may use fewer cores than its parent has cores of its own (srun and mpirun bind
+    tasks to cores). Other processes divide the available cores.
     """
     cores = available_cores()
     threads = cores if _is_bound(cores) else max(1, cores // local_world_size)

@@ -1,7 +1,7 @@
-"""A rank's side of a launch: what it does for whoever has started it. torch is not imported.
+"""A rank's side of a launch: reports to the process that started it. torch is not imported.
 
 A rank that fails writes its exception into the file named by TORCHELASTIC_ERROR_FILE, in the format
-of torch.distributed.elastic, so that the same code serves under torchrun.
+of torch.distributed.elastic, so that the same code works under torchrun.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 LISTEN_FD_VARIABLE = "STRATAGEM_LISTEN_FD"
-"""For rank 0: the file descriptor of the socket that listens on MASTER_PORT already."""
+"""For rank 0: the file descriptor of a socket that already listens on MASTER_PORT."""
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 STORE_VARIABLE = "STRATAGEM_STORE"
 """"parent": the process that started this rank holds the store at MASTER_PORT."""
 PARENT_VARIABLE = "STRATAGEM_PARENT_PID"
 LAUNCH_VARIABLE = "STRATAGEM_LAUNCH_ORDINAL"
-"""For ranks that run a script again: which request of the script has launched them."""
+"""For ranks that run a script again: the number of the script's request that launched them."""
 OWNER_VARIABLE = "STRATAGEM_RANK_PID"
-"""The process that the launch's variables are meant for, and their MASTER_PORT: its own children
-inherit the variables, and are no ranks."""
+"""The process id of the rank and its MASTER_PORT. The rank's own children inherit the launch's
+variables, but are not ranks."""
 
 _SAID = "_stratagem_said"
-"""An attribute of an error that has been said."""
+"""The attribute that marks an error as printed."""
 
 
 def record_failure(error: BaseException) -> bool:
-    """Write this process's exception for whoever watches it; return whether anybody does."""
+    """Write this process's exception to its error file; return whether it was written."""
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if not path or isinstance(error, SystemExit):
         return False
@@ -66,10 +66,10 @@ def record_failure(error: BaseException) -> bool:
 
 
 def record_crashes() -> None:
-    """Let a signal that ends this process from within (SIGABRT, SIGSEGV) leave the stack.
+    """Write the stack when a crash (SIGABRT, SIGSEGV) ends this process.
 
-    torch aborts a process whose collective does not match its peers', from a thread of its own;
-    without this, nothing would say where the process was.
+    If a collective does not match the peers' collective, a thread of torch aborts the process.
+    Without the stack, nothing would show the position of the process.
     """
     if faulthandler.is_enabled():
         return
@@ -78,7 +78,7 @@ def record_crashes() -> None:
         faulthandler.enable()
         return
     try:
-        # Open until the process ends: the handler of a signal can open nothing.
+        # Open until the process ends: a signal handler cannot open files.
         file = crash_file(path).open("w")
     except OSError:
         return
@@ -86,26 +86,26 @@ def record_crashes() -> None:
 
 
 def crash_file(error_file: str) -> Path:
-    """Return where a rank with this error file leaves its stack when a signal ends it."""
+    """Return the file for the stack of a crashed rank with this error file."""
     return Path(f"{error_file}.crash")
 
 
 def has_parent() -> bool:
-    """Whether this rank was started by a launcher of ours, which shows what it reports."""
+    """Whether a launcher of Stratagem started this rank; such a launcher prints its report."""
     return PARENT_VARIABLE in os.environ
 
 
 def own_variables() -> None:
-    """Say that the launch's variables are meant for this process."""
+    """Mark the launch's environment variables as belonging to this process."""
     os.environ[OWNER_VARIABLE] = f"{os.getpid()}:{os.environ.get('MASTER_PORT', '')}"
 
 
 def forget_foreign_variables(of_rank: Iterable[str]) -> None:
-    """Remove the variables of a launch whose rank is another process: one that has started this.
+    """Remove a launch's environment variables if this process inherited them from a rank.
 
     Args:
-        of_rank: variables by which any launcher describes a rank. They stay where another one has
-            set them since, as torchrun does.
+        of_rank: variables with which launchers describe a rank. They are kept if another launcher,
+            such as torchrun, has set them since.
     """
     owner, _, port = os.environ.get(OWNER_VARIABLE, "").partition(":")
     if not owner or int(owner) == os.getpid():
@@ -119,10 +119,9 @@ def forget_foreign_variables(of_rank: Iterable[str]) -> None:
 
 
 def leave_unprinted(error: BaseException) -> None:
-    """Say nothing more of an error, should it end this process: it has been said.
+    """Mark an error as printed, so that its traceback is not printed if it ends this process.
 
-    Its traceback is not printed, and its exit status stays. A hook that somebody has put in the
-    place of Python's own is left alone.
+    Its exit status stays. An exception hook that replaces Python's own is left unchanged.
     """
     setattr(error, _SAID, True)
     if sys.excepthook is sys.__excepthook__:
@@ -137,17 +136,17 @@ def _print_unless_said(
 
 
 def was_said(error: BaseException) -> bool:
-    """Whether an error has been said, so that its traceback is not printed."""
+    """Whether an error is marked as printed, so that its traceback is not printed again."""
     return hasattr(error, _SAID)
 
 
 def die_with_parent() -> None:
-    """Let the kernel end this process when the one that started it ends, however it ends."""
+    """Let the kernel kill this process when its parent ends for any reason."""
     parent = os.environ.get(PARENT_VARIABLE)
     if parent is None or not sys.platform.startswith("linux"):
         return
     parent_death_signal()()
-    # It may have ended before the call.
+    # The parent may have ended before the call.
     if os.getppid() != int(parent):
         print(
             f"stratagem: this rank ends, since the process that started it ({parent}) has ended",
@@ -158,7 +157,10 @@ def die_with_parent() -> None:
 
 
 def parent_death_signal() -> Callable[[], None]:
-    """Return what makes the kernel kill a process when the thread that started it ends."""
+    """Return a function that makes the kernel kill the calling process when its parent ends.
+
+    The kernel acts when the parent's thread that started the process ends.
+    """
     if not sys.platform.startswith("linux"):
         return lambda: None
     import ctypes  # here, because a process that starts no ranks never needs it
@@ -173,23 +175,23 @@ Explain = Callable[[BaseException, Callable[[], bool]], "BaseException | None"]
 
 @dataclass
 class ThisRank:
-    """What this process knows of its own end.
+    """The state of this process as a rank.
 
     Attributes:
-        failed: it ends with an error.
-        lost_peer: a rank that it has started has failed.
-        interrupted: it ends, with all others, because a signal asks for it.
-        ending: it is at its end, where nobody catches an exception.
-        device_is_lost: its device has failed, and nothing may wait for it any more.
-        explain: returns a better error for one that ends this rank, or None; it may ask the other
-            ranks, until its second argument returns True.
+        failed: the rank ends with an error.
+        lost_peer: a rank that this process started has failed.
+        interrupted: a signal ends this rank and all others.
+        ending: the functions in `at_end` are running; no caller catches their exceptions.
+        device_is_lost: the rank's device has failed, and no code may wait for the device.
+        explain: returns a better error for an error that ends this rank, or None. It may ask the
+            other ranks, until its second argument returns True.
         report: sends an error that ends this rank to the other ranks.
-        at_end: what is called at the end, the latest first.
-        handlers: handlers of signals that are ours, whose place a front end may take.
-        peers_are_gone: whether all ranks that this process has started have ended.
-        is_launched: a launcher runs a function here: what it launches again runs here as well.
-        prepared: it ends with its parent, and reports what nobody catches.
-        watch: the watch over the ranks that this process has started, if it has started any.
+        at_end: functions to call at the end, the latest first.
+        handlers: signal handlers of Stratagem, which a front end may replace.
+        peers_are_gone: returns whether all ranks that this process started have ended.
+        is_launched: a launcher runs a function in this process; a launch within it runs here too.
+        prepared: `prepare_this_rank` has run.
+        watch: the watch over the ranks that this process started; None: it has started no ranks.
     """
 
     failed: bool = False
@@ -211,14 +213,14 @@ this_rank = ThisRank()
 
 
 def explained(error: BaseException, enough: Callable[[], bool] = bool) -> BaseException:
-    """Return the error to raise where an error ends this rank: the cause, if it is known.
+    """Return the error to raise when an error ends this rank: its cause if known, else the error.
 
     Args:
-        error: what a call raised.
-        enough: whether the cause is known by other means.
+        error: the error.
+        enough: returns whether the cause is known by other means.
     """
     if isinstance(error, SystemExit):
-        return error  # it ends in order
+        return error  # an orderly end
     better = None if this_rank.explain is None else this_rank.explain(error, enough)
     if better is not None:
         return better
@@ -230,7 +232,8 @@ def explained(error: BaseException, enough: Callable[[], bool] = bool) -> BaseEx
 def at_end_of_rank(function: Callable[[], None]) -> None:
     """Call a function when this rank ends, the latest first.
 
-    In the place of `atexit`, whose functions a process of multiprocessing does not run.
+    It replaces `atexit`, because a process of multiprocessing does not run the functions of
+    `atexit`.
     """
     if not this_rank.at_end:
         atexit.register(end_rank)
@@ -238,19 +241,19 @@ def at_end_of_rank(function: Callable[[], None]) -> None:
 
 
 def end_rank() -> None:
-    """Call what `at_end_of_rank` was given; each once."""
+    """Call each function registered with `at_end_of_rank` once."""
     this_rank.ending = True
     while this_rank.at_end:
         this_rank.at_end.pop()()
 
 
 def fail_at_end(error: BaseException, what: str) -> None:
-    """Let this process, which is ending already, exit with an error once all else is done."""
+    """Print an error of a process that is already ending; the process then exits with status 1."""
     record_failure(error)
     shown = "".join(traceback.format_exception(error))
     print(f"stratagem: {what}:\n{shown}", end="", file=sys.stderr, flush=True)
     this_rank.failed = True
-    # What is called at the end is called from the last to the first.
+    # Functions are called from the last to the first.
     this_rank.at_end.insert(0, exit_with_error)
 
 
@@ -261,11 +264,11 @@ def exit_with_error() -> NoReturn:
 
 
 def run_as_rank(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """Run a function on this rank and return what it returns.
+    """Run a function on this rank and return its result.
 
-    What it raises is reported to whoever started this rank. Where a peer's failure is the cause of
-    an error of communication here, that failure is raised in its place; otherwise the error says
-    where each rank is.
+    An exception is reported to the process that started this rank. If another rank's failure caused
+    a communication error here, that failure is raised instead. Otherwise the error lists the
+    position of each rank.
     """
     prepare_this_rank()
     try:
@@ -274,21 +277,21 @@ def run_as_rank(function: Callable[..., Result], *args: Any, **kwargs: Any) -> R
         resolved = _resolved(error)
         if this_rank.watch is None:
             record_failure(resolved)
-        # With a watch: the caller may handle it, on every rank alike; if nobody does, the hook
-        # below ends the ranks.
+        # With a watch, the caller may handle the error, on every rank alike. If it is not handled,
+        # the hook below ends the ranks.
         if resolved is error:
             raise
         raise resolved from (None if isinstance(resolved, RankFailedError) else error)
 
 
 def _resolved(error: BaseException) -> BaseException:
-    """Return the cause of an error that ends this rank, once it is known: what is to be raised."""
+    """Return the error to raise for an error that ends this rank, once its cause is known."""
     watch = this_rank.watch
     return explained(error) if watch is None else watch.resolve_cause(error)
 
 
 def prepare_this_rank() -> None:
-    """Once in each rank: end with the parent, and report what nobody catches."""
+    """Make this rank end with its parent, and report uncaught exceptions; runs once per rank."""
     if this_rank.prepared:
         return
     this_rank.prepared = True
@@ -313,32 +316,32 @@ def prepare_this_rank() -> None:
             return
         resolved = explained(error)
         if has_parent() and isinstance(error, KeyboardInterrupt):
-            return  # Ctrl-C reaches every rank; the first one shows it
+            return  # Ctrl-C reaches every rank; only the first prints it
         if not (record_failure(resolved) and has_parent()):
-            # A parent of ours shows the recorded traceback; anybody else may not.
+            # A launcher of Stratagem prints the recorded traceback; another parent may not.
             print_exception(type(resolved), resolved, resolved.__traceback__)
 
     sys.excepthook = report
 
 
 def _end_quickly() -> None:
-    """Spare the interpreter's end the search for garbage: half a second once torch is loaded.
+    """Skip the garbage collection at the interpreter's end, which takes 0.5 s with torch loaded.
 
-    Extensions of nanobind (triton, which torch imports for its compiler) check at the very end that
-    their types and functions have gone, which only that search removes, and print each one that has
-    not. With one of them loaded, the interpreter ends as it would anywhere.
+    Extensions of nanobind (such as triton, which torch imports for its compiler) check at the end
+    that their types and functions were freed, and print each one left. Only this collection frees
+    them. If such an extension is loaded, the collection runs as usual.
     """
     if not any(metaclass.__module__ == "nanobind" for metaclass in type.__subclasses__(type)):
         gc.freeze()
 
 
 def forget_parent() -> None:
-    """In a forked process: the parent's end, hooks and ranks are not this process's business."""
+    """In a forked process, reset the state and the exception hook inherited from the parent."""
     this_rank.__dict__.update(ThisRank().__dict__)
     sys.excepthook = sys.__excepthook__
 
 
 if os.environ.get(PARENT_VARIABLE) == str(os.getppid()):
-    # Now, since a script may be long about its data before it comes to launch.
+    # At import, because a script may spend a long time on its data before the launch.
     parent_death_signal()()
     own_variables()

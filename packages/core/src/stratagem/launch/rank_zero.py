@@ -1,4 +1,4 @@
-"""What rank 0 does alone, for code that has no Trainer at hand. Standard library only."""
+"""Functions that run on rank 0 only, for code without a Trainer. Standard library only."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ logger = logging.getLogger("stratagem")
 
 
 class RankZeroOnly:
-    """A decorator: the function runs on rank 0, and returns None on the others.
+    """A decorator: the function runs on rank 0 only.
+
+    On the other ranks it returns None.
 
     Attributes:
-        rank: this process's rank: what was set, or else what its launcher has put into the
-            environment when the function is called; 0 if there is none.
+        rank: this process's rank. If it was not set, it is read from the launcher's environment
+            variables when the function is called; without them it is 0.
 
     Example:
         >>> from stratagem.launch.rank_zero import rank_zero_only
@@ -51,7 +53,7 @@ class RankZeroOnly:
     def __call__(
         self, function: Callable[Arguments, Result], default: Result | None = None
     ) -> Callable[Arguments, Result | None]:
-        """Return the function as rank 0 runs it; `default` is what the others return."""
+        """Return a function that calls `function` on rank 0, and returns `default` elsewhere."""
 
         @functools.wraps(function)
         def on_rank_zero(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result | None:
@@ -65,10 +67,10 @@ rank_zero_only = RankZeroOnly()
 
 @rank_zero_only
 def rank_zero_info(message: object, *args: object, **options: Any) -> None:
-    """Log an information, on rank 0; to stderr where the program has set up no logging.
+    """Log an INFO message on rank 0; without logging handlers, print it to stderr.
 
     Args:
-        message, *args, **options: as `logging.Logger.info` takes them.
+        message, *args, **options: the arguments of `logging.Logger.info`.
     """
     if logger.hasHandlers():
         logger.info(message, *args, **{"stacklevel": 3, **options})
@@ -78,10 +80,10 @@ def rank_zero_info(message: object, *args: object, **options: Any) -> None:
 
 @rank_zero_only
 def rank_zero_debug(message: object, *args: object, **options: Any) -> None:
-    """Log what only helps to find a fault, on rank 0.
+    """Log a DEBUG message on rank 0.
 
     Args:
-        message, *args, **options: as `logging.Logger.debug` takes them.
+        message, *args, **options: the arguments of `logging.Logger.debug`.
     """
     logger.debug(message, *args, **{"stacklevel": 3, **options})
 
@@ -90,5 +92,5 @@ def rank_zero_debug(message: object, *args: object, **options: Any) -> None:
 def rank_zero_warn(
     message: str | Warning, category: type[Warning] = UserWarning, stacklevel: int = 3
 ) -> None:
-    """Warn, on rank 0."""
+    """Issue a warning on rank 0."""
     warnings.warn(message, category, stacklevel=stacklevel)

@@ -1,10 +1,10 @@
-"""Starting the ranks of one node and watching them: the standard library only.
+"""Start the ranks of one node and watch them. Standard library only.
 
-Used by the launcher that re-runs a script (the watching process is rank 0 itself) and by
-`stratagem run` (which watches all of them and never imports torch, so that all ranks start at
-once). Restarts are left to torch.distributed.elastic.
+Two launchers use it. The launcher that re-runs a script watches the other ranks from rank 0.
+`stratagem run` watches all ranks, and never imports torch, so that all ranks start at once.
+Restarts are left to torch.distributed.elastic.
 
-`rank.py` is the other side.
+`rank.py` is a rank's side of a launch.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from stratagem.launch.rank import (
 )
 
 _END_GRACE = 3.0
-"""Seconds that ranks have to end which have reported an error, when another one has failed."""
+"""When a rank has failed, seconds within which other ranks that reported an error must end."""
 _TERM_GRACE = 5.0
 """Seconds that a rank has between SIGTERM and SIGKILL."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """Where ranks write what they print.
+    """The destination of the ranks' stdout and stderr.
 
     Attributes:
-        log_dir: a folder, with rank<n>.log for each; None: where this process writes.
+        log_dir: a folder for the files rank<n>.log; None: the output of this process.
         prefix: put "[rank n] " before each line on the terminal.
     """
 
@@ -51,12 +51,12 @@ class Output:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Output:
-        """Return what STRATAGEM_LOG_DIR and STRATAGEM_PREFIX_OUTPUT (1) ask for."""
+        """Return the output selected by STRATAGEM_LOG_DIR and STRATAGEM_PREFIX_OUTPUT (1)."""
         named = environ.get("STRATAGEM_LOG_DIR")
         return cls(Path(named) if named else None, environ.get("STRATAGEM_PREFIX_OUTPUT") == "1")
 
     def variables(self) -> dict[str, str]:
-        """Return what lets a rank's output come as it is written, not by the block."""
+        """Return the environment variables that make a rank's output unbuffered."""
         return {"PYTHONUNBUFFERED": "1"} if self.log_dir or self.prefix else {}
 
 
@@ -65,12 +65,12 @@ class Failure:
     """How a rank failed.
 
     Attributes:
-        rank: which one.
+        rank: the failed rank.
         exit_code: its exit code; the negated signal number if a signal ended it.
-        report: its traceback, or "" if it left none.
-        time: when, in seconds since the epoch.
-        log_file: what holds its output; None: the terminal.
-        how: how it ended, where the exit code does not say it; "": it does.
+        report: its traceback; "": it left no traceback.
+        time: the time of the failure, in seconds since the epoch.
+        log_file: the file with its output; None: the terminal.
+        how: how the rank ended; "": described by the exit code.
     """
 
     rank: int
@@ -81,11 +81,11 @@ class Failure:
     how: str = ""
 
     def error(self, world_size: int, where: str = "") -> RankFailedError:
-        """Return the one error that stands for it.
+        """Return the error to raise for this failure.
 
         Args:
-            world_size: of the launch.
-            where: where another rank was when it lost this one.
+            world_size: the world size of the launch.
+            where: the position of another rank when it lost this rank.
         """
         if self.how:
             how = self.how
@@ -116,24 +116,27 @@ def _signal_name(number: int) -> str:
 
 
 class RankProcess(Protocol):
-    """A child process, as `subprocess.Popen` is one."""
+    """A child process, with the interface of `subprocess.Popen`."""
 
     pid: int
 
     def poll(self) -> int | None:
-        """Return its exit code (a negated signal number), or None while it runs."""
+        """Return the process's exit code; a negated signal number if a signal ended it.
+
+        None: the process is running.
+        """
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; raises subprocess.TimeoutExpired."""
+        """Wait for the process's end; raises subprocess.TimeoutExpired."""
 
 
 StartRank = Callable[[int, Mapping[str, str], "Path | None"], RankProcess]
-"""Starts a rank's process: (rank, its further variables, the file for its output or None)."""
+"""Starts a rank's process: (rank, additional environment variables, output file or None)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """Starts ranks by a command line, the same for each.
+    """Starts every rank with the same command line.
 
     Attributes:
         command: the program and its arguments.
@@ -171,18 +174,18 @@ class Command:
 
 
 class RankProcesses:
-    """Child processes, one a rank, and a thread that watches them.
+    """Child processes, one per rank, and a thread that watches them.
 
-    Use as a context: leaving it ends whatever still runs.
+    Use it as a context manager: leaving it ends the running children.
 
     Args:
-        start: starts one of them.
-        environments: by rank, the variables that a child has beyond this process's own.
-        on_failure: called once, in the watching thread, when the first child fails; the others
-            were asked to end before.
-        own_sessions: each child leads a session, so that Ctrl-C on the terminal reaches this
-            process alone, and signals sent to a child reach those that it has started too.
-        output: where they write.
+        start: starts a child.
+        environments: by rank, the environment variables of a child in addition to this process's.
+        on_failure: called once, in the watching thread, when the first child fails; the other
+            children have been asked to end before.
+        own_sessions: each child leads a session. Ctrl-C on the terminal then reaches this process
+            only, and signals sent to a child also reach the child's own child processes.
+        output: the destination of the children's output.
     """
 
     def __init__(
@@ -207,14 +210,14 @@ class RankProcesses:
         self._processes: dict[int, RankProcess] = {}
         self._ending = threading.Event()
         self._told_to_end = False
-        # In the place of joining the thread, which Ctrl-C makes look ended (before Python 3.13).
+        # Instead of joining the thread: before Python 3.13, Ctrl-C makes a thread look ended.
         self._over = threading.Event()
         if threading.current_thread() is threading.main_thread():
             self._start_all(start, environments)
             self._watch_by(self._watch)
             return
-        # A child ends with the thread that has started it (see `die_with_parent`), and this thread
-        # may end before they do: the watching one starts them.
+        # A child ends with the thread that started it (see `die_with_parent`). This thread may end
+        # before the children, so the watching thread starts them.
         problems: list[BaseException] = []
         begun = threading.Event()
 
@@ -248,7 +251,7 @@ class RankProcesses:
                 }
                 self._processes[rank] = start(rank, own, self._output_file(rank))
         except BaseException:
-            # No more processes allowed, perhaps: those that started must not stay.
+            # The system may allow no more processes. The started children must not stay.
             self.kill()
             for process in self._processes.values():
                 process.wait()
@@ -258,7 +261,7 @@ class RankProcesses:
     def _output_file(self, rank: int) -> Path | None:
         if self._output.log_dir is not None or not self._output.prefix:
             return self._log_files.get(rank)
-        # A named pipe, so that a rank opens it like a log, whatever starts it.
+        # A named pipe, so that every kind of rank process opens it like a log file.
         pipe = Path(self._error_files.name) / f"rank{rank}.pipe"
         os.mkfifo(pipe)
         prefixer = threading.Thread(target=_prefix_lines, args=(pipe, rank), daemon=True)
@@ -286,10 +289,10 @@ class RankProcesses:
                     if exit_code != 0:
                         failures.append(self._failure(rank, exit_code))
             if failures and self._told_to_end:
-                # Each ends by itself, in its own time; whoever asked them sets the limit.
+                # Each rank ends by itself. The sender of the signal sets the time limit.
                 self.failure = self.failure or failures[0]
             elif failures and not self._ending.is_set():
-                # Several may have ended between two looks: the first to report is the cause.
+                # Several may have ended since the last poll: the first to report is the cause.
                 failures += self._failing(running)
                 self.failure = min(failures, key=lambda failure: (not failure.report, failure.time))
                 self._signal(signal.SIGTERM)
@@ -317,7 +320,7 @@ class RankProcesses:
             report = message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message
             return Failure(rank, exit_code, str(report), file.stat().st_mtime, log_file)
         except (OSError, ValueError, KeyError, TypeError):
-            pass  # it had no time to write one
+            pass  # the rank had no time to write a report
         try:
             report = crash_file(str(file)).read_text()
         except OSError:
@@ -330,12 +333,12 @@ class RankProcesses:
                 continue
             try:
                 if self._own_sessions:
-                    # Each child leads a process group, which has its process id.
+                    # Each child leads a process group with the child's process id.
                     os.killpg(process.pid, number)
                 else:
                     os.kill(process.pid, number)
             except ProcessLookupError:
-                pass  # ended since the look at it
+                pass  # ended since the last poll
 
     def _end_all(self) -> None:
         self._signal(signal.SIGTERM)
@@ -348,30 +351,30 @@ class RankProcesses:
                 process.wait()
 
     def forward_signal(self, number: signal.Signals) -> None:
-        """Send a signal to every child that still runs."""
+        """Send a signal to every running child."""
         if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._told_to_end = True
         self._signal(number)
 
     def forget(self) -> None:
-        """Remove what the children have written about their failures."""
+        """Remove the children's error files."""
         self._error_files.cleanup()
 
     def kill(self) -> None:
-        """Kill every child that still runs, at once."""
+        """Kill every running child at once."""
         self._signal(signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all children have ended or one has failed; return whether that is so."""
+        """Wait until all children have ended or a child has failed; False: the timeout expired."""
         return self._over.wait(timeout)
 
     def end(self) -> None:
-        """End the children that still run, and forget their error files."""
+        """End the running children, and remove their error files."""
         self._ending.set()
         self._over.wait()
         self._end_all()
         for prefixer in self._prefixers:
-            prefixer.join(1.0)  # one whose rank never wrote waits for it in vain
+            prefixer.join(1.0)  # without any output of its rank, the thread does not end
         self._error_files.cleanup()
 
     def __enter__(self) -> RankProcesses:
@@ -382,9 +385,9 @@ class RankProcesses:
 
 
 def _prefix_lines(pipe: Path, rank: int) -> None:
-    """Copy a rank's lines to this process's output, each with the rank before it."""
+    """Copy a rank's lines to this process's output, with the rank before each line."""
     prefix = f"[rank {rank}] ".encode()
     with pipe.open("rb") as lines:
         for line in lines:
-            # In one piece, so that the lines of two ranks do not mix.
+            # In one write, so that the lines of two ranks do not mix.
             os.write(1, prefix + line)

@@ -1,4 +1,4 @@
-"""The watch over the ranks that this process has started.
+"""Watch: watches the ranks that this process has started.
 
 A failure of one rank becomes one error, and no process is left.
 """
@@ -20,17 +20,17 @@ from stratagem.launch.rank import this_rank
 from stratagem.launch.supervisor import Failure, Output, RankProcesses, StartRank
 
 _PEER_GRACE = 3.0
-"""Seconds that an error of communication waits for the news that a peer has failed."""
+"""Seconds to wait for a peer's failure after a communication error."""
 _KNOWN_GRACE = 0.5
-"""The same, where the ranks have been asked already where they are."""
+"""The same, if the ranks have already been queried."""
 _REACTION_GRACE = 5.0
-"""Seconds that the main thread has to notice that a peer has failed."""
+"""Seconds within which the main thread must notice a peer's failure."""
 _ASK_AGAIN = 0.1
-"""Seconds after which the main thread is signalled again, where it could not be interrupted."""
+"""Seconds after which the main thread is signalled again, if it could not be interrupted."""
 
 
 class Watch:
-    """The ranks that this process has started, and how their failure reaches its main thread."""
+    """Watches the ranks that this process started, and raises their failure in its main thread."""
 
     @classmethod
     def start(
@@ -46,10 +46,10 @@ class Watch:
         self.crashed = False
         self._noticed = threading.Event()
         if threading.current_thread() is threading.main_thread():
-            # SIGURG, because it is ignored where nobody handles it, and hardly anybody does.
+            # SIGURG, because it is ignored by default, and hardly any program handles it.
             signal.signal(signal.SIGURG, self._raise_in_main_thread)
             for number in (signal.SIGTERM, signal.SIGHUP):
-                # Whoever ignores or handles one wants it so.
+                # A handler of the user, or an ignored signal, stays.
                 if signal.getsignal(number) == signal.SIG_DFL:
                     this_rank.handlers.add(self._end_by_signal)
                     signal.signal(number, self._end_by_signal)
@@ -57,11 +57,11 @@ class Watch:
             start, environments, on_failure=self._interrupt, output=Output.of(os.environ)
         )
         this_rank.peers_are_gone = lambda: self.ranks.wait(0)
-        # Last in, first out: what is registered later (leaving the process group) comes before.
+        # Last in, first out: functions registered later (leaving the process group) run before.
         atexit.register(self._finish)
 
     def resolve_cause(self, error: BaseException) -> BaseException:
-        """Return the failure of a peer that an error here results from, or the error, explained."""
+        """Return the failure of the peer that caused an error here, or the explained error."""
         self._noticed.set()
         began = time.time()
         resolved = rank.explained(error, lambda: self.ranks.failure is not None)
@@ -73,7 +73,7 @@ class Watch:
         if failure is None:
             its_own = True
         elif lost:
-            # A peer that lost its connections as well is no cause.
+            # A peer that lost its connections too is not the cause.
             its_own = CommunicationError.__name__ in failure.report
         else:
             its_own = bool(failure.report) and failure.time > began
@@ -84,7 +84,7 @@ class Watch:
         return failure.error(self.world_size, where)
 
     def _interrupt(self, failure: Failure) -> None:
-        """In the watching thread: bring the main thread out of whatever it waits for."""
+        """In the watching thread, interrupt the main thread."""
         this_rank.lost_peer = True
         if self._noticed.is_set() or this_rank.ending or this_rank.interrupted:
             return
@@ -95,7 +95,7 @@ class Watch:
                 signal.pthread_kill(main, signal.SIGURG)
             if self._noticed.wait(_ASK_AGAIN) or this_rank.ending or this_rank.interrupted:
                 return
-        # Stuck where no signal handler runs: there is no other way out.
+        # The main thread is stuck in code where no signal handler runs: end the process.
         print(f"\n{failure.error(self.world_size)}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         self.ranks.kill()
@@ -104,22 +104,22 @@ class Watch:
 
     def _raise_in_main_thread(self, number: int, frame: FrameType | None) -> None:
         failure = self.ranks.failure
-        # What a finalizer raises is printed and ignored; the next signal comes after it.
+        # A finalizer's exception would be printed and ignored; the next signal comes after it.
         if failure is not None and not self._noticed.is_set() and not _in_finalizer(frame):
             self._noticed.set()
             raise failure.error(self.world_size)
 
     def _end_by_signal(self, number: int, frame: FrameType | None) -> None:
-        """End the ranks with this process, in order, so that nothing temporary stays."""
+        """End the ranks and this process in an orderly way, so that no temporary file stays."""
         self._noticed.set()
         self.crashed = True
         self.ranks.forward_signal(signal.Signals(number))
         raise SystemExit(128 + number)
 
     def _finish(self) -> None:
-        """At the end of the script: wait for the ranks, which are at its end too."""
+        """At the end of the script, wait for the ranks, which end their scripts too."""
         was_said = self.crashed or self._noticed.is_set() or this_rank.interrupted
-        # From here on nothing is raised in this thread, where an exception would be ignored.
+        # From now on nothing is raised in this thread, in which an exception would be ignored.
         self._noticed.set()
         if not self.crashed:
             try:
@@ -135,7 +135,7 @@ class Watch:
 
 
 def _in_finalizer(frame: FrameType | None) -> bool:
-    """Whether a `__del__` is running here: a DataLoader's, which waits for its workers, say."""
+    """Whether a `__del__` is running here, such as a DataLoader's, which waits for its workers."""
     while frame is not None:
         if frame.f_code.co_name == "__del__":
             return True

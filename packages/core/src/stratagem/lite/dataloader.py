@@ -1,4 +1,4 @@
-"""LiteDataLoader: a data loader whose batches are on the device."""
+"""LiteDataLoader: a data loader that moves its batches to the device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from stratagem.state.rank_states import RankStates
 
 
 class Reading:
-    """Which data loaders a loop is reading.
+    """The data loaders that a loop is reading.
 
     Attributes:
-        active: those in an iteration; the last of them has yielded the present batch.
-        latest: the one whose batch, or whose end, came last; None: none was read yet.
+        active: the loaders in an iteration; the last one has yielded the current batch.
+        latest: the loader that yielded a batch last, also after its end; None: no loader has
+            yielded a batch yet.
     """
 
     def __init__(self) -> None:
@@ -27,40 +28,40 @@ class Reading:
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the present batch is the last one of its epoch, so far as its loader knows."""
+        """Whether the current batch is the epoch's last; False if the epoch's length is unknown."""
         return bool(self.active) and self.active[-1].is_at_end
 
     def begin_batch(self, loader: LiteDataLoader) -> None:
-        """Note that a loader yields a batch."""
+        """Record that a loader yields a batch."""
         if self.latest is not loader or loader not in self.active:
             self.end(loader)
             self.active.append(loader)
             self.latest = loader
 
     def end(self, loader: LiteDataLoader) -> None:
-        """Note that a loader's iteration is over."""
+        """Record that a loader's iteration has ended."""
         self.active = [other for other in self.active if other is not loader]
 
 
 class LiteDataLoader:
-    """A data loader whose batches come on the device; attributes are those of the user's loader.
+    """A data loader that moves batches to the device, with the attributes of the user's loader.
 
-    `Lite.save` keeps its place, and the RNG states of every rank. After `Lite.load` the next
-    loop over it goes on from there: inside an epoch with the batch that would have come next, after
-    the last one with the next epoch. A loop that was left by `break` is inside an epoch.
+    `Lite.save` saves its position and the RNG states of every rank. After `Lite.load`, the next
+    loop continues from that position: within an epoch with the next batch, after the last batch
+    with the next epoch. A loop that ended with `break` is within an epoch.
 
     Args:
-        loader: of this rank.
-        move: moves a batch to the device; None: it stays.
-        name: stands for it in messages.
-        rank: this process's.
+        loader: the loader of this rank.
+        move: moves a batch to the device; None: batches are not moved.
+        name: the name of the loader in messages.
+        rank: the rank of this process.
         shard: this rank's part of the data, (index, count).
-        rng_of: this rank's accelerator and device, whose RNG state is saved and restored too.
-        reading: where each batch is noted.
+        rng_of: this rank's accelerator and device, for saving and restoring their RNG states too.
+        reading: records each batch.
 
     Attributes:
-        resumable: the loader, as it is iterated over from any batch on.
-        is_at_end: whether the batch that was yielded last is the epoch's last one.
+        resumable: the loader in a form that can start at any batch.
+        is_at_end: whether the batch yielded last is the last batch of the epoch.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class LiteDataLoader:
         rng_of: tuple[Accelerator, torch.device] | tuple[()] = (),
         reading: Reading | None = None,
     ) -> None:
-        # Here, since a loop of the user's may need no data loader of ours.
+        # Imported here: not every loop needs a data loader of Lite.
         from stratagem.data.resume.resumable import Resumable
 
         self.loader = loader
@@ -83,41 +84,44 @@ class LiteDataLoader:
         self._rank = rank
         self.resumable = Resumable(loader, name, rank, shard)
         self._epoch = 0
-        """Of the next iteration, unless the user sets it by hand."""
+        """The epoch of the next iteration, unless the user sets the epoch."""
         self._last = 0
         self._begun: Any = None
-        """The present epoch's batches; None: between two epochs."""
+        """The iterator of the current epoch; None: between two epochs."""
         self._done = 0
-        """Batches of the present epoch that `_begun` does not count."""
+        """Batches of the current epoch that `_begun` does not count."""
         self._random: dict[str, Any] | None = None
         self._reading = reading or Reading()
         self._end = 0.0
-        """Batches of the present epoch; infinity: not known."""
+        """Number of batches in the current epoch; infinity: unknown."""
         self.is_at_end = False
 
     @property
     def sampler(self) -> Any:
-        """The loader's sampler, or None."""
+        """The loader's sampler.
+
+        None: the loader has no sampler.
+        """
         return getattr(self.loader, "sampler", None)
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        # Without it a distributed sampler repeats one order in every epoch. A user who sets the
-        # epoch by hand is left to it.
+        # Without set_epoch, a distributed sampler repeats the same order in every epoch. If the
+        # user sets the epoch, the user's value stays.
         if getattr(self.sampler, "epoch", self._last) == self._last:
             set_epoch(self.loader, self._epoch)
             self._last = self._epoch
             self._epoch += 1
         if self._begun is not None:
-            self._done = 0  # the loop before was left, and this is another epoch
+            self._done = 0  # the previous loop was left early, and this is another epoch
         batches, _ = self.resumable.begin(self._present_epoch(), self._done, length_of(self.loader))
         if self._random is not None:
-            # Last, since the loader has drawn numbers of its own.
+            # Last, because the loader has drawn random numbers itself.
             set_rng_state(self._random, *self._rng_of)
             self._random = None
-        # What a DataLoader has passed over, it has counted.
+        # A DataLoader's iterator has counted the batches that it skipped.
         self._done -= getattr(batches, "_num_yielded", 0)
         self._begun = batches
         done = self._batches_done()
@@ -143,13 +147,13 @@ class LiteDataLoader:
             self._begun, self._done = None, 0
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Count the batches of what does not count them itself, as a DataLoader's iterator does."""
+        """Count batches of an iterator without a counter; a DataLoader's iterator has a counter."""
         for batch in batches:
             self._done += 1
             yield batch
 
     def _batches_done(self) -> int:
-        """Return the number of batches of the present epoch that were yielded."""
+        """Return the number of batches yielded in the current epoch."""
         done: int = self._done + getattr(self._begun, "_num_yielded", 0)
         return done
 
@@ -158,7 +162,7 @@ class LiteDataLoader:
         return epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's place in the data, and its RNG states."""
+        """Return this rank's position in the data, and its RNG states."""
         batches = self._batches_done()
         return {
             "epoch": self._present_epoch() if batches else self._epoch,
@@ -168,20 +172,20 @@ class LiteDataLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned on this rank, among as many ranks."""
+        """Resume from this rank's `state_dict`, with an unchanged number of ranks."""
         self.resume(RankStates([state] * (self._rank + 1)))
 
     def resume(self, states: RankStates) -> None:
-        """Go on from what `state_dict` returned on each rank.
+        """Resume from the state dicts of all ranks.
 
-        Of more ranks than saved, the further ones keep their own RNG states.
+        With more ranks than saved states, the additional ranks keep their own RNG states.
         """
         first = states[0]
         batches, self._epoch = first["batches"], first["epoch"]
         self._begun = None
         self._done = self.resumable.resume(states.of("loader"), batches)
         if self._rank < len(states):
-            # Once more when the iteration begins, if that is to draw what was drawn before.
+            # Set them again when the iteration begins, so that it draws the same random numbers.
             random = states[self._rank]["random"]
             set_rng_state(random, *self._rng_of)
             self._random = random if batches else None

@@ -66,27 +66,27 @@ class Lite(FrontEnd):
     Args:
         accelerator: a name ("cpu", "gpu", ...), an Accelerator, or "auto".
         strategy: a name, a Strategy, or "auto".
-        devices: how many, which, -1 for all, or "auto"; None or 0: the CPU.
-        num_nodes: machines taking part.
+        devices: a number of devices, a list of indices, -1 for all, or "auto"; None or 0: the CPU.
+        num_nodes: number of machines.
         precision: a name ("32-true", "bf16-mixed", ...), 64, 32, 16, "bf16", or a Precision; None:
             "32-true".
         plugins: CheckpointIO, ClusterEnvironment, Launcher or Precision objects, or names of them.
-        callbacks: objects whose methods `call` finds.
-        loggers: where `log_dict` writes: Logger objects, or names such as "tensorboard".
-        accumulate_grad_batches: batches of an optimizer step, in blocks of `accumulate`.
-        async_save: write checkpoints while training goes on, in whatever format.
-        step_options: what the strategy is to know of your steps, such as
-            `StepOptions(sync_batchnorm=True)`; your own loop clips and accumulates.
+        callbacks: objects whose methods `call` calls.
+        loggers: destinations of `log_dict`: Logger objects, or names such as "tensorboard".
+        accumulate_grad_batches: batches per optimizer step, in blocks of `accumulate`.
+        async_save: write checkpoints of any format while training continues.
+        step_options: options of your steps for the strategy, such as
+            `StepOptions(sync_batchnorm=True)`. Your own loop clips and accumulates.
 
-    `stratagem run --accelerate-config FILE` decides what `accelerator`, `precision` and
-    `accumulate_grad_batches` leave open.
+    `stratagem run --accelerate-config FILE` sets `accelerator`, `precision` and
+    `accumulate_grad_batches` if the script leaves them open.
 
     Attributes:
-        plan: what was chosen, and why; `lite.plan.explain()` is its text.
-        strategy: its ranks and device are known once processes are launched.
+        plan: the chosen components, with reasons; `lite.plan.explain()` returns it as text.
+        strategy: the strategy. Its ranks and device are known after the launch of processes.
 
     Raises:
-        ConfigurationError: the request cannot be met; nothing has been started.
+        ConfigurationError: the request cannot be met; no process was started.
 
     Example:
         >>> import torch
@@ -216,7 +216,7 @@ class Lite(FrontEnd):
 
         Args:
             data: a tensor, number, or nested collection of them, of the same shape on every rank.
-            sync_grads: let gradients flow through it.
+            sync_grads: let gradients flow through the operation.
         """
         ranks = self.ranks
         return map_tensors(
@@ -264,13 +264,14 @@ class Lite(FrontEnd):
     def pad_across_processes(
         self, data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
     ) -> Any:
-        """Return tensors padded to the size that the largest of all ranks has in a dimension.
+        """Return tensors padded in a dimension to the largest size of all ranks.
 
         Args:
-            data: a tensor, or a nested collection of tensors; one without this dimension stays.
-            dim: which dimension.
-            pad_index: the value of what is added.
-            pad_first: add it before, not after.
+            data: a tensor, or a nested collection of tensors. A tensor without this dimension is
+                returned unchanged.
+            dim: the dimension.
+            pad_index: the value of the padding.
+            pad_first: put the padding before the data, not after them.
 
         Example:
             >>> import torch
@@ -287,7 +288,7 @@ class Lite(FrontEnd):
         """Give each rank its part of a list, tuple or tensor, one after the other.
 
         Args:
-            data: also a dict of them, of one length.
+            data: a list, tuple or tensor, or a dict of them with equal lengths.
             apply_padding: repeat the last element until all ranks have as many.
 
         Returns:
@@ -312,12 +313,12 @@ class Lite(FrontEnd):
             src: the rank to broadcast from.
 
         Raises:
-            TypeError: it is not weights-only-safe data; says where.
+            TypeError: the data are not weights-only-safe; names the place in the data.
         """
         return self.ranks.broadcast(data, src)
 
     def barrier(self, name: str = "") -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank calls this method."""
         self.ranks.barrier(name)
 
     # -- models, optimizers, data
@@ -330,9 +331,9 @@ class Lite(FrontEnd):
     ) -> Any:
         """Prepare models, optimizers, schedulers and data loaders for the strategy, in any order.
 
-        A scheduler that is set up moves on when its optimizer does: within `accumulate`, at the end
-        of a window. If it is set up together with loaders, its length was computed from them before
-        their data were divided between ranks, so each `step` moves it on once for every part.
+        A scheduler that is set up steps when its optimizer does: within `accumulate`, at the end of
+        a window. The length of a scheduler that is set up together with loaders was computed before
+        their data were divided between ranks. Each `step` then makes one scheduler step per part.
 
         Args:
             *objects: models, optimizers made from their parameters, learning rate schedulers, data
@@ -421,12 +422,12 @@ class Lite(FrontEnd):
     ) -> Any:
         """Prepare data loaders: each rank reads its part, and batches come on the device.
 
-        Handed to `save` and `load`, they go on in the middle of an epoch; see `LiteDataLoader`.
+        With `save` and `load`, loaders resume in the middle of an epoch; see `LiteDataLoader`.
 
         Args:
-            *dataloaders: one or several.
-            use_distributed_sampler: divide the data between ranks; every rank gets as many
-                samples, the first ones repeated if they do not divide evenly.
+            *dataloaders: the data loaders.
+            use_distributed_sampler: divide the data between ranks. Every rank gets the same number
+                of samples; if they do not divide evenly, the first samples are repeated.
             replace_sampler: another name for `use_distributed_sampler`.
             move_to_device: move tensors to this rank's device.
 
@@ -459,16 +460,16 @@ class Lite(FrontEnd):
     def backward(
         self, loss: Tensor, *args: Any, model: LiteModule | None = None, **kwargs: Any
     ) -> None:
-        """Run backward from a loss, in place of `loss.backward()`.
+        """Run backward from a loss, instead of `loss.backward()`.
 
         Args:
             loss: a scalar with a gradient.
-            model: which model it is of; needed with several models under a strategy that is not
-                core's and overrides `backward`, such as DeepSpeed's.
-            *args, **kwargs: those of `Tensor.backward`.
+            model: the model of the loss. It is needed with several models if the strategy is from a
+                plugin and overrides `backward`, such as DeepSpeed's.
+            *args, **kwargs: the arguments of `Tensor.backward`.
 
         Raises:
-            ConfigurationError: there is no model, or it must be named.
+            ConfigurationError: no model was set up, or the model must be named.
         """
         prepared = model.prepared if model is not None else self._only_prepared()
         check_backward(self.plan)
@@ -486,7 +487,7 @@ class Lite(FrontEnd):
     def _only_prepared(self) -> PreparedModel:
         if not self._prepared:
             raise ConfigurationError("backward() needs a model that was set up: call setup() first")
-        # Those of core treat all models alike there.
+        # Strategies of core treat all models alike in backward.
         if len(self._prepared) > 1 and not type(self.strategy).backward.__module__.startswith(
             "stratagem."
         ):
@@ -510,12 +511,12 @@ class Lite(FrontEnd):
         """Clip the gradients of an optimizer's parameters, between backward and step.
 
         Args:
-            module, optimizer: as `setup` returned them.
+            module, optimizer: the model and the optimizer, as returned by `setup`.
             clip_val: the largest absolute value of an element.
-            max_norm: the largest norm; give one of the two.
-            norm_type: which norm.
-            error_if_nonfinite: raise if the norm is NaN or infinite; not under a precision that
-                scales the loss, where such a step is left out.
+            max_norm: the largest norm. Pass either `clip_val` or `max_norm`.
+            norm_type: the type of the norm.
+            error_if_nonfinite: raise an error if the norm is NaN or infinite. A precision that
+                scales the loss skips such a step instead.
 
         Returns:
             The norm before clipping, if `max_norm` was given.
@@ -544,11 +545,11 @@ class Lite(FrontEnd):
 
     @contextmanager
     def no_backward_sync(self, module: LiteModule, *, enabled: bool = True) -> Iterator[None]:
-        """Communicate no gradients in backward passes inside, to accumulate them first.
+        """Disable gradient communication in backward passes within the context, for accumulation.
 
         Args:
-            module: as `setup` returned it.
-            enabled: False makes it do nothing, for `enabled=is_accumulating`.
+            module: the model, as returned by `setup`.
+            enabled: False: the context has no effect, for `enabled=is_accumulating`.
         """
         held = self.strategy.no_sync(module.prepared) if enabled else None
         if held is None:
@@ -560,13 +561,13 @@ class Lite(FrontEnd):
     def accumulate(self, *models: LiteModule) -> AbstractContextManager[bool]:
         """Take an optimizer step for every `accumulate_grad_batches` batches of a loop.
 
-        In the block, `backward` divides the loss by that number. `step` and `zero_grad` of
-        optimizers, and `step` of schedulers that were set up, do nothing until the window is over,
-        and gradients are communicated then. The last batch of a loader ends a window as well,
-        unless the loader reads an IterableDataset; the divisor is the same then.
+        In the block, `backward` divides the loss by that number. Until the last block of a window,
+        gradients are not communicated, and `step` and `zero_grad` of optimizers and `step` of
+        schedulers that were set up do nothing. The last batch of a loader also ends a window,
+        unless the loader reads an IterableDataset; the divisor is unchanged.
 
         Args:
-            *models: as `setup` returned them.
+            *models: the models, as returned by `setup`.
 
         Returns:
             A context that yields whether this block ends a window.
@@ -594,18 +595,18 @@ class Lite(FrontEnd):
         return accumulate(self, models)
 
     def join_uneven_inputs(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield this rank's batches; once they end, the last one again while others have more.
+        """Yield this rank's batches; repeat the last batch while other ranks have more.
 
-        For ranks with different numbers of batches: all take as many steps. What is repeated counts
-        nothing and the others' batches for more, by a weight that `backward` multiplies the loss
-        with, so that gradients are the mean over the ranks that have a batch. The ranks exchange a
-        number before each batch; they must leave the loop together.
+        Ranks with different numbers of batches then take the same number of steps. In a step with
+        repeated batches, `backward` multiplies the loss by a weight: 0 for a repeated batch, and
+        more than 1 for other batches. Gradients are therefore the mean over the ranks that have a
+        batch. The ranks exchange a number before each batch, and must leave the loop together.
 
         Args:
             loader: this rank's batches.
 
         Raises:
-            UserCodeError: it has no batch on this rank, and another rank has some.
+            UserCodeError: the loader has no batch on this rank, but has batches on another rank.
 
         Example:
             >>> from stratagem import Lite
@@ -644,17 +645,17 @@ class Lite(FrontEnd):
     def save(self, path: PathLike | Mapping[str, Any], state: Any = None) -> None:
         """Save state to a file; the two arguments may come in either order.
 
-        Called by every rank; rank 0 writes, and all return once the file is durable; with
-        `async_save=True`, once the state is copied.
+        Every rank calls it, and rank 0 writes. It returns when the file is durable; with
+        `async_save=True`, when the state is copied.
 
         Args:
-            path: where to, a local path or a URL.
+            path: the file to write, a local path or a URL.
             state: a dict of models and optimizers (as `setup` returned them), data loaders (as
                 `setup_dataloaders` returned them, with their place and the RNG states of every
                 rank), objects with `state_dict()`, and weights-only-safe data.
 
         Raises:
-            CheckpointContentError: something in it is not weights-only-safe data; says what.
+            CheckpointContentError: an object in `state` is not weights-only-safe; names the object.
 
         Example:
             >>> import tempfile
@@ -693,19 +694,19 @@ class Lite(FrontEnd):
         """Load a checkpoint; every rank calls it.
 
         Args:
-            path: where from, a local path or a URL.
-            state: models, optimizers, data loaders and objects with `load_state_dict()` are
-                filled, plain values are replaced in this dict; None: nothing is filled. With a data
-                loader, RNG states are restored as well.
+            path: the file to read, a local path or a URL.
+            state: a dict. Its models, optimizers, data loaders and objects with `load_state_dict()`
+                are restored, and its plain values are replaced; None: no object is restored. With a
+                data loader, RNG states are restored too.
             strict: refuse a checkpoint that lacks an entry of `state`, or whose weights do not
                 match the model's.
 
         Returns:
-            What was not filled in; without `state`, everything.
+            The entries that were not restored; without `state`, all entries.
 
         Raises:
-            CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says what is
-                wrong with it.
+            CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: the checkpoint
+                is missing, damaged, or does not match `state`.
         """
         self._runtime.launched_strategy()
         checkpoint = self._runtime.checkpoint_writer.load(paths.parse_user_path(path))
@@ -717,8 +718,8 @@ class Lite(FrontEnd):
     def save_state(self, folder: PathLike) -> None:
         """Save everything that was set up, and the RNG states of every rank, into a folder.
 
-        That is models, optimizers, schedulers and other objects that `setup` was given, data
-        loaders with their position, and the place in a window of `accumulate`. Every rank calls it.
+        It saves models, optimizers, schedulers and other objects passed to `setup`, data loaders
+        with their position, and the position in a window of `accumulate`. Every rank calls it.
 
         Args:
             folder: a local path or a URL; the file in it is "state.ckpt", as `save` writes it.
@@ -742,13 +743,13 @@ class Lite(FrontEnd):
         save_state(self, folder)
 
     def load_state(self, folder: PathLike) -> None:
-        """Load what `save_state` saved, into the objects that were set up in the same order.
+        """Load a state saved by `save_state` into the objects set up in the same order.
 
-        The next iteration over a loader goes on with the batch that would have come next.
+        The next iteration over a loader continues with the next batch.
 
         Raises:
-            CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says what is
-                wrong with it.
+            CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: the checkpoint
+                is missing, damaged, or of other objects.
         """
         from stratagem.lite.objects import load_state
 
@@ -765,7 +766,7 @@ class Lite(FrontEnd):
         """Write values by their names to every logger, on rank 0.
 
         Raises:
-            ConfigurationError: a value is no number, and no tensor of one element.
+            ConfigurationError: a value is neither a number nor a tensor of one element.
         """
         if self.is_global_zero:
             for logger in self._loggers:
@@ -789,7 +790,7 @@ class Lite(FrontEnd):
                 logger.log_hyperparams(params)
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of every callback that has it."""
+        """Call a method of every callback that has this method."""
         for callback in self._callbacks:
             method = getattr(callback, hook_name, None)
             if method is None:
@@ -824,7 +825,7 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return values as floats.
 
     Raises:
-        ConfigurationError: one is no number, and no tensor of one element; names it.
+        ConfigurationError: a value is neither a number nor a tensor of one element; names it.
     """
     numbers = {}
     for name, value in metrics.items():
@@ -846,6 +847,6 @@ def _tensors(data: Any) -> Any:
 
 @functools.cache
 def counterparts_of_accelerate() -> dict[str, str]:
-    """Return what to use in place of public names of Accelerate's that Lite does not have."""
+    """Return the counterparts in Lite of Accelerate's public names that Lite does not have."""
     lines = Path(__file__).with_name("accelerate_names.txt").read_text().splitlines()
     return dict(line.split(": ", 1) for line in lines)

@@ -1,4 +1,4 @@
-"""LiteModule: a model as the strategy runs it."""
+"""LiteModule: a model whose forward runs through the strategy."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from stratagem.runtime.device_errors import raise_explained
 
 
 class LiteModule(nn.Module):
-    """A model as the strategy runs it; attributes and methods are those of the user's model.
+    """A wrapper that runs a model through the strategy, with the attributes of the user's model.
 
-    Calling it, or a method of the model that was marked with `mark_forward_method`, goes through
-    the strategy's wrapper and the precision's context; another method that computes with the
-    model's layers is refused where that would make a difference. The state dict has the model's own
-    names.
+    Its forward, and methods marked with `mark_forward_method`, run through the strategy's wrapper
+    and in the precision's context. If the strategy wraps the model, another method raises an error
+    if it computes with the model's layers while the model is sharded or gradients are enabled. The
+    state dict has the model's own names.
     """
 
     def __init__(self, module: nn.Module, prepared: PreparedModel, strategy: Strategy) -> None:
         super().__init__()
         precision = strategy.precision
-        # The model's own tables, so that what nn.Module does with them (buffers, children, to) it
-        # does to the model.
+        # The model's own tables, so that methods of nn.Module (buffers, children, to) act on the
+        # model.
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = module.__dict__[table]
         # Plain attributes: registered as submodules they would double every parameter.
@@ -41,8 +41,8 @@ class LiteModule(nn.Module):
         self.__dict__["_context"] = precision.forward_context()
         self.__dict__["_convert_input"] = precision.input_converter()
         self.__dict__["_convert_output"] = precision.output_converter()
-        # Nothing wraps or hooks the model, to train it or to evaluate it, and nothing is converted:
-        # it is called as it is.
+        # If nothing wraps or hooks the model, in training or in evaluation, and nothing is
+        # converted, forward calls the model directly.
         self.__dict__["_is_wrapped"] = prepared.module is not prepared.original or bool(
             prepared.module._forward_pre_hooks
         )
@@ -83,7 +83,7 @@ class LiteModule(nn.Module):
         return output if own["_convert_output"] is None else own["_convert_output"](output)
 
     def mark_forward_method(self, method: str) -> None:
-        """Let a method of the model run through the strategy, as `forward` does."""
+        """Make a method of the model run through the strategy, as `forward` does."""
         self.__dict__["_forward_methods"].add(method)
 
     def __getattr__(self, name: str) -> Any:
@@ -97,9 +97,9 @@ class LiteModule(nn.Module):
         return self._watched(name, found)
 
     def _watched(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method of the model that refuses to compute past the strategy.
+        """Return a method that raises an error if it computes outside the strategy.
 
-        Gradients of what it computes would not be reduced over ranks, nor its parameters gathered.
+        Otherwise its gradients would not be reduced over ranks, nor its parameters gathered.
         """
         module = self.__dict__["module"]
         is_sharded = self.__dict__["_strategy"].capabilities.sharded_state

@@ -78,13 +78,14 @@ def _is_loader(value: Any) -> bool:
 
 
 def _hold(scheduler: LRScheduler, optimizer: Any, wrapped: Sequence[Any], parts: int) -> None:
-    """Let a scheduler step when its optimizer does.
+    """Make a scheduler step only when its optimizer does.
 
     Args:
-        scheduler: keeps its attributes, which are its state; its class is replaced.
-        optimizer: the one that it schedules, as `setup` returned it.
-        wrapped: all that were set up.
-        parts: how many times each step moves it on.
+        scheduler: the scheduler. It keeps its attributes, which are its state; its class is
+            replaced.
+        optimizer: the scheduler's optimizer, as returned by `setup`.
+        wrapped: all optimizers that were set up.
+        parts: number of scheduler steps for each call of `step`.
 
     Raises:
         ConfigurationError: its optimizer was not set up.
@@ -102,7 +103,7 @@ def _hold(scheduler: LRScheduler, optimizer: Any, wrapped: Sequence[Any], parts:
         if found[0].is_held:
             return
         for _ in range(parts):
-            # The length of the undivided data may be no multiple of the number of parts.
+            # The length of the undivided data may not be a multiple of the number of parts.
             if parts == 1 or self.last_epoch < getattr(self, "total_steps", float("inf")):
                 own.step(self, *args, **kwargs)
 
@@ -112,7 +113,7 @@ def _hold(scheduler: LRScheduler, optimizer: Any, wrapped: Sequence[Any], parts:
 
 @contextmanager
 def accumulate(lite: Lite, models: Sequence[LiteModule]) -> Iterator[bool]:
-    """Hold optimizers until a window is over; see `Lite.accumulate`."""
+    """Hold optimizers until a window ends; see `Lite.accumulate`."""
     is_at_end = lite._reading.is_last_batch
     lite._micro_batches = 0 if is_at_end else lite._micro_batches + 1
     is_last = lite._micro_batches % lite._window == 0
@@ -153,7 +154,7 @@ def save_state(lite: Lite, folder: str | os.PathLike[str]) -> None:
 
 
 def load_state(lite: Lite, folder: str | os.PathLike[str]) -> None:
-    """Load what `save_state` saved; see `Lite.load_state`."""
+    """Load a state saved by `save_state`; see `Lite.load_state`."""
     left = lite.load(paths.join(paths.parse_user_path(folder), _FILE), lite._objects.state())
     random, lite._micro_batches = RankStates(left.pop(_RANDOM)), left.pop(_MICRO_BATCHES)
     if left:

@@ -1,4 +1,4 @@
-"""What `Lite.save` writes of each thing in a user's dict, and how `Lite.load` fills it."""
+"""Convert a user's dict to a checkpoint for `Lite.save`, and restore the dict for `Lite.load`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from stratagem.state.shards import read_whole
 from stratagem.state.state_checks import load_scheduler_state
 
 STRATEGY_STATE = "stratagem.strategy_state"
-"""The entry for the strategy's own state: of each model that has one, by its name in the dict."""
+"""The entry for the strategy's own state of each model, by the model's name in the dict."""
 
 
 PRECISION_STATE = "stratagem.precision_state"
-"""The entry for the precision's state, such as the scale of losses, where it has one."""
+"""The entry for the precision's state, such as the loss scale, if it has a state."""
 
 
 class SetUpObjects:
@@ -33,23 +33,23 @@ class SetUpObjects:
 
     def __init__(self) -> None:
         self._kept: dict[str, Any] = {}
-        # A loader that the user has let go of is not read again; its workers should end.
+        # A loader that the user has dropped is not read again; its workers should end.
         self._loaders: WeakValueDictionary[str, LiteDataLoader] = WeakValueDictionary()
         self._counts: Counter[str] = Counter()
 
     def __reduce__(self) -> tuple[type[SetUpObjects], tuple[()]]:
-        # A rank that is started with a copy of the Lite sets up objects of its own.
+        # A rank started with a copy of the Lite sets up its own objects.
         return SetUpObjects, ()
 
     def add(self, kind: str, *objects: Any) -> None:
-        """Keep objects under the next numbers of their kind."""
+        """Store objects under the next numbers of their kind."""
         for one in objects:
             kept: Any = self._loaders if isinstance(one, LiteDataLoader) else self._kept
             kept[f"{kind}{self._counts[kind]}"] = one
             self._counts[kind] += 1
 
     def state(self) -> dict[str, Any]:
-        """Return the objects by name, as `Lite.save` and `Lite.load` take them."""
+        """Return the objects by name, in the form for `Lite.save` and `Lite.load`."""
         return {**self._kept, **self._loaders}
 
     def of(self, kind: type[Any]) -> list[Any]:
@@ -58,7 +58,7 @@ class SetUpObjects:
 
 
 def collect(strategy: Strategy, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint of what the user's dict holds; called by every rank."""
+    """Return a checkpoint of the objects in the user's dict; called by every rank."""
     checkpoint = {name: _state_of(strategy, value) for name, value in state.items()}
     own = {
         name: found
@@ -68,7 +68,7 @@ def collect(strategy: Strategy, state: Mapping[str, Any]) -> dict[str, Any]:
     }
     if own:
         checkpoint[STRATEGY_STATE] = own
-    # What trains is saved with its scale; weights alone need none.
+    # The loss scale is saved with optimizers; weights alone do not need it.
     if any(isinstance(value, LiteOptimizer) for value in state.values()) and (
         scale := strategy.precision.state_dict()
     ):
@@ -96,10 +96,11 @@ def restore(
     path: str | os.PathLike[str],
     strict: bool,
 ) -> None:
-    """Fill what the user's dict holds, and take it out of `checkpoint`; called by every rank.
+    """Restore the objects in the user's dict, and remove their entries from `checkpoint`.
 
-    In an order of its own, whatever that of the dict: models, then optimizers, whose state some
-    strategies lay out by the model's, then the rest, and the strategy's own state last.
+    Called by every rank. The order does not depend on the dict: models, then optimizers (some
+    strategies lay out an optimizer's state by the model's), then other objects, and the strategy's
+    own state last.
 
     Raises:
         CheckpointMismatchError: an entry is missing, or belongs to another model.
@@ -139,7 +140,7 @@ def restore(
 
 
 def _turn(target: Any) -> int:
-    """Return when something is loaded; those of one turn, in the order of the dict."""
+    """Return an object's turn to be loaded; objects with the same turn keep the dict's order."""
     if isinstance(target, LiteModule):
         return 0
     return 1 if isinstance(target, LiteOptimizer) else 2

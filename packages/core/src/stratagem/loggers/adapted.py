@@ -1,4 +1,4 @@
-"""The loggers of a Trainer, from what users pass: names, Loggers, and objects like a Logger."""
+"""Make a Trainer's loggers from names, Loggers, and other objects with the methods of a Logger."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ _OPTIONAL = ("log_hyperparams", "log_graph", "after_save_checkpoint", "save", "f
 
 
 class AdaptedLogger(Logger):
-    """Makes a Logger of an object that has `log_metrics` and is no Logger.
+    """Adapts an object with the method `log_metrics` to the interface of a Logger.
 
     All other attributes are the object's own, such as `trainer.logger.experiment`.
 
     Args:
-        adapted: has `log_metrics(metrics, step)`. If it has `log_hyperparams`, `log_graph`,
-            `after_save_checkpoint`, `save` or `finalize`, they are called as a Logger's.
+        adapted: an object with `log_metrics(metrics, step)`. Its methods `log_hyperparams`,
+            `log_graph`, `after_save_checkpoint`, `save` and `finalize`, if it has them, are called
+            as a Logger's.
 
     Example:
         >>> from stratagem import Trainer
@@ -51,18 +52,18 @@ class AdaptedLogger(Logger):
         self.save_dir = save_dir if isinstance(save_dir, (str, Path)) else None
 
     def __getattr__(self, name: str) -> Any:
-        if name == "adapted":  # a copy, before it has one
+        if name == "adapted":  # a copy whose attributes are not set yet
             raise AttributeError(name)
         return getattr(self.adapted, name)
 
     @property
     def log_dir(self) -> str:
-        """The object's own folder, or its `save_dir`; "": it has none."""
+        """The object's `log_dir`, or else its `save_dir`; "": the object has no folder."""
         folder = getattr(self.adapted, "log_dir", None)
         return str(folder) if isinstance(folder, (str, Path)) else super().log_dir
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Take the values of one step."""
+        """Log the values of a step."""
         self.adapted.log_metrics(metrics, step)
 
 
@@ -71,7 +72,7 @@ def make_loggers(requested: Loggers, root: paths.Location) -> list[Logger]:
 
     Args:
         requested: the argument `logger`.
-        root: the folder for logs; the current one if it is a URL.
+        root: the folder for logs; for a URL, the current folder is used.
 
     Raises:
         ConfigurationError: an object has no `log_metrics`.

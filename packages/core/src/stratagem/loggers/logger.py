@@ -1,4 +1,4 @@
-"""Logger: where logged values and hyperparameters go."""
+"""Logger: the interface of loggers, which receive logged values and hyperparameters."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Logger(ABC):
     """Receives values, on rank 0.
 
     Call sequence:
-        0. `save_dir` before processes start; `on_rank_zero` is set, on every rank.
+        0. `save_dir` is read before processes start; `on_rank_zero` is set on every rank.
         1. `begin_run` when a fit begins, then `log_dir`.
         2. `log_hyperparams`, once, if the Module has hyperparameters, and `log_graph`.
         3. `log_rows` with the rows of the last steps, every two seconds or every 256 rows, and at
-           the end of each epoch. By default it calls `log_metrics` for each of them, in the order
-           of steps (an evaluation's batches are numbered from 0), and then `save`.
+           the end of each epoch. By default it calls `log_metrics` for each row, in the order of
+           steps (an evaluation's batches are numbered from 0), and then `save`.
         4. `after_save_checkpoint` once a checkpoint of a ModelCheckpoint is durable.
-        5. `finalize`, when the run ends, however it ends; all rows have come before.
+        5. `finalize` when the run ends for any reason, after all rows.
 
     Example:
         >>> from stratagem import Lite
@@ -41,75 +41,81 @@ class Logger(ABC):
     """
 
     save_dir: str | Path | None = None
-    """The local folder that it writes into, which a Trainer tries before it starts processes; None:
-    there is none to try."""
+    """The local folder that the logger writes into. A Trainer checks that it is writable before
+    processes start. None: the logger has no local folder."""
     name: str | None = None
-    """Of the experiment, which holds many runs; None: it has none."""
+    """The name of the experiment, which contains many runs; None: no name."""
     version: int | str | None = None
-    """Of the run; None: it has none."""
+    """The version of the run; None: no version."""
     experiment: Any = None
-    """What the logger's library writes through, for whatever it can do beyond values, such as
-    pictures; on ranks other than 0 an object that takes every call. None: there is none."""
+    """The object of the logger's library, for other data than values, such as pictures. On ranks
+    other than 0 it is an object that accepts every call. None: the logger has no such object."""
     on_rank_zero: bool | None = None
-    """Whether this process is the one that writes; None: nobody has said."""
+    """Whether this process is rank 0, which writes; None: not set yet."""
     steps_taken: int = 0
     """Optimizer steps of the run so far; a Trainer sets it before `finalize`."""
 
     @property
     def log_dir(self) -> str:
-        """The folder of this run, by default `save_dir`; "": it has none, as where values are sent.
+        """The folder of this run, by default `save_dir`; "": the logger has no folder.
 
-        A Trainer puts checkpoints beside it, or else into its `default_root_dir`.
+        A logger that sends values to a service has no folder. A Trainer saves checkpoints beside
+        this folder, or without a folder in its `default_root_dir`.
         """
         return "" if self.save_dir is None else str(self.save_dir)
 
     def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
-        """Choose where this run's values go; one that is resumed goes on in its own place.
+        """Choose the destination of this run's values; a resumed run keeps its destination.
 
         Args:
-            run_id: of the fit, 16 hexadecimal digits (what else a checkpoint may say is not handed
-                on); a fit that resumes it has the same.
-            resumed_at: optimizer steps that were taken before it was resumed; None: it is new.
+            run_id: the id of the fit, 16 hexadecimal digits. A resumed fit has the same id. An id
+                of another form in a checkpoint is not passed on.
+            resumed_at: optimizer steps taken before the run was resumed; None: the run is new.
         """
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Take the values of one step (an optimizer step, counted from 0)."""
+        """Log the values of a step (an optimizer step, counted from 0)."""
 
     def log_rows(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """Take the values of several steps, each as (step, values), and write them.
+        """Log and write the values of several steps, each as (step, values).
 
         Every row goes through `log_metrics`, which a subclass may override.
         """
         for step, metrics in rows:
-            # A copy: another logger reads the same row, and this one may take values out of it.
+            # A copy: other loggers read the same row, and this logger may remove values from it.
             self.log_metrics(dict(metrics), step)
         self.save()
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Take the hyperparameters."""
+        """Log the hyperparameters."""
 
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
-        """Take the graph of a model; `input_array`: None: its `example_input_array`."""
+        """Log the graph of a model.
+
+        Args:
+            model: the model.
+            input_array: an input of the model; None: its `example_input_array`.
+        """
 
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        """Take what a ModelCheckpoint has just saved."""
+        """Process a checkpoint that a ModelCheckpoint has just saved."""
 
     def save(self) -> None:
-        """Write what is held back."""
+        """Write buffered values."""
 
     def finalize(self, status: str) -> None:
         """Write everything and close; `status` is "success" or "failed"."""
 
 
 def as_mapping(params: Any) -> dict[Any, Any]:
-    """Return hyperparameters as a dict of their own, whatever holds them.
+    """Return hyperparameters as a new dict.
 
     Args:
-        params: a mapping, an argparse.Namespace or a dataclass; None: there are none.
+        params: a mapping, an argparse.Namespace or a dataclass; None: no hyperparameters.
 
     Raises:
-        ConfigurationError: it is something else.
+        ConfigurationError: `params` has another type.
 
     Example:
         >>> as_mapping(Namespace(rate=0.1))
@@ -130,7 +136,9 @@ def as_mapping(params: Any) -> dict[Any, Any]:
 
 
 def as_plain(value: Any) -> Any:
-    """Return nested hyperparameters of dicts, lists, texts, numbers and None; of others the text.
+    """Convert nested hyperparameters to dicts, lists, strings and numbers.
+
+    None is kept, and other values are converted to strings.
 
     Example:
         >>> import torch
@@ -150,7 +158,10 @@ def as_plain(value: Any) -> Any:
 
 
 def _number(value: Any) -> bool | int | float | None:
-    """Return the number that a scalar of NumPy or torch is, or None."""
+    """Return the number in a scalar of NumPy or torch.
+
+    None: the value is not a scalar.
+    """
     is_scalar = getattr(value, "ndim", None) == 0 and hasattr(value, "item")
     number = value.item() if is_scalar else None
     return number if isinstance(number, (bool, int, float)) else None

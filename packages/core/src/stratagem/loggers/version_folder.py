@@ -1,4 +1,4 @@
-"""VersionFolder: the folder of one run among those of its experiment, `root/version_N`."""
+"""VersionFolder: the folder of a run within the folder of its experiment, `root/version_N`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from stratagem.storage import paths
 from stratagem.storage.owner import Owner
 
 _MARK = ".run"
-"""A file in the folder with the names of the runs that wrote there, one a line."""
+"""A file in the folder with the ids of the runs that wrote there, one per line."""
 _WRITER = ".writer"
-"""A file in the folder with the process that writes there, or how its run ended."""
+"""A file in the folder that names the process that writes there, or how its run ended."""
 
 
 def local_folder(owner: str, folder: str | Path) -> Path:
@@ -22,7 +22,7 @@ def local_folder(owner: str, folder: str | Path) -> Path:
         folder: a path, or a URL that begins with "file://".
 
     Raises:
-        ConfigurationError: it is another URL.
+        ConfigurationError: the folder is another URL.
 
     Example:
         >>> local_folder("CSVLogger", "logs").name
@@ -41,15 +41,15 @@ def local_folder(owner: str, folder: str | Path) -> Path:
 class VersionFolder:
     """Chooses the folder of a run, and finds it again when the run is resumed.
 
-    A resumed run is found by the mark that it has left in its folder: its checkpoint says which
-    run it is, and names no place. A folder that another process is writing to is not taken, nor one
-    whose run has gone on to its end from the same checkpoint.
+    The folder of a resumed run has a mark with the run's id: the checkpoint contains the id, but no
+    path. A folder is not used if another process writes to it, or if its run has already continued
+    from the same checkpoint to its end.
 
     Args:
         owner: the logger's name, for messages.
-        root: folder of all runs.
-        version: an int or a name, used whether it is there or not; None: that of the run which is
-            resumed, or else the next that is free.
+        root: the folder of all runs.
+        version: an int or a name, used whether its folder exists or not; None: the version of the
+            resumed run, or else the next free version.
 
     Example:
         >>> import tempfile
@@ -74,10 +74,10 @@ class VersionFolder:
 
     @property
     def version(self) -> int | str:
-        """The version; choosing a free one makes its folder.
+        """The version of the run; the folder of a new version is created.
 
         Raises:
-            ConfigurationError: it cannot be made.
+            ConfigurationError: the folder cannot be created.
         """
         if self._version is None:
             self._version = self._claim()
@@ -95,21 +95,21 @@ class VersionFolder:
         return root / (f"version_{version}" if isinstance(version, int) else version)
 
     def make(self) -> Path:
-        """Make the folder of this run and return it."""
+        """Create the folder of this run and return it."""
         path = self.path
         path.mkdir(parents=True, exist_ok=True)
         self._mark()
         return path
 
     def begin_run(self, run_id: str, resumed_at: int | None) -> bool:
-        """Say which run it is whose folder this will be, or is.
+        """Set the run of this folder; find the earlier folder of a resumed run.
 
         Args:
-            run_id: of the run.
-            resumed_at: steps that were taken before it was resumed; None: it is new.
+            run_id: the id of the run.
+            resumed_at: steps taken before the run was resumed; None: the run is new.
 
         Returns:
-            Whether a resumed run goes on in a folder that it has written to before.
+            Whether a resumed run continues in a folder to which it wrote before.
         """
         self._run_id = run_id
         if self._version is None and resumed_at is not None:
@@ -121,7 +121,7 @@ class VersionFolder:
         return is_own and resumed_at is not None
 
     def end(self, status: str, steps: int) -> None:
-        """Note how the run has ended, and after how many steps."""
+        """Record how the run ended, and after how many steps."""
         if self._version is not None and self.path.is_dir():
             (self.path / _WRITER).write_text(f"{status} {steps}")
 
@@ -135,7 +135,7 @@ class VersionFolder:
                 f"({type(error).__name__}: {error}): pass a save_dir that can be written to"
             ) from error
         while True:
-            # Making the folder claims the number: two runs at once get two of them.
+            # Creating the folder claims the number: two concurrent runs get different numbers.
             try:
                 self.of(self.root, version).mkdir()
             except FileExistsError:
@@ -144,7 +144,7 @@ class VersionFolder:
                 return version
 
     def _numbers(self) -> list[int]:
-        """Return the numbers of the versions that are there."""
+        """Return the numbers of the existing versions."""
         numbers = (name.removeprefix("version_") for name in self._names())
         return [int(number) for number in numbers if number.isascii() and number.isdecimal()]
 
@@ -152,7 +152,10 @@ class VersionFolder:
         return [path.name for path in self.root.iterdir()] if self.root.is_dir() else []
 
     def _find(self, run_id: str, resumed_at: int) -> int | str | None:
-        """Return the version that the run has begun to write to last."""
+        """Return the version to which the run began to write last.
+
+        None: no folder of the run can be used.
+        """
         versions: list[int | str] = [*self._numbers(), *self._names()]
         folders = {v: self.of(self.root, v) for v in versions}
         own = {
@@ -179,7 +182,7 @@ def _runs_of(folder: Path) -> list[str]:
 
 
 def _is_taken(folder: Path, resumed_at: int) -> bool:
-    """Whether a run writes here, or wrote here, that is another one after these steps."""
+    """Whether another process writes here, or a run ended here after more than these steps."""
     text = _text_of(folder / _WRITER)
     status, _, steps = text.partition(" ")
     if status == "success" and steps.isdecimal():

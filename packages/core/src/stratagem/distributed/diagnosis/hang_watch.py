@@ -1,7 +1,7 @@
-"""HangWatch: ends a rank that is told to end while it waits in a collective.
+"""HangWatch: ends a rank that receives a signal while it waits in a collective.
 
-A thread that waits in a collective runs no Python code, so that the handler of a signal does not
-run either, and SIGTERM and Ctrl-C seem to be ignored until the collective times out.
+A thread that waits in a collective runs no Python code, and therefore no signal handlers. SIGTERM
+and Ctrl-C seem to be ignored until the collective times out.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from stratagem.launch.rank import record_failure
 
 _SIGNALS = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 _PAUSE = 3.0
-"""Seconds between two looks at the ranks, which a collective that completes does not outlast."""
+"""Seconds between two queries of the ranks; a collective that completes takes less."""
 _TURN = 2.0
-"""Seconds that the other ranks leave to rank 0, so that one message is printed."""
+"""Seconds that the other ranks wait for rank 0, so that only one message is printed."""
 
 
 class HangWatch:
@@ -30,11 +30,11 @@ class HangWatch:
 
     After the first signal, the rank ends once the ranks wait in different collectives, which
     cannot complete. After the second, it ends wherever it waits in a collective. It prints where
-    each rank is, and exits with 128 and the signal's number. A rank that is not in a collective
-    answers its signals itself.
+    each rank is, and exits with 128 plus the signal's number. A rank that is not in a collective
+    handles its signals itself.
 
     Args:
-        statuses: of the ranks.
+        statuses: the statuses of the ranks.
     """
 
     def __init__(self, statuses: RankStatuses) -> None:
@@ -43,7 +43,7 @@ class HangWatch:
         self._write = -1
 
     def start(self) -> None:
-        """Begin, if this is the main thread and nobody else (asyncio, say) reads its signals."""
+        """Start, if this is the main thread and no other code (asyncio, say) reads its signals."""
         if threading.current_thread() is not threading.main_thread():
             return
         read, write = os.pipe()
@@ -62,7 +62,7 @@ class HangWatch:
         ).start()
 
     def stop(self) -> None:
-        """End; from here on only the main thread learns of signals."""
+        """Stop: from then on, only the main thread handles signals."""
         if self._write >= 0:
             _forget(self._write)
             os.close(self._write)
@@ -79,7 +79,7 @@ class HangWatch:
         os.close(descriptor)
 
     def _end_if_hanging(self, number: int) -> None:
-        """End this rank once all ranks wait, and not for the same thing."""
+        """End this rank once all ranks wait in different collectives."""
         before: dict[int, RankStatus] = {}
         while self._received == 1:
             time.sleep(_PAUSE)
@@ -93,7 +93,7 @@ class HangWatch:
             before = now
 
     def _end_if_waiting(self, number: int) -> None:
-        """End this rank, which was told so twice, if it still waits in a collective."""
+        """End this rank after the second signal, if it still waits in a collective."""
         here = self._statuses.here()
         time.sleep(1.0)
         if here.operation in COLLECTIVES and self._statuses.here() == here:

@@ -1,4 +1,4 @@
-"""RankStatuses: where each rank is, asked for when something hangs or a connection is lost."""
+"""RankStatuses: the position of each rank, queried after a hang or a lost connection."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ COLLECTIVES = frozenset(
         *("scatter_object_list", "send"),
     )
 )
-"""What a rank may be in when it waits for others; backward communicates under most strategies."""
+"""Calls in which a rank may wait for others; backward communicates under most strategies."""
 
 _MARK_ATTEMPTS = 3
-"""How often a rank says that it has left, where the store does not answer for a while."""
+"""How often a rank tries to report its end, if the store does not answer."""
 
 THE_END = "the end of its script"
 
-# Python 3.11 reads the frames of all threads under a lock that a fork must not find taken: a worker
-# of a data loader would wait for it forever.
+# Python 3.11 reads the frames of all threads under a lock. No fork may happen while the lock is
+# taken: a worker of a data loader would wait for it forever.
 _reads_frames = threading.Lock()
 os.register_at_fork(
     before=_reads_frames.acquire,
@@ -55,13 +55,13 @@ os.register_at_fork(
 class RankStatuses:
     """Shares the status of every rank through the store of the process group.
 
-    A thread on each rank waits until somebody asks, and answers with the stack of the main thread,
-    which may itself be stuck in a collective.
+    A thread on each rank waits for queries, and answers with the position of the main thread, which
+    may itself be stuck in a collective.
 
     Args:
-        store: of the process group; a connection of its own is made beside it.
-        rank, world_size: this rank, and how many there are.
-        timeout: of the group's collectives, in seconds; for messages.
+        store: the store of the process group; a second connection to it is opened.
+        rank, world_size: this rank, and the number of ranks.
+        timeout: the timeout of the group's collectives, in seconds; for messages.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, *, timeout: float) -> None:
@@ -69,15 +69,15 @@ class RankStatuses:
         self.world_size = world_size
         self.timeout = timeout
         self.doing: Callable[[], str] = str
-        """What the front end is doing; "" by default."""
+        """Returns the current activity of the front end; "" by default."""
         self.exchange = StatusExchange(store, rank, world_size, here=self.here)
         self._main = threading.get_ident()
         self._is_over = False
         self._failing: RankStatus | None = None
-        """Where this rank was when the error came that it is about to report."""
+        """The position at which this rank failed, while it reports the error."""
 
     def here(self) -> RankStatus:
-        """Return where this rank's main thread is."""
+        """Return the position of this rank's main thread."""
         if self._failing is not None:
             return self._failing
         if self._is_over:
@@ -89,13 +89,19 @@ class RankStatuses:
     # -- asking
 
     def ask(self) -> Survey:
-        """Ask every rank where it is; return the answers that come in time, with this rank's."""
+        """Query the status of every rank; return this rank's status and the answers so far.
+
+        Ranks that do not answer within `ANSWER_TIME` have no answer.
+        """
         return self.exchange.ask(self.here(), bool)
 
     def explain(
         self, error: BaseException, enough: Callable[[], bool] = bool
     ) -> CommunicationError | None:
-        """Return an error that names the rank behind a failed collective; None for other errors."""
+        """Return an error that names the rank that made a collective fail.
+
+        None: the error does not come from a collective.
+        """
         if not is_communication_error(error):
             return None
         frames = list(traceback.walk_tb(error.__traceback__))
@@ -118,7 +124,7 @@ class RankStatuses:
             lines.append(f"because rank {first.rank} failed:\n\n{first.failure.rstrip()}\n")
             return "\n".join(lines), (first.rank,)
         silent = [rank for rank in range(self.world_size) if rank not in survey.answers]
-        # Rank 0 holds the store: nothing is known of the others without it.
+        # Rank 0 holds the store. Without the store, the state of the others is unknown.
         known = range(self.world_size if not survey.unknown else survey.unknown == UNREACHABLE)
         missing = tuple(rank for rank in silent if rank in known)
         if missing:
@@ -139,7 +145,7 @@ class RankStatuses:
     # -- leaving
 
     def report_failure(self, error: BaseException) -> None:
-        """Report to the other ranks what this one failed with, before its connections close."""
+        """Report this rank's error to the other ranks, before its connections close."""
         report = "".join(traceback.format_exception(error))
         own = RankStatus(self.rank, "its own error", line_in_traceback(error), failure=report)
         self._failing = replace(own, failure="")
@@ -151,7 +157,7 @@ class RankStatuses:
             self._failing = None
 
     def mark_done(self) -> None:
-        """Tell that this rank's script is over."""
+        """Report that this rank's script has ended."""
         self._is_over = True
         for _ in range(_MARK_ATTEMPTS):
             if self._mark("done"):
@@ -159,7 +165,7 @@ class RankStatuses:
             time.sleep(1.0)
 
     def staying(self) -> set[int]:
-        """Return the other ranks whose script is not known to be over."""
+        """Return the other ranks that have not reported the end of their script."""
         others = set(range(self.world_size)) - {self.rank}
         try:
             return others - self.exchange.ended().keys()
@@ -174,16 +180,16 @@ class RankStatuses:
         return True
 
     def leave(self) -> None:
-        """End the answering thread; nobody is answered from here on."""
+        """End the answering thread: this rank answers no further queries."""
         self.exchange.leave()
 
 
 def described(survey: Survey, silent: Sequence[int]) -> list[str]:
-    """Return where ranks are, a line for each place.
+    """Return the positions of ranks, one line per position.
 
     Args:
         survey: the answers.
-        silent: of which ranks without an answer something is said.
+        silent: the ranks without an answer that are listed as well.
     """
     told = {
         f"{_ranks(ranks)}: {place}": ranks[0]

@@ -1,4 +1,4 @@
-"""StatusExchange: how ranks learn from the store where all of them are, by O(ranks) requests."""
+"""StatusExchange: ranks exchange their positions through the store, with O(ranks) requests."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class BoundedStore:
         seconds: how long a call may take.
 
     Raises:
-        RuntimeError: by a call that takes longer, by those after it until the store answers, and
-            by those after `close`.
+        RuntimeError: a call takes longer, an earlier call is still unanswered, or the store is
+            closed.
 
     Example:
         >>> import torch.distributed as dist
@@ -51,7 +51,7 @@ class BoundedStore:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._waiting = threading.Lock()
-        """Held while a call is under way, also one that nobody waits for any more."""
+        """Held during a call, also after its caller has stopped waiting."""
 
     def set(self, key: str, value: str) -> None:
         """Set a key."""
@@ -70,21 +70,21 @@ class BoundedStore:
         return int(self._call("add", key, amount))
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key, which is there."""
+        """Return the value of an existing key."""
         value: bytes = self._call("get", key)
         return value
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of keys, which are there, by one request."""
+        """Return the values of existing keys with a single request."""
         values: list[bytes] = self._call("multi_get", list(keys))
         return values
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys are there."""
+        """Return whether all keys exist."""
         return bool(self._call("check", keys))
 
     def close(self) -> None:
-        """Let go of the store; a call that is under way ends by itself."""
+        """Release the store; an unfinished call ends by itself."""
         self._store = None
         self._calls.put(None)
 
@@ -122,7 +122,7 @@ def _make_calls(calls: queue.SimpleQueue[_Call | None], waiting: threading.Lock)
             result = function(*args), None
         except Exception as error:
             result = None, error
-        # Nothing here keeps the store; and who has the answer may call again.
+        # Drop the reference to the store. The caller may call again once it has the answer.
         del call, function
         waiting.release()
         answers.put(result)
@@ -130,40 +130,40 @@ def _make_calls(calls: queue.SimpleQueue[_Call | None], waiting: threading.Lock)
 
 
 ANSWER_TIME = 4.0
-"""Seconds that the others have to answer, and a call to the store may take."""
+"""Seconds within which other ranks must answer, and the most that a call to the store may take."""
 
 _LOOK = 0.05
-"""Seconds between two looks of a rank that asks: one request, of the one rank that collects."""
+"""Seconds between two polls of the collecting rank; each poll sends a few requests."""
 _SPREAD_TIME = 1.0
-"""Seconds that the summary has to reach those who wait for it."""
+"""Seconds within which the summary must reach the waiting ranks."""
 _ATTEMPTS = 2
-"""How many ranks try to collect, one after another: the first may be ended while it does."""
+"""How many ranks try to collect, one after another: the first may be killed meanwhile."""
 _WAIT = timedelta(days=20)
-"""What a connection may wait for a message: near the most that torch takes, since it prints a
-warning when the time is over."""
+"""How long a connection waits for a message. The limit is near torch's maximum, because torch
+prints a warning at each timeout."""
 _AT_ONCE = 256
-"""Values in one request: a store takes 8 MB."""
+"""Values in one request: a store accepts 8 MB."""
 _LONGEST = 20_000
-"""Characters of a traceback that are kept, its last: every rank may read it."""
+"""The last characters of a traceback that are kept, because every rank may read it."""
 _MOST_PLACES = 64
-"""Places in a summary; who is elsewhere has answered, and no more is said of it."""
+"""Positions in a summary; ranks elsewhere are listed without their position."""
 
 _STOPPED = "another rank has failed meanwhile"
 _NOT_COLLECTED = "no rank has collected the answers in time"
 UNREACHABLE = "the store that the ranks meet at does not answer"
-"""Why nothing may be known of other ranks."""
+"""Reasons why the state of other ranks is unknown."""
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Where a rank is.
+    """The position of a rank.
 
     Attributes:
-        rank: which one.
-        operation: the call that it is in, such as "all_reduce" or "backward".
-        line: the user's line that led there, "train.py:31 in training_step".
-        doing: what the front end says, such as "fit, epoch 0, step 12"; "" if nothing.
-        failure: its traceback, if it has failed.
+        rank: the rank.
+        operation: the rank's current call, such as "all_reduce" or "backward".
+        line: the line of the user's code that made the call, "train.py:31 in training_step".
+        doing: the front end's activity, such as "fit, epoch 0, step 12"; "": unknown.
+        failure: the rank's traceback; "": the rank has not failed.
     """
 
     rank: int
@@ -177,20 +177,22 @@ class RankStatus:
 
     @property
     def place(self) -> str:
-        """Where it is, without the rank."""
+        """The position as text, without the rank."""
         text = f"in {self.operation}, at {self.line}" if self.line else f"at {self.operation}"
         return f"{text} ({self.doing})" if self.doing else text
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What ranks have answered.
+    """The answers of ranks to a query.
 
     Attributes:
-        answers: of those that have answered, in the order of ranks.
-        ended: of those whose script is over, "done" or "failed".
-        error: of the rank that was the first to fail by itself, with its traceback.
-        unknown: why nothing is known of the others; "": they were asked, and had time to answer.
+        answers: the status of each rank that answered, in the order of ranks.
+        ended: "done" or "failed" for each rank whose script has ended.
+        error: the status of the first rank that failed by itself, with its traceback; None: no rank
+            has reported an error.
+        unknown: why the state of the other ranks is unknown; "": they were asked, and had time to
+            answer.
     """
 
     answers: Mapping[int, RankStatus]
@@ -200,23 +202,24 @@ class Survey:
 
 
 class StatusExchange:
-    """Asks all ranks where they are, and answers, by the store of the process group.
+    """Queries the status of all ranks, and answers such queries, through the process group's store.
 
-    1. A thread of each rank waits for its next message (`listen`): the store answers when there is
-       one, so that nothing is sent before.
-    2. Of the ranks that ask, the first one sends a message to all, by one request.
-    3. Each rank writes its answer, and its number into one list: two requests.
-    4. The first one reads the list until all are in it, then the answers, and writes a summary.
-       A second message tells all ranks to read it; those who have asked as well wait for that.
+    1. A thread of each rank waits for the rank's next message (`listen`). The store replies only
+       when a message exists, so that waiting causes no traffic.
+    2. The first rank that asks sends a message to all ranks, with one request.
+    3. Each rank writes its answer, and adds its number to a shared list: two requests.
+    4. The first rank reads the list until it is complete, then reads the answers and writes a
+       summary. A second message tells all ranks to read the summary. Other ranks that have asked
+       meanwhile wait for it.
 
-    A connection serves one request at a time, and the one that waits is taken by it. The process
-    group uses its own whenever it makes communicators, at times that nobody else knows. So a rank
-    has two: the group's, by which it asks and reports, and the one that waits.
+    A connection serves one request at a time, so that the waiting thread blocks its connection. The
+    process group uses its own connection at any time, whenever it makes communicators. Each rank
+    therefore has two: it asks and reports over the group's connection, and waits on the other.
 
     Args:
-        store: of the process group; a connection of its own is made to wait by.
-        rank, world_size: this rank, and how many there are.
-        here: returns where this rank is; called in the thread that waits.
+        store: the store of the process group; a second connection to it is opened for waiting.
+        rank, world_size: this rank, and the number of ranks.
+        here: returns this rank's status; called in the waiting thread.
     """
 
     def __init__(
@@ -230,22 +233,22 @@ class StatusExchange:
         self._store = BoundedStore(prefixed, seconds=ANSWER_TIME)
         self._waiting = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
         self._messages = 0
-        """How many this rank has received: a question, then its summary, and so on."""
+        """Number of messages received by this rank: a question, then its summary, and so on."""
         self._answered = -1
         """The latest question that this rank has answered."""
         self.summary = b""
-        """The answers to the latest question that was asked by any rank, as it was written."""
+        """The encoded summary of the latest question of any rank."""
         self._summarised, self._summarised_at = -1, -math.inf
-        """The question of it, and when the answers came, by `time.monotonic`."""
+        """The number of that question, and when its summary came, by `time.monotonic`."""
         self._is_new = threading.Condition()
-        """Guards the three above; notified of each summary."""
+        """Guards the fields above; notified of each summary."""
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="stratagem-status", daemon=True)
 
     # -- the thread that waits
 
     def listen(self) -> None:
-        """Begin to answer."""
+        """Start the thread that answers queries."""
         self._thread.start()
 
     def _listen(self) -> None:
@@ -255,15 +258,15 @@ class StatusExchange:
                 if not self._left.is_set():
                     self.receive(self._waiting)
             except dist.DistStoreError:
-                continue  # the time is over, and nobody has asked
+                continue  # a timeout without a message
             except RuntimeError:
-                return  # whoever held the store has gone
+                return  # the process that held the store has ended
 
     def receive(self, store: Any) -> None:
-        """Do what the next message asks for, which is there.
+        """Process the next message, which must have arrived: answer it, or read the summary.
 
         Args:
-            store: to answer by.
+            store: the connection for the answer.
         """
         question, is_answered = divmod(self._messages, 2)
         self._messages += 1
@@ -286,17 +289,17 @@ class StatusExchange:
             store.append(f"answered/{question}", f"{self._rank},")
 
     def _message(self, rank: int, number: int) -> str:
-        # A key for each rank, so that one of them can end its own wait.
+        # Each rank has a key of its own, so that it can end its own wait.
         return f"message/{rank}/{number}"
 
     # -- asking
 
     def ask(self, own: RankStatus, enough: Callable[[], bool]) -> Survey:
-        """Ask every rank; return their answers, or those that others asked for just now.
+        """Query the status of every rank; if another rank has just asked, return its answers.
 
         Args:
-            own: this rank's answer.
-            enough: whether no more answers are needed.
+            own: this rank's status.
+            enough: returns whether to stop waiting for answers.
         """
         unknown = _NOT_COLLECTED
         try:
@@ -319,7 +322,10 @@ class StatusExchange:
         return Survey({self._rank: own}, unknown=unknown)
 
     def _recent_summary(self) -> Survey | None:
-        """Return answers of just now: those whose collective failed a little later need no more."""
+        """Return the latest summary if it is recent enough for a rank that fails a little later.
+
+        None: the latest summary is too old.
+        """
         with self._is_new:
             is_recent = time.monotonic() - self._summarised_at < ANSWER_TIME
             return _decode(self.summary) if is_recent else None
@@ -328,7 +334,7 @@ class StatusExchange:
         deadline = time.monotonic() + ANSWER_TIME
         self._tell_all(2 * question)
         while True:
-            # Before the answers: who ends now has answered or is in the next look's list.
+            # Before the answers: a rank that ends now has answered, or is in the next poll's list.
             ended = self.ended()
             answered = _numbers(self._store.get(f"answered/{question}"))
             if len(answered | ended.keys()) >= self._world_size or time.monotonic() > deadline:
@@ -369,7 +375,7 @@ class StatusExchange:
     # -- ending
 
     def report(self, status: RankStatus) -> None:
-        """Report that this rank has failed by itself; whoever asks from here on hears of it.
+        """Report that this rank has failed by itself, for ranks that ask later.
 
         Raises:
             RuntimeError: the store does not answer.
@@ -386,15 +392,15 @@ class StatusExchange:
         return _status(json.loads(self._store.get(f"error/{first}")))
 
     def mark_joined(self) -> None:
-        """Tell that this rank is connected to all others; the last one tells all."""
+        """Report that this rank is connected to all others; the last rank informs all ranks."""
         with contextlib.suppress(RuntimeError):  # it is busy: who leaves first waits longer
             if self._store.add("joined", 1) == self._world_size:
                 self._store.set("all joined", "")
 
     def wait_for_all_to_join(self, seconds: float) -> None:
-        """Return once all ranks are connected, or this time has gone by.
+        """Wait until all ranks are connected, for at most this time.
 
-        A rank that left before would close connections that another one is still making.
+        A rank that left earlier would close connections that another rank is still making.
 
         Raises:
             RuntimeError: the store does not answer.
@@ -404,7 +410,7 @@ class StatusExchange:
             time.sleep(0.005)
 
     def mark(self, how: str) -> None:
-        """Write down that this rank's script is over, "done" or "failed".
+        """Report the end of this rank's script: "done" or "failed".
 
         Raises:
             RuntimeError: the store does not answer.
@@ -412,7 +418,7 @@ class StatusExchange:
         self._store.append("ended", f"{self._rank}:{how},")
 
     def ended(self) -> dict[int, str]:
-        """Return the ranks whose script is over, and how it ended.
+        """Return "done" or "failed" for each rank that has reported the end of its script.
 
         Raises:
             RuntimeError: the store does not answer.
@@ -424,7 +430,7 @@ class StatusExchange:
         return {int(rank): how for rank, _, how in marks}
 
     def leave(self) -> None:
-        """End the thread that waits; nobody is answered from here on."""
+        """End the waiting thread: this rank answers no further queries."""
         if self._left.is_set() or not self._thread.is_alive():
             return
         self._left.set()
@@ -435,7 +441,7 @@ class StatusExchange:
         self._thread.join(ANSWER_TIME)
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Release the store."""
         self._store.close()
         del self._waiting
 
@@ -459,7 +465,7 @@ def ranges(ranks: Iterable[int]) -> str:
 
 
 def by_place(answers: Iterable[RankStatus]) -> dict[str, list[int]]:
-    """Return the ranks at each place, the place of the lowest rank first."""
+    """Return the ranks at each position, the position of the lowest rank first."""
     places: dict[str, list[int]] = {}
     for status in sorted(answers, key=lambda status: status.rank):
         places.setdefault(status.place, []).append(status.rank)
