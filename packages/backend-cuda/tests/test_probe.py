@@ -270,6 +270,16 @@ def test_compute_modes_that_keep_us_out_are_problems(nvml: Callable[..., None]) 
     assert answer.gpus[1].problem.startswith("is in exclusive use by the process 4711 (")
 
 
+def test_a_gpu_that_does_not_say_its_memory_is_used(nvml: Callable[..., None]) -> None:
+    def unknown(handle: int) -> Any:
+        raise pynvml.NVMLError_Unknown
+
+    nvml(nvmlDeviceGetMemoryInfo=unknown)
+    answer = probe.driver()
+    assert isinstance(answer, Driver)
+    assert [(gpu.memory, gpu.problem) for gpu in answer.gpus] == [(None, ""), (None, "")]
+
+
 def test_a_driver_that_is_missing_or_broken_is_said(nvml: Callable[..., None]) -> None:
     def missing() -> None:
         raise pynvml.NVMLError_LibraryNotFound

@@ -230,9 +230,10 @@ def _gpus(nvml: Any) -> Iterator[GPU]:
 
 
 def _memory(nvml: Any, handle: Any) -> int | None:
-    with _unsupported_is_nothing(nvml):
+    try:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
-    return None
+    except nvml.NVMLError:
+        return None  # the GPU can be used all the same
 
 
 def _instances(nvml: Any, handle: Any) -> Iterator[tuple[str, int | None]]:

@@ -86,6 +86,13 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         self._kept = {number: "optimizer" for number, size in self._sizes.items() if size}
 
+    def note_inputs(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors, and no longer as kept: the same batch may be trained on again."""
+        inputs = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+        self.add(inputs)
+        for tensor in inputs:
+            self._kept.pop(self._numbers.get(_storage(tensor)._cdata, -1), None)
+
     def add(self, tensors: Iterable[Any]) -> None:
         """Count tensors that were made before the meter was entered."""
         for tensor in tensors:

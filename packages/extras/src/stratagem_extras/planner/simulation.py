@@ -396,7 +396,7 @@ class _Step(TrainStep):
 
     def begin(self, micro_batch: Any) -> Any:
         self.enter("forward")
-        self.meter.add(tree_leaves(micro_batch))
+        self.meter.note_inputs(tree_leaves(micro_batch))
         return self.convert(micro_batch)
 
     def loss(self, part: Any, *, converted: bool = False) -> Tensor:

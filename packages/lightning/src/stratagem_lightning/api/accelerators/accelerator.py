@@ -49,7 +49,7 @@ class Accelerator(accelerators.Accelerator, metaclass=InstanceCheck):
         ...     @staticmethod
         ...     def is_available(): return True
         >>> Own().availability()
-        Availability(count=1, reason='Own', auto_count=None, indexed=True, problems=())
+        Availability(count=1, reason='Own', auto_count=None, indexed=True, problems=(), memory=None)
         >>> Own().device(0)
         device(type='cpu')
     """
