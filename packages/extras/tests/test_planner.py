@@ -222,6 +222,8 @@ def test_a_model_that_needs_values_is_planned_without_them_and_the_plan_says_so(
     reads = plan_memory(lambda: Odd("item"), torch.zeros(4, 10), **options)
     assert reads.strategies[0].how == "simulated"
     assert re.search(r"test_planner\.py:\d+ reads a value of a tensor: 1 here", reads.notes[0])
+    with pytest.raises(ConfigurationError, match='missing the required "forward" function'):
+        plan_memory(lambda: nn.ModuleList([nn.Linear(10, 10)]), torch.zeros(4, 10))
     with pytest.raises(ConfigurationError, match="no parameter with requires_grad=True"):
         plan_memory(lambda: Odd("mask").requires_grad_(False), torch.zeros(4, 10))
 

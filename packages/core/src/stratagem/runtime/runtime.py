@@ -10,7 +10,9 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
+
+from torch import nn
 
 from stratagem.discovery.hints import missing_backend
 from stratagem.discovery.registry import get_registry, nearest_of
@@ -41,9 +43,6 @@ from stratagem.plan.resolution import resolve
 from stratagem.plan.step_options import StepOptions
 from stratagem.rng import inherit_rng, inherited_rng
 from stratagem.runtime.checkpoint_writer import CheckpointWriter
-
-if TYPE_CHECKING:
-    from torch import nn
 
 Devices = int | str | list[int] | tuple[int, ...] | None
 """How many (an int; -1: all), which ([1, 4] or "1, 4"), or "auto"."""

@@ -29,7 +29,7 @@ from stratagem_extras.planner.simulation import (
 
 _log = logging.getLogger(__name__)
 
-_USABLE = 0.9
+USABLE = 0.9
 """The part of a device's memory that a plan may fill: allocators keep some, and libraries too."""
 _EFFICIENCY = 0.4
 """The part of a device's floating-point operations that large models reach."""
@@ -491,8 +491,8 @@ def _options(spec: StrategySpec) -> dict[str, Any]:
 
 
 def _fits(row: PlannedStrategy, capacity: int, host: int | None, devices: int) -> bool:
-    in_host = host is None or row.on_host * devices <= _USABLE * host
-    return row.on_device <= _USABLE * capacity and in_host
+    in_host = host is None or row.on_host * devices <= USABLE * host
+    return row.on_device <= USABLE * capacity and in_host
 
 
 def _judged(

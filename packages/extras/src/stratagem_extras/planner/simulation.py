@@ -61,10 +61,9 @@ _WITHOUT_VALUES = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     GuardOnDataDependentSymNode,
-    NotImplementedError,
     UnsupportedOperatorException,
 )
-_NEEDS_MEMORY = re.compile(r"numpy|data pointer|data_ptr|access storage")
+_NEEDS_MEMORY = re.compile(r"numpy|data pointer|data_ptr|access storage|'Meta' backend")
 _FEW, _MORE = 3, 4
 """How many of equal layers are run; what further ones hold is extrapolated from the two."""
 
@@ -346,7 +345,7 @@ def needs_values(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, _WITHOUT_VALUES) or _NEEDS_MEMORY.search(str(error)):
             return True
-        error = error.__cause__ or error.__context__
+        error = error.__cause__
     return False
 
 

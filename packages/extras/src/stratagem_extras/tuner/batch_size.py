@@ -96,7 +96,7 @@ def predicted_size(trainer: Trainer, model: Module, loader: Any, size: int) -> i
     found = trainer.strategy.accelerator.availability()
     if (capacity := found.memory) is None or not found.indexed:
         return 0  # a host that is full ends the process
-    from stratagem_extras.planner.plan import plan_memory
+    from stratagem_extras.planner.plan import USABLE, plan_memory
 
     try:
         batch = next(iter(loader))
@@ -114,7 +114,7 @@ def predicted_size(trainer: Trainer, model: Module, loader: Any, size: int) -> i
         _log.debug("no batch size is predicted: %s", error)
         return 0
     held, more = (plan.strategies[0].on_device for plan in plans)
-    room = int(0.9 * capacity) - held
+    room = int(USABLE * capacity) - held
     return size + (size * room // (more - held) if more > held else 0)
 
 

@@ -50,8 +50,6 @@ def shard_model(
         if part in chosen or part is root:
             before = [p for p in part.parameters() if not isinstance(p, DTensor)]
             shard(part)
-            if part in chosen:
-                part.register_forward_hook(_free_casts)
             kept = {id(p) for p in part.parameters()}
             for parameter in before:
                 if id(parameter) not in kept:
@@ -137,6 +135,15 @@ def _initialise(part: nn.Module, device: torch.device, *, name: str) -> None:
                 part._parameters[key] = getattr(parameter, _SUCCESSOR)
             else:
                 setattr(parameter, _SUCCESSOR, part._parameters[key])
+
+
+def free_casts(groups: Collection[nn.Module]) -> None:
+    """Free autocast's copies of a group's parameters after the group's forward pass.
+
+    Autocast keeps them until the whole forward pass ends, when every group would have its copies.
+    """
+    for group in groups:
+        group.register_forward_hook(_free_casts)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

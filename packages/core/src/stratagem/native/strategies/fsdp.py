@@ -28,7 +28,7 @@ from stratagem.interfaces.components import Components
 from stratagem.native.plugin import FSDP
 from stratagem.native.sharding.layout import find_replicated
 from stratagem.native.sharding.reductions import Reductions
-from stratagem.native.sharding.shard_model import shard_model
+from stratagem.native.sharding.shard_model import free_casts, shard_model
 from stratagem.native.sharding.wrap_policy import WrapPolicy, check_policy, find_groups
 from stratagem.native.strategies.sharded import ShardedStrategy
 
@@ -235,6 +235,8 @@ class FSDPStrategy(ShardedStrategy):
             "ignored_params": ignored,
         }
         shard_model(module, groups, lambda part: fully_shard(part, **arguments), self.device)
+        if self.precision.forward_context() is not None:
+            free_casts(groups)
         self._set_prefetch(module, groups)
         if self.find_unused_parameters:
             module.set_reduce_scatter_unused_params(True)  # type: ignore[operator]

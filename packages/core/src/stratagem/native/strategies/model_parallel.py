@@ -18,7 +18,7 @@ from stratagem.native.plugin import MODEL_PARALLEL
 from stratagem.native.sharding.deferred import DeferredBuild
 from stratagem.native.sharding.layout import find_replicated
 from stratagem.native.sharding.reductions import Reductions
-from stratagem.native.sharding.shard_model import give_values, shard_model
+from stratagem.native.sharding.shard_model import free_casts, give_values, shard_model
 from stratagem.native.sharding.wrap_policy import WrapPolicy, check_policy, find_groups
 from stratagem.native.strategies.sharded import ShardedStrategy
 
@@ -166,6 +166,8 @@ class ModelParallelStrategy(ShardedStrategy):
             "ignored_params": set(find_replicated(module)),
         }
         shard_model(module, groups, lambda part: fully_shard(part, **arguments), self.device)
+        if self.precision.forward_context() is not None:
+            free_casts(groups)
         Reductions(self.device, self.device_mesh["data_parallel"].get_group()).watch(module)
 
     def _check_divided(self, module: nn.Module) -> None:
