@@ -19,6 +19,9 @@ from stratagem.errors import ConfigurationError
 from stratagem.lite import LiteModule, collect, restore
 from stratagem.precision import TruePrecision
 from stratagem.strategies import Ranks
+
+# `strategy.accelerator` answers what Lightning's do once this module is imported.
+from stratagem_lightning.api.accelerators import accelerator as accelerator
 from stratagem_lightning.api.instance_check import InstanceCheck, of_class
 from stratagem_lightning.api.strategies.filtering import Filter, filtered
 
