@@ -26,7 +26,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
 def test_weights_are_those_of_one_process(strategy: str, weights: Weights) -> None:
     expected = dict(weights["single_device"])
     assert weights[strategy].keys() == expected.keys()
-    assert len(expected) == 31
+    assert len(expected) == 32
     for case, numbers in expected.items():
         assert weights[strategy][case] == pytest.approx(numbers, rel=0, abs=1e-6), case
     unchanged = expected.pop("unchanged")
@@ -47,3 +47,22 @@ def test_parameters_that_ddp_still_waits_for_are_named(tmp_path: Path) -> None:
     frozen = "backbone.0.weight (frozen since DDP was made), backbone.0.bias (frozen since DDP was"
     assert f"unused: {frozen}" in done.stderr
     assert "head" not in done.stderr.partition("unused: ")[2].partition(". Let")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (
+            "decaying",
+            "the parameter 'head.weight' was changed between the forward and the backward",
+        ),
+        ("replace_data", "the sharded parameter 'head.weight', or its `.data`, was replaced"),
+        ("replace_parameter", "the sharded parameter 'head.weight', or its `.data`, was replaced"),
+        ("add_plain_tensor", "a sharded parameter (a DTensor) was used together with a plain"),
+        ("call_layer", "Call the model itself rather than its layers, under torch.no_grad()"),
+    ],
+)
+def test_changes_that_fsdp_would_lose_are_refused(case: str, expected: str, tmp_path: Path) -> None:
+    done = run_file(SCRIPT, case, "2", folder=tmp_path, expect=1)
+    assert expected in done.stderr

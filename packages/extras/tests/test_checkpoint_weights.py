@@ -1,4 +1,4 @@
-"""`stratagem checkpoint convert` and `average`, compared with the library and with the mean."""
+"""`stratagem checkpoint consolidate`, `convert` and `average`, compared with the library and with the mean."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from stratagem import Lite, Module, Trainer
-from stratagem.checkpoint import SingleFileCheckpointIO
+from stratagem.checkpoint import DirectoryCheckpointIO, SingleFileCheckpointIO
 from stratagem.cli import run_command
 
 
@@ -72,6 +72,16 @@ def trained(tmp_path: Path) -> list[Path]:
 
 
 # ---------------------------------------------------------------- convert
+
+
+def test_consolidate_makes_one_file_of_a_directory(tmp_path: Path) -> None:
+    source, target = tmp_path / "parts.ckpt", tmp_path / "one.ckpt"
+    weight = torch.arange(6.0)
+    DirectoryCheckpointIO().save_checkpoint({"state_dict": {"weight": weight}}, source)
+    said = stratagem("consolidate", source, target)
+    assert said == f"{target}: {target.stat().st_size} bytes"
+    assert torch.equal(torch.load(target, weights_only=True)["state_dict"]["weight"], weight)
+    assert "is there already" in stratagem("consolidate", source, target, code=1)
 
 
 def test_the_library_reads_what_convert_writes(tmp_path: Path) -> None:

@@ -119,6 +119,42 @@ def forget_momentum(net: Net) -> None:
         state["momentum_buffer"].zero_()
 
 
+def shrink_by_output(net: Net) -> None:
+    """Call the model without gradients, and shrink a layer by what it returns."""
+    net.eval()
+    with torch.no_grad():
+        size = float(net(torch.ones(2, 4)).abs().mean())
+        net.head.weight.mul_(1 / (1 + size))
+    net.train()
+
+
+def replace_data(net: Net) -> None:
+    net.head.weight.data = torch.zeros(1, 6)
+
+
+def replace_parameter(net: Net) -> None:
+    net.head.weight = nn.Parameter(torch.zeros(1, 6))
+
+
+def add_plain_tensor(net: Net) -> None:
+    with torch.no_grad():
+        net.head.weight.add_(torch.ones(1, 6))
+
+
+def call_layer(net: Net) -> None:
+    net.head(torch.ones(2, 6))
+
+
+class Decaying(Net):
+    """Changes its weights between the forward and the backward pass."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            self.head.weight.mul_(0.99)
+        return loss
+
+
 START, END = "on_train_epoch_start", "on_train_epoch_end"
 HALVED_IN = (
     *(START, END, "on_train_batch_end", "on_train_batch_start", "on_before_zero_grad"),
@@ -159,8 +195,19 @@ CASES: dict[str, Callable[[], list[Callback]]] = {
     "shrunk as a list": lambda: [at("on_validation_epoch_end", (1,), shrink_by_list)],
     "slower": lambda: [at(START, (1, 2), slower)],
     "momentum forgotten": lambda: [at(END, (1,), forget_momentum)],
+    "shrunk by what the model returns": lambda: [at(END, (0, 1), shrink_by_output)],
     "average": lambda: [EMAWeightAveraging(decay=0.5)],
     **{f"halved in {hook}": (lambda hook=hook: [at(hook, (1, 2), halve)]) for hook in HALVED_IN},
+}
+
+
+# What FSDP2 would ignore, or ends with an error of its own.
+REFUSED: dict[str, Callable[[], list[Callback]]] = {
+    "decaying": list,
+    **{
+        change.__name__: (lambda change=change: [at(END, (0,), change)])
+        for change in (replace_data, replace_parameter, add_plain_tensor, call_layer)
+    },
 }
 
 
@@ -179,13 +226,13 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 
 
 def fit(case: str, name: str, ranks: int) -> list[float]:
-    net = HeadFirst() if case == "finetuning" else Net()
+    net = {"finetuning": HeadFirst, "decaying": Decaying}.get(case, Net)()
     trainer = Trainer(
         accelerator="cpu",
         strategy=STRATEGIES[name](),
         devices=ranks,
-        max_epochs=EPOCHS,
-        callbacks=CASES[case](),
+        max_epochs=1 if case == "replace_parameter" else EPOCHS,
+        callbacks={**CASES, **REFUSED}[case](),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -228,6 +275,9 @@ def add_a_layer(net: Net) -> None:
 
 
 def main(name: str, ranks: int) -> None:
+    if name in REFUSED:
+        fit(name, "fsdp", ranks)
+        return
     if name == "ddp_added":
         CASES["added"] = lambda: [at(START, (1,), add_a_layer)]
         fit("added", "ddp", ranks)

@@ -87,6 +87,11 @@ COMMANDS = (
     ("test", "cli.commands:test", "Test a model that a config file describes."),
     ("predict", "cli.commands:predict", "Predict with a model that a config file describes."),
     (
+        "checkpoint consolidate",
+        "checkpoints.commands:consolidate",
+        "Make one file of a checkpoint that is a directory.",
+    ),
+    (
         "checkpoint convert",
         "checkpoints.commands:convert",
         "Write the weights in a checkpoint as a safetensors file, or a whole one for Lightning.",

@@ -67,10 +67,6 @@ COMMANDS = {
         "stratagem.cli.checkpoint:verify",
         "Read checkpoints whole and compare them with their checksums.",
     ),
-    "checkpoint consolidate": (
-        "stratagem.cli.checkpoint:consolidate",
-        "Make one file of a checkpoint that is a directory.",
-    ),
 }
 """Core's commands: what users type, the function that runs it, and the line for `--help`.
 

@@ -1,7 +1,4 @@
-"""`stratagem checkpoint inspect`, `verify` and `consolidate`.
-
-The commands that need torch are in files of their own, `durability.py` and `weights.py`.
-"""
+"""`stratagem checkpoint inspect` and `verify`: what a checkpoint is, without torch."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratagem.checkpoint.catalog import Description, describe_checkpoint, find_format
@@ -38,11 +34,6 @@ _VERIFY = """Read checkpoints whole and compare them with their checksums.
 
 Each has a line of output. A checkpoint of a plugin's format is verified by that format. The exit
 code is 1 if one of them is damaged, or has no checksum.
-"""
-
-_CONSOLIDATE = """Make one file of a checkpoint that is a directory.
-
-The checkpoint is checked first. The exit code is 1 if it is damaged, or the file is there already.
 """
 
 
@@ -144,23 +135,6 @@ def _facts_of_another(path: str, name: str, checkpoint_io: CheckpointIO) -> dict
         **{key: contents[key] for key in known if isinstance(contents.get(key), (int, str))},
         "contents": [format_text(str(key)) for key in contents],
     }
-
-
-def consolidate(arguments: Sequence[str]) -> int:
-    """Convert a directory checkpoint to a single file; return the exit code."""
-    parser = parser_of("checkpoint consolidate", _CONSOLIDATE, json=False)
-    parser.add_argument("source", type=Path, help="a checkpoint: a file or a directory")
-    parser.add_argument("target", type=Path, help="the file to write")
-    options = parser.parse_args(arguments)
-    from stratagem.checkpoint import consolidate_checkpoint
-
-    try:
-        consolidate_checkpoint(options.source, options.target)
-    except (CheckpointError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(f"{options.target}: {options.target.stat().st_size} bytes")
-    return 0
 
 
 def _facts(description: Description) -> dict[str, Any]:

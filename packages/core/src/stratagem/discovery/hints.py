@@ -6,9 +6,9 @@ import functools
 import os
 import re
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
 from stratagem.discovery.entry_points import read_text
-from stratagem.discovery.known_names import KNOWN_NAMES
 
 NVIDIA = "/proc/driver/nvidia"
 """The folder in which the driver lists its GPUs."""
@@ -23,12 +23,12 @@ _THIRD_PARTIES = {
 
 @functools.cache
 def _known() -> Mapping[tuple[str, str], tuple[str, ...]]:
-    """Return the known names by distribution and kind."""
-    rows = (line.partition(": ") for line in KNOWN_NAMES.strip().splitlines())
+    """Return the known names by distribution and kind; scripts/known_names.py writes the file."""
     found: dict[tuple[str, str], tuple[str, ...]] = {}
-    for head, _, names in rows:
+    for line in Path(__file__).with_name("known_names.txt").read_text().splitlines():
+        head, _, names = line.partition(": ")
         distribution, _, kind = head.partition(" ")
-        found[distribution, kind] = (*found.get((distribution, kind), ()), *names.split(", "))
+        found[distribution, kind] = tuple(names.split(", "))
     return found
 
 

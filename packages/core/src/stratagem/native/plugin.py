@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from stratagem.discovery import (
@@ -158,28 +159,29 @@ def _ddp(name: str, init_args: dict[str, bool]) -> StrategySpec:
     )
 
 
+_strategy = partial(StrategySpec, api_version=1)
+_launcher = partial(LauncherSpec, api_version=1)
+_environment = partial(ClusterEnvironmentSpec, api_version=1)
+
 _COMPONENTS: tuple[ComponentSpec, ...] = (
-    StrategySpec(
+    _strategy(
         name="single_device",
         target=f"{_STRATEGIES}.single_device:SingleDeviceStrategy",
-        api_version=1,
         summary="One process, one device",
         capabilities=SINGLE_DEVICE,
     ),
     *(_ddp(name, init_args) for name in _DDP_NAMES for init_args in _UNUSED),
-    StrategySpec(
+    _strategy(
         name="dp",
         target=f"{_STRATEGIES}.single_device:DataParallelStrategy",
-        api_version=1,
         summary="DataParallel, one process for several GPUs; deprecated, use ddp",
         capabilities=DP,
         incompatible_because=_dp_incompatible_because,
     ),
     *(
-        StrategySpec(
+        _strategy(
             name=name,
             target=f"{_STRATEGIES}.fsdp:FSDPStrategy",
-            api_version=1,
             summary=summary,
             capabilities=FSDP,
             init_args=arguments,
@@ -188,10 +190,9 @@ _COMPONENTS: tuple[ComponentSpec, ...] = (
         )
         for name, arguments, shards, summary in _FSDP_ROWS
     ),
-    StrategySpec(
+    _strategy(
         name="model_parallel",
         target=f"{_STRATEGIES}.model_parallel:ModelParallelStrategy",
-        api_version=1,
         summary="Tensor parallelism by a function of yours, sharded over the other ranks",
         capabilities=MODEL_PARALLEL,
         shards=_ALL,
@@ -223,40 +224,35 @@ _COMPONENTS: tuple[ComponentSpec, ...] = (
         )
         for name, target, summary in _CHECKPOINT_ROWS
     ),
-    LauncherSpec(
+    _launcher(
         name="in_process",
         target="stratagem.native.launchers.in_process:InProcessLauncher",
-        api_version=1,
         summary="The current process, alone",
         starts_ranks=False,
         interactive=True,
     ),
-    LauncherSpec(
+    _launcher(
         name="external",
         target="stratagem.native.launchers.in_process:ExternalLauncher",
-        api_version=1,
         summary="The processes are there already (torchrun, a cluster, `stratagem run`)",
         starts_ranks=False,
         interactive=True,
     ),
-    LauncherSpec(
+    _launcher(
         name="script",
         target="stratagem.native.launchers.script:ScriptLauncher",
-        api_version=1,
         summary="This process is the first rank and runs its own command again for the others",
     ),
-    LauncherSpec(
+    _launcher(
         name="spawn",
         target="stratagem.native.launchers.processes:ProcessesLauncher",
-        api_version=1,
         summary="New interpreters, to which the function is pickled; weights come back",
         init_args={"start_method": "spawn"},
         new_processes=True,
     ),
-    LauncherSpec(
+    _launcher(
         name="fork",
         target="stratagem.native.launchers.processes:ProcessesLauncher",
-        api_version=1,
         summary="Copies of this process, also in a notebook; weights come back",
         init_args={"start_method": "fork"},
         interactive=True,
@@ -264,25 +260,22 @@ _COMPONENTS: tuple[ComponentSpec, ...] = (
     ),
     # The priorities follow who starts whom: torchrun may run under any of the others, jsrun sets
     # the variables of mpirun too, and mpirun may start its daemons with srun.
-    ClusterEnvironmentSpec(
+    _environment(
         name="plain",
         target=f"{_ENVIRONMENTS}.variables:PlainEnvironment",
-        api_version=1,
         summary="MASTER_ADDR, MASTER_PORT, WORLD_SIZE, NODE_RANK and LOCAL_RANK, or one node",
     ),
-    ClusterEnvironmentSpec(
+    _environment(
         name="TorchElastic",
         target=f"{_ENVIRONMENTS}.variables:TorchElasticEnvironment",
-        api_version=1,
         summary="torchrun",
         aliases=("TorchElasticEnvironment",),
         variables=("TORCHELASTIC_RUN_ID",),
         priority=20,
     ),
-    ClusterEnvironmentSpec(
+    _environment(
         name="LSF",
         target=f"{_ENVIRONMENTS}.lsf:LSFEnvironment",
-        api_version=1,
         summary="jsrun in an LSF job",
         aliases=("LSFEnvironment",),
         variables=(
@@ -300,10 +293,9 @@ _COMPONENTS: tuple[ComponentSpec, ...] = (
         local_rank_variable="JSM_NAMESPACE_LOCAL_RANK",
         local_world_size=f"{_ENVIRONMENTS}.lsf:local_world_size",
     ),
-    ClusterEnvironmentSpec(
+    _environment(
         name="MPI",
         target=f"{_ENVIRONMENTS}.mpi:MPIEnvironment",
-        api_version=1,
         summary="Open MPI's mpirun",
         aliases=("MPIEnvironment",),
         variables=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -313,10 +305,9 @@ _COMPONENTS: tuple[ComponentSpec, ...] = (
         rank_variable="OMPI_COMM_WORLD_RANK",
         local_rank_variable="OMPI_COMM_WORLD_LOCAL_RANK",
     ),
-    ClusterEnvironmentSpec(
+    _environment(
         name="SLURM",
         target=f"{_ENVIRONMENTS}.slurm:SLURMEnvironment",
-        api_version=1,
         summary="srun in a SLURM job; requeues on SIGUSR1",
         aliases=("SLURMEnvironment",),
         # A batch script has SLURM_PROCID and SLURM_LOCALID as well, but is in no step.
@@ -331,10 +322,9 @@ _COMPONENTS: tuple[ComponentSpec, ...] = (
         local_rank_variable="SLURM_LOCALID",
         local_world_size=f"{_ENVIRONMENTS}.slurm:local_world_size",
     ),
-    ClusterEnvironmentSpec(
+    _environment(
         name="Kubeflow",
         target=f"{_ENVIRONMENTS}.variables:KubeflowEnvironment",
-        api_version=1,
         summary="pods of a Kubeflow PyTorchJob, one process in each",
         aliases=("KubeflowEnvironment",),
         variables=("KUBERNETES_PORT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"),

@@ -1,4 +1,4 @@
-"""`stratagem checkpoint convert` and `average`: the weights of checkpoints, as new files."""
+"""`stratagem checkpoint consolidate`, `convert` and `average`: new files made of checkpoints."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from stratagem.cli import parser_of
 from stratagem.discovery import load_target
 from stratagem.errors import CheckpointError, ConfigurationError
 
+_CONSOLIDATE = """Make one file of a checkpoint that is a directory.
+
+The checkpoint is checked first. The exit code is 1 if it is damaged, or the file is there already.
+"""
+
 _CONVERT = """Write the weights in a checkpoint as a safetensors file, or a whole one for Lightning.
 
 A safetensors file contains nothing but the weights. The source is checked first. The target appears
@@ -22,6 +27,15 @@ _AVERAGE = """Write a checkpoint whose weights are the mean of those of others.
 Numbers are added in float64; integers have to agree. Only weights and hyperparameters are kept.
 The exit code is 1 if they are of different models, or one cannot be read.
 """
+
+
+def consolidate(arguments: Sequence[str]) -> int:
+    """Write a directory checkpoint as a single file; return the exit code."""
+    parser = parser_of("checkpoint consolidate", _CONSOLIDATE, json=False)
+    parser.add_argument("source", type=Path, help="a checkpoint: a file or a directory")
+    parser.add_argument("target", type=Path, help="the file to write")
+    options = parser.parse_args(arguments)
+    return _do("consolidate", options.source, options.target)
 
 
 def convert(arguments: Sequence[str]) -> int:
@@ -65,7 +79,7 @@ def _do(what: str, *arguments: object) -> int:
     do = load_target(f"stratagem_extras.checkpoints.weights:{what}", what=f"checkpoint {what}")
     try:
         print(do(*arguments))
-    except (CheckpointError, ConfigurationError) as error:
+    except (CheckpointError, ConfigurationError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

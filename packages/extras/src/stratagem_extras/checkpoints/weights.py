@@ -15,6 +15,7 @@ from stratagem.checkpoint import (
     FORMAT_VERSION,
     CheckpointIO,
     check_trainer_checkpoint,
+    consolidate_checkpoint,
     find_format,
 )
 from stratagem.discovery import get_registry, require_package
@@ -33,6 +34,16 @@ from stratagem.storage import DurableDirectory, sync_directory
 _OF_TRAINER = "state_dict"
 # Counts of steps, which differ between any two checkpoints of one run.
 _COUNTS = "num_batches_tracked"
+
+
+def consolidate(source: Path, target: Path) -> str:
+    """Write a directory checkpoint as a single file; return what was done.
+
+    Raises:
+        CheckpointError: the source is damaged, or the target is there already.
+    """
+    consolidate_checkpoint(source, target)
+    return f"{target}: {target.stat().st_size} bytes"
 
 
 def convert(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from stratagem.errors import UserCodeError
+from stratagem.native.sharding.user_access import groups_of
 
 
 class Reductions:
@@ -40,12 +41,8 @@ class Reductions:
         root.register_forward_pre_hook(self._begin)
         for part in root.modules():
             if isinstance(part, FSDPModule):
-                state: Any = part._get_fsdp_state()
-                # torch 2.13 has several of them in a module.
-                for group in getattr(state, "_fsdp_param_groups", None) or [
-                    state._fsdp_param_group
-                ]:
-                    if group is not None and "post_backward" not in vars(group):
+                for group in groups_of(part):
+                    if "post_backward" not in vars(group):
                         group.post_backward = self._comparing(group, group.post_backward)
 
     def _begin(self, *_: Any) -> None:

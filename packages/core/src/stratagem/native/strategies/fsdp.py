@@ -50,9 +50,10 @@ class FSDPStrategy(ShardedStrategy):
 
     Ranks run as many batches as each other, also to evaluate: what a sampler divides is made even
     by repeating its first samples, and an IterableDataset must yield as many batches on each rank.
-    Between forward and backward passes, and after an evaluation, the module's parameters are this
-    rank's shards: what a callback changes or freezes there holds. Read whole weights with
-    `Trainer.save_checkpoint` or `Lite.save`, which gather them.
+    Outside of a step's forward and backward pass, the module's parameters are this rank's shards.
+    A callback may change or freeze them there, or call the model without gradients on every rank.
+    A change between the forward and the backward pass would be lost, so it is an error. Read whole
+    weights with `Trainer.save_checkpoint` or `Lite.save`, which gather them.
 
     On CPU, C's allocator keeps what is freed, in the threads of backward and of communication,
     so that a process with sharded parameters would grow as large as one with all of them. This

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -19,9 +19,14 @@ from torch.optim import Optimizer
 
 from stratagem.distributed.allocator import return_freed_memory, use_huge_pages
 from stratagem.distributed.parallel_strategy import ParallelStrategy
-from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.errors import ConfigurationError, StratagemError, UserCodeError
 from stratagem.interfaces.components import Components
-from stratagem.interfaces.prepared_model import Optimizers, PreparedModel, make_optimizers
+from stratagem.interfaces.prepared_model import (
+    Optimizers,
+    PreparedModel,
+    make_optimizers,
+    user_module,
+)
 from stratagem.native.sharding import clipping
 from stratagem.native.sharding.deferred import DeferredBuild
 from stratagem.native.sharding.layout import (
@@ -34,6 +39,11 @@ from stratagem.native.sharding.layout import (
     find_replicated,
     shards_of,
     whole_on_cpu,
+)
+from stratagem.native.sharding.user_access import (
+    check_changes,
+    explain_mixed_tensors,
+    gather_when_called,
 )
 from stratagem.plan.step_options import GradientClip
 from stratagem.state.shards import LazyTensor
@@ -112,6 +122,7 @@ class ShardedStrategy(ParallelStrategy):
         super().__init__(**components)
         self._replicated: list[nn.Parameter] = []
         self._holds_gradients = False
+        self._backwards = 0
 
     @abstractmethod
     def mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -171,13 +182,16 @@ class ShardedStrategy(ParallelStrategy):
                 parameter.__dict__.update(attributes.get(name, {}))
             _gather_once(module)
             module.register_forward_hook(_reshard_without_grad)
+            if isinstance(module, FSDPModule):
+                gather_when_called(module, user_module(module))
             for child in module.children():
                 child.__dict__[_ROOT] = module
         else:
             module = root
             ShardedPrepared(module, module, [], module).reshard()
             _check_still_sharded(module)
-        self._replicated += [p for p in find_replicated(module) if not _is_in(p, self._replicated)]
+        replicated = {id(p): p for p in (*self._replicated, *find_replicated(module))}
+        self._replicated = list(replicated.values())
         made = make_optimizers(optimizers)
         check_parameters(module, made)
         return ShardedPrepared(module, module, made, evaluation_module=module)
@@ -191,6 +205,10 @@ class ShardedStrategy(ParallelStrategy):
 
     def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward; gradients are reduced to shards in it."""
+        assert isinstance(prepared, ShardedPrepared)
+        self._backwards += 1
+        if self._backwards.bit_count() == 1:  # 1, 2, 4, ...: what every step does is found at once
+            check_changes(prepared.groups)
         super().backward(prepared, loss, *args, **kwargs)
         if self._replicated and not self._holds_gradients:
             average_gradients(self._replicated)
@@ -221,6 +239,10 @@ class ShardedStrategy(ParallelStrategy):
         prepared.reshard()
         return super().optimizer_step(prepared, optimizer, closure)
 
+    def explain(self, prepared: PreparedModel, error: RuntimeError) -> StratagemError | None:
+        """Return a clearer error where shards met plain tensors; see `Strategy.explain`."""
+        return explain_mixed_tensors(error)
+
     @contextmanager
     def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
         """Give every rank the buffers of rank 0, which are the ones that are saved."""
@@ -238,6 +260,7 @@ class ShardedStrategy(ParallelStrategy):
         """
         assert isinstance(prepared, ShardedPrepared)
         prepared.reshard()
+        check_changes(prepared.groups)
         return self._to_save(prepared.original.state_dict())
 
     def load_model_state(
@@ -389,7 +412,3 @@ def _check_still_sharded(root: nn.Module) -> None:
 def _fits(own: Any, value: Any) -> bool:
     kinds = Tensor, LazyTensor
     return isinstance(own, Tensor) and isinstance(value, kinds) and own.shape == value.shape
-
-
-def _is_in(parameter: nn.Parameter, known: Sequence[nn.Parameter]) -> bool:
-    return any(parameter is other for other in known)

@@ -1,0 +1,97 @@
+"""What user code does with a sharded model outside its forward pass: calls it, or changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import FSDPModule
+
+from stratagem.errors import UserCodeError
+
+
+def groups_of(part: FSDPModule) -> list[Any]:
+    """Return FSDP2's parameter groups of one module; torch 2.13 has several in a module."""
+    state: Any = part._get_fsdp_state()
+    return getattr(state, "_fsdp_param_groups", None) or [*filter(None, [state._fsdp_param_group])]
+
+
+def gather_when_called(root: FSDPModule, model: nn.Module) -> None:
+    """Let hooks call the user's model without gradients, for example to sample from it.
+
+    The parameters outside of groups are gathered in the forward pass of `root`, which such a call
+    does not run. Every rank makes the call.
+    """
+    gathered: list[bool] = []
+
+    def before(*_: Any) -> None:
+        gathered.append(not torch.is_grad_enabled() and any(g.is_sharded for g in groups_of(root)))
+        if gathered[-1]:
+            root.unshard()
+
+    def after(*_: Any) -> None:
+        if gathered.pop():
+            root.reshard()
+
+    model.register_forward_pre_hook(before)
+    model.register_forward_hook(after, always_call=True)
+
+
+def check_changes(parts: Iterable[FSDPModule]) -> None:
+    """Check that user code has changed no parameter in a way that FSDP2 does not notice.
+
+    Raises:
+        UserCodeError: names the parameter.
+    """
+    for group in (group for part in parts for group in groups_of(part)):
+        for parameter in group.fsdp_params:
+            name = str(parameter._param_fqn).removeprefix("module.")
+            info, shard = parameter._module_info, parameter.sharded_param
+            registered = getattr(info.module, info.param_name)
+            if group.is_unsharded and _differs_from_shard(parameter, registered):
+                raise UserCodeError(
+                    f"the parameter {name!r} was changed between the forward and the backward "
+                    "pass. FSDP2 frees this gathered copy, so the change would be lost: change "
+                    "parameters in on_train_batch_start, on_train_batch_end or later"
+                )
+            # The address of a DTensor is 0.
+            if (group.is_sharded and registered is not shard) or shard.data_ptr():
+                raise UserCodeError(
+                    f"the sharded parameter {name!r}, or its `.data`, was replaced by another "
+                    "tensor, which FSDP2 does not use: change the parameter in place, under "
+                    "torch.no_grad(), for example by parameter.copy_(torch.distributed.tensor."
+                    "distribute_tensor(values, parameter.device_mesh, parameter.placements))"
+                )
+
+
+def _differs_from_shard(parameter: Any, registered: Any) -> bool:
+    """Return whether this rank's part of a gathered parameter differs from its shard."""
+    whole, shard = parameter._unsharded_param, parameter.sharded_param._local_tensor
+    if registered is not whole:
+        return True
+    whole = getattr(whole, "_local_tensor", whole)  # of a DTensor, where layers are divided too
+    if isinstance(whole, FakeTensor) or hasattr(shard, "fsdp_post_all_gather"):
+        return False
+    mesh, dim = parameter.mesh_info, parameter.fsdp_placement.dim
+    size = -(-whole.shape[dim] // mesh.shard_mesh_size)
+    start = min(mesh.shard_mesh_rank * size, whole.shape[dim])
+    own = whole.detach().narrow(dim, start, shard.shape[dim])
+    shard = shard.detach().to(own.device, own.dtype)
+    # By bits, since NaN differs from NaN.
+    return not torch.equal(*(one.contiguous().view(torch.uint8) for one in (own, shard)))
+
+
+def explain_mixed_tensors(error: RuntimeError) -> UserCodeError | None:
+    """Return a clearer error where shards met plain tensors; None for other errors."""
+    if "mixed torch.Tensor and DTensor" not in str(error):
+        return None
+    return UserCodeError(
+        "a sharded parameter (a DTensor) was used together with a plain tensor: outside of its "
+        "forward pass a model has shards. Call the model itself rather than its layers, under "
+        "torch.no_grad(), on every rank; read whole weights with parameter.full_tensor() on every "
+        "rank; or convert the plain tensor by torch.distributed.tensor.distribute_tensor(tensor, "
+        "parameter.device_mesh, parameter.placements)"
+    )
