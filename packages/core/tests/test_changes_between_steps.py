@@ -59,7 +59,11 @@ def test_parameters_that_ddp_still_waits_for_are_named(tmp_path: Path) -> None:
         ),
         ("replace_data", "the sharded parameter 'head.weight', or its `.data`, was replaced"),
         ("replace_parameter", "the sharded parameter 'head.weight', or its `.data`, was replaced"),
-        ("add_plain_tensor", "a sharded parameter (a DTensor) was used together with a plain"),
+        (
+            "add_plain_tensor",
+            "a sharded parameter (a DTensor) was used where a whole tensor is needed",
+        ),
+        ("read_storage", "read or save whole weights as parameter.full_tensor(), on every rank"),
         ("call_layer", "Call the model itself rather than its layers, under torch.no_grad()"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`stratagem checkpoint consolidate`, `convert` and `average`, compared with the library and with the mean."""
+"""`stratagem checkpoint consolidate`, `convert` and `average`, beside the library and the mean."""
 
 from __future__ import annotations
 

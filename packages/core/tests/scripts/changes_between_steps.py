@@ -145,6 +145,11 @@ def call_layer(net: Net) -> None:
     net.head(torch.ones(2, 6))
 
 
+def read_storage(net: Net) -> None:
+    """Read memory as a format for weights does when it saves them."""
+    net.head.weight.untyped_storage().data_ptr()
+
+
 class Decaying(Net):
     """Changes its weights between the forward and the backward pass."""
 
@@ -208,6 +213,7 @@ REFUSED: dict[str, Callable[[], list[Callback]]] = {
         change.__name__: (lambda change=change: [at(END, (0,), change)])
         for change in (replace_data, replace_parameter, add_plain_tensor, call_layer)
     },
+    "read_storage": lambda: [at("on_train_end", (EPOCHS - 1, EPOCHS), read_storage)],
 }
 
 

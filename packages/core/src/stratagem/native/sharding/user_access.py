@@ -84,14 +84,14 @@ def _differs_from_shard(parameter: Any, registered: Any) -> bool:
     return not torch.equal(*(one.contiguous().view(torch.uint8) for one in (own, shard)))
 
 
-def explain_mixed_tensors(error: RuntimeError) -> UserCodeError | None:
-    """Return a clearer error where shards met plain tensors; None for other errors."""
-    if "mixed torch.Tensor and DTensor" not in str(error):
+def explain_shards(error: RuntimeError) -> UserCodeError | None:
+    """Return a clearer error where code met shards that needs whole tensors; None for others."""
+    if not any(text in str(error) for text in ("mixed torch.Tensor", "invalid python storage")):
         return None
     return UserCodeError(
-        "a sharded parameter (a DTensor) was used together with a plain tensor: outside of its "
+        "a sharded parameter (a DTensor) was used where a whole tensor is needed: outside of its "
         "forward pass a model has shards. Call the model itself rather than its layers, under "
-        "torch.no_grad(), on every rank; read whole weights with parameter.full_tensor() on every "
-        "rank; or convert the plain tensor by torch.distributed.tensor.distribute_tensor(tensor, "
-        "parameter.device_mesh, parameter.placements)"
+        "torch.no_grad(), on every rank; read or save whole weights as parameter.full_tensor(), "
+        "on every rank; or convert a plain tensor by torch.distributed.tensor.distribute_tensor("
+        "tensor, parameter.device_mesh, parameter.placements)"
     )

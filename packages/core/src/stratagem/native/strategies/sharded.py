@@ -42,7 +42,7 @@ from stratagem.native.sharding.layout import (
 )
 from stratagem.native.sharding.user_access import (
     check_changes,
-    explain_mixed_tensors,
+    explain_shards,
     gather_when_called,
 )
 from stratagem.plan.step_options import GradientClip
@@ -240,8 +240,8 @@ class ShardedStrategy(ParallelStrategy):
         return super().optimizer_step(prepared, optimizer, closure)
 
     def explain(self, prepared: PreparedModel, error: RuntimeError) -> StratagemError | None:
-        """Return a clearer error where shards met plain tensors; see `Strategy.explain`."""
-        return explain_mixed_tensors(error)
+        """Return a clearer error where code met shards; see `Strategy.explain`."""
+        return explain_shards(error)
 
     @contextmanager
     def evaluation(self, prepared: PreparedModel) -> Iterator[None]:

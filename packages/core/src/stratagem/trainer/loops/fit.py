@@ -80,13 +80,13 @@ def fit(run: Run, prepared: PreparedModel, step: Step) -> None:
             if not step.has_loss:
                 check_that_it_ends(run, before)
             progress.next_epoch()
+        with module.logging_to(None):
+            hooks.call("on_train_end")
     except RuntimeError as error:
         explained = step.explain(error) or run.strategy.explain(prepared, error)
         if explained is None:
             raise
         raise explained from error
-    with module.logging_to(None):
-        hooks.call("on_train_end")
     run.strategy.end_training(prepared)
 
 
