@@ -21,7 +21,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from stratagem import Module, Trainer, seed_everything
 
-WORDS, LENGTH = 100, 16
+WORDS, LENGTH = 20, 8
 Batch = tuple[Tensor, Tensor]
 
 
@@ -47,7 +47,7 @@ def tiny_bert() -> BertForSequenceClassification:
 
 
 class Classifier(Module):
-    def __init__(self, rank: int = 8, lr: float = 1e-2) -> None:
+    def __init__(self, rank: int = 8, lr: float = 5e-3) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.lr = lr
@@ -55,7 +55,7 @@ class Classifier(Module):
         lora = LoraConfig(
             r=rank,
             lora_alpha=2 * rank,
-            target_modules=["query", "value"],
+            target_modules=["query", "value", "dense"],
             modules_to_save=["classifier"],
         )
         self.bert = get_peft_model(tiny_bert(), lora)
@@ -81,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--strategy", default="auto")
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=8)
     options = parser.parse_args()
     seed_everything(1)
     train = DataLoader(sentences(1024, seed=1), batch_size=32 // options.devices, shuffle=True)
