@@ -211,19 +211,65 @@ def test_rows_are_aligned_and_lines_in_cells_joined() -> None:
     assert aligned(rows) == "name    what\na       first second\nlonger"
 
 
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, width: int, **variables: str) -> None:
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for name, value in {"COLUMNS": str(width), **variables}.items():
+        monkeypatch.setenv(name, value)
+
+
 def test_a_table_on_a_narrow_terminal_is_folded_not_cut(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "30")
+    on_a_terminal(monkeypatch, 30, NO_COLOR="1")
     text = "abcdefghijklmnopqrstuvwxyz0123456789"
     print_table(("name", "what"), [("[bold]", text)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "name    what"
+    assert lines[1].startswith("[bold]  ")
+    assert all(len(line) <= 30 for line in lines)
+    assert "".join(line[8:] for line in lines[1:]) == text
+
+
+def test_words_and_commands_stay_whole_where_a_line_has_room(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_a_terminal(monkeypatch, 24, NO_COLOR="1")
+    print_table(("a", "b"), [("x", "apt-get install libaio-dev please")])
+    assert capsys.readouterr().out == "a  b\nx  apt-get install\n   libaio-dev please\n"
+
+
+@pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_statuses_have_colors_on_a_terminal_unless_the_user_wants_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variables: dict[str, str]
+) -> None:
+    on_a_terminal(monkeypatch, 80, **variables)
+    print_table(("name", "usable here", "note"), [("a", "yes", "no doubt"), ("b", "no", "")])
     said = capsys.readouterr().out
-    assert "[bold]" in said
-    lines = [
-        line[line.index("[bold]") + 6 :] if "[bold]" in line else line for line in said.split("\n")
-    ]
-    assert text in "".join(line.strip() for line in lines)
+    assert ("\x1b[32myes" in said) is (variables == {})
+    assert ("\x1b[" in said) is (variables == {})
+
+
+@pytest.mark.parametrize("command", ["strategies", "doctor"])
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_what_a_terminal_shows_fits_its_width(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, width: int
+) -> None:
+    on_a_terminal(monkeypatch, width, NO_COLOR="1")
+    run_command([command])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 20
+    assert [line for line in lines if len(line) > width] == []
+    assert lines[-1].startswith("Next: stratagem ")
+
+
+@pytest.mark.parametrize("command", ["strategies", "doctor"])
+def test_in_a_pipe_a_row_is_one_line_without_colors(program: Program, command: str) -> None:
+    program.variables = {"COLUMNS": "40"}
+    said = program(command).stdout
+    assert "\x1b" not in said
+    assert max(map(len, said.splitlines())) > 80
 
 
 # -- strategies
@@ -233,26 +279,59 @@ def test_strategies_shows_provider_and_usability(program: Program) -> None:
     said = program("strategies").stdout
     assert row_of(said, "single_device") == [
         "single_device",
-        f"{CORE} {__version__}",
-        "any",
-        "One process, one device",
         "yes",
+        f"{CORE} {__version__}",
+        "One process, one device",
     ]
 
 
-def test_strategies_are_grouped_by_distribution_and_presets_left_out(program: Program) -> None:
+def test_strategies_that_can_be_used_come_first_and_presets_are_left_out(
+    program: Program,
+) -> None:
     program.install("averaging", GOOD_PLUGIN)
     lines = program("strategies").stdout.splitlines()
-    names = [line.split()[0] for line in lines[1:-2]]
-    assert names[-1] == "average"  # after all of core's
+    table = lines[1 : lines.index("")]
+    assert [line.split()[1] for line in table] == ["yes"] * (len(table) - 1) + ["no"]
+    names = [line.split()[0] for line in table]
+    assert names[-2:] == ["average", "dp"]  # after all of core's that can be used
     assert "ddp_spawn" in names
     assert not any(name.endswith("_true") for name in names)
-    assert lines[-1] == (
-        "and 12 such as ddp_find_unused_parameters_false: `stratagem strategies --all`"
-    )
+    assert lines[-3:] == [
+        "and 12 such as ddp_find_unused_parameters_false: `stratagem strategies --all`",
+        "",
+        "Next: stratagem explain --strategy ddp",
+    ]
     everything = program("strategies", "--all").stdout
     assert "ddp_spawn_find_unused_parameters_true" in everything
     assert "--all" not in everything
+
+
+def test_the_next_command_that_strategies_names_works(program: Program) -> None:
+    command = program("strategies").stdout.splitlines()[-1].removeprefix("Next: stratagem ")
+    assert program(*command.split()).stdout.startswith("strategy ")
+
+
+def test_a_reason_that_several_strategies_share_is_printed_once(program: Program) -> None:
+    program.install(
+        "abacus",
+        """
+        from stratagem.discovery import (
+            AcceleratorSpec, Availability, Capabilities, StrategySpec, hookimpl
+        )
+
+        @hookimpl
+        def stratagem_components():
+            yield AcceleratorSpec(name="abacus", target="stratagem.strategies:Strategy",
+                                  api_version=1, probe=lambda: Availability(0, "no beads"))
+            for name in ("beads", "rods"):
+                yield StrategySpec(name=name, target="stratagem.strategies:Strategy",
+                                   api_version=1,
+                                   capabilities=Capabilities(accelerators=("abacus",)))
+        """,
+    )
+    said = program("strategies").stdout
+    assert row_of(said, "beads, rods") == ["beads, rods", "abacus (no beads)"]
+    assert said.count("no beads") == 1
 
 
 def test_dp_is_of_no_use_on_a_machine_without_gpus(program: Program) -> None:
@@ -274,11 +353,9 @@ def test_strategies_lists_those_of_an_installed_plugin(program: Program) -> None
     program.install("averaging", GOOD_PLUGIN)
     assert row_of(program("strategies").stdout, "average") == [
         "average",
-        "mean",
-        "averaging 1.5",
-        "any",
-        "Averages [often] what it can",
         "yes",
+        "averaging 1.5",
+        "Averages [often] what it can (also mean)",
     ]
 
 
@@ -295,9 +372,12 @@ def test_strategies_says_why_one_cannot_be_used_here(program: Program) -> None:
                                  capabilities=Capabilities(accelerators=("abacus",)))]
         """,
     )
-    last = row_of(program("strategies").stdout, "exotic")[-1]
-    assert last.startswith(
-        "no: no accelerator is available for this request: cpu (not for this strategy). "
+    said = program("strategies").stdout
+    assert "\nexotic  " in said[: said.index("not usable here")]
+    reason = said[said.index("not usable here") :]
+    assert (
+        "exotic           no accelerator is available for this request: cpu (not for this strategy)"
+        in reason
     )
     assert {row["name"]: row["usable"] for row in program.json("strategies")}["exotic"] is False
 
@@ -325,7 +405,8 @@ def test_the_listing_asks_each_accelerator_once(program: Program) -> None:
         """,
     )
     # Of its own accelerator, and not of all there are: the error of a request says it of each.
-    assert row_of(program("strategies").stdout, "beads")[-1] == "no: abacus (no beads)"
+    (row,) = [row for row in program.json("strategies") if row["name"] == "beads"]
+    assert row["why_not"] == "abacus (no beads)"
     assert program.folder.joinpath("probed.txt").read_text() == "x"
 
 
@@ -337,7 +418,7 @@ def test_a_strategy_is_judged_for_the_machine_not_for_the_job_around(program: Pr
         "WORLD_SIZE": "4",
         "LOCAL_WORLD_SIZE": "4",
     }
-    assert row_of(program("strategies").stdout, "single_device")[-1] == "yes"
+    assert row_of(program("strategies").stdout, "single_device")[1] == "yes"
 
 
 def test_an_ambiguous_name_is_listed_by_its_qualified_forms(program: Program) -> None:
@@ -446,10 +527,11 @@ main()
 def test_doctor_finds_no_problem_where_there_is_none(program: Program) -> None:
     program.install("averaging", GOOD_PLUGIN)
     said = program("doctor").stdout
-    assert said.endswith("\nNo problem found.\n")
+    assert said.endswith("\nNo problem found.\n\nNext: stratagem strategies\n")
     for name in ("python", "torch", "averaging", "cores", "memory", "GPUs"):
         assert row_of(said, name)[1:]
-    assert row_of(said, "accelerator")[1:3] == ["cpu", f"{CORE} {__version__}"]
+    assert row_of(said, "accelerator") == ["accelerator", "cpu"]
+    assert row_of(said, "SLURM") == ["SLURM", "SLURM_JOB_ID is not set"]
 
 
 def test_doctor_as_json(program: Program) -> None:
@@ -468,7 +550,7 @@ def test_a_disabled_plugin_is_reported_and_no_problem(program: Program) -> None:
     program.install("averaging", GOOD_PLUGIN)
     program.variables["STRATAGEM_DISABLE_PLUGINS"] = "averaging"
     row = row_of(program("doctor").stdout, "averaging 1.5")
-    assert row[2] == "disabled (environment)"
+    assert row[1] == "disabled (environment)"
     assert row[-1] == "disabled by STRATAGEM_DISABLE_PLUGINS"
 
 
@@ -484,7 +566,8 @@ def test_a_broken_plugin_is_a_problem_and_its_traceback_is_shown_on_request(
 ) -> None:
     program.install("broken", "raise OSError('libvendor.so is missing')")
     said = program("doctor", code=1).stdout
-    assert row_of(said, "broken 1.5")[2] == "broken (import)"
+    assert row_of(said, "broken 1.5")[1] == "broken (import)"
+    assert said.endswith("\nNext: stratagem doctor --verbose  # with tracebacks\n")
     assert "\n- broken (plug) is broken: OSError: libvendor.so is missing\n" in said
     assert "Traceback" not in said
     verbose = program("doctor", "--verbose", code=1).stdout
@@ -510,7 +593,7 @@ def test_an_ambiguous_name_is_a_problem_and_both_forms_are_shown(program: Progra
 
 def test_a_slow_import_is_flagged_but_no_problem(program: Program) -> None:
     program.install("slow", "import time\ntime.sleep(0.25)\n" + textwrap.dedent(GOOD_PLUGIN))
-    assert row_of(program("doctor").stdout, "slow 1.5")[4].endswith(" s (slow)")
+    assert row_of(program("doctor").stdout, "slow 1.5")[3].endswith(" s (slow)")
 
 
 def test_plugins_examine_themselves(program: Program) -> None:
@@ -525,8 +608,8 @@ def test_plugins_examine_themselves(program: Program) -> None:
         """,
     )
     said = program("doctor").stdout
-    assert "examined:plug  compiler  ok       12.2\n" in said
-    assert "examined:plug  driver    warning  is old\n" in said
+    assert "examined: compiler  ok       12.2\n" in said
+    assert "examined: driver    warning  is old\n" in said
 
 
 @pytest.mark.parametrize(

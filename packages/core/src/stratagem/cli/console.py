@@ -1,17 +1,22 @@
-"""Parsers and tables of the commands. Cells are never truncated to fit a terminal."""
+"""Parsers and tables of the commands. Cells are folded to fit a terminal, never truncated."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from typing import TypeVar
 
 from stratagem.errors import format_text
 
 _WIDEST = 20_000
 """The maximum width of a cell: a list of all names in a checkpoint has 16,000 characters."""
+
+_COLORS = {"yes": 32, "ok": 32, "loaded": 32, "no": 33, "warning": 33}
+_COLORS |= {"error": 31, "broken": 31, "incompatible": 31}
+"""The ANSI colors (green, yellow, red) of cells that state a status, by the cell's first word."""
 
 Number = TypeVar("Number", int, float)
 
@@ -60,49 +65,79 @@ def at_least(lowest: Number) -> Callable[[str], Number]:
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
     """Return the help formatter; an explicit width avoids importing shutil, bz2 and lzma."""
+    return argparse.RawDescriptionHelpFormatter(prog, width=terminal_width() - 2)
+
+
+def terminal_width() -> int:
+    """Return the number of columns of the terminal; 80 if there is no terminal."""
     try:
-        width = int(os.environ.get("COLUMNS") or os.get_terminal_size().columns)
+        return int(os.environ.get("COLUMNS") or os.get_terminal_size().columns)
     except (ValueError, OSError):
-        width = 80
-    return argparse.RawDescriptionHelpFormatter(prog, width=width - 2)
+        return 80
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows under their headers.
 
-    On a terminal, cells are folded to its width. Elsewhere each row is a single line of any length,
-    so that `grep` finds the whole row.
+    On a terminal, cells are folded to its width, and the headers and statuses have colors unless
+    NO_COLOR is set. Elsewhere each row is a single line of any length, so that `grep` finds the
+    whole row.
     """
-    if sys.stdout.isatty():
-        _draw(headers, rows)
-    else:
-        print(aligned([headers, *rows]))
+    terminal = sys.stdout.isatty()
+    color = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    print(aligned([headers, *rows], terminal_width() if terminal else None, color=color))
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as text, their columns aligned by spaces."""
-    lines = [[_one_line(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in lines
-    )
+def print_reasons(title: str, reasons: Iterable[tuple[str, str]]) -> None:
+    """Print each reason once, with the names that it holds for.
+
+    Args:
+        title: the header of the names.
+        reasons: pairs of a name and its reason; those without a reason are left out.
+    """
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons:
+        names.setdefault(reason, []).append(name)
+    names.pop("", None)
+    if names:
+        print()
+        print_table((title, "because"), [(", ".join(who), why) for why, who in names.items()])
+
+
+def aligned(rows: Sequence[Sequence[str]], width: int | None = None, *, color: bool = False) -> str:
+    """Return rows as text, their columns aligned by spaces.
+
+    Args:
+        rows: the rows; the first has the headers if `color` is True.
+        width: the columns of the terminal, to which the widest cells are folded; None: no limit.
+        color: whether to print the headers in bold type, and statuses in color.
+    """
+    cells = [[_one_line(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    if width is not None:
+        widths = [min(each, width) for each in widths]
+        while sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > 8:
+            widths[widths.index(max(widths))] -= 1
+    lines = []
+    for number, row in enumerate(cells):
+        codes = [1 if number == 0 else _COLORS.get(cell.partition(" ")[0], 0) for cell in row]
+        for parts in zip_longest(*map(_folded, row, widths), fillvalue=""):
+            line = [part.ljust(size) for part, size in zip(parts, widths, strict=True)]
+            if color:
+                painted = zip(codes, line, strict=True)
+                line = [f"\x1b[{c}m{t}\x1b[0m" if c and t.strip() else t for c, t in painted]
+            lines.append("  ".join(line).rstrip())
+    return "\n".join(lines)
+
+
+def _folded(cell: str, width: int) -> list[str]:
+    """Return the lines of a cell, broken between words where possible."""
+    if len(cell) <= width:
+        return [cell]
+    from textwrap import wrap
+
+    return wrap(cell, width, break_on_hyphens=False)  # a command stays whole
 
 
 def _one_line(text: str) -> str:
     return format_text(" ".join(text.split()), _WIDEST)
-
-
-def _draw(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for header in headers:
-        table.add_column(header, overflow="fold")
-    for row in rows:
-        # As Text, so that brackets in a name or an error are not read as rich's markup.
-        table.add_row(*(Text(_one_line(cell)) for cell in row))
-    Console().print(table)

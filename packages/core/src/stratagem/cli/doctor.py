@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stratagem import __version__
-from stratagem.cli.console import aligned, parser_of, print_table
+from stratagem.cli.console import parser_of, print_reasons, print_table
 from stratagem.cli.program import ask_plugins, failed_commands
 from stratagem.discovery import AcceleratorSpec, Check, ClusterEnvironmentSpec, PrecisionSpec
 from stratagem.discovery.entry_points import CORE, fits
@@ -109,6 +109,11 @@ class ListedComponent:
     summary: str
     here: str
 
+    @property
+    def why_not(self) -> str:
+        """The reason why it cannot be used here; empty if it can."""
+        return self.here.partition(": ")[2] if self.here.startswith("not ") else ""
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -168,7 +173,9 @@ def run(arguments: Sequence[str]) -> int:
     """
     parser = parser_of("doctor", _DESCRIPTION)
     parser.add_argument(
-        "--verbose", action="store_true", help="show the tracebacks of broken plugins"
+        "--verbose",
+        action="store_true",
+        help="show the tracebacks of broken plugins",
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="a distribution or plugin")
     options = parser.parse_args(arguments)
@@ -263,9 +270,10 @@ def _detected(spec: ClusterEnvironmentSpec, environ: Mapping[str, str]) -> str:
         return f"chosen by {CLUSTER_VARIABLE}"
     if not spec.variables:
         return ""
-    why_not = spec.why_not(environ)
+    if why_not := spec.why_not(environ):
+        return f"not detected: {why_not}"
     verb = "is" if len(spec.variables) == 1 else "are"
-    return why_not or f"detected: {', '.join(spec.variables)} {verb} set"
+    return f"detected: {', '.join(spec.variables)} {verb} set"
 
 
 def _required(text: str) -> str:
@@ -333,11 +341,10 @@ def print_diagnosis(diagnosis: Diagnosis, *, verbose: bool) -> None:
         diagnosis: the results.
         verbose: whether to show the tracebacks of broken plugins.
     """
-    _print_pairs("Versions", diagnosis.versions)
-    _print_pairs("Machine", _machine(diagnosis.system))
+    _print_section(("installed", "version"), list(diagnosis.versions.items()))
+    _print_section(("machine", ""), list(_machine(diagnosis.system).items()))
     _print_section(
-        "Plugins",
-        ("distribution", "plugin", "status", "components", "import", "notes"),
+        ("plugin", "status", "components", "import", "notes"),
         [_plugin_row(report) for report in diagnosis.plugins],
     )
     if verbose:
@@ -346,40 +353,38 @@ def print_diagnosis(diagnosis: Diagnosis, *, verbose: bool) -> None:
                 shown = format_text(report.detail.rstrip(), 20_000, lines=True)
                 print(f"\n{report.distribution} ({report.entry_point}):\n{shown}")
     _print_section(
-        "Names that several distributions claim",
-        ("kind", "name", "choose one of"),
-        [(kind, name, ", ".join(who)) for (kind, name), who in diagnosis.ambiguous.items()],
+        ("ambiguous name", "kind", "choose one of"),
+        [(name, kind, ", ".join(who)) for (kind, name), who in diagnosis.ambiguous.items()],
     )
+    names: dict[str, tuple[list[str], list[str]]] = {kind: ([], []) for kind in KINDS}
+    for each in diagnosis.components:
+        names[each.kind][bool(each.why_not)].append(each.name)
+    del names["name"]  # import names say little here, and are long
     _print_section(
-        "Components (strategies: see `stratagem strategies`)",
-        ("kind", "name", "distribution", "here", "summary"),
-        [
-            (c.kind, c.name, f"{c.distribution} {c.version}", c.here, c.summary)
-            for c in diagnosis.components
-        ],
+        ("components", "usable here", "not usable here"),
+        [(kind, ", ".join(yes), ", ".join(no)) for kind, (yes, no) in names.items()],
     )
+    print_reasons("not usable here", ((c.name, c.why_not) for c in diagnosis.components))
     _print_section(
-        "Not installed",
-        ("distribution", "it would provide", "to install it"),
+        ("not installed", "it would provide", "to install it"),
         [
             (name, ", ".join(provides), f"pip install {name}")
             for name, provides in diagnosis.missing.items()
         ],
     )
     _print_section(
-        "Checks",
-        ("plugin", "check", "status", "detail"),
-        [(plugin, check.name, check.status, check.detail) for plugin, check in diagnosis.checks],
+        ("check", "status", "detail"),
+        [
+            (f"{plugin.partition(':')[0]}: {c.name}", c.status, c.detail)
+            for plugin, c in diagnosis.checks
+        ],
     )
     problems = diagnosis.problems()
-    if not problems:
-        print("\nNo problem found.")
-        return
-    print(f"\nProblems: {len(problems)}")
+    print(f"\nProblems: {len(problems)}" if problems else "\nNo problem found.")
     for problem in problems:
         print(f"- {problem}")
-    if not verbose and any(report.detail for report in diagnosis.plugins):
-        print("`stratagem doctor --verbose` shows the tracebacks.")
+    traced = not verbose and any(report.detail for report in diagnosis.plugins)
+    print(f"\nNext: stratagem {'doctor --verbose  # with tracebacks' if traced else 'strategies'}")
 
 
 def _machine(system: System) -> dict[str, str]:
@@ -405,7 +410,6 @@ def _plugin_row(report: PluginReport) -> tuple[str, ...]:
         seconds += " (slow)"
     return (
         f"{report.distribution} {report.version}",
-        f"{report.entry_point} = {report.value}",
         status,
         str(report.components),
         seconds,
@@ -413,12 +417,7 @@ def _plugin_row(report: PluginReport) -> tuple[str, ...]:
     )
 
 
-def _print_pairs(title: str, pairs: Mapping[str, str]) -> None:
-    print(f"\n{title}")
-    print(aligned(list(pairs.items())))
-
-
-def _print_section(title: str, headers: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def _print_section(headers: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     if rows:
-        print(f"\n{title}")
+        print()
         print_table(headers, rows)

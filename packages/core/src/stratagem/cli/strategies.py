@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stratagem.cli.console import parser_of, print_table
+from stratagem.cli.console import parser_of, print_reasons, print_table, terminal_width
 from stratagem.discovery import Availability, ComponentSpec, StrategySpec
 from stratagem.discovery.entry_points import CORE
 from stratagem.discovery.registry import Candidate, Registry, get_registry, says_its_preset
@@ -19,6 +19,9 @@ from stratagem.plan.plan import RunRequest
 from stratagem.plan.resolution import resolve
 
 SUMMARY = "List all strategies and what can be used here."
+
+_WIDE = 110
+"""The width of a terminal from which on the listing has a column of distributions."""
 
 Probe = Callable[[Any], Availability]
 """Returns the devices that an accelerator (its spec, or an object) finds on this machine."""
@@ -72,21 +75,23 @@ def run(arguments: Sequence[str]) -> int:
 
         print(json.dumps([{**asdict(row), "usable": row.usable} for row in rows], indent=2))
         return 0
+    shown = [row for row in rows if options.all or not row.says_its_preset]
+    shown.sort(key=lambda row: not row.usable)
+    # A narrow terminal has no room for the distributions.
+    wide = not sys.stdout.isatty() or terminal_width() >= _WIDE
     print_table(
-        ("name", "aliases", "distribution", "accelerators", "summary", "usable here"),
+        ("strategy", "usable here", *(["distribution"] * wide), "summary"),
         [
             (
                 row.name,
-                ", ".join(row.aliases),
-                f"{row.distribution} {row.version}",
-                "any" if row.accelerators is None else ", ".join(row.accelerators),
-                row.summary,
-                "yes" if row.usable else f"no: {row.why_not}",
+                "yes" if row.usable else "no",
+                *([f"{row.distribution} {row.version}"] * wide),
+                row.summary + f" (also {', '.join(row.aliases)})" * bool(row.aliases),
             )
-            for row in rows
-            if options.all or not row.says_its_preset
+            for row in shown
         ],
     )
+    print_reasons("not usable here", ((row.name, row.why_not) for row in shown))
     left_out = [row.name for row in rows if row.says_its_preset]
     if left_out and not options.all:
         print(f"\nand {len(left_out)} such as {left_out[0]}: `stratagem strategies --all`")
@@ -96,6 +101,8 @@ def run(arguments: Sequence[str]) -> int:
             f"{len(failed)} plugin(s) could not be loaded: `stratagem doctor` says why",
             file=sys.stderr,
         )
+    example = next((row.name for row in shown if row.usable), "auto")
+    print(f"\nNext: stratagem explain --strategy {example}")
     return 0
 
 

@@ -222,9 +222,10 @@ class ProcessGroupRanks(Ranks):
         """Return every rank's tensor, stacked; see `Ranks.all_gather`."""
         tensor = tensor.to(self._device()).contiguous()
         if sync_grads:
-            from torch.distributed.nn.functional import all_gather
+            # The public function around it warns on every call that it is deprecated (torch 2.13).
+            from torch.distributed.nn.functional import _AllGather
 
-            return torch.stack(all_gather(tensor))  # type: ignore[no-untyped-call]
+            return torch.stack(_AllGather.apply(dist.group.WORLD, tensor))
         return torch.stack(self._gathered(tensor.detach()))
 
     def _gathered(self, tensor: Tensor) -> list[Tensor]:

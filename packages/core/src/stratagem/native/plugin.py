@@ -70,14 +70,14 @@ _STRATEGIES = "stratagem.native.strategies"
 _ENVIRONMENTS = "stratagem.native.environments"
 _ALL = ("parameters", "gradients", "optimizer")
 
-# name: launcher, how it starts the processes. The target and the summary follow from the name.
+# name: launcher, summary. The target follows from the name.
 _DDP_NAMES = {
-    "ddp": ("script", "runs the script again for each"),
-    "ddp_spawn": ("spawn", "each a new interpreter that imports the script"),
-    "ddp_fork": ("fork", "each a copy of this one"),
-    "ddp_notebook": ("fork", "each a copy of this one, in a notebook too"),
-    "ddp_sharded": ("script", "runs the script again for each"),
-    "ddp_sharded_spawn": ("spawn", "each a new interpreter that imports the script"),
+    "ddp": ("script", "DistributedDataParallel; the process of each device runs the script"),
+    "ddp_spawn": ("spawn", "ddp in new interpreters, which import the script"),
+    "ddp_fork": ("fork", "ddp in copies of this process"),
+    "ddp_notebook": ("fork", "ddp_fork by another name, for notebooks"),
+    "ddp_sharded": ("script", "ddp with the optimizer state sharded"),
+    "ddp_sharded_spawn": ("spawn", "ddp_sharded in new interpreters, as ddp_spawn"),
 }
 _UNUSED: tuple[dict[str, bool], ...] = (
     {},
@@ -110,40 +110,22 @@ _PRECISION_ROWS = (
     ("64-true", "TruePrecision", ("64",), "float64 throughout"),
     ("16-true", "TruePrecision", (), "float16 throughout"),
     ("bf16-true", "TruePrecision", (), "bfloat16 throughout"),
-    (
-        "bf16-mixed",
-        "MixedPrecision",
-        ("bf16",),
-        "float32 parameters, bfloat16 where autocast finds it safe",
-    ),
+    ("bf16-mixed", "MixedPrecision", ("bf16",), "float32 parameters, bfloat16 by autocast"),
 )
 
 # name, class, summary
 _CHECKPOINT_ROWS = (
-    (
-        "single_file",
-        "single_file:SingleFileCheckpointIO",
-        "One file with a checksum, replaced atomically, loaded weights-only",
-    ),
-    (
-        "directory",
-        "sharded.directory:DirectoryCheckpointIO",
-        "A directory that all ranks write together, each its shards (DCP)",
-    ),
-    (
-        "async",
-        "asynchronous:AsyncCheckpointIO",
-        "Another format, written while training goes on",
-    ),
+    ("single_file", "single_file:SingleFileCheckpointIO", "One file with a checksum, atomic"),
+    ("directory", "sharded.directory:DirectoryCheckpointIO", "A directory of ranks' shards (DCP)"),
+    ("async", "asynchronous:AsyncCheckpointIO", "Another format, written during training"),
 )
 
 
 def _ddp(name: str, init_args: dict[str, bool]) -> StrategySpec:
-    launcher, how = _DDP_NAMES[name]
+    launcher, summary = _DDP_NAMES[name]
     is_sharded = name.startswith("ddp_sharded")
-    what = "DDP with sharded optimizer state" if is_sharded else "DistributedDataParallel"
     target = "ddp_sharded:DDPShardedStrategy" if is_sharded else "ddp:DDPStrategy"
-    suffix, summary = "", f"{what}, one process a device; {how}"
+    suffix = ""
     for argument, value in init_args.items():
         suffix = f"_{argument}_{str(value).lower()}"
         summary = f"{name} with {argument}={value}"
