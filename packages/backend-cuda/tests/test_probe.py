@@ -163,7 +163,7 @@ def test_gpus_that_cannot_be_had_are_refused_before_processes_start(
 def test_where_others_hold_every_gpu_there_is_none(machine: Callable[..., None]) -> None:
     machine(HELD)
     with pytest.raises(
-        ConfigurationError, match=rf"'cuda' is not available .*\(NVIDIA H100\) {HELD}"
+        ConfigurationError, match=rf"'gpu' is not available .*\(NVIDIA H100\) {HELD}"
     ):
         devices_of(devices=1)
 
@@ -374,7 +374,7 @@ def test_a_torch_that_is_nowhere_is_none(monkeypatch: pytest.MonkeyPatch) -> Non
     probe.cuda_availability().count > 0, reason="there is a GPU; `nox -s tests` needs none"
 )
 def test_a_trainer_that_asks_for_a_gpu_is_told_why_there_is_none() -> None:
-    with pytest.raises(ConfigurationError, match="accelerator='cuda' is not available on this"):
+    with pytest.raises(ConfigurationError, match="accelerator='gpu' is not available on this"):
         Trainer(accelerator="gpu", devices=2, enable_checkpointing=False)
     # And one that leaves it open takes what there is.
     chosen = Trainer(accelerator="auto", devices=1, enable_checkpointing=False)

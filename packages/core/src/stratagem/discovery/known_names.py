@@ -20,10 +20,14 @@ stratagem-backend-hpu-ipu stratagem.accelerators: HPUAccelerator, IPUAccelerator
 stratagem-backend-hpu-ipu stratagem.strategies: HPUParallelStrategy, IPUStrategy
 stratagem-backend-hpu-ipu stratagem.strategies: SingleHPUStrategy
 stratagem-backend-hpu-ipu strategy: hpu_parallel, hpu_single, ipu_strategy
+stratagem-backend-mps accelerator: mps
+stratagem-backend-mps stratagem.accelerators: MPSAccelerator
 stratagem-backend-xla accelerator: tpu, xla
 stratagem-backend-xla stratagem.accelerators: XLAAccelerator
 stratagem-backend-xla stratagem.strategies: SingleXLAStrategy, XLAFSDPStrategy, XLAStrategy
 stratagem-backend-xla strategy: single_xla, tpu_spawn, xla, xla_debug, xla_fsdp
+stratagem-backend-xpu accelerator: xpu
+stratagem-backend-xpu stratagem.accelerators: XPUAccelerator
 stratagem-extras callback: backbone_finetuning, device_stats, ema, gradient_accumulation
 stratagem-extras callback: lambda, lr_monitor, model_summary, on_exception_checkpoint, pruning
 stratagem-extras callback: rich_progress_bar, swa, throughput, timer, tqdm_progress_bar
