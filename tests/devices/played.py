@@ -103,7 +103,8 @@ def _played_mps() -> None:
             "recommended_max_memory": lambda: torch.ops.simulated.memory_limit(0),
         },
     )
-    NoFloat64().__enter__()
+    refusing: Any = NoFloat64()
+    refusing.__enter__()
     setattr(platform, "mac_ver", lambda: ("15.1", ("", "", ""), "arm64"))  # noqa: B010 - typed
 
 

@@ -19,7 +19,8 @@ from stratagem.discovery.installed import TorchBuild, torch_build
 from stratagem.errors import ConfigurationError
 from stratagem.strategies import DDPStrategy
 from stratagem_cuda import probe
-from stratagem_cuda.probe import GPU, Driver, availability, visible_gpus
+from stratagem_cuda.gpu import GPU, visible_gpus
+from stratagem_cuda.probe import Driver, availability
 
 H100 = "NVIDIA H100"
 GPUS = (GPU(0, "GPU-aa1", H100), GPU(1, "GPU-ab2", H100), GPU(2, "GPU-cc3", H100))
@@ -31,10 +32,11 @@ def found(
     *,
     build: TorchBuild | None = TorchBuild("2.13.0", "13.0"),  # noqa: B008 - frozen
     driver: Driver | str | None = None,
+    amd: list[GPU] | None = None,
 ) -> Availability:
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     answer = Driver("580.65", (13, 0), GPUS) if driver is None else driver
-    return availability(environ, lambda: build, lambda: answer)
+    return availability(environ, lambda: build, lambda: answer, lambda: amd or [])
 
 
 def test_all_gpus_are_there_by_default() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stratagem import Lite, Trainer
-from stratagem.discovery import Availability
+from stratagem.discovery import AcceleratorSpec, Availability
 from stratagem.errors import ConfigurationError
 from stratagem_xpu import plugin, probe
 from stratagem_xpu.accelerator import XPUAccelerator
@@ -126,4 +126,5 @@ def test_a_device_that_was_reset_is_explained() -> None:
 
 def test_the_probe_is_that_of_the_spec() -> None:
     (spec,) = plugin.stratagem_components()
+    assert isinstance(spec, AcceleratorSpec)
     assert spec.probe == f"{probe.__name__}:{probe.xpu_availability.__name__}"

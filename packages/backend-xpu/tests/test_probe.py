@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from pathlib import Path
 
@@ -125,7 +126,7 @@ def test_a_node_of_another_group_names_the_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(tmp_path, "card1")
-    monkeypatch.setattr(probe.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert seen(tmp_path)[0].problem.endswith("join the group 'render'")
 
 
