@@ -23,6 +23,8 @@ PACKAGES = [
     "packages/backend-deepspeed",
     "packages/backend-xla",
     "packages/backend-hpu-ipu",
+    "packages/backend-mps",
+    "packages/backend-xpu",
     "packages/extras",
     "packages/lightning",
     "packages/testing",

@@ -27,7 +27,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-OURS = ("core", "backend-cuda", "backend-deepspeed", "backend-xla", "backend-hpu-ipu")
+OURS = (
+    "core",
+    *(f"backend-{name}" for name in ("cuda", "deepspeed", "xla", "hpu-ipu", "mps", "xpu")),
+)
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 
 

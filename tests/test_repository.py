@@ -23,6 +23,8 @@ GUESTS = [
     "stratagem-backend-cuda",
     "stratagem-backend-deepspeed",
     "stratagem-backend-hpu-ipu",
+    "stratagem-backend-mps",
+    "stratagem-backend-xpu",
     "stratagem-backend-xla",
     "stratagem-extras",
     "stratagem-lightning",
@@ -65,9 +67,9 @@ def project_of(package: Path) -> dict[str, Any]:
 PROJECTS = {project["name"]: project for project in map(project_of, PACKAGES)}
 
 
-def test_the_packages_are_the_nine_distributions() -> None:
+def test_the_packages_are_the_eleven_distributions() -> None:
     assert PROJECTS.keys() == {CORE, *GUESTS}
-    assert len(PROJECTS) == 9
+    assert len(PROJECTS) == 11
 
 
 @pytest.mark.parametrize("name", GUESTS)
@@ -108,9 +110,10 @@ def test_the_extras_of_core_bring_the_distribution_and_its_library() -> None:
             assert PROJECTS[requirement.name]["optional-dependencies"][extra]
 
 
-def test_stratagem_brings_core_the_extras_and_cuda() -> None:
+def test_stratagem_brings_core_the_extras_and_the_gpus_of_each_system() -> None:
     brought = {Requirement(text).name for text in PROJECTS["stratagem"]["dependencies"]}
-    assert brought == {CORE, "stratagem-extras", "stratagem-backend-cuda", "numpy"}
+    gpus = {f"stratagem-backend-{name}" for name in ("cuda", "mps", "xpu")}
+    assert brought == {CORE, "stratagem-extras", "numpy", *gpus}
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)

@@ -19,6 +19,8 @@ IMPORT_NAMES = {
     "stratagem-backend-deepspeed": "stratagem_deepspeed",
     "stratagem-backend-xla": "stratagem_xla",
     "stratagem-backend-hpu-ipu": "stratagem_hpu_ipu",
+    "stratagem-backend-mps": "stratagem_mps",
+    "stratagem-backend-xpu": "stratagem_xpu",
     "stratagem-extras": "stratagem_extras",
     "stratagem-lightning": "stratagem_lightning_plugin",
     "stratagem-testing": "stratagem_testing",
@@ -29,6 +31,7 @@ BROUGHT = {
     "stratagem-lightning": {"stratagem-lightning", "stratagem-extras", "stratagem-core"},
     "stratagem": {
         *("stratagem", "stratagem-core", "stratagem-extras", "stratagem-backend-cuda"),
+        "stratagem-backend-xpu",  # and on macOS, stratagem-backend-mps
     },
 }
 # Extras of core that bring another distribution: what can then be imported.

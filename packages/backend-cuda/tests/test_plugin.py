@@ -35,7 +35,7 @@ def test_the_plugin_registers_what_the_readme_lists() -> None:
     (module,) = PLUGINS.values()
     specs = importlib.import_module(module).stratagem_components()
     assert {(spec.kind, spec.name, spec.aliases) for spec in specs} == {
-        ("accelerator", "cuda", ("gpu",)),
+        ("accelerator", "cuda", ("gpu", "rocm")),
         ("precision", "16-mixed", ("16",)),
         *(
             ("precision", name, ())

@@ -19,7 +19,8 @@ from stratagem.discovery.installed import TorchBuild, torch_build
 from stratagem.errors import ConfigurationError
 from stratagem.strategies import DDPStrategy
 from stratagem_cuda import probe
-from stratagem_cuda.probe import GPU, Driver, availability, visible_gpus
+from stratagem_cuda.gpu import GPU, visible_gpus
+from stratagem_cuda.probe import Driver, availability
 
 H100 = "NVIDIA H100"
 GPUS = (GPU(0, "GPU-aa1", H100), GPU(1, "GPU-ab2", H100), GPU(2, "GPU-cc3", H100))
@@ -31,10 +32,11 @@ def found(
     *,
     build: TorchBuild | None = TorchBuild("2.13.0", "13.0"),  # noqa: B008 - frozen
     driver: Driver | str | None = None,
+    amd: list[GPU] | None = None,
 ) -> Availability:
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     answer = Driver("580.65", (13, 0), GPUS) if driver is None else driver
-    return availability(environ, lambda: build, lambda: answer)
+    return availability(environ, lambda: build, lambda: answer, lambda: amd or [])
 
 
 def test_all_gpus_are_there_by_default() -> None:
@@ -163,7 +165,7 @@ def test_gpus_that_cannot_be_had_are_refused_before_processes_start(
 def test_where_others_hold_every_gpu_there_is_none(machine: Callable[..., None]) -> None:
     machine(HELD)
     with pytest.raises(
-        ConfigurationError, match=rf"'cuda' is not available .*\(NVIDIA H100\) {HELD}"
+        ConfigurationError, match=rf"'gpu' is not available .*\(NVIDIA H100\) {HELD}"
     ):
         devices_of(devices=1)
 
@@ -374,7 +376,7 @@ def test_a_torch_that_is_nowhere_is_none(monkeypatch: pytest.MonkeyPatch) -> Non
     probe.cuda_availability().count > 0, reason="there is a GPU; `nox -s tests` needs none"
 )
 def test_a_trainer_that_asks_for_a_gpu_is_told_why_there_is_none() -> None:
-    with pytest.raises(ConfigurationError, match="accelerator='cuda' is not available on this"):
+    with pytest.raises(ConfigurationError, match="accelerator='gpu' is not available on this"):
         Trainer(accelerator="gpu", devices=2, enable_checkpointing=False)
     # And one that leaves it open takes what there is.
     chosen = Trainer(accelerator="auto", devices=1, enable_checkpointing=False)

@@ -40,7 +40,9 @@ def known_names() -> dict[tuple[str, str], list[str]]:
                 found.setdefault((who, spec.module), set()).add(spec.import_name)
                 continue
             names = {name.casefold() for name in (spec.name, *spec.aliases)}
-            found.setdefault((who, kind), set()).update(names)
+            # An alias that several share, "gpu", stands with the first of them.
+            others = [found[key] for key in found if key[1] == kind and key[0] != who]
+            found.setdefault((who, kind), set()).update(names.difference(*others))
             if kind in ROOMS:
                 found.setdefault((who, f"stratagem.{ROOMS[kind]}"), set()).add(spec.class_name)
     for implementation in registry.plugins.hook.stratagem_cli.get_hookimpls():

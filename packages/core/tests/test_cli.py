@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from program import CORE, Program
@@ -14,7 +15,8 @@ from stratagem import __version__
 from stratagem.cli import COMMANDS, run_command
 from stratagem.cli.console import aligned, print_table
 from stratagem.cli.program import plugin_commands
-from stratagem.discovery.hints import nvidia_gpus
+from stratagem.discovery import hints
+from stratagem.discovery.hints import gpus
 from stratagem.discovery.registry import Registry, get_registry
 
 
@@ -669,20 +671,45 @@ def test_the_cluster_that_is_detected_is_marked(program: Program) -> None:
     assert rows["plain"] == ""
 
 
-def test_doctor_lists_the_gpus_that_the_driver_lists(tmp_path: Path) -> None:
-    for place, lines in {
-        "0000:19:00.0": "Model: \t\t NVIDIA H200\nIRQ: 5\n",
-        "0000:3b:00.0": "IRQ: 6\n",
-    }.items():
-        (tmp_path / "gpus" / place).mkdir(parents=True)
-        (tmp_path / "gpus" / place / "information").write_text(lines)
-    version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"
-    (tmp_path / "version").write_text(version)
-    assert nvidia_gpus(str(tmp_path)) == (
-        "0000:19:00.0: NVIDIA H200, driver 570.86.15",
-        "0000:3b:00.0: unknown model, driver 570.86.15",
-    )
-    assert nvidia_gpus(str(tmp_path / "nothing")) == ()
+def test_doctor_lists_the_gpus_of_each_vendor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hints, "PCI", str(tmp_path / "pci"))
+    monkeypatch.setattr(hints, "NVIDIA", str(tmp_path / "nvidia"))
+    assert gpus() == {}
+    for place, kind, vendor, driver in (
+        ("0000:00:02.0", "0x030000", "0x8086", "i915"),
+        ("0000:00:0b.0", "0x120000", "0x8086", "intel_vpu"),  # no GPU
+        ("0000:01:00.0", "0x030200", "0x10de", "nvidia"),
+        ("0000:02:00.0", "0x030000", "0x10de", ""),
+        ("0000:03:00.0", "0x120000", "0x1002", "amdgpu"),
+        ("0000:04:00.0", "0x038000", "0x8086", "xe"),
+        ("0000:05:00.0", "0x020000", "0x8086", "ice"),
+    ):
+        device = tmp_path / "pci" / place
+        device.mkdir(parents=True)
+        (device / "class").write_text(f"{kind}\n")
+        (device / "vendor").write_text(f"{vendor}\n")
+        if driver:
+            (tmp_path / "drivers" / driver).mkdir(parents=True, exist_ok=True)
+            (device / "driver").symlink_to(tmp_path / "drivers" / driver)
+    (tmp_path / "nvidia/0000:01:00.0").mkdir(parents=True)
+    described = "Model: \t\t NVIDIA H200\nIRQ: 5\n"
+    (tmp_path / "nvidia/0000:01:00.0/information").write_text(described)
+    assert gpus() == {
+        "0000:00:02.0: Intel, driver i915": "",  # of a processor, perhaps
+        "0000:01:00.0: NVIDIA H200, driver nvidia": "cuda",
+        "0000:02:00.0: NVIDIA, no driver": "cuda",
+        "0000:03:00.0: AMD, driver amdgpu": "cuda",
+        "0000:04:00.0: Intel, driver xe": "xpu",
+    }
+
+
+@pytest.mark.parametrize(("machine", "count"), [("arm64", 1), ("x86_64", 0)])
+def test_doctor_lists_apples_gpu(machine: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine=machine))
+    assert gpus() == dict([("the GPU of Apple silicon", "mps")] * count)
 
 
 # -- plugins' commands

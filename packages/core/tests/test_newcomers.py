@@ -582,11 +582,13 @@ def main(strategy="ddp_spawn", **options):
 def test_a_gpu_that_nothing_installed_uses_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "gpus/0000:01:00.0").mkdir(parents=True)
+    (tmp_path / "0000:01:00.0").mkdir(parents=True)
+    (tmp_path / "0000:01:00.0/class").write_text("0x030200\n")
+    (tmp_path / "0000:01:00.0/vendor").write_text("0x10de\n")
     registry = Registry.discover([e for e in installed_entries() if e.distribution == CORE])
-    monkeypatch.setattr(hints, "NVIDIA", str(tmp_path))
+    monkeypatch.setattr(hints, "PCI", str(tmp_path))
     said = (
-        "this machine has an NVIDIA GPU, which needs stratagem-backend-cuda: pip install "
+        "this machine has a GPU that needs stratagem-backend-cuda: pip install "
         "stratagem-backend-cuda"
     )
     installed = registry.names("accelerator")

@@ -367,7 +367,7 @@ def test_something_else_is_no_accelerator(refused: Callable[..., str], given: ob
     assert "stratagem.accelerators.Accelerator" in text
 
 
-@pytest.mark.parametrize("name", ["mps", "xpu"])
+@pytest.mark.parametrize("name", ["mtia", "npu"])
 def test_a_device_that_torch_knows_is_had_by_an_object(
     refused: Callable[..., str], name: str
 ) -> None:

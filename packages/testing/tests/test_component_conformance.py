@@ -103,6 +103,8 @@ globals().update(
                 "stratagem-backend-deepspeed": {"cpu_seconds": 0.2},
                 "stratagem-backend-xla": {"cpu_seconds": 0.2},
                 "stratagem-backend-hpu-ipu": {"cpu_seconds": 0.2},
+                "stratagem-backend-mps": {"cpu_seconds": 0.2},
+                "stratagem-backend-xpu": {"cpu_seconds": 0.2},
             },
         ),
         **_conformance(

@@ -1,4 +1,4 @@
-"""CUDAAccelerator: NVIDIA GPUs."""
+"""CUDAAccelerator: GPUs of NVIDIA, and of AMD with a build of torch for ROCm."""
 
 from __future__ import annotations
 
@@ -12,16 +12,23 @@ from stratagem.accelerators import DeviceAccelerator, DeviceMemory
 from stratagem.errors import ConfigurationError
 from stratagem_cuda import nvml
 
-_FULL = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-"""How CUDA and its libraries say that memory is full where torch's allocator was not asked."""
-_BLOCKING = "CUDA_LAUNCH_BLOCKING"
+_FULL = (
+    *("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
+    *("HIP error: out of memory", "HIPBLAS_STATUS_ALLOC_FAILED", "miopenStatusAllocFailed"),
+)
+"""How CUDA, ROCm and their libraries say that memory is full where torch's allocator was not
+asked."""
+_IS_ROCM = torch.version.hip is not None
+_SMI = "rocm-smi" if _IS_ROCM else "nvidia-smi"
+_BLOCKING = ("AMD_SERIALIZE_KERNEL", "3") if _IS_ROCM else ("CUDA_LAUNCH_BLOCKING", "1")
+"""The variable, and its value, with which each call waits for its kernel."""
 
 TF32 = (8, 0)
 """The first compute capability with TF32: Ampere (CUDA C++ Programming Guide)."""
 
 
 class CUDAAccelerator(DeviceAccelerator):
-    """NVIDIA GPUs of this node.
+    """GPUs of this node, of NVIDIA or of AMD: torch calls both "cuda", and rccl "nccl".
 
     Example:
         >>> from stratagem_cuda.accelerator import CUDAAccelerator
@@ -48,7 +55,7 @@ class CUDAAccelerator(DeviceAccelerator):
         except (RuntimeError, AssertionError) as error:  # the latter: torch without CUDA
             cause = str(error).partition("\n")[0]
             raise ConfigurationError(
-                f"the GPU {device} cannot be used by this process: {cause}. `nvidia-smi` shows "
+                f"the GPU {device} cannot be used by this process: {cause}. `{_SMI}` shows "
                 "which processes are on it, and `stratagem doctor` which GPUs this one can see"
             ) from error
 
@@ -72,25 +79,30 @@ class CUDAAccelerator(DeviceAccelerator):
         free, total = torch.cuda.mem_get_info(device)
         others = nvml.other_processes(device.index or 0)
         unknown = total - free - own.reserved - sum(size for _, size in others)
-        others.append(("CUDA itself, and what is not known", max(0, unknown)))
+        of = "ROCm" if _IS_ROCM else "CUDA"
+        others.append((f"{of} itself, and what is not known", max(0, unknown)))
         return DeviceMemory(total, own.allocated, own.peak, own.reserved, tuple(others))
 
     def explain_lost_device(self, error: BaseException) -> str | None:
         """Return how to find the line of a failed kernel; None: CUDA has not failed."""
         text = str(error)
-        if not isinstance(error, torch.AcceleratorError) and "CUDA error" not in text:
+        is_lost = "CUDA error" in text or "HIP error" in text
+        if not is_lost and not isinstance(error, torch.AcceleratorError):
             return None
         if "no kernel image is available" in text:
             return (
                 "this build of torch has no kernels for this GPU: install one that was built for "
                 "it (torch.cuda.get_arch_list() says for which ones this was)"
             )
-        if os.environ.get(_BLOCKING) == "1":
-            line = f"each call has waited for its kernel ({_BLOCKING}=1), so that the line is right"
+        variable, value = _BLOCKING
+        if os.environ.get(variable) == value:
+            how = f"{variable}={value}"
+            line = f"each call has waited for its kernel ({how}), so that the line is right"
         else:
             line = (
                 "kernels run after the calls that started them, so that an earlier line may be the "
-                f"cause: run again with {_BLOCKING}=1 in the environment, and the line is right"
+                f"cause: run again with {variable}={value} in the environment, and the line is "
+                "right"
             )
         if "device-side assert" in text:
             line += ". An assert in a kernel is most often an index, label or token out of range"
@@ -102,6 +114,8 @@ class CUDAAccelerator(DeviceAccelerator):
         torch leaves it off in matrix products ("highest"), and on in cuDNN's convolutions. What is
         wanted is the user's to say, by torch's own setting, which this does not touch.
         """
+        if _IS_ROCM:
+            return ()
         is_set = torch.backends.cuda.matmul.fp32_precision != "none"
         if is_set or dtype is not torch.float32 or torch.cuda.get_device_capability(device) < TF32:
             return ()

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stratagem_cuda.probe import Driver, driver, visible_gpus
+from stratagem_cuda.gpu import visible_gpus
+from stratagem_cuda.probe import Driver, driver
 
 
 @functools.cache

@@ -1,6 +1,15 @@
-"""What this distribution offers for NVIDIA GPUs: specs only, no torch and no SDK."""
+"""What this distribution offers for GPUs of NVIDIA and AMD: specs only, no torch and no SDK."""
 
-from stratagem.discovery import AcceleratorSpec, ComponentSpec, PrecisionSpec, hookimpl
+from typing import Any
+
+from stratagem.discovery import (
+    AcceleratorSpec,
+    ComponentSpec,
+    PrecisionSpec,
+    hookimpl,
+    torch_build,
+)
+from stratagem.errors import ConfigurationError
 from stratagem_cuda.precision.requirement import BITSANDBYTES, TORCHAO, TRANSFORMER_ENGINE
 
 _QUANTIZED = {
@@ -22,8 +31,8 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
             name="cuda",
             target="stratagem_cuda.accelerator:CUDAAccelerator",
             api_version=1,
-            summary="NVIDIA GPUs; nccl between ranks",
-            aliases=("gpu",),
+            summary="NVIDIA GPUs, and AMD's by ROCm; nccl or rccl between ranks",
+            aliases=("gpu", "rocm"),
             probe="stratagem_cuda.probe:cuda_availability",
             priority=100,
             data_parallel_kernels=True,
@@ -71,3 +80,17 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
             for name, dtype in _TRANSFORMER_ENGINE.items()
         ),
     )
+
+
+@hookimpl
+def stratagem_run_planned(plan: Any) -> None:
+    """Refuse accelerator="rocm" with a build of torch for NVIDIA's GPUs."""
+    asked = plan.request.accelerator
+    if plan.accelerator.name != "cuda" or not isinstance(asked, str) or asked.lower() != "rocm":
+        return
+    build = torch_build()
+    if build is not None and build.hip is None:
+        raise ConfigurationError(
+            f"accelerator={asked!r} means AMD's GPUs, and torch {build.version} was built for CUDA "
+            f"{build.cuda}: pass accelerator='cuda', or install a build of torch for ROCm"
+        )

@@ -1,39 +1,26 @@
-"""Which NVIDIA GPUs this process can use, or why none: by NVML, without torch.
+"""Which GPUs of NVIDIA or AMD this process can use, or why none: by NVML or the kernel.
 
-torch is not imported, since a probe runs wherever a request is resolved: which CUDA it was built
-for is read from the text of its `version.py`. What CUDA_VISIBLE_DEVICES means follows the CUDA C++
-Programming Guide, "CUDA Environment Variables".
+torch is not imported, since a probe runs wherever a request is resolved: whether it was built for
+CUDA or for ROCm is read from the text of its `version.py`. What CUDA_VISIBLE_DEVICES means follows
+the CUDA C++ Programming Guide, "CUDA Environment Variables", and for AMD's GPUs ROCm's "GPU
+isolation techniques". torch calls both kinds "cuda".
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stratagem.discovery import Availability, TorchBuild, torch_build
+from stratagem_cuda.gpu import GPU, visible_gpus
+from stratagem_cuda.rocm import NODES, find_gpus, visible_by
 
-
-@dataclass(frozen=True)
-class GPU:
-    """A GPU as the driver lists it, or an instance of one (MIG).
-
-    Attributes:
-        index: of the GPU on this machine; an instance has that of its GPU.
-        uuid: "GPU-..." or "MIG-...".
-        name: the product's.
-        problem: why no process of ours can use it; "" if one can.
-        memory: in bytes; None: the driver does not say it.
-    """
-
-    index: int
-    uuid: str
-    name: str
-    problem: str = ""
-    memory: int | None = None
+_BUILDS = "https://pytorch.org/get-started/locally"
+_HIDE_ALL = ("", "-1", "NoDevFiles")
 
 
 @dataclass(frozen=True)
@@ -52,7 +39,7 @@ class Driver:
 
 
 def cuda_availability() -> Availability:
-    """Return the GPUs that this process can use, and if there are none, why."""
+    """Return the GPUs of NVIDIA or AMD that this process can use, and if there are none, why."""
     return availability(os.environ, torch_build, driver)
 
 
@@ -60,6 +47,7 @@ def availability(
     environ: Mapping[str, str],
     build: Callable[[], TorchBuild | None],
     ask_driver: Callable[[], Driver | str],
+    ask_kernel: Callable[[], list[GPU]] = find_gpus,
 ) -> Availability:
     """Return what these facts come to; the cheap ones are asked first.
 
@@ -67,30 +55,41 @@ def availability(
         environ: environment variables.
         build: returns what torch was built for; None: it is not installed.
         ask_driver: returns what NVML says, or why it says nothing.
+        ask_kernel: returns AMD's GPUs.
 
     Example:
         >>> from stratagem.discovery import TorchBuild
-        >>> from stratagem_cuda.probe import Driver, GPU, availability
+        >>> from stratagem_cuda.gpu import GPU
+        >>> from stratagem_cuda.probe import Driver, availability
         >>> two = tuple(GPU(i, f"GPU-{i}", "NVIDIA H100") for i in range(2))
         >>> facts = TorchBuild("2.13.0", "13.0"), Driver("580.65", (13, 0), two)
         >>> found = availability({"CUDA_VISIBLE_DEVICES": "1"}, *(lambda f=f: f for f in facts))
         >>> found.count, found.reason
         (1, '1 of 2 GPUs by CUDA_VISIBLE_DEVICES: NVIDIA H100')
     """
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
-        return Availability(0, f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU")
     torch = build()
+    if torch is not None and torch.hip is not None:
+        return _with_rocm(environ, torch, ask_driver, ask_kernel())
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in _HIDE_ALL:
+        return Availability(0, f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU")
     if torch is None:
         return Availability(0, "torch is not installed")
     if torch.cuda is None:
+        other = _names(ask_kernel())
+        lacks = f"ROCm, and this machine has {other}" if other else "CUDA"
         return Availability(
             0,
-            f"torch {torch.version} was built without CUDA: install a build with it "
-            "(https://pytorch.org/get-started/locally)",
+            f"torch {torch.version} was built without {lacks}: install a build with it ({_BUILDS})",
         )
     found = ask_driver()
     if isinstance(found, str):
+        if other := _names(ask_kernel()):
+            return Availability(
+                0,
+                f"torch {torch.version} was built for CUDA {torch.cuda}, and this machine has "
+                f"{other}: install a build for ROCm ({_BUILDS})",
+            )
         return Availability(0, found)
     # Within a major version of CUDA newer libraries run on older drivers ("minor version
     # compatibility" in the CUDA Compatibility guide).
@@ -102,68 +101,86 @@ def availability(
             f"built for {torch.cuda}: update the driver, or install a build of torch for "
             f"CUDA {found.cuda[0]}",
         )
-    seen = visible_gpus(found.gpus, visible)
+    return _of(
+        found.gpus,
+        visible_gpus(found.gpus, visible),
+        f"the driver {found.version}",
+        "CUDA_VISIBLE_DEVICES" if visible is not None else "",
+        visible,
+    )
+
+
+def _with_rocm(
+    environ: Mapping[str, str],
+    torch: TorchBuild,
+    ask_driver: Callable[[], Driver | str],
+    gpus: list[GPU],
+) -> Availability:
+    first, second, name = visible_by(environ)
+    for variable, value in (("ROCR_VISIBLE_DEVICES", first), (name, second)):
+        if value is not None and value.strip() in _HIDE_ALL:
+            return Availability(0, f"{variable}={value!r} hides every GPU")
+    if not gpus:
+        nvidia = ask_driver()
+        if not isinstance(nvidia, str) and nvidia.gpus:
+            return Availability(
+                0,
+                f"torch {torch.version} was built for ROCm {torch.hip}, and this machine has "
+                f"{_names(nvidia.gpus)}: install a build for CUDA ({_BUILDS})",
+            )
+        return Availability(
+            0, f"there is no AMD GPU with a driver (amdgpu lists none in {NODES}, with simd_count)"
+        )
+    left = visible_gpus(gpus, first)
+    # HIP counts the GPUs that are left from 0 on.
+    numbered = [replace(gpu, index=index) for index, gpu in enumerate(left)]
+    seen = visible_gpus(numbered, second)
+    by = " and ".join(
+        variable
+        for variable, value in (("ROCR_VISIBLE_DEVICES", first), (name, second))
+        if value is not None
+    )
+    return _of(gpus, seen, "the driver amdgpu", by, second if second is not None else first)
+
+
+def _names(gpus: Sequence[GPU]) -> str:
+    """Return the names of GPUs, each once; "" without any."""
+    return ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
+
+
+def _of(
+    gpus: Sequence[GPU], seen: list[GPU], driver: str, variables: str, visible: str | None
+) -> Availability:
+    """Return the GPUs that a process sees, or why none.
+
+    Args:
+        gpus: all GPUs of the machine.
+        seen: those that the process sees, in its order.
+        driver: how to call their driver.
+        variables: the variables that choose among them; "": none is set.
+        visible: the value of the last of them.
+    """
     usable = [gpu for gpu in seen if not gpu.problem]
     if not usable:
-        return Availability(0, _why_none(found, seen, visible))
+        return Availability(0, _why_none(gpus, seen, driver, variables, visible))
     # A process counts the ones that it sees from 0 on, in use or not.
     count = len(seen)
-    which = f"{count} GPU(s)" if visible is None else _chosen(count, len(found.gpus))
-    names = ", ".join(dict.fromkeys(gpu.name for gpu in usable))
+    which = f"{count} of {len(gpus)} GPUs by {variables}" if variables else f"{count} GPU(s)"
     problems = tuple((i, gpu.problem) for i, gpu in enumerate(seen) if gpu.problem)
     said = "".join(f"; device {index} {problem}" for index, problem in problems)
     memory = min((gpu.memory for gpu in usable if gpu.memory is not None), default=None)
-    return Availability(count, f"{which}: {names}{said}", problems=problems, memory=memory)
+    return Availability(count, f"{which}: {_names(usable)}{said}", problems=problems, memory=memory)
 
 
-def _chosen(count: int, of: int) -> str:
-    return f"{count} of {of} GPUs by CUDA_VISIBLE_DEVICES"
-
-
-def _why_none(found: Driver, seen: list[GPU], visible: str | None) -> str:
-    if not found.gpus:
-        return f"the driver {found.version} lists no GPU"
+def _why_none(
+    gpus: Sequence[GPU], seen: list[GPU], driver: str, variables: str, visible: str | None
+) -> str:
+    if not gpus:
+        return f"{driver} lists no GPU"
     if not seen:
-        known = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in found.gpus)
-        return f"CUDA_VISIBLE_DEVICES={visible!r} names no GPU that is here: {known}"
+        known = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus)
+        return f"{variables}={visible!r} names no GPU that is here: {known}"
     return "; ".join(f"GPU {gpu.index} ({gpu.name}) {gpu.problem}" for gpu in seen)
-
-
-def visible_gpus(gpus: tuple[GPU, ...], visible: str | None) -> list[GPU]:
-    """Return the GPUs that CUDA shows to a process, in the process's order.
-
-    Args:
-        gpus: all of them.
-        visible: CUDA_VISIBLE_DEVICES: indices, UUIDs or beginnings of them, with commas between;
-            the first that is none of these ends the list, as it does for CUDA. None: it is not set.
-
-    Example:
-        >>> from stratagem_cuda.probe import GPU, visible_gpus
-        >>> gpus = (GPU(0, "GPU-aa", "H100"), GPU(1, "GPU-bb", "H100"))
-        >>> [gpu.index for gpu in visible_gpus(gpus, "GPU-b,0,7,1")]
-        [1, 0]
-    """
-    if visible is None:
-        return _one_instance(list(gpus))
-    seen: list[GPU] = []
-    for name in (part.strip() for part in visible.split(",")):
-        if name.isdecimal():
-            matching = [gpu for gpu in gpus if gpu.index == int(name)][:1]
-        elif name.startswith(("GPU-", "MIG-")):
-            matching = [gpu for gpu in gpus if gpu.uuid.startswith(name)]
-        else:
-            matching = []
-        # An ambiguous beginning names none, and a GPU that is named twice ends the list as well.
-        if len(matching) != 1 or matching[0] in seen:
-            break
-        seen += matching
-    return _one_instance(seen)
-
-
-def _one_instance(seen: list[GPU]) -> list[GPU]:
-    """Return what is left where a GPU is divided: CUDA shows a process one instance of all."""
-    instances = [gpu for gpu in seen if gpu.uuid.startswith("MIG-")]
-    return instances[:1] or seen
 
 
 # -- what is asked of the machine

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from typing import Any
 
+from stratagem.discovery import torch_build
 from stratagem.errors import ConfigurationError
-from stratagem_cuda import probe
+from stratagem_cuda import probe, rocm
+from stratagem_cuda.gpu import visible_gpus
 
 FLOAT8 = (8, 9)
 """The first compute capability with float8 arithmetic: Ada; Hopper is 9.0 (CUDA C++ Programming
@@ -26,7 +29,7 @@ def visible_capabilities() -> dict[str, tuple[int, int]]:
     capabilities = {}
     nvml.nvmlInit()
     try:
-        for gpu in probe.visible_gpus(found.gpus, os.environ.get("CUDA_VISIBLE_DEVICES")):
+        for gpu in visible_gpus(found.gpus, os.environ.get("CUDA_VISIBLE_DEVICES")):
             with suppress(nvml.NVMLError):
                 handle = nvml.nvmlDeviceGetHandleByIndex(gpu.index)
                 capabilities[gpu.name] = tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
@@ -37,6 +40,8 @@ def visible_capabilities() -> dict[str, tuple[int, int]]:
 
 def why_no_visible_float8(precision: str) -> str:
     """Return why none of the visible GPUs computes in float8, with their names, or ""."""
+    if _has_rocm():
+        return rocm.why_no_float8(precision, [gpu.name for gpu in rocm.find_gpus()])
     found = visible_capabilities()
     return _refusal(precision, found) if found and max(found.values()) < FLOAT8 else ""
 
@@ -49,9 +54,19 @@ def check_current_float8(precision: str) -> None:
     """
     import torch  # here, since a request is resolved without it
 
+    if torch.version.hip is not None:
+        properties: Any = torch.cuda.get_device_properties()
+        if why := rocm.why_no_float8(precision, [properties.gcnArchName.partition(":")[0]]):
+            raise ConfigurationError(why)
+        return
     found = torch.cuda.get_device_capability()
     if found < FLOAT8:
         raise ConfigurationError(_refusal(precision, {torch.cuda.get_device_name(): found}))
+
+
+def _has_rocm() -> bool:
+    build = torch_build()
+    return build is not None and build.hip is not None
 
 
 def _refusal(precision: str, found: dict[str, tuple[int, int]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from stratagem.discovery import torch_build
 from stratagem_cuda.precision.compute_capability import why_no_visible_float8
 from stratagem_cuda.precision.requirement import BITSANDBYTES, TORCHAO, TRANSFORMER_ENGINE
 
@@ -24,6 +25,12 @@ def float8(plan: Any) -> str:
 def transformer_engine(plan: Any) -> str:
     """Return why a precision of Transformer Engine cannot be used in a plan, or ""."""
     name = plan.precision.name
+    build = torch_build()
+    if build is not None and build.hip is not None:
+        return (
+            f"precision={name!r}: NVIDIA's Transformer Engine has no kernels for AMD's GPUs: pass "
+            "precision='bf16-mixed'"
+        )
     return TRANSFORMER_ENGINE.why_not(name) or why_no_visible_float8(name)
 
 

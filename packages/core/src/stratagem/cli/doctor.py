@@ -14,7 +14,7 @@ from stratagem.cli.console import parser_of, print_reasons, print_table
 from stratagem.cli.program import ask_plugins, failed_commands
 from stratagem.discovery import AcceleratorSpec, Check, ClusterEnvironmentSpec, PrecisionSpec
 from stratagem.discovery.entry_points import CORE, fits
-from stratagem.discovery.hints import NVIDIA, names_by_distribution, nvidia_gpus
+from stratagem.discovery.hints import gpus, names_by_distribution
 from stratagem.discovery.installed import version_of
 from stratagem.discovery.registry import RUN_TIME, Candidate, PluginReport, Registry, get_registry
 from stratagem.errors import format_text
@@ -33,8 +33,8 @@ class System:
         all_cores: the number of cores of the machine.
         memory: the bytes that this process may use: the machine's memory or the limit of its
             control group (of a container or job), whichever is less; None if unknown.
-        gpus: a line for each NVIDIA GPU that the kernel's driver lists, even if no installed
-            distribution trains on it.
+        gpus: a line for each GPU of NVIDIA, AMD, Intel or Apple, even if no installed distribution
+            trains on it.
     """
 
     platform: str
@@ -51,7 +51,7 @@ def this_system() -> System:
         cores=available_cores(),
         all_cores=os.cpu_count() or 1,
         memory=host_memory(),
-        gpus=nvidia_gpus(NVIDIA),
+        gpus=tuple(gpus()),
     )
 
 
@@ -392,12 +392,11 @@ def _machine(system: System) -> dict[str, str]:
     if system.all_cores != system.cores:
         cores += f" of {system.all_cores}"
     memory = "unknown" if system.memory is None else f"{system.memory / 2**30:.1f} GiB"
-    gpus = "; ".join(system.gpus) or "none found (only NVIDIA's are looked for)"
     return {
         "platform": system.platform,
         "cores": cores,
         "memory": memory,
-        "GPUs": gpus,
+        "GPUs": "; ".join(system.gpus) or "none found",
         "sockets": "127.0.0.1 in a run on one node: other users of this machine can connect to it "
         "(SECURITY.md)",
     }

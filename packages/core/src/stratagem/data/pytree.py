@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -49,6 +50,16 @@ def move_to_device(data: Any, device: torch.device) -> Any:
         moved = data.to(device)
         return data if moved is None else moved
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()), data)
+
+
+@functools.cache
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 for a device without float64 (Metal, some of Intel's GPUs)."""
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device).add_(1)
+    except (RuntimeError, TypeError):
+        return torch.float32
+    return torch.float64
 
 
 def convert_floats(data: Any, dtype: torch.dtype) -> Any:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from stratagem.discovery.entry_points import read_text
 
-NVIDIA = "/proc/driver/nvidia"
-"""The folder in which the driver lists its GPUs."""
+NVIDIA = "/proc/driver/nvidia/gpus"
+"""The folder in which NVIDIA's driver describes its GPUs."""
+PCI = "/sys/bus/pci/devices"
+_VENDORS = {"0x10de": ("NVIDIA", "cuda"), "0x1002": ("AMD", "cuda"), "0x8086": ("Intel", "xpu")}
+"""Vendors of GPUs by their number on the PCI bus, with the accelerator of their GPUs."""
 
 _THIRD_PARTIES = {
     "colossalai": "colossalai",
@@ -53,6 +57,8 @@ def distribution_of(name: str, kind: str | None = None) -> str | None:
         if (not _is_module(key[1]) if kind is None else key[1] == kind)
     }
     wanted = name if kind is not None and _is_module(kind) else name.casefold()
+    if wanted == "gpu" and sys.platform == "darwin":
+        wanted = "mps"
     for (distribution, _), names in of_kind.items():
         if wanted in names:
             return distribution
@@ -104,35 +110,42 @@ def installation_hint(name: str, kind: str | None = None, subject: str = "It") -
 
 
 def missing_backend(accelerator: object, installed: Collection[str]) -> str:
-    """Return a hint to install the CUDA backend for this machine's NVIDIA GPU; "": no hint.
+    """Return a hint to install the backend of a GPU of this machine; "": no hint.
 
     Args:
         accelerator: the argument of the run; only "auto" gets a hint.
         installed: names of the installed accelerators.
     """
-    if accelerator != "auto" or "cuda" in installed or not nvidia_gpus(NVIDIA):
+    needed = [name for name in gpus().values() if name not in ("", *installed)]
+    if accelerator != "auto" or not needed:
         return ""
-    backend = distribution_of("cuda", "accelerator")
-    return f"this machine has an NVIDIA GPU, which needs {backend}: pip install {backend}"
+    backend = distribution_of(needed[0], "accelerator")
+    return f"this machine has a GPU that needs {backend}: pip install {backend}"
 
 
-def nvidia_gpus(driver: str) -> tuple[str, ...]:
-    """Return a line for each GPU, from the driver's files.
+def gpus() -> dict[str, str]:
+    """Return a line for each GPU of this machine, with the accelerator that it needs.
 
-    Running nvidia-smi could take several seconds.
-
-    Args:
-        driver: the driver's folder.
+    The accelerator is "" for a GPU that may be good for pictures only. The lines come from the
+    kernel's files: running nvidia-smi could take several seconds.
     """
-    numbers = re.search(r"\d+\.\d+(\.\d+)?", read_text(f"{driver}/version"))
-    version = f", driver {numbers[0]}" if numbers else ""
-    gpus = []
+    if sys.platform == "darwin":
+        return {"the GPU of Apple silicon": "mps"} if os.uname().machine == "arm64" else {}
+    found = {}
     try:
-        found = sorted(os.listdir(f"{driver}/gpus"))  # noqa: PTH208 - pathlib is slow to import
+        devices = sorted(os.listdir(PCI))  # noqa: PTH208 - pathlib is slow to import
     except OSError:
-        return ()
-    for gpu in found:
-        information = read_text(f"{driver}/gpus/{gpu}/information")
-        model = re.search(r"^Model:\s*(.+?)\s*$", information, re.MULTILINE)
-        gpus.append(f"{gpu}: {model[1] if model else 'unknown model'}{version}")
-    return tuple(gpus)
+        return {}
+    for device in devices:
+        vendor = read_text(f"{PCI}/{device}/vendor").strip()
+        kind = read_text(f"{PCI}/{device}/class")
+        # Displays; and AMD's processing accelerators, of which Intel has others.
+        if (vendor in _VENDORS and kind[:4] == "0x03") or (vendor, kind[:4]) == ("0x1002", "0x12"):
+            name, needed = _VENDORS[vendor]
+            text = read_text(f"{NVIDIA}/{device}/information")
+            model = re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE)
+            driver = os.path.realpath(f"{PCI}/{device}/driver").rpartition("/")[2]
+            of_laptops = kind[:6] == "0x0300" and name != "NVIDIA"
+            line = f"{device}: {model[1] if model else name}, driver {driver}"
+            found[line.replace("driver driver", "no driver")] = "" if of_laptops else needed
+    return found

@@ -45,15 +45,19 @@ def require_package(who: str, package: str, extra: str) -> None:
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """The version of the installed torch, and the version of CUDA that it was built for.
+    """The version of the installed torch, and the libraries that it was built for.
 
     Attributes:
         version: as in `torch.__version__`.
         cuda: the version of CUDA, such as "13.0"; None: without CUDA.
+        hip: the version of ROCm's HIP, such as "7.0.51831"; None: without ROCm.
+        xpu: the version of Intel's SYCL compiler, such as "20250301"; None: without XPU.
     """
 
     version: str
     cuda: str | None
+    hip: str | None = None
+    xpu: str | None = None
 
 
 def version_of(distribution: str, path: Iterable[str] | None = None) -> str | None:
@@ -115,7 +119,7 @@ def _versions(folders: Iterable[str]) -> Iterator[str]:
 
 
 def torch_build() -> TorchBuild | None:
-    """Return the versions of the installed torch and of its CUDA, from torch's `version.py`.
+    """Return the versions of torch and of the libraries of its build, from its `version.py`.
 
     None: torch is not installed.
 
@@ -129,9 +133,9 @@ def torch_build() -> TorchBuild | None:
     if found is None or found.origin is None:
         return None
     text = read_text(os.path.join(os.path.dirname(found.origin), "version.py"))  # noqa: PTH118, PTH120 - pathlib is slow to import
-    version = re.search(r"^__version__ = '(.+?)'", text, re.MULTILINE)
-    cuda = re.search(r"^cuda(?:: Optional\[str\])? = '(.+?)'", text, re.MULTILINE)
-    return TorchBuild(version[1] if version else "?", cuda[1] if cuda else None)
+    said = dict(re.findall(r"^(\w+)(?:: .+?)? = '(.+?)'", text, re.MULTILINE))
+    version = said.get("__version__", "?")
+    return TorchBuild(version, *map(said.get, ("cuda", "hip", "xpu")))
 
 
 _DEFINED = re.compile(rb"^(?:class|def) (\w+)", re.MULTILINE)

@@ -481,12 +481,24 @@ class Registry:
         return next((c.distribution for c in candidates if c.spec.target == target), None)
 
     def ambiguous(self) -> dict[tuple[str, str], list[Candidate]]:
-        """Return the names (kind, name) that several distributions other than core claim."""
+        """Return the names (kind, name) that several distributions other than core claim.
+
+        An alias that accelerators share, such as "gpu", stands for the one that is present.
+        """
         return {
             key: holders
             for key, holders in sorted(self._candidates.items())
-            if len(holders) > 1 and holders[0].distribution not in (RUN_TIME, CORE)
+            if len(holders) > 1
+            and holders[0].distribution not in (RUN_TIME, CORE)
+            and not self.sharing(*key)
         }
+
+    def sharing(self, kind: str, alias: str) -> list[Candidate]:
+        """Return the accelerators that share an alias; []: another kind, or one accelerator."""
+        holders = self._candidates.get((kind, alias.casefold()), [])
+        names = {holder.spec.name.casefold() for holder in holders}
+        own = len(holders) < 2 or alias.casefold() in names or holders[0].distribution == RUN_TIME
+        return [] if own or kind != "accelerator" else holders
 
     def registered(self) -> list[ComponentSpec]:
         """Return the specs registered at run time in this process, the earliest first."""

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from stratagem.data.pytree import move_to_device
+from stratagem.data.pytree import move_to_device, widest_float
 from stratagem.discovery.specs import Availability
 
 
@@ -96,6 +96,9 @@ class Accelerator(ABC):
     ends then run the same operations of their own in every step, since each difference would
     recompile the whole step."""
 
+    memory_advice: ClassVar[str] = ""
+    """Advice for users whose device memory is full. The report of that error ends with it."""
+
     @abstractmethod
     def availability(self) -> Availability:
         """Return the number of usable devices on this machine, and the reason."""
@@ -170,7 +173,8 @@ class Accelerator(ABC):
         Returns:
             A function that waits for the copy and returns the numbers.
         """
-        values = torch.stack([one.reshape(()).double() for one in tensors])
+        widest = widest_float(tensors[0].device)
+        values = torch.stack([one.reshape(()).to(widest) for one in tensors])
         # torch allocates the result of a non-blocking copy in pinned memory.
         on_host = values.to("cpu", non_blocking=self.pins_memory)
         event = torch.Event(values.device)

@@ -8,6 +8,7 @@ from typing import Any
 
 from stratagem.discovery.capabilities import Capabilities
 from stratagem.discovery.hints import missing_backend
+from stratagem.discovery.registry import Candidate
 from stratagem.discovery.specs import AcceleratorSpec, Availability, PrecisionSpec, load_target
 from stratagem.errors import ConfigurationError, format_text
 from stratagem.plan.cluster import PLAIN, Cluster
@@ -232,6 +233,9 @@ def choose_accelerator(
     elif asked != "auto":
         if advice := _of_device(asked) if ":" in asked else "":
             raise ConfigurationError(f"accelerator={asked!r}: expected a name{advice}")
+        sharing = resolution.registry.sharing("accelerator", asked)
+        if sharing and elsewhere is None:
+            return _present_accelerator(resolution, asked, sharing)
         selected = resolution.find("accelerator", asked, NAMED)
     elif resolution.request.devices is None:
         selected = resolution.find("accelerator", "cpu", "devices=None")
@@ -251,6 +255,25 @@ def choose_accelerator(
             "pass accelerator='auto' to take what there is"
         )
     return selected, found
+
+
+def _present_accelerator(
+    resolution: Resolution, alias: str, sharing: Sequence[Candidate]
+) -> tuple[Selection, Availability]:
+    """Return the accelerator that is on this machine, of those that share an alias ("gpu")."""
+    probed = [(candidate, resolution.probe(candidate.spec)) for candidate in sharing]
+    here = [(candidate, found) for candidate, found in probed if found.free]
+    if len(here) == 1:
+        return selection_of(here[0][0], f"the {alias} of this machine"), here[0][1]
+    said = "; ".join(f"{each.spec.name!r} ({_why_not(found)})" for each, found in here or probed)
+    if here:
+        raise ConfigurationError(
+            f"accelerator={alias!r} means one of several that are on this machine: name it: {said}"
+        )
+    raise ConfigurationError(
+        f"accelerator={alias!r} is not available on this machine: {said}; "
+        "pass accelerator='auto' to take what there is"
+    )
 
 
 def _of_device(device: str) -> str:

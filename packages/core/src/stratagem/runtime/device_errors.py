@@ -25,8 +25,9 @@ from stratagem.interfaces.strategy import Strategy
 from stratagem.launch.rank import this_rank
 from stratagem.plan.memory import StepMemory, gib, what_would_fit
 
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_REQUEST = re.compile(rf"[Tt]ried to allocate ([\d.]+) ({'|'.join(_UNITS)})")
+_UNITS = {"b": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+# Some versions of torch write MB for MiB on Metal.
+_REQUEST = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMG]i?B)")
 
 _REST = "the rest: activations, inputs and what kernels work with"
 _BESIDES = (
@@ -97,7 +98,7 @@ def explain_device_error(
 def _requested(error: BaseException) -> int:
     """Return how many bytes could not be had, as far as the error says it."""
     found = _REQUEST.search(str(error))
-    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    return int(float(found[1]) * _UNITS[found[2][0]]) if found else 0
 
 
 def _report(
@@ -139,8 +140,7 @@ def _report(
         capacity = memory.total - sum(size for _, size in memory.others)
         need = _need(parameters, optimizers, own, held["buffers"], rest + requested)
         lines += _advice(strategy, need, capacity)
-    lines.append(_BESIDES)
-    return "\n".join(lines)
+    return "\n".join(filter(None, (*lines, _BESIDES, strategy.accelerator.memory_advice)))
 
 
 def _advice(strategy: Strategy, need: StepMemory, capacity: int) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stratagem.data.pytree import widest_float
 from stratagem.interfaces.ranks import Ranks
 from stratagem.module.module import LogOptions
 
@@ -130,7 +131,7 @@ class MetricAccumulator:
         self.number = _START.get(self.reduce_fx, 0.0) if isinstance(self.reduce_fx, str) else 0.0
         self.weight = 0.0
         self.total: Tensor | None = None
-        """What tensors on a device were reduced to so far; float64, shape (1,)."""
+        """What tensors on a device were reduced to so far; the widest float, shape (1,)."""
         self.values: list[Any] = []
         self.weights: list[float] = []
 
@@ -157,8 +158,9 @@ class MetricAccumulator:
         """Reduce a tensor with those before it, by operations that are the same at each step."""
         if self.total is None:
             # Copied there, so that it is an input of the first step's program as of the others'.
-            self.total = torch.full((1,), _START[fx], dtype=torch.float64).to(value.device)
-        one = value.reshape(1).double()
+            widest = widest_float(value.device)
+            self.total = torch.full((1,), _START[fx], dtype=widest).to(value.device)
+        one = value.reshape(1).to(self.total.dtype)
         if fx == "mean":
             one = one * weight
             self.weight += weight
@@ -169,7 +171,8 @@ class MetricAccumulator:
         fx = self.reduce_fx
         if not isinstance(fx, str) or not self.values:
             return
-        values = torch.stack([value.reshape(()).double() for value in self.values])
+        widest = widest_float(self.values[0].device)
+        values = torch.stack([value.reshape(()).to(widest) for value in self.values])
         if fx == "mean":
             values = values * torch.tensor(self.weights, dtype=values.dtype, device=values.device)
             self.weight += sum(self.weights)

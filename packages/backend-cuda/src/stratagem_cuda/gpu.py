@@ -1,0 +1,62 @@
+"""GPU: a GPU as a driver lists it, and those that a process sees of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A GPU as the driver lists it, or an instance of one (MIG).
+
+    Attributes:
+        index: of the GPU on this machine; an instance has that of its GPU.
+        uuid: "GPU-..." or "MIG-...".
+        name: the product's.
+        problem: why no process of ours can use it; "" if one can.
+        memory: in bytes; None: the driver does not say it.
+    """
+
+    index: int
+    uuid: str
+    name: str
+    problem: str = ""
+    memory: int | None = None
+
+
+def visible_gpus(gpus: Sequence[GPU], visible: str | None) -> list[GPU]:
+    """Return the GPUs that CUDA shows to a process, in the process's order.
+
+    Args:
+        gpus: all of them.
+        visible: CUDA_VISIBLE_DEVICES: indices, UUIDs or beginnings of them, with commas between;
+            the first that is none of these ends the list, as it does for CUDA. None: it is not set.
+
+    Example:
+        >>> from stratagem_cuda.gpu import GPU, visible_gpus
+        >>> gpus = (GPU(0, "GPU-aa", "H100"), GPU(1, "GPU-bb", "H100"))
+        >>> [gpu.index for gpu in visible_gpus(gpus, "GPU-b,0,7,1")]
+        [1, 0]
+    """
+    if visible is None:
+        return _one_instance(list(gpus))
+    seen: list[GPU] = []
+    for name in (part.strip() for part in visible.split(",")):
+        if name.isdecimal():
+            matching = [gpu for gpu in gpus if gpu.index == int(name)][:1]
+        elif name.startswith(("GPU-", "MIG-")):
+            matching = [gpu for gpu in gpus if gpu.uuid.startswith(name)]
+        else:
+            matching = []
+        # An ambiguous beginning names none, and a GPU that is named twice ends the list as well.
+        if len(matching) != 1 or matching[0] in seen:
+            break
+        seen += matching
+    return _one_instance(seen)
+
+
+def _one_instance(seen: list[GPU]) -> list[GPU]:
+    """Return what is left where a GPU is divided: CUDA shows a process one instance of all."""
+    instances = [gpu for gpu in seen if gpu.uuid.startswith("MIG-")]
+    return instances[:1] or seen

@@ -1,0 +1,1 @@
+"""Apple silicon's GPU for Stratagem."""
