@@ -465,7 +465,7 @@ def audit(session: nox.Session) -> None:
 
 @nox.session
 def guide(session: nox.Session) -> None:
-    """What docs/write-a-strategy.md says, from an empty folder to a wheel on an index."""
+    """What docs/extend/write-a-strategy.md says, from an empty folder to a wheel on an index."""
     session.install(TORCH)
     session.install(*BUILD_TOOLS, *tools("pytest"))
     run_pytest(session, "guide", "tests/test_write_a_strategy.py")

@@ -34,22 +34,22 @@ def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_recipes_run(tmp_path: Path) -> None:
-    recipes = blocks("strategy-recipes.md", "python")
+    recipes = blocks("extend/strategy-recipes.md", "python")
     assert len(recipes) >= 6
     finished = run("".join(recipes), tmp_path)
     assert finished.returncode == 0, finished.stderr
 
 
 def test_the_durable_replace_of_the_page_runs(tmp_path: Path) -> None:
-    (script,) = (each for each in blocks("checkpoints.md", "python") if "sqlite3" in each)
+    (script,) = (each for each in blocks("guides/checkpoints.md", "python") if "sqlite3" in each)
     finished = run(script, tmp_path)
     assert finished.returncode == 0, finished.stderr
     assert [path.name for path in tmp_path.glob("*.db")] == ["runs.db"]
 
 
 def test_the_page_of_components_has_every_kind() -> None:
-    page = (DOCS / "write-a-component.md").read_text()
+    page = (DOCS / "extend/write-a-component.md").read_text()
     named = re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE)
     assert named == ["--kind", *KINDS]
-    (commands,) = blocks("write-a-component.md", "sh")
+    (commands,) = blocks("extend/write-a-component.md", "sh")
     assert "stratagem new-backend tape --kind checkpoint-io\n" in commands

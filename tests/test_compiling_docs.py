@@ -1,4 +1,4 @@
-"""The script of docs/compiling.md runs as it stands."""
+"""The script of docs/guides/compiling.md runs as it stands."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import pytest
 
 from stratagem.compile import takes_whole_steps
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "compiling.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "guides" / "compiling.md"
 
 
 @pytest.mark.skipif(

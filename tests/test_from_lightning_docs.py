@@ -1,4 +1,4 @@
-"""The scripts of docs/from-lightning.md run as they stand."""
+"""The scripts of docs/start/from-lightning.md run as they stand."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "from-lightning.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "start" / "from-lightning.md"
 SCRIPTS = re.findall(r"^```python\n(.+?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 

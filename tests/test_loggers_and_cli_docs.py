@@ -1,4 +1,4 @@
-"""The examples of docs/loggers-and-cli.md run as they stand."""
+"""The examples of docs/guides/loggers-and-cli.md run as they stand."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).resolve().parents[1] / "docs" / "loggers-and-cli.md").read_text()
+PAGE = (Path(__file__).resolve().parents[1] / "docs" / "guides" / "loggers-and-cli.md").read_text()
 LOGGERS, COMMAND_LINE = PAGE.split("\n## Runs from a command line\n")
 
 

@@ -170,7 +170,7 @@ def brought_in_by(name: str, found: set[str]) -> set[str]:
 
 
 def test_the_table_of_licences_lists_what_core_brings_along() -> None:
-    text = (ROOT / "docs" / "licences.md").read_text()
+    text = (ROOT / "docs" / "reference" / "licences.md").read_text()
     listed = re.findall(r"^\| ([a-z][a-z0-9, -]+) \| (?!licence)", text, re.MULTILINE)
     names = {name for names in listed for name in names.split(", ")}
     # Those of torch's builds for CUDA have a sentence of their own.
