@@ -53,7 +53,17 @@ THIS_MINOR = str(SpecifierSet(f">={_NOW.major}.{_NOW.minor},<{_NOW.major}.{_NOW.
 
 # Folders that only some machines have; as a pattern, so that this file does not hold them.
 MACHINE_PATH = re.compile(r"(?<![\w.\-/])/(work|root|home/\w+|opt/(wheels|pypi)|tmp/venv)\b")
-IGNORED_FOLDERS = {".git", ".hypothesis", ".nox", ".venv", "venv", "build", "dist", "__pycache__"}
+IGNORED_FOLDERS = {
+    ".git",
+    ".hypothesis",
+    ".nox",
+    ".venv",
+    "venv",
+    "_build",
+    "build",
+    "dist",
+    "__pycache__",
+}
 
 
 def project_of(package: Path) -> dict[str, Any]:
