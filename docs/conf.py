@@ -32,7 +32,7 @@ nitpicky = True
 suppress_warnings = ["ref.python"]
 
 myst_heading_anchors = 4
-myst_enable_extensions = ["colon_fence", "deflist", "substitution"]
+myst_enable_extensions = ["attrs_inline", "colon_fence"]
 
 # A signature says the types. The text below it, for a class, is also that of its __init__.
 autodoc_typehints = "signature"
