@@ -65,6 +65,13 @@ LOW_PRECISIONS = ["bitsandbytes==0.50.2", "torchao==0.18.0"]
 LOW_PRECISIONS_2_9 = ["bitsandbytes==0.50.2", "torchao==0.17.0"]
 # One file of tests on each of two processes.
 TWO_AT_ONCE = ("-n", "2", "--dist", "loadfile")
+# What builds the site of the documentation.
+SITE = [
+    "furo==2025.12.19",
+    "myst-parser==5.2.0",
+    "sphinx==9.0.4",
+    "sphinx-copybutton==0.5.2",
+]
 # What CI leaves to sessions of their own.
 IN_CI = (
     "not gpu and not cluster and not ops and not xla and not conformance and not skew and not guide"
@@ -191,7 +198,7 @@ def check_types(session: nox.Session) -> None:
     """Types of the sources and of this file, then of each folder of tests and scripts."""
     session.run("mypy")
     folders = [f"{package}/{kind}" for package in PACKAGES for kind in ("tests", "scripts")]
-    folders += ["tests", "examples", "benchmarks"]
+    folders += ["tests", "examples", "benchmarks", "docs/tools"]
     for folder in folders:
         # One at a time: modules of the same name live in several of these folders.
         if any(Path(folder).glob("*.py")):
@@ -467,10 +474,27 @@ def audit(session: nox.Session) -> None:
 
 @nox.session
 def guide(session: nox.Session) -> None:
-    """What docs/write-a-strategy.md says, from an empty folder to a wheel on an index."""
+    """What docs/extend/write-a-strategy.md says, from an empty folder to a wheel on an index."""
     session.install(TORCH)
     session.install(*BUILD_TOOLS, *tools("pytest"))
     run_pytest(session, "guide", "tests/test_write_a_strategy.py")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The site: its reference, links and prose are checked, and the code of each page runs.
+
+    What follows `--` is pages of docs: only their code runs.
+    """
+    install_everything(session)
+    session.install(*SITE)
+    if not session.posargs:
+        site = "docs/_build/html"
+        # Nitpicky, with warnings as errors: each link and each cross-reference leads somewhere.
+        options = ("-W", "--keep-going", "-j", "2", "-q", "-b", "html")
+        session.run("sphinx-build", *options, "docs", site)
+        session.run("python", "docs/tools/prose.py")
+    session.run("python", "docs/tools/blocks.py", *session.posargs)
 
 
 @nox.session

@@ -1,6 +1,6 @@
-"""Writes docs/choosing-a-strategy.md: which strategy fits, by size of the model and devices.
+"""Writes docs/guides/choosing-a-strategy.md: which strategy fits, by size of the model and devices.
 
-    python benchmarks/choosing_a_strategy.py docs/choosing-a-strategy.md     # half an hour
+    python benchmarks/choosing_a_strategy.py docs/guides/choosing-a-strategy.md     # half an hour
 
 Every cell is a plan of `stratagem plan`; nothing is trained.
 """
@@ -130,7 +130,7 @@ def main() -> None:
         tables="\n".join(_table(plans, memory) for memory in MEMORIES),
         savings=_savings(plans["1B", "8"]),
         largest=_largest(plans),
-        command="python benchmarks/choosing_a_strategy.py docs/choosing-a-strategy.md",
+        command="python benchmarks/choosing_a_strategy.py docs/guides/choosing-a-strategy.md",
         day=date.today().isoformat(),
         torch=torch.__version__,
         machine=f"{platform.machine()} CPUs",

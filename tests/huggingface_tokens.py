@@ -1,4 +1,4 @@
-"""Trains TokenMean of docs/from-huggingface.md, or its model with transformers.Trainer.
+"""Trains TokenMean of docs/start/from-huggingface.md, or its model with transformers.Trainer.
 
 Run: python huggingface_tokens.py page.py KIND DEVICES weights.pt, where KIND is "original" or the
 name of a strategy.

@@ -1,4 +1,4 @@
-"""Accelerate's examples, converted to Lite, train with its numbers; docs/from-accelerate.md runs.
+"""Accelerate's examples, converted to Lite, train with its numbers; so does from-accelerate.md.
 
 tests/from_accelerate has four examples of Accelerate 1.15 as they are and as they were converted,
 and small stand-ins for the data sets and models that they load. `nox -s accelerate` compares both.
@@ -23,7 +23,7 @@ from stratagem.lite.lite import counterparts_of_accelerate
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = Path(__file__).parent / "from_accelerate"
-PAGE = (ROOT / "docs" / "from-accelerate.md").read_text()
+PAGE = (ROOT / "docs" / "start" / "from-accelerate.md").read_text()
 SCRIPTS = re.findall(r"^```python\n(.+?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 ARGUMENTS = {
     "cv_example": ["--data_dir", "pets"],
@@ -105,7 +105,7 @@ def test_few_lines_of_an_example_change(name: str) -> None:
     assert len(new) == NEW_LINES[name] + 1, "one of them says that the file was changed"
 
 
-# ---------------------------------------------------------------- docs/from-accelerate.md
+# ---------------------------------------------------------------- docs/start/from-accelerate.md
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -1,7 +1,8 @@
 """Examples in the style of transformers, converted to our Trainer, train with its numbers.
 
 examples/huggingface has two scripts that train with transformers.Trainer, after run_clm.py and
-run_glue.py of transformers, and the same two with stratagem.Trainer. docs/from-huggingface.md runs.
+run_glue.py of transformers, and the same two with stratagem.Trainer. The scripts of
+docs/start/from-huggingface.md run, too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples" / "huggingface"
-PAGE = (ROOT / "docs" / "from-huggingface.md").read_text()
+PAGE = (ROOT / "docs" / "start" / "from-huggingface.md").read_text()
 SCRIPTS = re.findall(r"^```python\n(.+?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 NUMBERS = str(Path(__file__).parent / "huggingface_numbers.py")
 TOKENS = str(Path(__file__).parent / "huggingface_tokens.py")
@@ -181,7 +182,7 @@ def test_few_lines_of_an_example_change(name: str) -> None:
     assert len([line for line in compared if line.startswith("+")]) == NEW_LINES[name]
 
 
-# ---------------------------------------------------------------- docs/from-huggingface.md
+# ---------------------------------------------------------------- docs/start/from-huggingface.md
 
 
 @needs_transformers

@@ -1,4 +1,4 @@
-"""The examples of docs/loggers-and-cli.md run as they stand."""
+"""What the examples of docs/guides/logging.md and command-line.md print and write."""
 
 import os
 import re
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).resolve().parents[1] / "docs" / "loggers-and-cli.md").read_text()
-LOGGERS, COMMAND_LINE = PAGE.split("\n## Runs from a command line\n")
+GUIDES = Path(__file__).resolve().parents[1] / "docs" / "guides"
+LOGGERS = (GUIDES / "logging.md").read_text()
+COMMAND_LINE = (GUIDES / "command-line.md").read_text()
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -68,7 +69,8 @@ def test_the_command_lines_of_the_page_run(tmp_path: Path) -> None:
     pytest.importorskip("jsonargparse")
     for text in (*blocks(COMMAND_LINE, "yaml"), *blocks(COMMAND_LINE, "python")):
         (tmp_path / text.splitlines()[0].removeprefix("# ")).write_text(text)
-    commands = "".join(blocks(COMMAND_LINE, "console")).splitlines()
+    lines = "".join(blocks(COMMAND_LINE, "console")).splitlines()
+    commands = [line.removeprefix("$ ") for line in lines]
     said = run(["-c", IN_ONE_PROCESS, *commands, "python program.py fit"], tmp_path)
     first, longer, printed, asked, own, by_variable, _ = said.split("\n---\n")
     assert "steps 4, epochs 1" in first

@@ -55,7 +55,17 @@ THIS_MINOR = str(SpecifierSet(f">={_NOW.major}.{_NOW.minor},<{_NOW.major}.{_NOW.
 
 # Folders that only some machines have; as a pattern, so that this file does not hold them.
 MACHINE_PATH = re.compile(r"(?<![\w.\-/])/(work|root|home/\w+|opt/(wheels|pypi)|tmp/venv)\b")
-IGNORED_FOLDERS = {".git", ".hypothesis", ".nox", ".venv", "venv", "build", "dist", "__pycache__"}
+IGNORED_FOLDERS = {
+    ".git",
+    ".hypothesis",
+    ".nox",
+    ".venv",
+    "venv",
+    "_build",
+    "build",
+    "dist",
+    "__pycache__",
+}
 
 
 def project_of(package: Path) -> dict[str, Any]:
@@ -173,7 +183,7 @@ def brought_in_by(name: str, found: set[str]) -> set[str]:
 
 
 def test_the_table_of_licences_lists_what_core_brings_along() -> None:
-    text = (ROOT / "docs" / "licences.md").read_text()
+    text = (ROOT / "docs" / "reference" / "licences.md").read_text()
     listed = re.findall(r"^\| ([a-z][a-z0-9, -]+) \| (?!licence)", text, re.MULTILINE)
     names = {name for names in listed for name in names.split(", ")}
     # Those of torch's builds for CUDA have a sentence of their own.

@@ -1,4 +1,4 @@
-"""docs/strategies.md has what the specs of our distributions say."""
+"""docs/reference/strategies.md has what the specs of our distributions say."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def run_page(page: str, build_wheel: Callable[[Path, Path], Path], tmp_path: Pat
 def test_the_page_leads_to_a_wheel_that_works(
     build_wheel: Callable[[Path, Path], Path], tmp_path: Path
 ) -> None:
-    said = run_page("write-a-strategy.md", build_wheel, tmp_path)
+    said = run_page("extend/write-a-strategy.md", build_wheel, tmp_path)
     trained = re.findall(r"^tensor\(\[\[(.+?)\]\]", said, re.MULTILINE)
     assert len(trained) == 2  # from the source tree, and from the index
     for weights in trained:
@@ -106,7 +106,7 @@ def test_the_page_leads_to_a_wheel_that_works(
 def test_the_page_of_other_components_leads_to_a_wheel(
     build_wheel: Callable[[Path, Path], Path], tmp_path: Path
 ) -> None:
-    said = run_page("write-a-component.md", build_wheel, tmp_path)
+    said = run_page("extend/write-a-component.md", build_wheel, tmp_path)
     assert said.count("No problem found.") == 1
     assert said.count(" passed in ") == 1
     assert "stratagem_backend_tape-0.1.0-py3-none-any.whl" in said

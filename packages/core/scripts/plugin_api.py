@@ -1,4 +1,4 @@
-"""The plugin API as text: what it holds, how two versions of it differ, and docs/plugin-api.md.
+"""The plugin API as text: its contents, how two versions differ, and docs/extend/plugin-api.md.
 
     python packages/core/scripts/plugin_api.py    # writes the snapshot and the generated tables
 
@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 SNAPSHOT = ROOT / "packages/core/tests/data/plugin_api_1.txt"
-GUIDE = ROOT / "docs/plugin-api.md"
+GUIDE = ROOT / "docs/extend/plugin-api.md"
 
 PUBLIC = {
     "stratagem.discovery": "PLUGIN_API_VERSION hookimpl Capabilities ComponentSpec StrategySpec "

@@ -1,4 +1,4 @@
-"""The tables in docs/strategies.md, from the specs of our distributions.
+"""The tables in docs/reference/strategies.md, from the specs of our distributions.
 
 python packages/core/scripts/strategies_table.py    # writes them; all five have to be installed
 """
@@ -13,7 +13,7 @@ from stratagem.discovery import Capabilities, LauncherSpec, StrategySpec
 from stratagem.discovery.entry_points import CORE
 from stratagem.discovery.registry import Candidate, Registry, get_registry
 
-GUIDE = Path(__file__).parents[3] / "docs/strategies.md"
+GUIDE = Path(__file__).parents[3] / "docs/reference/strategies.md"
 OURS = (CORE, "stratagem-backend-deepspeed", "stratagem-backend-xla", "stratagem-backend-hpu-ipu")
 DDP = ("DDPStrategy", "DDPShardedStrategy")
 
@@ -145,7 +145,7 @@ def with_tables(guide: str, registry: Registry) -> str:
     for name, table in tables(registry).items():
         begin, end = f"<!-- table: {name} -->\n", "\n<!-- end -->"
         pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-        assert pattern.search(guide), f"docs/strategies.md has no place for the table {name!r}"
+        assert pattern.search(guide), f"{GUIDE.name} has no place for the table {name!r}"
         guide = pattern.sub(lambda _, text=begin + table + end: text, guide, count=1)  # type: ignore[misc]
     return guide
 

@@ -386,7 +386,7 @@ Trainer(
 
 
 def test_torch_logs_why_a_smaller_last_batch_is_compiled_again(tmp_path: Path) -> None:
-    """As docs/compiling.md says."""
+    """As docs/guides/compiling.md says."""
     finished = subprocess.run(
         [sys.executable, "-c", SMALLER_LAST_BATCH],
         cwd=tmp_path,

@@ -297,7 +297,7 @@ def test_a_name_of_accelerates_says_what_to_use(name: str) -> None:
     with pytest.raises(AttributeError) as caught:
         getattr(Lite(accelerator="cpu"), name)
     expected = f"'Lite' object has no attribute '{name}'. {COUNTERPARTS[name]}"
-    assert str(caught.value) == f"{expected} (docs/from-accelerate.md)"
+    assert str(caught.value) == f"{expected} (docs/start/from-accelerate.md)"
 
 
 def test_an_error_within_a_property_is_not_hidden() -> None:

@@ -39,7 +39,8 @@ def test_the_plugin_api_is_what_was_promised() -> None:
         "plugins that were written for this version of the plugin API would break:\n"
         + "\n".join(broken)
         + "\nKeep the former name or signature for one minor version, with a DeprecationWarning, "
-        "and write it into the changelog in docs/plugin-api.md; then regenerate: " + REGENERATE
+        "and write it into the changelog in docs/extend/plugin-api.md; then regenerate: "
+        + REGENERATE
     )
     assert not added, (
         "the plugin API has grown, which breaks no plugin:\n"

@@ -116,7 +116,7 @@ def test_a_plan_for_two_ranks_is_what_they_hold(strategies: list[str]) -> None:
 
 
 def test_the_script_of_the_page_runs(tmp_path: Path) -> None:
-    page = (ROOT / "docs/planning.md").read_text()
+    page = (ROOT / "docs/guides/planning.md").read_text()
     (script,) = re.findall(r"^```python\n(.+?)^```$", page, re.MULTILINE | re.DOTALL)
     command = [sys.executable, "-W", "error::DeprecationWarning", "-c", script]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

@@ -1,6 +1,6 @@
 """Conformance kits for authors of plugins, one for each kind of component.
 
-docs/testing-a-plugin.md shows how they are used and what each check means.
+docs/extend/testing-a-plugin.md shows how they are used and what each check means.
 """
 
 from __future__ import annotations

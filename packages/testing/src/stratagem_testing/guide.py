@@ -1,6 +1,6 @@
-"""The tables of what the kits check, as docs/testing-a-plugin.md has them.
+"""The tables of what the kits check, as docs/extend/testing-a-plugin.md has them.
 
-Run: python -m stratagem_testing.guide docs/testing-a-plugin.md
+Run: python -m stratagem_testing.guide docs/extend/testing-a-plugin.md
 """
 
 from __future__ import annotations

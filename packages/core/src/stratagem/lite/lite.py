@@ -341,7 +341,7 @@ class Lite(FrontEnd):
                 then saves; None stays None.
             move_to_device: move parameters and batches to this rank's device.
             compile: True: torch.compile of the models; or a dict of its arguments; None: as
-                `step_options` says. See docs/compiling.md.
+                `step_options` says. See docs/guides/compiling.md.
 
         Returns:
             The object, or a tuple of them in the order of the arguments. An optimizer that the
@@ -810,7 +810,7 @@ class Lite(FrontEnd):
                 return self.__getattribute__(name)  # the ordinary error, or that of a property
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}. {counterpart} "
-                "(docs/from-accelerate.md)",
+                "(docs/start/from-accelerate.md)",
                 name=name,
                 obj=self,
             )

@@ -105,7 +105,7 @@ class Trainer(FrontEnd):
         use_distributed_sampler: split the data over the ranks.
         sync_batchnorm: compute the statistics of batch norm layers over all ranks.
         compile: True: compile the model with `torch.compile`. "step": compile the whole training
-            step. A dict: arguments of `torch.compile`. See docs/compiling.md.
+            step. A dict: arguments of `torch.compile`. See docs/guides/compiling.md.
         detect_anomaly: check each loss and each backward pass for NaN; slow.
         detect_divergence: compare the step and the parameters of all ranks every n optimizer steps
             (True: 100).

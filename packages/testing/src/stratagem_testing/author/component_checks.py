@@ -154,8 +154,8 @@ def _missing_module(error: BaseException | None, spec: ComponentSpec) -> str:
         return ""
     if name.partition(".")[0] == "stratagem":
         return (
-            " (this stratagem-core has no such module: docs/plugin-api.md lists those that plugins "
-            "may import)"
+            " (this stratagem-core has no such module: docs/extend/plugin-api.md lists the modules "
+            "that plugins may import)"
         )
     return f" ({name.partition('.')[0]} has to be installed beside it)"
 

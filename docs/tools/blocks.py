@@ -1,0 +1,137 @@
+"""Runs the code on the pages of docs, each page in an empty folder of its own.
+
+    python docs/tools/blocks.py [PAGE ...]
+
+What runs, in the order of the page:
+
+- `python`: all such blocks of a page together are one script, which runs at the end of the page.
+- `python` whose first line is a comment with a file name (`# train.py`): the file is written. If no
+  command of the page names it, it is run.
+- `yaml`, `json` and `text` whose first line is such a comment: the file is written.
+- `console`: each line that begins with `$ ` is run by bash. `console fails`: one of them must fail.
+- `python no-run` and every other language: nothing; the text above the block says why.
+
+A page whose front matter has `blocks:` is run elsewhere, as that line says.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parents[1]
+TIMEOUT = 280
+"""Seconds for one command."""
+
+_BLOCK = re.compile(r"^( *)(`{3,})([^\n`]*)\n(.*?)^\1\2`*$", re.MULTILINE | re.DOTALL)
+_FILE = re.compile(r"# ([\w./-]+\.(?:py|ya?ml|json|sh|txt))\n")
+
+
+def pages() -> list[Path]:
+    """Return the written pages, without those that are generated."""
+    folders = ("start", "guides", "extend", "reference", "design")
+    found = [*DOCS.glob("*.md"), *(path for each in folders for path in (DOCS / each).glob("*.md"))]
+    return sorted(found)
+
+
+def run_page(page: Path) -> str:
+    """Run the code of a page; return what went wrong, or ""."""
+    text = page.read_text()
+    if re.match(r"---\n(?:.*\n)*?blocks: \S", text):
+        return ""
+    blocks = [
+        (info.split() or [""], re.sub(rf"^{indent}", "", code, flags=re.MULTILINE))
+        for indent, _, info, code in _BLOCK.findall(text)
+    ]
+    commands = "".join(code for info, code in blocks if info[0] == "console")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        script = []
+        for info, code in blocks:
+            language = info[0]
+            named = _FILE.match(code)
+            if "no-run" in info:
+                continue
+            if named and language in ("python", "yaml", "json", "text"):
+                (folder / named[1]).parent.mkdir(parents=True, exist_ok=True)
+                (folder / named[1]).write_text(code)
+                mentioned = named[1] in commands or Path(named[1]).stem in commands
+                is_run = language == "python" and not mentioned
+                if is_run and (problem := run([sys.executable, named[1]], folder)):
+                    return problem
+            elif language == "python":
+                script.append(code)
+            elif language == "console":
+                lines = "".join(f"{line[2:]}\n" for line in joined(code) if line.startswith("$ "))
+                fails = "fails" in info
+                program = f"set -e -o pipefail\n{lines}"
+                if problem := run(["bash", "-c", program], folder, fails=fails):
+                    return problem
+        if script:
+            (folder / "page.py").write_text("\n".join(script))
+            return run([sys.executable, "page.py"], folder)
+    return ""
+
+
+def joined(code: str) -> list[str]:
+    """Return the lines of a terminal; a command that goes on after a backslash is one line."""
+    return re.sub(r"\\\n(?:> )?\s*", "", code).splitlines()
+
+
+def run(command: list[str], folder: Path, *, fails: bool = False) -> str:
+    """Run a command; return its output if it ended otherwise than expected."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "NO_COLOR": "1",
+    }
+    try:
+        finished = subprocess.run(
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        return f"{command[-1]}\ndid not end within {TIMEOUT} seconds\n{error.stdout!r}"
+    if (finished.returncode != 0) is not fails:
+        return f"{command[-1]}\nexit code {finished.returncode}\n{finished.stdout[-5000:]}"
+    if os.environ.get("DOCS_SHOW"):
+        print(f"{command[-1]}\n{finished.stdout}", flush=True)
+    return ""
+
+
+def main(arguments: list[str]) -> int:
+    """Run pages on two processes; return the number of pages that fail."""
+    chosen = [Path(each).resolve() for each in arguments] or pages()
+
+    def timed(page: Path) -> tuple[Path, str, float]:
+        start = time.monotonic()
+        return page, run_page(page), time.monotonic() - start
+
+    failed = 0
+    with ThreadPoolExecutor(2) as pool:
+        for page, problem, seconds in pool.map(timed, chosen):
+            if problem:
+                failed += 1
+                print(f"FAILED {page.relative_to(DOCS)}\n{problem}\n", flush=True)
+            elif seconds > 1:
+                print(f"ran {page.relative_to(DOCS)} in {seconds:.0f} s", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(sys.argv[1:]), 1))
