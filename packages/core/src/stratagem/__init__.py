@@ -22,15 +22,7 @@ if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any: ...  # names that installed distributions add
 else:
-    _HOMES = {
-        "stratagem.callbacks": "Callback",
-        "stratagem.discovery.registry": "StrategyRegistry",
-        "stratagem.lite.lite": "Lite",
-        "stratagem.module": "DataModule Module",
-        "stratagem.rng": "seed_everything",
-        "stratagem.trainer": "Trainer",
-    }
-    _find, _, _NAMES = lazy_names(__name__, _HOMES)
+    _find, _, _NAMES = lazy_names(__name__)
 
     def __getattr__(name: str) -> Any:
         if name in _NAMES:
@@ -38,7 +30,7 @@ else:
         # A name that an installed distribution adds, such as Tuner.
         from stratagem.discovery.exports import exporter
 
-        return exporter(__name__, None, _HOMES)[0](name)
+        return exporter(__name__, None)[0](name)
 
 
 __all__ = [

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 
-def lazy_names(
-    package: str, homes: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return the `__getattr__`, `__dir__` and `__all__` of a package that serves names lazily.
 
     Args:
-        package: its name.
-        homes: by module, the names that it defines, in one string.
+        package: its name; `reexports` returns the names that it serves.
     """
-    modules = by_name(homes)
+    modules = reexports(package)
     names = sorted(modules)
 
     def find(name: str) -> Any:
@@ -30,6 +28,19 @@ def lazy_names(
     return find, lambda: list(names), names
 
 
-def by_name(homes: Mapping[str, str]) -> dict[str, str]:
-    """Return the module of each name."""
-    return {name: module for module, names in homes.items() for name in names.split()}
+def reexports(package: str) -> dict[str, str]:
+    """Return the module of each name that a module re-exports, by `from MODULE import X as X`.
+
+    Most of these statements stand under `if TYPE_CHECKING`. They are read from the module's source,
+    so that a type checker and the import system have one list.
+    """
+    spec: Any = sys.modules[package].__spec__
+    body = ast.parse(spec.loader.get_source(package)).body
+    blocks = (node.body for node in body if isinstance(node, ast.If))
+    return {
+        alias.name: str(node.module)
+        for node in (*body, *(inner for block in blocks for inner in block))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name
+    }

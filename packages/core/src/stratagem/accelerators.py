@@ -17,12 +17,4 @@ if TYPE_CHECKING:
         DeviceAccelerator as DeviceAccelerator,
     )
 else:
-    __getattr__, __dir__ = exporter(
-        __name__,
-        "accelerator",
-        {
-            "stratagem.discovery.specs": "Availability",
-            "stratagem.interfaces.accelerator": "Accelerator DeviceMemory",
-            "stratagem.native.accelerators": "DeviceAccelerator",
-        },
-    )
+    __getattr__, __dir__ = exporter(__name__, "accelerator")

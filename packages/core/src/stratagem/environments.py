@@ -17,10 +17,4 @@ if TYPE_CHECKING:
         TorchElasticEnvironment as TorchElasticEnvironment,
     )
 else:
-    __getattr__, __dir__ = exporter(
-        __name__,
-        "cluster_environment",
-        {
-            "stratagem.interfaces.cluster_environment": "ClusterEnvironment",
-        },
-    )
+    __getattr__, __dir__ = exporter(__name__, "cluster_environment")

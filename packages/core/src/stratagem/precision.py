@@ -17,10 +17,4 @@ if TYPE_CHECKING:
         TruePrecision as TruePrecision,
     )
 else:
-    __getattr__, __dir__ = exporter(
-        __name__,
-        "precision",
-        {
-            "stratagem.interfaces.precision": "EnginePrecision Precision default_dtype",
-        },
-    )
+    __getattr__, __dir__ = exporter(__name__, "precision")

@@ -64,34 +64,4 @@ if TYPE_CHECKING:
         seconds as seconds,
     )
 else:
-    __getattr__, __dir__ = exporter(
-        __name__,
-        "strategy",
-        {
-            "stratagem.compile": "adopt_compiled own_module",
-            "stratagem.discovery.capabilities": "Capabilities",
-            "stratagem.discovery.registry": "StrategyRegistry",
-            "stratagem.distributed.activation_checkpointing": (
-                "ActivationCheckpointing apply_activation_checkpointing "
-                "check_activation_checkpointing"
-            ),
-            "stratagem.distributed.allocator": "return_freed_memory use_huge_pages",
-            "stratagem.distributed.parallel_strategy": "ParallelStrategy",
-            "stratagem.distributed.process_group": "ProcessGroupRanks",
-            "stratagem.interfaces.checkpoint_io": "CheckpointIO",
-            "stratagem.interfaces.components": "Components",
-            "stratagem.interfaces.contract_checks": (
-                "check_capabilities check_overrides why_not_initialized"
-            ),
-            "stratagem.interfaces.prepared_model": (
-                "Optimizers PreparedModel StepModule make_optimizers user_module"
-            ),
-            "stratagem.interfaces.ranks": "DataSplit Ranks ReduceOp",
-            "stratagem.interfaces.stepping": "TrainStep",
-            "stratagem.interfaces.strategy": "Strategy",
-            "stratagem.native.strategies.single_device": "SingleDeviceStrategy",
-            "stratagem.native.strategies.communication_hooks": "CommHook CommWrapper",
-            "stratagem.plan.memory": "StepMemory",
-            "stratagem.plan.step_options": "Compilation GradientClip StepOptions seconds",
-        },
-    )
+    __getattr__, __dir__ = exporter(__name__, "strategy")

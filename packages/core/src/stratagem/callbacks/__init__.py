@@ -23,15 +23,4 @@ if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any: ...  # names that installed distributions add
 else:
-    __getattr__, __dir__ = exporter(
-        __name__,
-        "callback",
-        {
-            "stratagem.callbacks.callback": "Callback",
-            "stratagem.callbacks.checkpoints.model_checkpoint": "ModelCheckpoint",
-            "stratagem.callbacks.checkpoints.names": "filled",
-            "stratagem.callbacks.early_stopping": "EarlyStopping",
-            "stratagem.callbacks.progress.bar": "ProgressBar batches_to_evaluate batches_to_train",
-            "stratagem.callbacks.progress.report": "full_numel short_count",
-        },
-    )
+    __getattr__, __dir__ = exporter(__name__, "callback")

@@ -31,15 +31,4 @@ if TYPE_CHECKING:
         read_whole as read_whole,
     )
 else:
-    __getattr__, __dir__ = exporter(
-        __name__,
-        "checkpoint_io",
-        {
-            "stratagem.checkpoint.catalog": "SUFFIX find_all find_format",
-            "stratagem.checkpoint.trainer_format": "FORMAT_VERSION check_trainer_checkpoint",
-            "stratagem.interfaces.checkpoint_io": "CheckpointIO",
-            "stratagem.native.checkpoint.sharded.directory": "consolidate_checkpoint",
-            "stratagem.native.checkpoint.single_file": "SingleFileCheckpointIO",
-            "stratagem.state.shards": "LazyTensor Shards read_whole",
-        },
-    )
+    __getattr__, __dir__ = exporter(__name__, "checkpoint_io")

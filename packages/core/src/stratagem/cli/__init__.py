@@ -29,23 +29,16 @@ if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any: ...  # names that installed distributions add
 else:
-    _HOMES = {
-        "stratagem.cli.console": "at_least parser_of print_table",
-        "stratagem.cli.doctor": "SLOW_IMPORT listed_component plugins_checks",
-        "stratagem.cli.program": "failed_commands",
-        "stratagem.cli.strategies": "why_not",
-    }
-
     # The exporter uses the registry, which needs pluggy; `stratagem run` does not import it.
     def __getattr__(name: str) -> Any:
         from stratagem.discovery.exports import exporter
 
-        return exporter(__name__, None, _HOMES)[0](name)
+        return exporter(__name__, None)[0](name)
 
     def __dir__() -> list[str]:
         from stratagem.discovery.exports import exporter
 
-        return ["main", *exporter(__name__, None, _HOMES)[1]()]
+        return ["main", *exporter(__name__, None)[1]()]
 
 
 Run = Callable[[Sequence[str]], int]

@@ -19,13 +19,4 @@ if TYPE_CHECKING:
     )
     from stratagem.rng import generators_of_loader as generators_of_loader
 else:
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "stratagem.data.combined_loader": "CombinedLoader",
-            "stratagem.data.pytree": "map_tensors move_to_device",
-            "stratagem.rng": "generators_of_loader",
-            "stratagem.data.sharding": "UNKNOWN ShardedSampler divides_data length_of sampler_of "
-            "with_sampler",
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

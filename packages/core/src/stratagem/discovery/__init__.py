@@ -72,29 +72,4 @@ if TYPE_CHECKING:
         load_target as load_target,
     )
 else:
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "stratagem.discovery.capabilities": (
-                "Capabilities OWN_BACKWARD OWN_CLIPPING OWN_STEP contradictions difference "
-                "one_process_of"
-            ),
-            "stratagem.discovery.entry_points": (
-                "CORE DISABLE_VARIABLE GROUP PluginEntry core_range installed_entries "
-                "misplaced_entries normalise read_text why_not_lasting"
-            ),
-            "stratagem.discovery.hookspecs": "Check Command hookimpl",
-            "stratagem.discovery.hints": "distribution_of installation_hint names_by_distribution",
-            "stratagem.discovery.installed": (
-                "TorchBuild find_module require_package torch_build version_of why_missing"
-            ),
-            "stratagem.discovery.registry": (
-                "Candidate PluginReport Registry get_registry nearest_of"
-            ),
-            "stratagem.discovery.specs": (
-                "PLUGIN_API_VERSION AcceleratorSpec Availability CallbackSpec CheckpointIOSpec "
-                "ClusterEnvironmentSpec ComponentSpec LauncherSpec LoggerSpec NameSpec "
-                "Objection PrecisionSpec ProfilerSpec StrategySpec Target load_target"
-            ),
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

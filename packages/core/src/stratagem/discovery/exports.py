@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from stratagem._lazy import by_name
+from stratagem._lazy import reexports
 from stratagem.discovery.entry_points import CORE
 from stratagem.discovery.hints import modules_of_import
 from stratagem.discovery.registry import Candidate, get_registry
@@ -15,17 +15,14 @@ from stratagem.discovery.specs import NameSpec
 from stratagem.errors import PluginError, StratagemError
 
 
-def exporter(
-    module: str, kind: str | None, bases: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def exporter(module: str, kind: str | None) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the `__getattr__` and `__dir__` of a module that serves one kind of component.
 
     Args:
-        module: its name.
+        module: its name; it also serves the names that it re-exports.
         kind: the kind of component whose classes it serves, by their own names; None: no kind.
-        bases: further names: by module, the names that it defines, in one string.
     """
-    modules = by_name(bases)
+    modules = reexports(module)
 
     def find(name: str) -> Any:
         if name == "__all__":

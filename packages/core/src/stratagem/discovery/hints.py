@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 from stratagem.discovery.entry_points import read_text
 
@@ -29,7 +28,7 @@ _THIRD_PARTIES = {
 def _known() -> Mapping[tuple[str, str], tuple[str, ...]]:
     """Return the known names by distribution and kind; scripts/known_names.py writes the file."""
     found: dict[tuple[str, str], tuple[str, ...]] = {}
-    for line in Path(__file__).with_name("known_names.txt").read_text().splitlines():
+    for line in read_text(f"{os.path.dirname(__file__)}/known_names.txt").splitlines():  # noqa: PTH120 - pathlib is slow to import
         head, _, names = line.partition(": ")
         distribution, _, kind = head.partition(" ")
         found[distribution, kind] = tuple(names.split(", "))

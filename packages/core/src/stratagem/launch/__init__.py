@@ -73,19 +73,4 @@ if TYPE_CHECKING:
         unpack_result as unpack_result,
     )
 else:
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "stratagem.interfaces.launcher": "Launcher",
-            "stratagem.launch.process": "available_cores",
-            "stratagem.launch.environment": "rank_environment",
-            "stratagem.launch.network": "free_port",
-            "stratagem.launch.packed": "pack rank_failure run_packed",
-            "stratagem.launch.rank": "LISTEN_FD_VARIABLE run_as_rank this_rank",
-            "stratagem.launch.rank_zero": (
-                "rank_zero_debug rank_zero_info rank_zero_only rank_zero_warn"
-            ),
-            "stratagem.plan.plan": "RunPlan RunRequest Selection",
-            "stratagem.state.safe_data": "pack_result unpack_result",
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -17,12 +17,4 @@ if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any: ...  # names that installed distributions add
 else:
-    __getattr__, __dir__ = exporter(
-        __name__,
-        "logger",
-        {
-            "stratagem.loggers.csv_logger": "CSVLogger",
-            "stratagem.loggers.logger": "Logger as_mapping as_plain",
-            "stratagem.loggers.version_folder": "VersionFolder local_folder",
-        },
-    )
+    __getattr__, __dir__ = exporter(__name__, "logger")

@@ -17,13 +17,4 @@ if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any: ...  # names that installed distributions add
 else:
-    __getattr__, __dir__ = exporter(
-        __name__,
-        None,
-        {
-            "stratagem.module.datamodule": "DataModule",
-            "stratagem.module.hooks": "DataHooks ModuleHooks",
-            "stratagem.module.hyperparameters": "HyperParameters HyperParametersMixin",
-            "stratagem.module.module": "Module",
-        },
-    )
+    __getattr__, __dir__ = exporter(__name__, None)

@@ -14,11 +14,4 @@ if TYPE_CHECKING:
     )
     from stratagem.plan.resolution import resolve as resolve
 else:
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "stratagem.plan.cluster": "CLUSTER_VARIABLE",
-            "stratagem.plan.components": "parse_devices probe_accelerator",
-            "stratagem.plan.resolution": "resolve",
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -14,10 +14,4 @@ if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any: ...  # names that installed distributions add
 else:
-    __getattr__, __dir__ = exporter(
-        __name__,
-        "profiler",
-        {
-            "stratagem.profilers.profiler": "PassThroughProfiler Profiler",
-        },
-    )
+    __getattr__, __dir__ = exporter(__name__, "profiler")

@@ -25,13 +25,4 @@ if TYPE_CHECKING:
         write as write,
     )
 else:
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "stratagem.storage.local": "DurableDirectory sync_directory",
-            "stratagem.storage.paths": (
-                "Location check_is_new durable_replace exists is_url join parse_user_path read "
-                "to_location try_folder write"
-            ),
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -26,20 +26,4 @@ if TYPE_CHECKING:
     from stratagem.trainer.step.step import EndOfEpoch as EndOfEpoch, Step as Step
     from stratagem.trainer.trainer import Trainer as Trainer
 else:
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "stratagem.trainer.hooks": "is_users",
-            "stratagem.trainer.loaders.train_loader": "TrainLoader",
-            "stratagem.trainer.metrics.metrics": "Metrics",
-            "stratagem.trainer.options": "TrainerOptions",
-            "stratagem.trainer.progress": "RunState",
-            "stratagem.trainer.run": "Run",
-            "stratagem.trainer.step.batches": "BatchFeed training_batches",
-            "stratagem.trainer.step.contract_check": "takes_own_steps",
-            "stratagem.trainer.step.hooked_step": "needs_closure step_hooks_of",
-            "stratagem.trainer.step.optimizers": "SchedulerConfig",
-            "stratagem.trainer.step.step": "EndOfEpoch Step",
-            "stratagem.trainer.trainer": "Trainer",
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)
