@@ -28,8 +28,8 @@ stratagem-extras callback: backbone_finetuning, device_stats, ema, gradient_accu
 stratagem-extras callback: lambda, lr_monitor, model_summary, on_exception_checkpoint, pruning
 stratagem-extras callback: rich_progress_bar, swa, throughput, timer, tqdm_progress_bar
 stratagem-extras callback: weight_averaging
-stratagem-extras command: checkpoint average, checkpoint convert, fit, plan, predict, test
-stratagem-extras command: validate
+stratagem-extras command: checkpoint average, checkpoint convert, fit, plan, predict, report
+stratagem-extras command: test, validate
 stratagem-extras logger: comet, mlflow, neptune, tensorboard, wandb
 stratagem-extras profiler: advanced, pytorch, simple
 stratagem-extras stratagem: Tuner, plan_memory
