@@ -52,7 +52,7 @@ def test_the_installed_script_tells_the_version() -> None:
 
 EVERY_COMMAND = (
     *("run", "strategies", "explain", "doctor", "new-backend", "fit", "validate", "test"),
-    *("predict", "checkpoint inspect", "checkpoint verify", "checkpoint consolidate"),
+    *("predict", "report", "checkpoint inspect", "checkpoint verify", "checkpoint consolidate"),
     *("checkpoint convert", "checkpoint average", "checkpoint durability"),
 )
 

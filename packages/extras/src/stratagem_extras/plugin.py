@@ -82,6 +82,7 @@ NAMES = (
 
 COMMANDS = (
     ("plan", "planner.command:plan", "Show which strategies a model would fit with."),
+    ("report", "report.command:report", "Draw the logs of one or several runs as one HTML file."),
     ("fit", "cli.commands:fit", "Train a model that a config file describes."),
     ("validate", "cli.commands:validate", "Validate a model that a config file describes."),
     ("test", "cli.commands:test", "Test a model that a config file describes."),

@@ -101,8 +101,8 @@ def run(arguments: Sequence[str]) -> int:
             f"{len(failed)} plugin(s) could not be loaded: `stratagem doctor` says why",
             file=sys.stderr,
         )
-    example = next((row.name for row in shown if row.usable), "auto")
-    print(f"\nNext: stratagem explain --strategy {example}")
+    # Those that can be used come first; with none of them, the error of this command says more.
+    print(f"\nNext: stratagem explain --strategy {shown[0].name if shown else 'auto'}")
     return 0
 
 

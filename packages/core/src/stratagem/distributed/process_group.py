@@ -225,7 +225,8 @@ class ProcessGroupRanks(Ranks):
             # The public function around it warns on every call that it is deprecated (torch 2.13).
             from torch.distributed.nn.functional import _AllGather
 
-            return torch.stack(_AllGather.apply(dist.group.WORLD, tensor))  # type: ignore[no-untyped-call]
+            apply: Any = _AllGather.apply
+            return torch.stack(apply(dist.group.WORLD, tensor))
         return torch.stack(self._gathered(tensor.detach()))
 
     def _gathered(self, tensor: Tensor) -> list[Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from math import log10
 
+from stratagem_extras.page import color, key, svg, table, whole_page
 from stratagem_extras.planner.plan import MemoryPlan, PlannedStrategy
 
 GIB = 2**30
@@ -14,21 +15,7 @@ PARTS = ("parameters", "gradients", "optimizer", "working")
 Curves = Mapping[str, Mapping[str, MemoryPlan]]
 """Plans by what is varied ("devices"), and by its value ("8")."""
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1c1c1c; --paper: #fff; --line: #767676; --bad: #b3261e;
-  --c0: #2f5da8; --c1: #c2571a; --c2: #3b7d3f; --c3: #8a8a8a; --c4: #7a3f98; }
-@media (prefers-color-scheme: dark) { :root { --ink: #ececec; --paper: #161616; --line: #9a9a9a;
-  --bad: #ff8a80; --c0: #7ba7f0; --c1: #f0a066; --c2: #83c787; --c3: #a5a5a5; --c4: #c99be0; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-  max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
-svg { width: 100%; min-width: 40rem; height: auto; } svg text { fill: var(--ink); font-size: 12px; }
-code, pre { font-family: ui-monospace, monospace; } pre { overflow-x: auto; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; }
-td, th { padding: .2rem .7rem; text-align: right; white-space: nowrap;
-  border-bottom: 1px solid var(--line); }
-td:first-child, th:first-child { text-align: left; } .no { color: var(--bad); }
-.key { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; } .key b { padding: 0 .5rem; }
-"""
+_STYLE = "svg { min-width: 40rem; }"
 
 
 def write_page(plan: MemoryPlan, curves: Curves) -> str:
@@ -44,17 +31,13 @@ def write_page(plan: MemoryPlan, curves: Curves) -> str:
         f"<h2>Memory of a device by {escape(what)}</h2>{_curves(plans, plan.capacity)}"
         for what, plans in curves.items()
     )
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Memory plan</title><style>{_STYLE}</style></head><body>
-<h1>Which strategy, and will it fit?</h1>
+    body = f"""<h1>Which strategy, and will it fit?</h1>
 <p>{plan.parameters:,} parameters, precision {escape(plan.precision)}, {plan.num_nodes} node(s) of
 {plan.devices} device(s) of {_gib(plan.capacity)}. Bytes are those of tensors of one rank at the
 maximum of a step. A plan fills at most 90% of a device.</p>
-{call}<h2>Memory of a device by strategy</h2>{_key(PARTS)}{_bars(rows, plan.capacity)}
-{charts}<h2>Figures</h2><div class="scroll">{_table(rows)}</div></body></html>
-"""
+{call}<h2>Memory of a device by strategy</h2>{key(PARTS)}{_bars(rows, plan.capacity)}
+{charts}<h2>Figures</h2>{_table(rows)}"""
+    return whole_page("Memory plan", body, _STYLE)
 
 
 def _bars(rows: Sequence[PlannedStrategy], capacity: int) -> str:
@@ -72,7 +55,7 @@ def _bars(rows: Sequence[PlannedStrategy], capacity: int) -> str:
             wide = min(size / end * width, left + width - x)
             drawn.append(
                 f'<rect x="{x:.1f}" y="{top}" width="{wide:.1f}" height="18" '
-                f'fill="var(--c{PARTS.index(part)})"><title>{part} {_gib(size)}</title></rect>'
+                f'fill="{color(PARTS.index(part))}"><title>{part} {_gib(size)}</title></rect>'
             )
             x += wide
         more = " \u2192" if row.on_device > end else ""
@@ -123,25 +106,23 @@ def _curves(plans: Mapping[str, MemoryPlan], capacity: int) -> str:
         )
     for number, (name, line) in enumerate(lines.items()):
         points = " ".join(f"{x(position):.1f},{y(size):.1f}" for position, size in line)
-        color = f"var(--c{number % 5})"
+        ink = color(number)
         dots = "".join(
-            f'<circle cx="{x(position):.1f}" cy="{y(size):.1f}" r="3.5" fill="{color}">'
+            f'<circle cx="{x(position):.1f}" cy="{y(size):.1f}" r="3.5" fill="{ink}">'
             f"<title>{escape(name)}: {_gib(size)}</title></circle>"
             for position, size in line
         )
-        drawn.append(f'<polyline points="{points}" fill="none" stroke="{color}"/>{dots}')
-    return _key(tuple(lines)) + _svg(800, height + 30, "Memory of a device", drawn)
+        drawn.append(f'<polyline points="{points}" fill="none" stroke="{ink}"/>{dots}')
+    return key(tuple(lines)) + _svg(800, height + 30, "Memory of a device", drawn)
 
 
 def _table(rows: Sequence[PlannedStrategy]) -> str:
-    heads = "".join(f"<th>{head}</th>" for head in ("strategy", "fits", "device", *PARTS, "host"))
     lines = []
     for row in rows:
-        fits = "<td>yes</td>" if row.fits else '<td class="no">no</td>'
+        fits = "yes" if row.fits else '<span class="no">no</span>'
         cells = [_gib(size) for size in (row.on_device, *_sizes(row), row.on_host)]
-        values = "".join(f"<td>{cell}</td>" for cell in cells)
-        lines.append(f"<tr><td>{escape(row.name)}</td>{fits}{values}</tr>")
-    return f"<table><tr>{heads}</tr>{''.join(lines)}</table>"
+        lines.append([escape(row.name), fits, *cells])
+    return table(("strategy", "fits", "device", *PARTS, "host"), lines)
 
 
 def _sizes(row: PlannedStrategy) -> tuple[int, ...]:
@@ -151,17 +132,8 @@ def _sizes(row: PlannedStrategy) -> tuple[int, ...]:
     return (memory.parameters, memory.gradients, memory.optimizer, memory.working + memory.buffers)
 
 
-def _key(names: Sequence[str]) -> str:
-    spans = (
-        f'<span><b style="background: var(--c{number % 5})"></b> {escape(name)}</span>'
-        for number, name in enumerate(names)
-    )
-    return f'<p class="key">{"".join(spans)}</p>'
-
-
 def _svg(width: int, height: int, label: str, drawn: Sequence[str]) -> str:
-    head = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
-    return f'<div class="scroll">{head}{"".join(drawn)}</svg></div>'
+    return f'<div class="scroll">{svg(width, height, label, drawn)}</div>'
 
 
 def _gib(size: float) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import TensorDataset
 
+from stratagem.discovery.installed import version_of
 from stratagem.launch.process import available_cores
 
 if TYPE_CHECKING:
@@ -36,17 +37,16 @@ def beginning(trainer: Trainer) -> list[str]:
 
 def ending(trainer: Trainer) -> list[str]:
     """Return the lines for the end of a fit: the reason, and the checkpoints to use."""
-    lines = [
-        f"training ended after {_counted(trainer.current_epoch, 'epoch')}, "
-        f"{_counted(trainer.global_step, 'step')}: "
-        f"{_reason(trainer)}"
-    ]
+    took = f"{_counted(trainer.current_epoch, 'epoch')}, {_counted(trainer.global_step, 'step')}"
+    lines = [f"training ended after {took}: {_reason(trainer)}"]
     for saver in trainer.checkpoint_callbacks:
         path, score = saver.best_model_path, saver.best_model_score
-        if path and score is not None:
-            lines.append(f"best checkpoint ({saver.monitor} {score:.4g}): {path}")
-        elif path:
-            lines.append(f"newest checkpoint: {path}")
+        if path:
+            best = "" if score is None else f" ({saver.monitor} {score:.4g})"
+            lines.append(f"{'best' if best else 'newest'} checkpoint{best}: {path}")
+    logs = [one.log_dir for one in trainer.loggers if one.log_dir]
+    if logs and Path(logs[0], "metrics.csv").exists() and version_of("stratagem-extras"):
+        lines.append(f"to see its logs: stratagem report {logs[0]!r}")
     return [f"stratagem: {line}" for line in lines]
 
 

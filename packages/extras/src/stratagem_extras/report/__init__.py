@@ -1,0 +1,1 @@
+"""`stratagem report`: the logs of runs as one HTML file."""
