@@ -84,8 +84,11 @@ _WITHOUT_VALUES = (
     UnsupportedOperatorException,
 )
 _NEEDS_MEMORY = re.compile(r"numpy|data pointer|data_ptr|access storage|'Meta' backend")
-_FEW, _MORE = 3, 4
-"""How many of equal layers are run; what further ones hold is extrapolated from the two."""
+_FEW = range(3, 13)
+"""Of many equal layers so many are run, and one more; what further ones hold is extrapolated."""
+_BEYOND_BUCKETS = 100_000_000
+"""Parameters that the layers have which are run, where they can: engines communicate in buckets and
+gather layers ahead up to a number of parameters, below which a layer adds something else."""
 
 
 @dataclass(frozen=True)
@@ -204,14 +207,15 @@ class SimulatedModel:
             with self._without_memory():
                 return measure_step(strategy, workload, lambda: self._shortened(kept))
 
-        few = dict.fromkeys(self.stacks, _FEW)
+        few = {stack: self._few(stack, layers) for stack, layers in self.stacks.items()}
         phases = first = step(few)
         for stack, layers in self.stacks.items():
-            more = step({**few, stack: _MORE})
-            phases = {
-                phase: _extrapolated(memory, first[phase], more[phase], layers)
-                for phase, memory in phases.items()
-            }
+            if further := layers - few[stack]:
+                more = step({**few, stack: few[stack] + 1})
+                phases = {
+                    phase: _extrapolated(memory, first[phase], more[phase], further)
+                    for phase, memory in phases.items()
+                }
         # With more layers the maximum may come at another moment, with more gradients and less of
         # the rest: their sum can be extrapolated, and how much is of gradients is at most all.
         if "step" not in phases:
@@ -239,6 +243,13 @@ class SimulatedModel:
             }
             strategy.release(prepared)
         return {"step": StepMemory(**sizes, working=0)}
+
+    def _few(self, stack: str, layers: int) -> int:
+        """Return how many layers to run; all, if that costs no more than to extrapolate."""
+        one = next(self.model.get_submodule(stack).children())
+        size = sum(parameter.numel() for parameter in one.parameters())
+        few = min(max(_FEW[0], -(-_BEYOND_BUCKETS // max(size, 1))), _FEW[-1])
+        return layers if layers <= 2 * few + 1 else few
 
     @contextmanager
     def _without_memory(self) -> Iterator[None]:
@@ -502,11 +513,12 @@ def _copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, dict(copies))
 
 
-def _extrapolated(memory: StepMemory, few: StepMemory, more: StepMemory, layers: int) -> StepMemory:
-    """Return the memory with further layers, of which each adds what more have over few."""
-    times = (layers - _FEW) / (_MORE - _FEW)
+def _extrapolated(
+    memory: StepMemory, few: StepMemory, more: StepMemory, further: int
+) -> StepMemory:
+    """Return the memory with further layers, of which each adds what one more has added."""
     sizes = {
-        name: int(size + times * (getattr(more, name) - getattr(few, name)))
+        name: size + further * (getattr(more, name) - getattr(few, name))
         for name, size in asdict(memory).items()
     }
     return StepMemory(**sizes)
@@ -549,7 +561,7 @@ def _outermost_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _has_equal_layers(part: nn.Module) -> bool:
     layers = list(part.children())
-    return len(layers) > _MORE and len({_shape_of(layer) for layer in layers}) == 1
+    return len(layers) > _FEW[0] and len({_shape_of(layer) for layer in layers}) == 1
 
 
 def _shape_of(layer: nn.Module) -> tuple[Any, ...]:
