@@ -2,6 +2,8 @@
 
     python benchmarks/planned_memory.py                                # all: about an hour
     python benchmarks/planned_memory.py --models decoder lstm --strategies fsdp --precisions 32-true
+    python benchmarks/planned_memory.py --results cells.jsonl               # a part, kept in a file
+    python benchmarks/planned_memory.py --results cells.jsonl --write docs/planning.md
 
 For each model, strategy and precision it takes two steps on CPUs, with two processes where the
 strategy takes several, and counts the bytes of their tensors at the maximum of the second step. It
@@ -18,14 +20,17 @@ import resource
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 MARK = "measured "
+BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
+"""Between these lines of a page are the tables that this script has written."""
 STRATEGIES = (
     "single_device",
     "ddp",
@@ -290,65 +295,128 @@ def measured(*run: str) -> tuple[int, int] | str:
 
 
 def main() -> None:
-    """Print a table in Markdown."""
+    """Print a row for each cell, and keep them; or write the tables of all that are kept."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
     parser.add_argument("--precisions", nargs="+", default=["32-true", "bf16-mixed"])
     parser.add_argument("--checkpointing", action="store_true", help="of activations")
+    parser.add_argument(
+        "--results", type=Path, help="a file to which a line is added for each cell"
+    )
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the tables of --results")
     parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     if options.measure:
         measure(*options.measure)
         return
-    from stratagem import plan_memory
-
+    if options.write:
+        _write(options.write, options.results)
+        return
     print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores\n")
     print("| model | precision | strategy | how | predicted MiB | measured | ratio | resident |")
     print("|---|---|---|---|---|---|---|---|")
-    ratios = []
-    for model in options.models:
-        for precision in options.precisions:
-            build, batch = MODELS[model]
-            plans: dict[int, Any] = {
-                devices: plan_memory(
-                    build,
-                    batch,
-                    precision=precision,
-                    devices=devices,
-                    device_memory="1TB",
-                    activation_checkpointing=options.checkpointing or None,
-                    strategies=[
-                        name
-                        for name in options.strategies
-                        if (name == "single_device") == (devices == 1)
-                    ]
-                    or ["single_device"],
-                )
-                for devices in (1, 2)
-            }
-            for strategy in options.strategies:
-                devices = 1 if strategy == "single_device" else 2
-                row = next(r for r in plans[devices].strategies if r.name == strategy)
-                real = measured(
-                    model, strategy, precision, "yes" if options.checkpointing else "no"
-                )
-                if isinstance(real, str) or row.memory is None:
-                    why = real if isinstance(real, str) else row.why_not
-                    print(f"| {model} | {precision} | {strategy} | {why} | | | | |", flush=True)
-                    continue
-                ratio = row.memory.total / real[0]
-                ratios.append(ratio)
-                sizes = [f"{size / 2**20:.1f}" for size in (row.memory.total, *real)]
-                print(
-                    f"| {model} | {precision} | {strategy} | {row.how} | {sizes[0]} | {sizes[1]} "
-                    f"| {ratio:.3f} | {sizes[2]} |",
-                    flush=True,
-                )
-    for within in (0.1, 0.2):
-        close = sum(abs(ratio - 1) <= within for ratio in ratios)
-        print(f"\nwithin {within:.0%}: {close} of {len(ratios)}")
+    cells = []
+    for model, precision in product(options.models, options.precisions):
+        for cell in _cells(model, precision, options.strategies, options.checkpointing):
+            print(_row(cell), flush=True)
+            cells.append(cell)
+            if options.results:
+                with options.results.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(cell) + "\n")
+    print("\n" + _closeness(cells))
+
+
+def _cells(
+    model: str, precision: str, strategies: Sequence[str], checkpointing: bool
+) -> Iterator[dict[str, Any]]:
+    """Plan a model, then measure it under one strategy after the other."""
+    from stratagem import plan_memory
+
+    build, batch = MODELS[model]
+    rows: dict[str, Any] = {}
+    for devices in (1, 2):
+        names = [name for name in strategies if (name == "single_device") == (devices == 1)]
+        if names:
+            plan = plan_memory(
+                build,
+                batch,
+                precision=precision,
+                devices=devices,
+                device_memory="1TB",
+                activation_checkpointing=checkpointing or None,
+                strategies=names,
+                processes=os.cpu_count() or 1,
+            )
+            rows |= {row.name: row for row in plan.strategies}
+    for strategy in strategies:
+        row = rows[strategy]
+        real = measured(model, strategy, precision, "yes" if checkpointing else "no")
+        cell: dict[str, Any] = {
+            "model": model,
+            "precision": precision,
+            "checkpointing": checkpointing,
+            "strategy": strategy,
+            "how": row.how,
+        }
+        if isinstance(real, str) or row.memory is None:
+            cell["why_not"] = real if isinstance(real, str) else row.why_not
+        else:
+            tensors, resident = real
+            cell |= {"predicted": row.memory.total, "measured": tensors, "resident": resident}
+        yield cell
+
+
+def _row(cell: dict[str, Any]) -> str:
+    head = f"| {cell['model']} | {cell['precision']} | {cell['strategy']} | "
+    if "why_not" in cell:
+        return f"{head}{cell['why_not']} | | | | |"
+    sizes = [f"{cell[name] / 2**20:.1f}" for name in ("predicted", "measured", "resident")]
+    return f"{head}{cell['how']} | {sizes[0]} | {sizes[1]} | {_ratio(cell):.3f} | {sizes[2]} |"
+
+
+def _ratio(cell: dict[str, Any]) -> float:
+    return float(cell["predicted"] / cell["measured"])
+
+
+def _closeness(cells: Sequence[dict[str, Any]]) -> str:
+    ratios = [_ratio(cell) for cell in cells if "why_not" not in cell]
+    close = [sum(abs(ratio - 1) <= within for ratio in ratios) for within in (0.1, 0.2)]
+    return f"{close[0]} of {len(ratios)} cells are within 10%, and {close[1]} within 20%."
+
+
+def _write(page: Path, results: Path) -> None:
+    """Put a table for each precision into a page; of equal cells the last one counts."""
+    cells = {}
+    for line in results.read_text(encoding="utf-8").splitlines():
+        cell = json.loads(line)
+        key = cell["precision"], cell["checkpointing"], cell["strategy"], cell["model"]
+        cells[key] = cell
+    kinds = sorted({(precision, again) for precision, again, _, _ in cells})
+    parts = []
+    for precision, again in kinds:
+        own = {key[2:]: cell for key, cell in cells.items() if key[:2] == (precision, again)}
+        models = [model for model in MODELS if any(key[1] == model for key in own)]
+        title = f"### {precision}{', activation checkpointing' if again else ''}"
+        lines = [f"| strategy | {' | '.join(models)} |", "|---" * (len(models) + 1) + "|"]
+        for strategy in STRATEGIES:
+            texts = [_figure(own.get((strategy, model))) for model in models]
+            if any(texts):
+                lines.append(f"| `{strategy}` | {' | '.join(texts)} |")
+        parts.append("\n\n".join((title, _closeness([*own.values()]), "\n".join(lines))))
+    text = page.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    tables = "\n\n".join(parts)
+    page.write_text(f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}", encoding="utf-8")
+
+
+def _figure(cell: dict[str, Any] | None) -> str:
+    """Return the ratio; "-" where the strategy does not run, "" where nothing was measured."""
+    if cell is None:
+        return ""
+    return "-" if "why_not" in cell else f"{_ratio(cell):.2f}"
 
 
 if __name__ == "__main__":

@@ -155,15 +155,19 @@ def release_groups() -> None:
 
 @contextlib.contextmanager
 def simulated_kernels() -> Iterator[None]:
-    """Let optimizers get kernels that do nothing: fake tensors have no memory to read."""
+    """Let optimizers get kernels that do nothing: fake tensors have no memory to read.
+
+    The processor is not asked for its name either, which takes a second each time.
+    """
+    import cpuinfo
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
-    load = CPUAdamBuilder.load
-    CPUAdamBuilder.load = _NoKernel
+    load, processor = CPUAdamBuilder.load, cpuinfo.get_cpu_info
+    CPUAdamBuilder.load, cpuinfo.get_cpu_info = _NoKernel, dict
     try:
         yield
     finally:
-        CPUAdamBuilder.load = load
+        CPUAdamBuilder.load, cpuinfo.get_cpu_info = load, processor
 
 
 class _NoKernel:

@@ -217,7 +217,8 @@ class DeepSpeedStrategy(ParallelStrategy):
         if kind == "cpu":
             use_huge_pages()
         check_float16(config, kind, components.precision.name)
-        build_ops(config, kind)
+        if not is_simulated():
+            build_ops(config, kind)
 
     def set_batch_size(self, batch_size: int | None) -> None:
         """Take the training loader's batch size; see `Strategy.set_batch_size`."""

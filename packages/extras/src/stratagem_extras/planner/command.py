@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -31,6 +32,9 @@ fills at most 90% of a device. "simulated" rows ran the strategy's own step on t
 memory; "computed" rows follow what the strategy says of itself.
 The exit code is 1 if nothing fits, 2 if the plan cannot be made.
 """
+
+_MOST_PROCESSES = 4
+"""Each takes some hundred MiB, and imports DeepSpeed."""
 
 _DRAWN = 5
 """How many strategies the curves of a page show."""
@@ -209,6 +213,7 @@ def _planned(options: argparse.Namespace, **changes: Any) -> MemoryPlan:
         accumulate_grad_batches=options.accumulate_grad_batches,
         activation_checkpointing=options.activation_checkpointing,
         strategies=options.strategy,
+        processes=min(_MOST_PROCESSES, os.cpu_count() or 1),
     )
 
 

@@ -73,6 +73,10 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept: dict[int, Kind] = {}
         self._resizes = patch.object(torch.UntypedStorage, "resize_", self._resize())
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled, and each operation would enter Dynamo's guard
+
     def start(self) -> None:
         """Forget the maximum so far."""
         self.peak = self.live

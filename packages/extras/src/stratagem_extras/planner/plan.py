@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import warnings
@@ -19,6 +20,7 @@ from stratagem.discovery import StrategySpec, get_registry, nearest_of
 from stratagem.errors import ConfigurationError, format_names, format_text
 from stratagem.strategies import ActivationCheckpointing, StepMemory, Strategy
 from stratagem_extras.planner.devices import Device, find_device, parse_size
+from stratagem_extras.planner.forked import forked_map
 from stratagem_extras.planner.simulation import (
     SimulatedModel,
     Workload,
@@ -161,6 +163,7 @@ def plan_memory(
     accumulate_grad_batches: int = 1,
     activation_checkpointing: ActivationCheckpointing = None,
     strategies: Sequence[str] = (),
+    processes: int = 1,
 ) -> MemoryPlan:
     """Return what each installed strategy would hold in memory, without using that memory.
 
@@ -187,6 +190,8 @@ def plan_memory(
         activation_checkpointing: as for `FSDPStrategy`, here under every strategy: True computes
             the activations of layers again in backward.
         strategies: names; all that are installed by default.
+        processes: how many forked processes simulate strategies at the same time. Without `fork`,
+            and on a machine with an accelerator, this process does so alone.
 
     Raises:
         ConfigurationError: an argument is none of the above, or the model cannot be built or
@@ -204,6 +209,7 @@ def plan_memory(
         ("devices", devices),
         ("num_nodes", num_nodes),
         ("accumulate_grad_batches", accumulate_grad_batches),
+        ("processes", processes),
     ):
         if not isinstance(value, int) or value < 1:
             raise ConfigurationError(f"{name}={value!r}: expected a whole number of at least 1")
@@ -217,12 +223,12 @@ def plan_memory(
         optimizer_maker(optimizer),
         accumulate_grad_batches,
     )
-    with warnings.catch_warnings(), _quiet():
+    with warnings.catch_warnings(), _quiet(), _older_objects_kept():
         warnings.simplefilter("ignore")  # of models that are not really trained
         simulated = _simulated(model, activation_checkpointing)
         planner = _Planner(simulated, workload, planned_for, precision, devices, num_nodes)
         groups = _groups(strategies)
-        rows = [planner.row(spec, alike) for spec, alike in groups]
+        rows = forked_map(lambda number: planner.row(*groups[number]), len(groups), processes)
     if not strategies:
         rows = _without_copies(rows, [spec for spec, _ in groups])
     flops = max(memory.flops for memory in planner.alone.values())
@@ -252,6 +258,20 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+@contextmanager
+def _older_objects_kept() -> Iterator[None]:
+    """Let collections of garbage pass over what exists: engines ask for many collections."""
+    if gc.get_freeze_count():
+        yield  # the caller has done so already
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _simulated(
@@ -303,6 +323,7 @@ class _Planner:
 
     def row(self, spec: StrategySpec, alike: tuple[str, ...]) -> PlannedStrategy:
         """Return what a strategy would hold."""
+        gc.freeze()  # what is there stays there
         capabilities, ranks = spec.capabilities, self.devices * self.num_nodes
         runs_on = capabilities.accelerators
         kind = "cpu" if self.device.accelerator == "auto" else self.device.accelerator

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    in_kernel_invocation_manager,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parameter import UninitializedParameter
@@ -57,6 +58,25 @@ _KEEP_VALUES = {
     _ATEN.detach.default,
     _ATEN._to_copy.default,
 }
+
+
+def _overloads(names: str) -> set[Any]:
+    """Return operations of torch by names such as "view.default"."""
+    parts = (name.split(".") for name in names.split())
+    return {getattr(getattr(_ATEN, name), overload) for name, overload in parts}
+
+
+_VIEWS = _overloads(
+    "as_strided.default detach.default expand.default select.int slice.Tensor split.Tensor "
+    "t.default transpose.int unbind.int view.default _unsafe_view.default"
+)
+_ELEMENTWISE = _overloads(
+    "add.Tensor div.Scalar div.Tensor mul.Scalar mul.Tensor pow.Tensor_Scalar rsqrt.default "
+    "silu.default silu_backward.default sqrt.default"
+)
+_IN_PLACE = _overloads(
+    "add_.Scalar add_.Tensor addcdiv_.default addcmul_.default div_.Tensor lerp_.Scalar mul_.Tensor"
+)
 _WITHOUT_VALUES = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -64,8 +84,11 @@ _WITHOUT_VALUES = (
     UnsupportedOperatorException,
 )
 _NEEDS_MEMORY = re.compile(r"numpy|data pointer|data_ptr|access storage|'Meta' backend")
-_FEW, _MORE = 3, 4
-"""How many of equal layers are run; what further ones hold is extrapolated from the two."""
+_FEW = range(3, 13)
+"""Of many equal layers so many are run, and one more; what further ones hold is extrapolated."""
+_BEYOND_BUCKETS = 100_000_000
+"""Parameters that the layers have which are run, where they can: engines communicate in buckets and
+gather layers ahead up to a number of parameters, below which a layer adds something else."""
 
 
 @dataclass(frozen=True)
@@ -184,14 +207,15 @@ class SimulatedModel:
             with self._without_memory():
                 return measure_step(strategy, workload, lambda: self._shortened(kept))
 
-        few = dict.fromkeys(self.stacks, _FEW)
+        few = {stack: self._few(stack, layers) for stack, layers in self.stacks.items()}
         phases = first = step(few)
         for stack, layers in self.stacks.items():
-            more = step({**few, stack: _MORE})
-            phases = {
-                phase: _extrapolated(memory, first[phase], more[phase], layers)
-                for phase, memory in phases.items()
-            }
+            if further := layers - few[stack]:
+                more = step({**few, stack: few[stack] + 1})
+                phases = {
+                    phase: _extrapolated(memory, first[phase], more[phase], further)
+                    for phase, memory in phases.items()
+                }
         # With more layers the maximum may come at another moment, with more gradients and less of
         # the rest: their sum can be extrapolated, and how much is of gradients is at most all.
         if "step" not in phases:
@@ -219,6 +243,13 @@ class SimulatedModel:
             }
             strategy.release(prepared)
         return {"step": StepMemory(**sizes, working=0)}
+
+    def _few(self, stack: str, layers: int) -> int:
+        """Return how many layers to run; all, if that costs no more than to extrapolate."""
+        one = next(self.model.get_submodule(stack).children())
+        size = sum(parameter.numel() for parameter in one.parameters())
+        few = min(max(_FEW[0], -(-_BEYOND_BUCKETS // max(size, 1))), _FEW[-1])
+        return layers if layers <= 2 * few + 1 else few
 
     @contextmanager
     def _without_memory(self) -> Iterator[None]:
@@ -258,11 +289,12 @@ def simulated_ranks(strategy: Strategy, components: Components) -> Iterator[None
         )
     threads, hook = torch.get_num_threads(), sys.excepthook
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(components.device_count)}
-    strategy.bind(components)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=components.device_count)
-    if isinstance(strategy, ParallelStrategy):
-        strategy.init_process_group = lambda: None  # type: ignore[method-assign]
     try:
+        # In the group, by which a strategy knows that it is simulated and builds no kernels.
+        strategy.bind(components)
+        if isinstance(strategy, ParallelStrategy):
+            strategy.init_process_group = lambda: None  # type: ignore[method-assign]
         with patch.dict(os.environ, rank):
             strategy.setup_environment()
             yield
@@ -300,6 +332,10 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reads = reads
         """Lines of the user's code that read a number."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled, and each operation would enter Dynamo's guard
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -313,7 +349,9 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if place := _reading_line():
                 self.reads[place] = None
             return 1
-        result = func(*args, **(kwargs or {}))
+        result = _run_by_shape(func, args) if not kwargs else None
+        if result is None:
+            result = func(*args, **(kwargs or {}))
         if func is _ATEN.lift_fresh.default:
             if args[0].dtype in (torch.int32, torch.int64):
                 self.kept[result] = args[0]
@@ -323,6 +361,40 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for part, value in zip(tree_leaves(result), tree_leaves(values), strict=True):
                 self.kept[part] = value
         return result
+
+
+def _run_by_shape(func: Any, args: Sequence[Any]) -> Any:
+    """Return what `FakeTensorMode` returns for frequent operations, in a third of the time.
+
+    It looks up each operation by a key that it computes of all arguments.
+
+    Returns:
+        None: for an operation that is left to it.
+    """
+    tensor = args[0] if args else None
+    if type(tensor) is not FakeTensor or tensor.constant is not None:
+        return None
+    mode, device = tensor.fake_mode, tensor.fake_device
+    if func not in _VIEWS:
+        if not (func in _ELEMENTWISE or func in _IN_PLACE) or not tensor.is_floating_point():
+            return None
+        others = [arg for arg in args[1:] if isinstance(arg, Tensor)]
+        if not tensor.is_contiguous() or any(
+            type(other) is not FakeTensor
+            or other.fake_device != device
+            or other.dtype != tensor.dtype
+            or other.shape != tensor.shape
+            for other in others
+        ):
+            return None
+        if func in _IN_PLACE:
+            return tensor
+        func, args = _ATEN.empty_like.default, (tensor,)
+    with in_kernel_invocation_manager(mode):
+        result = func(*args)
+    if isinstance(result, Tensor):
+        return FakeTensor(mode, result, device)
+    return [FakeTensor(mode, part, device) for part in result]
 
 
 def _reading_line() -> str:
@@ -441,11 +513,12 @@ def _copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, dict(copies))
 
 
-def _extrapolated(memory: StepMemory, few: StepMemory, more: StepMemory, layers: int) -> StepMemory:
-    """Return the memory with further layers, of which each adds what more have over few."""
-    times = (layers - _FEW) / (_MORE - _FEW)
+def _extrapolated(
+    memory: StepMemory, few: StepMemory, more: StepMemory, further: int
+) -> StepMemory:
+    """Return the memory with further layers, of which each adds what one more has added."""
     sizes = {
-        name: int(size + times * (getattr(more, name) - getattr(few, name)))
+        name: size + further * (getattr(more, name) - getattr(few, name))
         for name, size in asdict(memory).items()
     }
     return StepMemory(**sizes)
@@ -488,7 +561,7 @@ def _outermost_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _has_equal_layers(part: nn.Module) -> bool:
     layers = list(part.children())
-    return len(layers) > _MORE and len({_shape_of(layer) for layer in layers}) == 1
+    return len(layers) > _FEW[0] and len({_shape_of(layer) for layer in layers}) == 1
 
 
 def _shape_of(layer: nn.Module) -> tuple[Any, ...]:
