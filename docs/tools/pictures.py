@@ -267,7 +267,10 @@ def hang(colours: Colours) -> str:
         )
         drawing.text(x, 22, words, size=12, anchor="middle", colour=colours.bad)
     drawing.text(
-        left, 172, "Rank 0 asks each rank where it is. One error names the operation, the file and", size=13
+        left,
+        172,
+        "Rank 0 asks each rank where it is. One error names the operation, the file and",
+        size=13,
     )
     drawing.text(left, 192, "line, and the step of both, and all processes end.", size=13)
     return drawing.svg("Timeline of a hang: two ranks wait in different collectives")

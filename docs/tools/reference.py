@@ -483,7 +483,7 @@ def lightning_names_page() -> str:
 
 
 def examples_page() -> str:
-    """Return the page with the example programs: what each shows, how to launch it, and its code."""
+    """Return the page with the example programs: what each shows, and its code."""
     lines = [
         "# Example programs\n",
         "Each is a script to start from. CI runs all of them on small data, in one process and in "
