@@ -65,12 +65,16 @@ LOW_PRECISIONS = ["bitsandbytes==0.50.2", "torchao==0.18.0"]
 LOW_PRECISIONS_2_9 = ["bitsandbytes==0.50.2", "torchao==0.17.0"]
 # One file of tests on each of two processes.
 TWO_AT_ONCE = ("-n", "2", "--dist", "loadfile")
-# What builds the site of the documentation.
+TRANSFORMERS = "transformers==5.23.0"
+# What builds the site of the documentation, and what its pages train beside.
 SITE = [
     "furo==2025.12.19",
     "myst-parser==5.2.0",
     "sphinx==9.0.4",
     "sphinx-copybutton==0.5.2",
+    TRANSFORMERS,
+    "optuna==5.0.0",
+    "peft==0.21.2",
 ]
 # What CI leaves to sessions of their own.
 IN_CI = (
@@ -157,7 +161,6 @@ LIBRARIES = [
     "torchdyn==1.0.6",
 ]
 PEERS = ["lightning==2.6.6", "accelerate==1.15.0"]
-TRANSFORMERS = "transformers==5.23.0"
 # Whose tests of public behaviour are run through stratagem_lightning, and what they need.
 PEER_TESTS = "2.6.5"
 PEER_TOOLS = ["pytest-timeout", "lightning-utilities", "pandas", "cloudpickle", "psutil"]
@@ -494,6 +497,7 @@ def docs(session: nox.Session) -> None:
         options = ("-W", "--keep-going", "-j", "2", "-q", "-b", "html")
         session.run("sphinx-build", *options, "docs", site)
         session.run("python", "docs/tools/prose.py")
+        session.run("python", "docs/tools/pictures.py", "--check")
     session.run("python", "docs/tools/blocks.py", *session.posargs)
 
 

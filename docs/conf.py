@@ -18,6 +18,7 @@ extensions = [
 exclude_patterns = ["tools", "_build"]
 html_theme = "furo"
 html_title = "Stratagem"
+html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False

@@ -5,7 +5,7 @@
     python examples/custom_strategy.py --strategy ddp       # another strategy, the same script
 
 A name makes it a strategy like any other: Trainer, Lite, checkpoints and errors know it. To publish
-one with tests, begin with `stratagem new-backend my_strategy` (docs/write-a-strategy.md).
+one with tests, begin with `stratagem new-backend my_strategy` (docs/extend/write-a-strategy.md).
 """
 
 from __future__ import annotations

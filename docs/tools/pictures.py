@@ -130,7 +130,7 @@ def table_below(heading: str, label: str = "") -> list[list[str]]:
 
 def bars(drawing: Drawing, rows: list[tuple[str, float, bool]], unit: str) -> None:
     """Draw a bar for each (name, value, is ours); values may be negative."""
-    left, right = 170, drawing.width - 110
+    left, right = 190, drawing.width - 110
     lowest, highest = min(0.0, *(v for _, v, _ in rows)), max(v for _, v, _ in rows)
     scale = (right - left) / (highest - lowest)
     zero = left - lowest * scale
@@ -209,9 +209,9 @@ def layers(colours: Colours) -> str:
 
 def step(colours: Colours) -> str:
     """The way of a step: who calls whom."""
-    drawing = Drawing(720, 400, colours)
+    drawing = Drawing(800, 400, colours)
     lanes = ("your Module", "Trainer", "Strategy", "other ranks")
-    places = [90 + number * 180 for number in range(4)]
+    places = [90 + number * 206 for number in range(4)]
     for x, name in zip(places, lanes, strict=True):
         drawing.box(x - 70, 10, 140, 32)
         drawing.text(x, 31, name, anchor="middle", bold=True)
@@ -225,7 +225,7 @@ def step(colours: Colours) -> str:
         (1, 0, "2. training_step"),
         (0, 2, "loss"),
         (2, 3, "3. backward: average gradients"),
-        (2, 2, "4. next micro-batch: 1 to 3 again"),
+        (2, 2, "4. next batch: 1 to 3 again"),
         (2, 3, "5. clip by the norm of all ranks"),
         (2, 1, "6. optimizer step, schedulers"),
         (1, 0, "7. end: on_train_batch_end"),
@@ -267,7 +267,10 @@ def hang(colours: Colours) -> str:
         )
         drawing.text(x, 22, words, size=12, anchor="middle", colour=colours.bad)
     drawing.text(
-        left, 172, "Rank 0 asks each rank where it is. One error names the operation, the file and", size=13
+        left,
+        172,
+        "Rank 0 asks each rank where it is. One error names the operation, the file and",
+        size=13,
     )
     drawing.text(left, 192, "line, and the step of both, and all processes end.", size=13)
     return drawing.svg("Timeline of a hang: two ranks wait in different collectives")

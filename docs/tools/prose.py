@@ -33,9 +33,10 @@ def sentences(text: str) -> Iterator[str]:
     text = _FENCE.sub("\n\n", text)
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"</?\w+[^>]*>", " ", text)
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)(\{[^}]*\})?", "", text)
     text = _LINK.sub(r"\1", text)
     # Code is one word.
-    text = re.sub(r"(`+)[^`].*?\1", "`x`", text, flags=re.DOTALL)
+    text = re.sub(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", "`x`", text)
     for block in re.split(r"\n\s*\n", text):
         lines = block.strip("\n").splitlines()
         if not lines or lines[0].lstrip().startswith("#") or lines[0].startswith("("):

@@ -7,6 +7,7 @@ are written to docs/generated, which is not committed, each time that the site i
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import dataclasses
 import importlib
@@ -44,6 +45,8 @@ RUN_ON = {
     "stratagem-lightning": "CPUs, by CI",
     "stratagem-testing": "CPUs, by CI",
     "stratagem-backend-cuda": "a simulated device, never a GPU",
+    "stratagem-backend-mps": "a simulated device, never the GPU of a Mac",
+    "stratagem-backend-xpu": "a simulated device, never a GPU",
     "stratagem-backend-deepspeed": "CPUs with the real DeepSpeed, by CI",
     "stratagem-backend-xla": "PJRT's CPU client, by CI",
     "stratagem-backend-hpu-ipu": "stubs of the vendors' libraries, by CI",
@@ -123,6 +126,7 @@ def write_pages(names: Sequence[Public]) -> dict[str, tuple[str, str]]:
     for module in MODULES:
         pages[module] = module_page(module, [each for each in names if each.module == module])
     pages["names"] = names_page(names)
+    pages["examples"] = examples_page()
     for name, title in (
         ("ARCHITECTURE", ""),
         ("BENCHMARKS", ""),
@@ -476,6 +480,28 @@ def lightning_names_page() -> str:
         if shown:
             lines.append(f"| `{module}` | {shown} |")
     return "\n".join(lines) + "\n"
+
+
+def examples_page() -> str:
+    """Return the page with the example programs: what each shows, and its code."""
+    lines = [
+        "# Example programs\n",
+        "Each is a script to start from. CI runs all of them on small data, in one process and in "
+        "two. The first lines say how to launch it.\n",
+    ]
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        code = path.read_text()
+        docstring = inspect.cleandoc(ast.get_docstring(ast.parse(code)) or "")
+        first = " ".join(docstring.partition("\n\n")[0].split())
+        title = path.stem.replace("_", " ")
+        lines += [
+            f"## {upper(title)}\n",
+            f"{first}\n",
+            f"<details><summary>examples/{path.name}</summary>\n",
+            f"```python\n{code}```\n",
+            "</details>\n",
+        ]
+    return "\n".join(lines)
 
 
 def copied_page(path: Path) -> str:

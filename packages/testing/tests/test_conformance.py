@@ -56,11 +56,12 @@ class TestModelParallel(StrategyConformance):
 # ---------------------------------------------------------------- the guide for authors
 
 GUIDE = (Path(__file__).parents[3] / "docs/extend/testing-a-plugin.md").read_text()
+CHECKS = (Path(__file__).parents[3] / "docs/extend/kit-checks.md").read_text()
 
 
 def test_the_guide_says_of_each_check_what_it_means() -> None:
-    assert GUIDE.partition(BEGIN)[2].partition(END)[0].strip() == tables().strip(), (
-        "python -m stratagem_testing.guide docs/extend/testing-a-plugin.md"
+    assert CHECKS.partition(BEGIN)[2].partition(END)[0].strip() == tables().strip(), (
+        "python -m stratagem_testing.guide docs/extend/kit-checks.md"
     )
 
 

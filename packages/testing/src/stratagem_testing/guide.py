@@ -1,6 +1,6 @@
-"""The tables of what the kits check, as docs/extend/testing-a-plugin.md has them.
+"""The tables of what the kits check, as docs/extend/kit-checks.md has them.
 
-Run: python -m stratagem_testing.guide docs/extend/testing-a-plugin.md
+Run: python -m stratagem_testing.guide docs/extend/kit-checks.md
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def tables() -> str:
 
 
 def _table(kind: str, checks: Iterable[tuple[str, str]]) -> str:
-    title = f"### `{class_name(kind)}`"
+    title = f"## `{class_name(kind)}`"
     rows = [f"| `{name}` | {about} |" for name, about in checks]
     return "\n".join(
         [title, "", "| check | what one that passes it does |", "|---|---|", *rows, ""]
