@@ -68,6 +68,7 @@ LOW_PRECISIONS_2_9 = ["bitsandbytes==0.50.2", "torchao==0.17.0"]
 # One file of tests on each of two processes.
 TWO_AT_ONCE = ("-n", "2", "--dist", "loadfile")
 TRANSFORMERS = "transformers==5.23.0"
+PEFT = "peft==0.21.2"
 # What builds the site of the documentation, and what its pages train beside.
 SITE = [
     "furo==2025.12.19",
@@ -76,7 +77,7 @@ SITE = [
     "sphinx-copybutton==0.5.2",
     TRANSFORMERS,
     "optuna==5.0.0",
-    "peft==0.21.2",
+    PEFT,
 ]
 # What CI leaves to sessions of their own.
 IN_CI = (
@@ -421,8 +422,9 @@ def accelerate(session: nox.Session) -> None:
 def huggingface(session: nox.Session) -> None:
     """Scripts of transformers.Trainer and their conversions: the same numbers; not in CI."""
     install_everything(session)
-    session.install(TRANSFORMERS, PEERS[1])
-    session.run("pytest", "tests/test_from_huggingface.py", *session.posargs)
+    session.install(TRANSFORMERS, PEFT, PEERS[1])
+    files = ("tests/test_from_huggingface.py", "tests/test_examples.py")
+    session.run("pytest", *files, *session.posargs)
 
 
 @nox.session

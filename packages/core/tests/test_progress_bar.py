@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem import Module, Trainer
 from stratagem.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar, Timer
+
+HAS_EXTRAS = find_spec("stratagem_extras") is not None
+"""Whether a command draws logs, so that the end of a fit names it."""
 
 
 class Logs(Module):
@@ -154,6 +158,7 @@ def test_without_a_terminal_a_run_is_told_in_lines(
         "epoch 0/1  3/3  _  elapsed _  loss_step 8.5  loss_epoch 4.5",
         "epoch 1/1  3/3  _  elapsed _  loss_step 8.5  loss_epoch 4.5",
         "stratagem: training ended after 2 epochs, 6 steps: max_epochs=2",
+        *([f"stratagem: to see its logs: stratagem report '{folder}'"] * HAS_EXTRAS),
     ]
 
 

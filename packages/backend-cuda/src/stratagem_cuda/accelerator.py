@@ -60,7 +60,7 @@ class CUDAAccelerator(DeviceAccelerator):
             ) from error
 
     def device_stats(self, device: torch.device) -> dict[str, Any]:
-        """Return torch's memory figures, and what NVML says of the GPU.
+        """Return the memory figures of torch and NVML's statistics of the GPU.
 
         `allocated_bytes`, `reserved_bytes` and their peaks, `alloc_retries` (how often the
         allocator has returned memory to find room), then those of `stratagem_cuda.nvml.stats`.
@@ -70,7 +70,7 @@ class CUDAAccelerator(DeviceAccelerator):
         return {**super().device_stats(device), "alloc_retries": retries, **nvml.stats(index)}
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether torch, CUDA or one of its libraries says that a GPU's memory is full."""
+        """Whether an error of torch, CUDA or a CUDA library reports a full GPU memory."""
         return super().is_out_of_memory(error) or any(text in str(error) for text in _FULL)
 
     def device_memory(self, device: torch.device) -> DeviceMemory:
@@ -84,7 +84,7 @@ class CUDAAccelerator(DeviceAccelerator):
         return DeviceMemory(total, own.allocated, own.peak, own.reserved, tuple(others))
 
     def explain_lost_device(self, error: BaseException) -> str | None:
-        """Return how to find the line of a failed kernel; None: CUDA has not failed."""
+        """Return advice on finding a failed kernel's line, or None if CUDA has not failed."""
         text = str(error)
         is_lost = "CUDA error" in text or "HIP error" in text
         if not is_lost and not isinstance(error, torch.AcceleratorError):
@@ -109,7 +109,7 @@ class CUDAAccelerator(DeviceAccelerator):
         return f"{line}. This process cannot use the GPU any more"
 
     def hints(self, device: torch.device, dtype: torch.dtype) -> Sequence[str]:
-        """Say that TF32 is off, where the GPU has it and nothing was said of it.
+        """Hint at TF32 if the GPU has it and the user has neither enabled nor disabled it.
 
         torch leaves it off in matrix products ("highest"), and on in cuDNN's convolutions. What is
         wanted is the user's to say, by torch's own setting, which this does not touch.

@@ -14,7 +14,7 @@ from stratagem_cuda.probe import Driver, driver
 
 @functools.cache
 def handle_of(index: int) -> Any:
-    """Return NVML's handle of a GPU by the index that this process has for it; None: no answer.
+    """Return NVML's handle of a GPU by this process's index, or None without an answer.
 
     NVML stays open from here on: opening it for each question takes milliseconds.
     """
@@ -32,7 +32,7 @@ def handle_of(index: int) -> Any:
 
 
 def stats(index: int) -> dict[str, float]:
-    """Return what a GPU does now, by name with its unit; what it cannot say is left out.
+    """Return a GPU's present statistics by name with unit; unknown ones are left out.
 
     - `utilization_percent`: of the last moment (up to a second), the part in which a kernel ran.
     - `memory_utilization_percent`: of that, the part in which memory was read or written.

@@ -25,7 +25,7 @@ _HIDE_ALL = ("", "-1", "NoDevFiles")
 
 @dataclass(frozen=True)
 class Driver:
-    """What NVML says.
+    """NVML's answers.
 
     Attributes:
         version: of the driver, such as "580.65".
@@ -39,7 +39,7 @@ class Driver:
 
 
 def cuda_availability() -> Availability:
-    """Return the GPUs of NVIDIA or AMD that this process can use, and if there are none, why."""
+    """Return the GPUs of NVIDIA or AMD that this process can use, or the reason why not."""
     return availability(os.environ, torch_build, driver)
 
 
@@ -49,7 +49,7 @@ def availability(
     ask_driver: Callable[[], Driver | str],
     ask_kernel: Callable[[], list[GPU]] = find_gpus,
 ) -> Availability:
-    """Return what these facts come to; the cheap ones are asked first.
+    """Return the availability that follows from these facts; cheap facts are read first.
 
     Args:
         environ: environment variables.
@@ -206,7 +206,7 @@ def driver_is_missing() -> bool:
 
 
 def driver() -> Driver | str:
-    """Return what NVML says of this machine, or why it says nothing."""
+    """Return NVML's answers about this machine, or the reason for having no answer."""
     if driver_is_missing():
         return NO_DRIVER
     import pynvml as nvml

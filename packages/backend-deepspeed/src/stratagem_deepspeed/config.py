@@ -46,7 +46,9 @@ _ENGINE_FORMATS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts of the run; None: not known yet.
+    """Facts of the run, as far as known.
+
+    None: not known yet.
 
     Attributes:
         precision: its name.
@@ -131,7 +133,7 @@ def stage_of(config: Mapping[str, Any]) -> int:
 
 
 def offload_device(config: Mapping[str, Any], what: str) -> str | None:
-    """Return where "offload_optimizer" or "offload_param" is kept; None: on the device."""
+    """Return the device of "offload_optimizer" or "offload_param", or None without offload."""
     section = config[ZERO].get(what) or {}
     device = section.get("device", "none")
     return None if device == "none" else str(device)
@@ -144,7 +146,7 @@ class _Config:
         self.made: dict[str, Any] = copy.deepcopy(dict(user))
 
     def get(self, path: tuple[str, ...]) -> Any:
-        """Return the value at a path; None: there is none."""
+        """Return the value at a path, or None if the path has no value."""
         section: Any = self.made
         for key in path:
             if not isinstance(section, Mapping) or key not in section:

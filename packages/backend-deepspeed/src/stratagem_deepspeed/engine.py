@@ -20,7 +20,7 @@ from stratagem_deepspeed.config import stage_of
 
 
 class EngineModule(nn.Module):
-    """Calls a model through its engine, or as it is while it has none.
+    """Calls a model through its engine, or directly before the engine exists.
 
     The engine is no submodule: parameters and state are the model's own. Stage 3 calls for another
     `torch.nn.functional.linear`, one that does not keep whole weights for backward. DeepSpeed puts
@@ -47,7 +47,7 @@ class EngineModule(nn.Module):
         self._watches: list[Any] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model returns."""
+        """Return the model's result."""
         engine = self.__dict__["engine"]
         if engine is None:
             return self.module(*args, **kwargs)
@@ -91,7 +91,7 @@ class EngineModule(nn.Module):
 
     @contextlib.contextmanager
     def linear(self) -> Iterator[None]:
-        """Let `torch.nn.functional.linear` be the one of stage 3."""
+        """Replace `torch.nn.functional.linear` by the function of stage 3."""
         before, nn.functional.linear = nn.functional.linear, self._linear or nn.functional.linear
         try:
             yield
@@ -126,7 +126,7 @@ class EngineModule(nn.Module):
             _loosen(self.module)
 
     def release(self) -> None:
-        """Give back what the engine holds: optimizer state, gradients, hooks.
+        """Release the engine's optimizer state, gradients and hooks.
 
         The model goes on being trained or evaluated by another engine; at stage 3 its parameters
         stay sharded.
@@ -210,7 +210,7 @@ def _compare(order: Sequence[str], ranks: Ranks) -> None:
 
 
 def frozen_in(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield what an engine that is made now would never train, and could be unfrozen."""
+    """Yield frozen parameters that could be unfrozen, and that an engine made now never trains."""
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             yield name, parameter
@@ -251,7 +251,7 @@ class _Replaced:
 
 @contextlib.contextmanager
 def restored_linear() -> Iterator[_Replaced]:
-    """Put `torch.nn.functional.linear` back afterwards, and keep what took its place."""
+    """Restore `torch.nn.functional.linear` afterwards, and keep its replacement."""
     before, seen = nn.functional.linear, _Replaced()
     try:
         yield seen

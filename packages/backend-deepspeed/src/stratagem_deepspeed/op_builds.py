@@ -33,7 +33,7 @@ _LOCK_IS_OLD = 60.0
 
 
 def build(name: str, device_type: str) -> None:
-    """Build an op unless it is built; print a line of progress a second.
+    """Build an op, unless its build exists; print a line of progress each second.
 
     Raises:
         ConfigurationError: a compiler or a library is missing (with the command that installs it),

@@ -76,7 +76,7 @@ def is_seen(header: str) -> bool:
 
 
 def what_is_missing(name: str, *, has_header: Callable[[str], bool] = is_seen) -> str:
-    """Return what is missing to build an op, and the command that installs it; "": nothing.
+    """Return the missing parts for building an op and the command to install them, or "".
 
     Args:
         name: of the op.

@@ -31,7 +31,7 @@ _UNSUPPORTED = {
 
 
 def only_one(optimizers: Sequence[Optimizer]) -> Optimizer | None:
-    """Return the optimizer, or None if there is none.
+    """Return the optimizer, or None without optimizers.
 
     Raises:
         ConfigurationError: there are several.

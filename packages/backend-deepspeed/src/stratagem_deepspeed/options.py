@@ -28,7 +28,9 @@ def _option(*path: str, size: bool = False, default: Any = None, doc: str = "") 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The strategy's arguments that end up in the config; None: not given.
+    """The strategy's arguments that end up in the config.
+
+    None: not given.
 
     The one list of them: tests compare the strategy's signature and its documentation with it.
     """
@@ -135,7 +137,7 @@ class Options:
 
 
 def documentation() -> list[tuple[list[str], str]]:
-    """Return the options' names and texts; those that share a text together."""
+    """Return the names and texts of the options, with names of the same text together."""
     entries: list[tuple[list[str], str]] = []
     for option in fields(Options):
         if option.metadata["doc"]:

@@ -18,7 +18,7 @@ from stratagem_deepspeed.optimizers import wants_cpu_adam, wants_fused_adam
 
 
 def facts_of_steps(step: StepOptions | None) -> dict[str, Any]:
-    """Return what the engine's config has to say of the Trainer's steps; {} under Lite."""
+    """Return the facts of the Trainer's steps for the engine's config; {} under Lite."""
     if step is None:
         return {}
     clip = step.clip

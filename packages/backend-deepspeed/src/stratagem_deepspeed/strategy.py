@@ -184,7 +184,7 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     @property
     def stage(self) -> int:
-        """What is sharded."""
+        """The ZeRO stage."""
         return stage_of(self._config())
 
     def _config(self, **facts: Any) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class DeepSpeedStrategy(ParallelStrategy):
     # -- what is known of the run
 
     def bind(self, components: Components) -> None:
-        """Take the plan's components; check what they say, and build the ops that are needed."""
+        """Take and check the plan's components, and build the ops that are needed."""
         super().bind(components)
         kind = components.accelerator.device(components.devices[0]).type
         self.facts = replace(
@@ -255,7 +255,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         return quiet_rank(ranks.global_rank, ranks.local_rank, ranks.world_size)
 
     def teardown(self) -> None:
-        """Free the engines, then release what others hold."""
+        """Free the engines, then release all other resources."""
         while self._engines:
             self._engines.pop().release()
         if is_simulated():
@@ -265,7 +265,7 @@ class DeepSpeedStrategy(ParallelStrategy):
     # -- model and optimizers
 
     def model_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which each layer is sharded as soon as it is made, at stage 3."""
+        """Return a context that shards each layer as soon as the layer is made, at stage 3."""
         if self.stage != 3:
             return contextlib.nullcontext()
         return self._building_sharded()
@@ -457,7 +457,7 @@ class EnginePrepared(PreparedModel):
     """A model and its engine, which clears the gradients in its step."""
 
     def gradient_clearer(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Return what checks that the engine's step has cleared the gradients, which are its own.
+        """Return a check that the engine's step has cleared its own gradients.
 
         Raises:
             ConfigurationError: by what is returned, between backward and step.

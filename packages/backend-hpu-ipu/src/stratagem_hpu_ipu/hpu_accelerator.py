@@ -67,7 +67,7 @@ class HPUAccelerator(Accelerator):
         load_sdk(self.lazy_mode)
 
     def setup_device(self, device: torch.device) -> None:
-        """Check that it is a Gaudi device; a process takes its own at the first use.
+        """Check that the device is a Gaudi; a process acquires its own at the first use.
 
         Raises:
             ConfigurationError: it is of another type.
@@ -79,7 +79,7 @@ class HPUAccelerator(Accelerator):
         load_sdk(self.lazy_mode).hpu.synchronize()
 
     def device_stats(self, device: torch.device) -> dict[str, Any]:
-        """Return the device's memory, and what of it is and was taken, in bytes."""
+        """Return the device's memory in bytes: its size, and the present and peak use."""
         stats = load_sdk(self.lazy_mode).hpu.memory_stats()
         return {name: stats[key] for name, key in _STATS.items() if key in stats}
 

@@ -24,7 +24,7 @@ VISIBLE = "HABANA_VISIBLE_MODULES"
 
 
 def hpu_availability() -> Availability:
-    """Return the Gaudi devices that this process can use, and if there are none, why."""
+    """Return the Gaudi devices that this process can use, or the reason for having no device."""
     if not has_sdk():
         return availability(os.environ, sdk=False, devices=0)
     from pathlib import Path
@@ -34,7 +34,7 @@ def hpu_availability() -> Availability:
 
 
 def availability(environ: Mapping[str, str], *, sdk: bool, devices: int) -> Availability:
-    """Return what these facts come to.
+    """Return the availability that follows from these facts.
 
     Args:
         environ: environment variables.
@@ -71,14 +71,14 @@ def availability(environ: Mapping[str, str], *, sdk: bool, devices: int) -> Avai
 
 
 def has_sdk() -> bool:
-    """Return whether the SDK's package for torch is installed, without importing any of it."""
+    """Return whether the SDK's package for torch is installed, without importing it."""
     found = importlib.util.find_spec("habana_frameworks")
     folders = [] if found is None else found.submodule_search_locations or []
     return any(os.path.isdir(f"{folder}/torch") for folder in folders)  # noqa: PTH112
 
 
 def count_devices(accelerators: Path, devices: Path) -> int:
-    """Return how many device nodes of Gaudi there are.
+    """Return the number of Gaudi's device nodes.
 
     Args:
         accelerators: the kernel's list of accelerators, /sys/class/accel.

@@ -28,7 +28,7 @@ from stratagem_hpu_ipu.hpu_plugin import HPU_PARALLEL, HPU_SINGLE
 
 
 class HPUSteps(Strategy):
-    """What Gaudi needs of any strategy: graphs that end, and state in host memory.
+    """The part of a strategy that Gaudi needs: steps that end graphs, state in host memory.
 
     In lazy mode operations are collected, and run at a `mark_step`: after each backward, after each
     optimizer step, and before each batch of an evaluation, so that none grows into the next.
@@ -53,7 +53,7 @@ class HPUSteps(Strategy):
             )
 
     def setup_environment(self) -> None:
-        """Set up the device; from here on it is known whether operations are collected."""
+        """Set up the device, and determine whether operations are collected."""
         super().setup_environment()
         core = load_sdk().core
         self._mark_step = core.mark_step if core.is_lazy() else None
@@ -170,7 +170,7 @@ class _NewGraph(StepModule):
         self._mark_step = mark_step
 
     def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run what has been collected, then call the method."""
+        """Run the collected operations, then call the method."""
         self._mark_step()
         return self.module(method, *args, **kwargs)
 

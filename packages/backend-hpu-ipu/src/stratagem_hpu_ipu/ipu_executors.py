@@ -18,7 +18,7 @@ from stratagem_hpu_ipu.ipu_program import COMPILED_IN, Program
 
 @dataclass(eq=False)
 class Executor:
-    """A program and poptorch's executor of it.
+    """A program and its poptorch executor.
 
     Attributes:
         program: what is compiled.
@@ -52,7 +52,7 @@ class Device:
         self.held = executor
 
     def detach(self) -> None:
-        """Free the device; the weights that were trained there are the host's."""
+        """Free the device; the weights that were trained there return to the host."""
         held, self.held = self.held, None
         # A program that could not be compiled holds nothing.
         if held is not None and held.poptorch.isCompiled():
@@ -73,7 +73,7 @@ class Device:
 
 
 class IPUModule(StepModule):
-    """Calls a model's methods as programs: `training_step` in one that trains, where it is to.
+    """Calls a model's methods as programs; `training_step` trains if the model is trained.
 
     Args:
         module: calls the user's methods by name.
@@ -98,7 +98,7 @@ class IPUModule(StepModule):
         """The options of the optimizer's groups that the program has."""
 
     def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Return what the method returns, computed by a program."""
+        """Return the method's result, computed by a program."""
         if kwargs:
             raise UserCodeError(
                 f"{method} on IPUs takes its arguments by position, received {', '.join(kwargs)} "
@@ -145,7 +145,7 @@ class IPUModule(StepModule):
             self._stepped_with = now
 
     def destroy(self) -> None:
-        """Free what poptorch holds; the weights are the host's, and a next call compiles anew."""
+        """Free poptorch's resources; weights return to the host, and a later call recompiles."""
         if self._device.held in self._executors.values():
             self._device.detach()
         for executor in self._executors.values():

@@ -20,7 +20,7 @@ _FABRIC = ("IPUOF_CONFIG_PATH", "IPUOF_VIPU_API_PARTITION_ID")
 
 
 def ipu_availability() -> Availability:
-    """Return the IPUs that this process can use, and if there are none, why."""
+    """Return the IPUs that this process can use, or the reason for having no IPU."""
     if importlib.util.find_spec("poptorch") is None:
         return availability(os.environ, sdk=False, cards=0, configs=[])
     from pathlib import Path  # slow to import, and mostly for nothing
@@ -38,7 +38,7 @@ def ipu_availability() -> Availability:
 def availability(
     environ: Mapping[str, str], *, sdk: bool, cards: int, configs: list[str]
 ) -> Availability:
-    """Return what these facts come to.
+    """Return the availability that follows from these facts.
 
     Args:
         environ: environment variables.

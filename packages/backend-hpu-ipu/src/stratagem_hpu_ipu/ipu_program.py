@@ -22,7 +22,7 @@ _NO_TENSOR = torch.empty(0)
 
 
 def structure_of(data: Any) -> Any:
-    """Return nested data with marks in the place of its tensors; structures can be compared."""
+    """Return nested data with marks instead of tensors; structures can be compared."""
     return map_tensors(lambda _: _TENSOR, data)
 
 
@@ -63,7 +63,7 @@ COMPILED_IN = CompiledIn()
 
 
 class Program(nn.Module):
-    """What poptorch compiles: calls a method of a model, and returns the tensors in its result.
+    """The program for poptorch: calls a model's method, and returns the tensors of its result.
 
     Args:
         module: calls methods by name.
@@ -143,7 +143,7 @@ class Program(nn.Module):
         return {**result, "loss": marked} if isinstance(result, dict) else marked
 
     def result(self, outputs: Any) -> Any:
-        """Return the method's result, from what a call of the program has returned.
+        """Return the method's result, given the result of a call of the program.
 
         Tensors of a batch are put together again; a scalar is the mean over the parts.
         """

@@ -147,7 +147,7 @@ class IPUStrategy(Strategy):
     def prepare(
         self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True
     ) -> PreparedModel:
-        """Return the model as programs, which are compiled when they are called first."""
+        """Return the model as programs, which their first calls compile."""
         made = make_optimizers(optimizers)
         _check_optimizers(made)
         module = self.precision.convert_module(module)

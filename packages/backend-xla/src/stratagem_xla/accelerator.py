@@ -63,18 +63,18 @@ class XLAAccelerator(Accelerator):
         seed_devices_by("xla", torch_xla.manual_seed)
 
     def batch_mover(self, device: torch.device) -> Callable[[Any], Any]:
-        """Return what moves a batch; where all devices act as one, it divides it over them."""
+        """Return a function that moves a batch, and divides it if all devices act as one."""
         move = super().batch_mover(device)
         if not import_torch_xla().runtime.is_spmd():
             return move
         return lambda batch: map_tensors(divided, move(batch))
 
     def synchronize(self, device: torch.device) -> None:
-        """Compile and run what is recorded, and wait for it."""
+        """Compile and run the recorded operations, and wait for them."""
         import_torch_xla().sync(wait=True)
 
     def device_stats(self, device: torch.device) -> dict[str, Any]:
-        """Return the memory that the device has and uses, in bytes; PJRT's CPU client has none."""
+        """Return the device's memory and its use in bytes; {} on PJRT's CPU client."""
         xla_model = import_torch_xla().core.xla_model
         try:
             found = xla_model.get_memory_info(str(device))
@@ -85,7 +85,7 @@ class XLAAccelerator(Accelerator):
         return {name: found[key] for name, key in names.items() if key in found}
 
     def start_reading(self, tensors: Sequence[Tensor]) -> Callable[[], list[float]]:
-        """Return what reads them, without a program of its own: each new count would need one."""
+        """Return a function that reads the tensors without a program, which would be compiled."""
         library, values = import_torch_xla()._XLAC, list(tensors)
         return lambda: [float(one) for one in library._xla_get_cpu_tensors(values)]
 

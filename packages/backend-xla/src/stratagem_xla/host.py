@@ -23,7 +23,7 @@ def on_host(data: Any) -> Any:
 
 
 def put_on_device(data: Any) -> None:
-    """Let what was copied into XLA tensors be there now, and not in the first step's program.
+    """Finish copies into XLA tensors now, not in the first step's program.
 
     That program would be another one than that of the steps after it, whose results differ in the
     last bit. No number of the device's RNG is used up, as by `torch_xla.sync()`.

@@ -27,7 +27,7 @@ def install_command() -> str:
 
 
 def version_problem() -> str:
-    """Return why torch_xla cannot be imported here, and what to do; "" if it can.
+    """Return why torch_xla cannot be imported here and the remedy, or "".
 
     Reads the metadata of installed distributions and imports none of them.
     """
@@ -49,7 +49,7 @@ def _minor(version: str) -> str:
 
 
 def runtime() -> str:
-    """Return the kind of device that PJRT is told to use, such as "CPU"; "" if it is not told."""
+    """Return the device type that PJRT is configured for, such as "CPU", or ""."""
     return os.environ.get("PJRT_DEVICE", "").upper()
 
 

@@ -61,7 +61,10 @@ class XPUAccelerator(DeviceAccelerator):
         return super().is_out_of_memory(error) or any(text in str(error) for text in _FULL)
 
     def explain_lost_device(self, error: BaseException) -> str | None:
-        """Return advice about a failed kernel or a device that was reset, or None."""
+        """Return advice about a failed kernel or a device that was reset.
+
+        None: another error.
+        """
         if any(text in str(error) for text in _LOST):
             return (
                 "the driver has reset the GPU (`dmesg` says why), and this process cannot use it "

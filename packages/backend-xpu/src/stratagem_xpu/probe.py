@@ -46,12 +46,12 @@ class Card:
 
     @property
     def is_integrated(self) -> bool:
-        """Whether it is a part of the processor, which is always at the same address."""
+        """Whether the GPU is a part of the processor, which is always at the same address."""
         return self.address.endswith(":00:02.0")
 
 
 def xpu_availability() -> Availability:
-    """Return the Intel GPUs that this process can use, and otherwise why there are none."""
+    """Return the Intel GPUs that this process can use, or the reason why not."""
     return availability(os.environ, torch_build(), _find, has_level_zero)
 
 

@@ -107,7 +107,7 @@ COMMANDS = (
 
 @hookimpl
 def stratagem_cli() -> Iterable[Command]:
-    """Return the commands that train from a config file, and those that write checkpoints."""
+    """Return the commands of this distribution."""
     return [Command(name, text, f"stratagem_extras.{where}") for name, where, text in COMMANDS]
 
 

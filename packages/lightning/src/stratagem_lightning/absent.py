@@ -17,7 +17,7 @@ INSTEAD = {
 
 
 def explain(module: str, name: str) -> str:
-    """Return what is said of a name that is not here.
+    """Return the explanation of a name that is absent here.
 
     Args:
         module: in Stratagem, "stratagem_lightning" or one under it.

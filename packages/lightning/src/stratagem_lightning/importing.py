@@ -74,7 +74,7 @@ def _say() -> None:
 
 
 def find(module: str, name: str) -> Any:
-    """Return what a module here serves under a name.
+    """Return the object that a module here serves under a name.
 
     Args:
         module: "stratagem_lightning", or one under it.
@@ -113,7 +113,7 @@ def _is_there(module: str, name: str) -> bool:
 
 
 def names_in(module: str) -> list[str]:
-    """Return what a module here serves, sorted: names and modules."""
+    """Return the names that a module here serves, sorted, with its modules."""
     key = _key(module)
     within = f"{key}." if key else ""
     modules = (other.removeprefix(within) for other in LAYOUT if other.startswith(within) and other)
@@ -121,7 +121,7 @@ def names_in(module: str) -> list[str]:
 
 
 class Mirror(ModuleType):
-    """A module of Lightning's name: it imports what it serves when that is used."""
+    """A module with Lightning's name, which imports an object when the object is used."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, f"Stratagem's, under the name that Lightning has for it: {name}.")
@@ -167,7 +167,7 @@ class _MirrorLoader(Loader):
         return Mirror(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Heed the environment, also when it is loaded again; a mirror fills itself."""
+        """Apply the environment, also if the module is loaded again; a mirror fills itself."""
         if os.environ.get("POSSIBLE_USER_WARNINGS", "").lower() in ("0", "off"):
             importlib.import_module(
                 f"{HERE}.api.utilities.warnings"

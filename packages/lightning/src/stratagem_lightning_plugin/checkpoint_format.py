@@ -29,7 +29,7 @@ _BUILT_IN = (
 
 
 def is_lightnings(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint is one of Lightning's."""
+    """Whether Lightning wrote a checkpoint."""
     return MARK in checkpoint and "format_version" not in checkpoint
 
 

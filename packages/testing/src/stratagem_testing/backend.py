@@ -26,7 +26,7 @@ def stratagem_cli() -> Iterable[Command]:
 
 @hookimpl
 def stratagem_check_spec(spec: ComponentSpec) -> Iterable[str]:
-    """Return what a spec promises that is not so."""
+    """Return the broken promises of a spec."""
     from stratagem.discovery import get_registry
     from stratagem_testing.author.spec_checks import check_spec
 
@@ -35,7 +35,7 @@ def stratagem_check_spec(spec: ComponentSpec) -> Iterable[str]:
 
 @hookimpl
 def stratagem_examine(distribution: str, as_json: bool, verbose: bool) -> int:
-    """Print what `stratagem doctor NAME` says."""
+    """Print the answer to `stratagem doctor NAME`."""
     from stratagem_testing.author.doctor import examine
 
     return examine(distribution, as_json=as_json, verbose=verbose)

@@ -63,7 +63,9 @@ class Child:
         os.close(writing)
 
     def next_report(self, patience: float = PATIENCE) -> dict[str, Any] | None:
-        """Return what it reports next; None: it has ended.
+        """Return the next report of the process.
+
+        None: the process has ended.
 
         Raises:
             StuckError: nothing came.
@@ -82,7 +84,7 @@ class Child:
         return reported
 
     def wait_for(self, name: str, patience: float = PATIENCE) -> Any:
-        """Return the value of the first thing that it reports by a name.
+        """Return the value of the first report with a name.
 
         Raises:
             StuckError: it did not, also because it has ended.

@@ -28,7 +28,7 @@ class Conformance:
 
     @classmethod
     def target(cls) -> Target | Component:
-        """Return what is tested, by the attributes of this class."""
+        """Return the component to test, given by the attributes of this class."""
         raise NotImplementedError("each kit makes what it tests")
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:

@@ -17,7 +17,7 @@ BEGIN, END = "<!-- the tables: python -m stratagem_testing.guide -->", "<!-- the
 
 
 def tables() -> str:
-    """Return a table for each kit: its checks, and what a component that passes them does."""
+    """Return a table for each kit: its checks, and the duty that each tests."""
     load_checks()
     kits = [("strategy", ((name, check.about) for name, check in CHECKS.items()))]
     kits += [
@@ -35,7 +35,7 @@ def _table(kind: str, checks: Iterable[tuple[str, str]]) -> str:
 
 
 def class_name(kind: str) -> str:
-    """Return what a kit's class is called.
+    """Return the name of a kit's class.
 
     Example:
         >>> class_name("checkpoint_io")

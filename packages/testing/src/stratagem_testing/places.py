@@ -18,7 +18,7 @@ from stratagem.errors import ConfigurationError
 
 
 def is_place(told: str) -> bool:
-    """Whether it is the place of a class or function, and not a component's name.
+    """Whether it names the place of a class or function, not a component.
 
     Example:
         >>> is_place("my_package.strategy:Mine"), is_place("ddp"), is_place("my-package:ddp")
@@ -28,7 +28,7 @@ def is_place(told: str) -> bool:
 
 
 def find(place: str) -> Callable[..., Any]:
-    """Return what stands at "package.module:name" or "/path/of/file.py:name"."""
+    """Return the object at "package.module:name" or "/path/of/file.py:name"."""
     module, _, name = place.rpartition(":")
     found: Any = _load(Path(module)) if module.endswith(".py") else importlib.import_module(module)
     for part in name.split("."):
@@ -38,7 +38,7 @@ def find(place: str) -> Callable[..., Any]:
 
 
 def place_of(told: str | Callable[..., Any]) -> str:
-    """Return a name as it is, and of a class or function of this process where others find it.
+    """Return a name unchanged, and for a class or function a place where others find it.
 
     Raises:
         ConfigurationError: it was made in a function, where no other process can find it.

@@ -19,7 +19,7 @@ def is_of_a_launch(variable: str) -> bool:
 
 
 def clean_environment(search_path: Iterable[str] = ()) -> dict[str, str]:
-    """Return this process's variables without those of a launch, for a rank on a busy machine.
+    """Return this process's variables without launch variables, for a rank on a busy machine.
 
     Args:
         search_path: folders that are searched for modules, besides those of PYTHONPATH.
@@ -36,7 +36,7 @@ def clean_environment(search_path: Iterable[str] = ()) -> dict[str, str]:
 
 
 def end_session(session: int, patience: float) -> tuple[str, ...]:
-    """Kill what is left of a session of the operating system.
+    """Kill the remaining processes of a session of the operating system.
 
     Args:
         session: its first process's id.

@@ -25,7 +25,7 @@ def sentence_of(function: Callable[..., Any]) -> str:
 
 
 def failure_of(name: str, what: str, about: str) -> str:
-    """Return what is said of a check that failed: its name, what is wrong, and what it means.
+    """Return the message of a failed check: its name, the defect, and the meaning.
 
     Example:
         >>> said = failure_of("save", "Weights only load failed. GLOBAL mine.Clock was not", "")

@@ -50,7 +50,7 @@ _OURS = "stratagem-"
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a process has, at one moment.
+    """The resources of a process at a moment.
 
     Attributes:
         variables: of the environment, without those of a launch.
@@ -109,7 +109,7 @@ class Surroundings:
         )
 
     def changes(self, *, groups: bool = True) -> list[str]:
-        """Return what differs now, in words.
+        """Return the present differences, in words.
 
         Args:
             groups: look at process groups, too.

@@ -17,7 +17,7 @@ MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
 
 
 class BitsandbytesPrecision(TruePrecision):
-    """Weights of linear layers in 4 or 8 bits, for evaluation and for training what is beside them.
+    """Weights of linear layers in 4 or 8 bits, for evaluation and for training other weights.
 
     The weights are frozen, and a quarter or half as large; what the model has besides, such as
     adapters (LoRA), is in `dtype` and trains. Only the class `torch.nn.Linear` itself is quantised;

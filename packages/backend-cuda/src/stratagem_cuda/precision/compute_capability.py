@@ -39,7 +39,7 @@ def visible_capabilities() -> dict[str, tuple[int, int]]:
 
 
 def why_no_visible_float8(precision: str) -> str:
-    """Return why none of the visible GPUs computes in float8, with their names, or ""."""
+    """Return why no visible GPU computes in float8, with the GPUs' names, or ""."""
     if _has_rocm():
         return rocm.why_no_float8(precision, [gpu.name for gpu in rocm.find_gpus()])
     found = visible_capabilities()

@@ -80,7 +80,7 @@ class Float16Mixed(MixedPrecision):
 
     @cached_property
     def scaler(self) -> torch.amp.GradScaler:
-        """What scales the loss."""
+        """The scaler of the loss."""
         # Made on the rank: whether there is a GPU is asked of CUDA, and the launching process,
         # which may be forked, must not have asked.
         return torch.amp.GradScaler(self._device_type, **self._options)  # type: ignore[arg-type]

@@ -78,7 +78,7 @@ def find_float8_linear(module: nn.Module, ignore_modules: Collection[str]) -> li
 
 
 def become(layer: nn.Module, kind: type[Layer], state: Mapping[str, Any] | None = None) -> Layer:
-    """Make a layer one of another class, in place as `fully_shard` does; return it.
+    """Change a layer's class in place, as `fully_shard` does; return the layer.
 
     Another module in its place would lack the layer's hooks, and a reference to the layer would be
     to one that is not used.

@@ -23,7 +23,7 @@ OUTLIERS = 6.0
 
 
 class QuantizedLinear(nn.Linear, ABC):
-    """What `quantize` makes of a torch.nn.Linear.
+    """The layer that `quantize` makes of a torch.nn.Linear.
 
     Attributes:
         mode: see `BitsandbytesPrecision`.
@@ -57,7 +57,7 @@ class QuantizedLinear(nn.Linear, ABC):
 
     @abstractmethod
     def quantize_weight(self) -> None:
-        """Put what the weight is quantised to in its place; once."""
+        """Replace the weight by its quantised form, once."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
         """Move the layer; scales keep their dtype whatever the layer is converted to."""
@@ -88,7 +88,7 @@ class QuantizedLinear(nn.Linear, ABC):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        """Add the mode to what nn.Linear says."""
+        """Add the mode to the text of nn.Linear."""
         return f"{super().extra_repr()}, mode={self.mode}"
 
 
@@ -155,7 +155,7 @@ class _EightBits(QuantizedLinear):
 
 class _EightBitsTrained(QuantizedLinear):
     def quantize_weight(self) -> None:
-        """Leave the weight as it is: it is quantised in each forward."""
+        """Leave the weight unchanged: each forward quantises it."""
 
     def _multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         # For a weight with a gradient, the CPU has kernels where bitsandbytes is told that it

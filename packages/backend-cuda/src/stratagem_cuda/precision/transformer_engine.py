@@ -98,7 +98,7 @@ class TransformerEnginePrecision(TruePrecision):
         super().bind(accelerator)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Exchange layers for those of Transformer Engine, and convert everything else."""
+        """Replace layers by Transformer Engine's layers, and convert all other modules."""
         check_current_float8(self.name)
         has_own = any(map(_is_engines, module.modules()))
         if self.replace_layers or (self.replace_layers is None and not has_own):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class DeviceStatsMonitor(Callback):
-    """Logs what the accelerator says of the device, before and after each batch that is logged.
+    """Logs the accelerator's device statistics before and after each batch that is logged.
 
     Every `log_every_n_steps` optimizer steps, as `DeviceStatsMonitor.on_train_batch_start/NAME` and
     `DeviceStatsMonitor.on_train_batch_end/NAME`; in validation and testing every so many batches,
@@ -42,7 +42,7 @@ class DeviceStatsMonitor(Callback):
         self._sources: list[tuple[str, Accelerator, Any]] = []
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        """Choose whose figures are logged; refuse a Trainer without a logger."""
+        """Choose the devices whose figures are logged; refuse a Trainer without a logger."""
         self._sources = []
         if not trainer.loggers and stage != "fit":
             return

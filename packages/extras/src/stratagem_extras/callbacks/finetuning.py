@@ -54,12 +54,12 @@ class BaseFinetuning(Callback):
 
     @abstractmethod
     def freeze_before_training(self, module: Module) -> None:
-        """Freeze what is not to be trained at first; before `configure_optimizers`."""
+        """Freeze the modules that do not train at first; called before `configure_optimizers`."""
         raise NotImplementedError(f"{type(self).__name__} has to define freeze_before_training()")
 
     @abstractmethod
     def finetune_function(self, module: Module, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze what is to be trained from here on; at the start of each epoch.
+        """Unfreeze the modules that train from this epoch on; called at the start of each epoch.
 
         Args:
             module: the model.
@@ -87,7 +87,7 @@ class BaseFinetuning(Callback):
     def filter_params(
         modules: Modules, train_bn: bool = True, requires_grad: bool = True
     ) -> Iterator[nn.Parameter]:
-        """Yield the parameters that require a gradient, or those that do not.
+        """Yield the parameters that require a gradient, or the frozen ones.
 
         Args:
             modules: where to look.
@@ -146,7 +146,7 @@ class BaseFinetuning(Callback):
         initial_denom_lr: float = 10.0,
         train_bn: bool = True,
     ) -> None:
-        """Unfreeze modules, and give the optimizer a group of what it does not have of them.
+        """Unfreeze modules, and add a group of their parameters that the optimizer lacks.
 
         Args:
             modules: to be trained from here on.
@@ -181,7 +181,7 @@ class BaseFinetuning(Callback):
             self.freeze_before_training(module)
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
-        """Unfreeze what is due; not again where a run resumes in the middle of the epoch."""
+        """Unfreeze the modules of this epoch, except in an epoch that a resumed run continues."""
         if trainer.current_epoch <= self._last_epoch:
             return
         for optimizer in trainer.optimizers:
@@ -273,7 +273,7 @@ def _add_group(scheduler: Any, group: Mapping[str, Any]) -> None:
 
 
 def multiplicative(epoch: int) -> float:
-    """Return by what the backbone's learning rate is multiplied in each epoch: 2."""
+    """Return the factor of the backbone's learning rate in each epoch: 2."""
     return 2.0
 
 

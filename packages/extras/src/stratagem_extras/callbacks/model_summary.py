@@ -96,7 +96,7 @@ class Layer:
 
 @dataclass
 class Summary:
-    """What `summarize` found; as a string it is the table.
+    """The result of `summarize`; as a string, a table.
 
     Attributes:
         layers: as deep as was asked for.
@@ -164,7 +164,7 @@ def summarize(
     example: Any = None,
     call: Callable[..., Any] | None = None,
 ) -> Summary:
-    """Return what a model consists of.
+    """Return a summary of a model's layers.
 
     Args:
         module: the model.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class BasePredictionWriter(Callback):
-    """Writes what `trainer.predict` predicts; override one of the two methods, or both.
+    """Writes the predictions of `trainer.predict`; override either method, or both.
 
     Each rank writes its own part of the data; the indices say which samples those are. With
     `trainer.predict(..., return_predictions=False)` and "batch" nothing is kept.
@@ -141,7 +141,7 @@ class BasePredictionWriter(Callback):
             self._indices[dataloader_idx].append(indices)
 
     def on_predict_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        """Write what was kept."""
+        """Write the predictions that were kept."""
         predictions, self._predictions = self._predictions, []
         if self.interval != "batch":
             several = len(predictions) > 1

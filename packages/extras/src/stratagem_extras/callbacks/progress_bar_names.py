@@ -54,7 +54,7 @@ class RichProgressBar(ProgressBar):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether it is to be shown."""
+        """Whether the bar is shown."""
         return super().is_enabled and self.refresh_rate > 0
 
 

@@ -127,7 +127,7 @@ class ModelPruning(Callback):
 
     @property
     def masks(self) -> dict[str, Tensor]:
-        """What is left of each parameter: 1.0 where it is, 0.0 where it was pruned."""
+        """The mask of each parameter: 1.0 for a kept element, 0.0 for a pruned one."""
         return dict(self._masks)
 
     # -- called by the Trainer
@@ -156,7 +156,7 @@ class ModelPruning(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, module: Module, optimizer: Optimizer
     ) -> None:
-        """Leave out the gradients of what was pruned."""
+        """Set the gradients of pruned elements to zero."""
         for name, parameter in self._parameters().items() if self._masks else ():
             if parameter.grad is not None:
                 parameter.grad.mul_(self._masks[name])
@@ -164,7 +164,7 @@ class ModelPruning(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep what was pruned at zero, whatever the optimizer did."""
+        """Keep pruned elements at zero, whatever the optimizer did."""
         if self._masks and not trainer.is_within_step:
             self._mask()
 
@@ -179,7 +179,7 @@ class ModelPruning(Callback):
             self._prune(trainer)
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
-        """Leave masks in the model, where they are not to be permanent."""
+        """Leave masks in the model unless pruning is permanent."""
         if not self._permanent:
             for name, (owner, attribute) in self._pruned.items():
                 if name in self._masks:
@@ -207,7 +207,7 @@ class ModelPruning(Callback):
         parameters_to_prune: Sequence[tuple[nn.Module, str]] | None = None,
         parameter_names: Sequence[str] | None = None,
     ) -> list[tuple[nn.Module, str]]:
-        """Return what would be pruned of a model, each parameter once.
+        """Return the parameters of a model that would be pruned, each once.
 
         Args:
             pl_module: the model.

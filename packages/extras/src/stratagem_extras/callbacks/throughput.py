@@ -77,7 +77,7 @@ class Throughput:
             self._flops.append(flops)
 
     def compute(self) -> dict[str, float]:
-        """Return totals and rates; rates once there are two batches."""
+        """Return totals, and rates from the second batch on."""
         if not self._counts:
             return {}
         time, batches, samples, lengths = self._counts[-1]
@@ -171,7 +171,7 @@ class ThroughputMonitor(Callback):
             self._totals[name] = [0, 0, 0]
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        """Begin to count, after what the run that is resumed has counted."""
+        """Begin to count; a resumed run continues its earlier counts."""
         self._began["train"] = monotonic() - self._resumed_time
         self._resumed_time = 0.0
 

@@ -19,7 +19,7 @@ _STAGES = {"train": "train", "fit": "train", "validate": "validate", "test": "te
 
 
 class Timer(Callback):
-    """Measures the time of training, validation and testing, and ends training when it is up.
+    """Measures the time of training, validation and testing, and ends training at a time limit.
 
     The time of a run that is resumed counts: `duration` is that of all runs together. All ranks end
     after the same step, as by `max_time`.
@@ -57,7 +57,7 @@ class Timer(Callback):
         self._ended: dict[str, float] = {}
 
     def start_time(self, stage: str = "train") -> float | None:
-        """Return when a stage began, by the monotonic clock; None: it has not.
+        """Return the start of a stage by the monotonic clock, or None before it.
 
         Args:
             stage: "train", "validate" or "test".
@@ -65,7 +65,7 @@ class Timer(Callback):
         return self._began.get(_stage(stage))
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Return when a stage ended, by the monotonic clock; None: it has not."""
+        """Return the end of a stage by the monotonic clock, or None before it."""
         return self._ended.get(_stage(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
@@ -75,12 +75,12 @@ class Timer(Callback):
         return offset if began is None else self._ended.get(stage, monotonic()) - began + offset
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Return the seconds that are left; None: there is no limit."""
+        """Return the remaining seconds, or None without a limit."""
         return None if self._duration is None else self._duration - self.time_elapsed(stage)
 
     @property
     def stopping_reason(self) -> str:
-        """Why it has ended training, in words; "" while there is time."""
+        """Why the timer has ended training, in words; "" while time remains."""
         elapsed = self.time_elapsed()
         if self._duration is None or elapsed < self._duration:
             return ""
@@ -116,7 +116,7 @@ class Timer(Callback):
             trainer.print(f"stratagem: training ended: {reason}")
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        """End training, if it is time; rank 0's clock decides."""
+        """End training at the time limit, by rank 0's clock."""
         if self._duration is None or self._interval != "epoch":
             return
         is_up = self.time_elapsed() >= self._duration

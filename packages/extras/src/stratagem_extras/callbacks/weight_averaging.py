@@ -181,7 +181,7 @@ class WeightAveraging(Callback):
     # -- training
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
-        """Begin with the weights as they are, or with the average of the run that is resumed."""
+        """Begin with the present weights, or with the average of the resumed run."""
         if trainer.plan.capabilities.sharded_state:
             _check_shards(module, type(self).__name__, trainer.plan.strategy.name)
         averages = self._averages = Averages(module, self._device, use_buffers=self._use_buffers)
@@ -216,7 +216,7 @@ class WeightAveraging(Callback):
         self._averages.update(module, self._average)
 
     def on_validation_epoch_start(self, trainer: Trainer, module: Module) -> None:
-        """Validate with the average, as soon as there is one."""
+        """Validate with the average, once it has a value."""
         averages = self._averages
         if trainer.state.fn == "fit" and averages is not None and averages.count:
             trainer.run.require_prepared().reshard()
@@ -259,7 +259,7 @@ class WeightAveraging(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]
     ) -> None:
-        """Put the average in the place of the weights, and these beside it to resume from."""
+        """Save the average as the weights, and the trained weights beside it for resuming."""
         averages = self._averages
         if averages is None or not averages.count or self._is_in_model:
             return
@@ -348,7 +348,7 @@ class EMAWeightAveraging(WeightAveraging):
         self._epoch = trainer.current_epoch
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Whether a step is one of those that count."""
+        """Whether the average is updated after a step."""
         return (
             step_idx is not None
             and step_idx >= (self.update_starting_at_step or 0)
@@ -366,7 +366,7 @@ def _decaying(decay: float) -> Average:
 
 
 def one_by_one(function: Callable[[Tensor, Tensor, int], Tensor]) -> Average:
-    """Return what averages lists of tensors, from what averages one.
+    """Return a function that averages lists of tensors with a function for single tensors.
 
     Args:
         function: returns the new average, given average, value and how many are in it.

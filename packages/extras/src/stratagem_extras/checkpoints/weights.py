@@ -49,7 +49,7 @@ def consolidate(source: Path, target: Path) -> str:
 def convert(
     source: Path, target: Path, key: str | None = None, to: str = "safetensors", form: str = ""
 ) -> str:
-    """Write the weights in a checkpoint as a safetensors file; return what was done.
+    """Write a checkpoint's weights as a safetensors file; return a description of the result.
 
     Args:
         source: a checkpoint of any format, Lightning's among them.
@@ -155,7 +155,7 @@ def _to_lightning(source: Path, target: Path, form: str) -> str:
 
 
 def average(sources: Sequence[Path], target: Path, key: str | None = None) -> str:
-    """Write a checkpoint whose weights are the mean of those of others; return what was done.
+    """Write a checkpoint with the mean weights of others; return a description of the result.
 
     Floating-point numbers are averaged in float64 and stored as they were. Integers have to agree,
     but the largest number of batches that a batch norm layer has seen is taken. All else but the

@@ -35,7 +35,7 @@ _NOT_ASKED = {"model", "datamodule", "dataloaders", "train_dataloaders", "val_da
 
 
 class TrainerCLI:
-    """Makes what a command line and config files describe, and runs it.
+    """Makes the run that a command line and config files describe, and runs it.
 
     `python main.py fit --config run.yaml --trainer.max_epochs 3 --model.width 8`: later values go
     before earlier ones, options before files. `--print_config` prints the config, `--help` and
@@ -202,7 +202,7 @@ class TrainerCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: TrainerArgumentParser) -> None:
-        """Hand optimizers and schedulers to the arguments that they are linked to."""
+        """Pass optimizers and schedulers to the arguments that are linked to them."""
         for key, (added, link_to) in {**parser.optimizers, **parser.schedulers}.items():
             if link_to == AUTOMATIC:
                 continue
@@ -282,7 +282,7 @@ class TrainerCLI:
     def configure_optimizers(
         module: Module, optimizer: Optimizer, lr_scheduler: Scheduler | None = None
     ) -> Any:
-        """Return what the model's `configure_optimizers` is to return; may be overridden."""
+        """Return the value for the model's `configure_optimizers`; may be overridden."""
         if lr_scheduler is None:
             return optimizer
         if isinstance(lr_scheduler, ReduceLROnPlateau):
@@ -399,7 +399,7 @@ def _call_if_there(owner: object, name: str) -> None:
 
 
 def run_program(arguments: list[str]) -> None:
-    """Run `stratagem fit` and its kin, whose config files may come first, without a name."""
+    """Run `stratagem fit` and its kin; unnamed config files may come first."""
     import sys
 
     command, *rest = arguments

@@ -70,7 +70,7 @@ class CometLogger(SDKLogger):
 
     @property
     def version(self) -> str | None:  # type: ignore[override]  # known once the experiment is
-        """The experiment's key; None: it has none yet."""
+        """The experiment's key, or None before it has one."""
         return self._key if self._experiment is None else str(self._experiment.get_key())
 
     @property
@@ -110,7 +110,7 @@ class CometLogger(SDKLogger):
         self.experiment.set_model_graph(model)
 
     def save(self) -> None:
-        """Send what is held back."""
+        """Send the values that are held back."""
         if self._experiment is not None:
             self._experiment.flush()
 

@@ -211,7 +211,7 @@ class MLFlowLogger(SDKLogger):
             client.log_batch(self._run_id, params=piece, **self._synchronous)
 
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        """Send what was saved, as `log_model` says."""
+        """Send the saved checkpoints, as `log_model` says."""
         self._uploads.saved(checkpoint_callback)
 
     def _send(self, upload: Upload) -> None:

@@ -68,12 +68,12 @@ class NeptuneLogger(SDKLogger):
 
     @property
     def version(self) -> str | None:  # type: ignore[override]  # known once the run is
-        """The run's custom id, that of the fit; None: it has none."""
+        """The run's custom id, which is the fit's id; None without one."""
         return self.run_id or None
 
     @property
     def log_dir(self) -> str:
-        """It has none: values are sent."""
+        """None: values are sent to a server."""
         return ""
 
     def _start(self) -> Any:
@@ -98,7 +98,7 @@ class NeptuneLogger(SDKLogger):
         self.experiment[f"{self.prefix}/model/summary"] = str(model)
 
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        """Take note of what was saved."""
+        """Note the saved checkpoint."""
         self._uploads.saved(checkpoint_callback)
 
     def _send(self, upload: Upload) -> None:
@@ -108,7 +108,7 @@ class NeptuneLogger(SDKLogger):
             self.experiment[f"{self.prefix}/model/best_model_score"] = upload.score
 
     def save(self) -> None:
-        """Wait until what was logged is on the disk."""
+        """Wait until all logged values are on the disk."""
         if self._experiment is not None:
             self._experiment.wait(disk_only=True)
 

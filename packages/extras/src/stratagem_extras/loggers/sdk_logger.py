@@ -39,7 +39,7 @@ class DummyExperiment:
 
 
 class SDKLogger(Logger):
-    """A logger whose `experiment` is an object of a library, made when it is first needed.
+    """A logger whose `experiment` is a library's object, made at its first use.
 
     It is made on rank 0: when a fit begins, so that a server that cannot be reached costs no
     training, or with the first value.
@@ -82,7 +82,7 @@ class SDKLogger(Logger):
         """Make the library's object; called once, on rank 0."""
 
     def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
-        """Make the experiment, that of the run which is resumed where it can be found."""
+        """Make the experiment, or find the experiment of the resumed run."""
         self.run_id, self.resumed_at = run_id, resumed_at
         assert self.experiment is not None
 

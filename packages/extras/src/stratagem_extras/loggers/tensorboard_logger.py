@@ -109,7 +109,7 @@ class TensorBoardLogger(SDKLogger):
         return SummaryWriter(self.log_dir, purge_step=self.resumed_at, **self._writer_options)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Take the values of a step; those of a dict become one chart of several lines."""
+        """Log the values of a step; a dict becomes a chart of several lines."""
         plain = {name: value for name, value in metrics.items() if not isinstance(value, dict)}
         for name, value in as_numbers(plain, self.prefix).items():
             self.experiment.add_scalar(name, value, step)
@@ -176,7 +176,7 @@ class TensorBoardLogger(SDKLogger):
             )
 
     def save(self) -> None:
-        """Write what is held back."""
+        """Write the values that are held back."""
         if self._experiment is not None:
             self._experiment.flush()
 

@@ -27,7 +27,7 @@ class Upload(NamedTuple):
 
 
 class Uploads:
-    """Says which of the checkpoints that were saved have not been sent as they are now.
+    """Knows which saved checkpoints have not been sent in their present state.
 
     Args:
         log_model: "all": each one when it is saved; True: those that are kept, when training ends
@@ -50,7 +50,7 @@ class Uploads:
             self._savers.append(saver)
 
     def end(self) -> None:
-        """Send what was kept for the end."""
+        """Send the checkpoints that were kept for the end."""
         savers, self._savers = self._savers, []
         for saver in savers:
             self._send_new(saver)

@@ -53,7 +53,7 @@ def flattened(params: Any, separator: str = "/") -> dict[str, Any]:
 
 
 def as_numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Return values as numbers, their names after `prefix` and "-", where there is one.
+    """Return values as numbers, with names after `prefix` and "-" if a prefix is given.
 
     Raises:
         ConfigurationError: one is no number.

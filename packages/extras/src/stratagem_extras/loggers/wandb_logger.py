@@ -100,7 +100,7 @@ class WandbLogger(SDKLogger):
 
     @property
     def version(self) -> str | None:  # type: ignore[override]  # known once the run is
-        """The run's id; None: it has none yet."""
+        """The run's id, or None before it has one."""
         return self._id if self._experiment is None else str(self._experiment.id)
 
     @property
@@ -143,7 +143,7 @@ class WandbLogger(SDKLogger):
         log_freq: int = 100,
         log_graph: bool = True,
     ) -> None:
-        """Send gradients, parameters or "all" of a model every so many steps; see `wandb.watch`."""
+        """Log gradients, parameters or both ("all") of a model at intervals; see `wandb.watch`."""
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
@@ -222,7 +222,7 @@ class WandbLogger(SDKLogger):
         return self.experiment.use_artifact(artifact, type=artifact_type)
 
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        """Send what was saved, as `log_model` says."""
+        """Send the saved checkpoints, as `log_model` says."""
         self._uploads.saved(checkpoint_callback)
 
     def _send(self, upload: Upload) -> None:

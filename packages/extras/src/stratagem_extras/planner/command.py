@@ -261,7 +261,7 @@ def _varied(options: argparse.Namespace, planned: MemoryPlan) -> dict[str, dict[
 
 
 def model_and_batch(options: argparse.Namespace) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return what makes the model, and what makes a batch of it.
+    """Return the functions that make the model and a batch for it.
 
     Raises:
         ConfigurationError: the arguments name no model, or no batch.

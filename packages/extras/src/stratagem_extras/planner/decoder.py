@@ -54,7 +54,7 @@ class PlannedDecoder(nn.Module):
         self.head = nn.Linear(hidden, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the loss of predicting each token of (batch, length) from those before it."""
+        """Return the next-token loss of tokens of shape (batch, length)."""
         hidden = self.embedding(tokens)
         for layer in self.layers:
             hidden = layer(hidden)

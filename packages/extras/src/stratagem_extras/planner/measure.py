@@ -31,7 +31,7 @@ def measured(arguments: Sequence[str], strategy: str) -> int | str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Take two steps on every rank; rank 0 prints what the second one held."""
+    """Take two steps on every rank; rank 0 prints the memory use of the second."""
     from torch import nn
 
     from stratagem import Lite

@@ -23,7 +23,7 @@ _FREED_BY_RESIZE = torch.UntypedStorage.resize_
 
 
 class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of tensors while it is entered, of fake ones as of real ones.
+    """Counts the bytes of real and fake tensors while it is entered.
 
     A tensor counts from the first operation that returns it until its memory is freed. Tensors that
     share memory count once. What kernels use for themselves, and what an allocator keeps in
@@ -105,7 +105,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._add(_storage(tensor))
 
     def close(self) -> None:
-        """Fill in `parts`: of what is known now, and of what was known at `start`."""
+        """Fill in `parts` from the tensors that are known now and were known at `start`."""
         self._note_peak()
         kinds = {**self._kept, **self._kinds, **self._known_kinds()}
         self.parts = {}

@@ -47,7 +47,7 @@ _LAUNCHERS = ("launcher", "find_unused_parameters")
 
 @dataclass(frozen=True)
 class PlannedStrategy:
-    """What one strategy would hold.
+    """The memory use of a strategy.
 
     Attributes:
         name: of the strategy.
@@ -83,7 +83,7 @@ class PlannedStrategy:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What `plan_memory` returns.
+    """The result of `plan_memory`.
 
     Attributes:
         strategies: what fits comes first, the fastest before the others.
@@ -110,17 +110,17 @@ class MemoryPlan:
 
     @property
     def best(self) -> PlannedStrategy | None:
-        """The first that fits; None: nothing does."""
+        """The first strategy that fits, or None."""
         return next((row for row in self.strategies if row.fits), None)
 
     @property
     def best_doubled(self) -> PlannedStrategy | None:
-        """The first that fits if the model and its activations are twice as large; None: none."""
+        """The first strategy that fits twice the model and activations, or None."""
         host = None if self.host is None else self.host // 2
         return self.best_within(self.capacity // 2, host)
 
     def best_within(self, capacity: int, host: int | None) -> PlannedStrategy | None:
-        """Return the first that fits in less memory than this plan is for; None: none does.
+        """Return the first strategy that fits in less memory than the plan's, or None.
 
         Args:
             capacity: bytes of a device.
@@ -165,7 +165,7 @@ def plan_memory(
     strategies: Sequence[str] = (),
     processes: int = 1,
 ) -> MemoryPlan:
-    """Return what each installed strategy would hold in memory, without using that memory.
+    """Return the memory use of each installed strategy, without using that memory.
 
     A strategy's own step runs on fake tensors as rank 0 of the ranks that are asked for. Where its
     engine cannot do so, a step in one process is measured instead, and divided by what the
@@ -322,7 +322,7 @@ class _Planner:
         self.notes += tuple(f"{place} reads a value of a tensor: 1 here" for place in model.reads)
 
     def row(self, spec: StrategySpec, alike: tuple[str, ...]) -> PlannedStrategy:
-        """Return what a strategy would hold."""
+        """Return the memory use of a strategy."""
         gc.freeze()  # what is there stays there
         capabilities, ranks = spec.capabilities, self.devices * self.num_nodes
         runs_on = capabilities.accelerators
@@ -399,7 +399,7 @@ def _total(memory: StepMemory) -> int:
 
 
 def default_loss(module: nn.Module, batch: Any) -> Tensor:
-    """Return what a step of a model would call backward on.
+    """Return the tensor of a model's output that a step calls backward on.
 
     Raises:
         ConfigurationError: the model returns no tensor.
@@ -431,7 +431,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 def optimizer_maker(
     optimizer: str | Callable[[Iterable[nn.Parameter]], Optimizer] | None,
 ) -> Callable[[nn.Module], Optimizer]:
-    """Return what makes the optimizer of a model; `optimizer` is as for `plan_memory`.
+    """Return a function that makes a model's optimizer; `optimizer` is as for `plan_memory`.
 
     Raises:
         ConfigurationError: torch.optim has no class of this name.

@@ -93,7 +93,7 @@ gather layers ahead up to a number of parameters, below which a layer adds somet
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained, but for the model.
+    """The training run of a simulation, except for the model.
 
     Attributes:
         batch: returns a micro-batch of one rank.
@@ -111,7 +111,7 @@ class Workload:
 def measure_step(
     strategy: Strategy, workload: Workload, model: Callable[[], nn.Module]
 ) -> dict[str, StepMemory]:
-    """Take two steps under a strategy that is set up; return what the second one held, by phase.
+    """Take two steps under a prepared strategy; return the second one's memory by phase.
 
     The optimizer makes its state in the first step.
 
@@ -189,7 +189,7 @@ class SimulatedModel:
         """The number of layers of each outermost list of equal layers, by its name."""
 
     def simulate_step(self, strategy: Strategy, workload: Workload) -> dict[str, StepMemory]:
-        """Return what rank 0 holds in the phases of a step, without memory and other ranks.
+        """Return rank 0's memory in the phases of a step, without memory and other ranks.
 
         The strategy's own code runs, on fake tensors. Collectives return at once. Where code
         reads a value of a tensor, it reads 1. Of many equal layers some run: each further one adds
@@ -224,7 +224,7 @@ class SimulatedModel:
         return {phase: _with_gradients_up_to(most, memory) for phase, memory in phases.items()}
 
     def simulate_state(self, strategy: Strategy, workload: Workload) -> dict[str, StepMemory]:
-        """Return what rank 0 holds in "step" without activations; the model is not run."""
+        """Return rank 0's memory in "step" without activations; the model is not run."""
         with self._without_memory():
             task = _Task(self._shortened(self.stacks), workload.loss)
             prepared = strategy.prepare(
@@ -306,7 +306,7 @@ def simulated_ranks(strategy: Strategy, components: Components) -> Iterator[None
 
 
 def build_components(devices: int, num_nodes: int, precision: str) -> Components:
-    """Return components of so many devices for a simulation, which runs on the host."""
+    """Return the components of a simulation, which runs on the host, for a number of devices."""
     registry = get_registry()
     return Components(
         accelerator=registry.find("accelerator", "cpu").spec.build(),
@@ -445,7 +445,7 @@ class _Step(TrainStep):
         self.sent = self.flops = 0
 
     def start(self) -> None:
-        """Begin a step, and forget what the one before has held."""
+        """Begin a step, and forget the memory of the step before."""
         self.held = {}
         self.meter.note_kept()
         self.sent, self.flops = -self.meter.sent, -self.meter.flops

@@ -50,14 +50,14 @@ class AdvancedProfiler(Profiler):
         self._profiles: dict[_Path, cProfile.Profile] = {}
 
     def start(self, action_name: str) -> None:
-        """Hand what runs from here on to an action."""
+        """Attribute the calls from this moment on to an action."""
         if self._running:
             self._profiles[self._running].disable()
         self._running += (action_name,)
         self._profiles.setdefault(self._running, cProfile.Profile()).enable()
 
     def stop(self, action_name: str) -> None:
-        """Hand what runs from here on to the action around it.
+        """Attribute the calls from this moment on to the enclosing action.
 
         Raises:
             UserCodeError: the action has not begun.
@@ -80,7 +80,7 @@ class AdvancedProfiler(Profiler):
         return {path[-1]: profile for path, profile in self._profiles.items()}
 
     def stats(self) -> dict[str, pstats.Stats]:
-        """Return what was measured, for each action."""
+        """Return the measurements of each action."""
         found: dict[str, pstats.Stats] = {}
         for path, profile in self._profiles.items():
             profile.create_stats()
@@ -110,7 +110,7 @@ class AdvancedProfiler(Profiler):
         return "\n".join(parts)
 
     def describe(self) -> None:
-        """Report, and write the files of each action where they are wanted."""
+        """Report, and write the files of each action if requested."""
         super().describe()
         if self.dump_stats:
             for action, stats in self.stats().items():
@@ -120,6 +120,6 @@ class AdvancedProfiler(Profiler):
                 stats.dump_stats(path)
 
     def teardown(self, stage: str | None = None) -> None:
-        """Forget what was measured."""
+        """Forget the measurements."""
         self._running = ()
         self._profiles = {}

@@ -124,7 +124,7 @@ class PyTorchProfiler(Profiler):
             self._on_trace_ready(recorded)
 
     def summary(self) -> str:
-        """Return torch's table of what was recorded last; ends the recording."""
+        """Return torch's table of the last recording, and end the recording."""
         self._end()
         if self._averages is None:
             return ""

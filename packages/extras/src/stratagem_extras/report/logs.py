@@ -71,12 +71,12 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     def last_step(self) -> float | None:
-        """Return the highest step of any value; None: there is no value."""
+        """Return the highest step of any value, or None without values."""
         return max((max(each.steps) for each in self.series.values()), default=None)
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """Return the folders with logs: the given ones, or those within them, in natural order.
+    """Return the folders with logs at or below the given paths, in natural order.
 
     Args:
         paths: folders of runs, folders of experiments, or files `metrics.csv`.

@@ -27,7 +27,7 @@ def search(
     most: int,
     predict: Callable[[int], int] = int,
 ) -> int | None:
-    """Return the largest size that was found to fit; None: none did.
+    """Return the largest size that fits, or None if the search found no such size.
 
     Args:
         fits: tries a size, and returns the size that was tried, which is smaller where the data

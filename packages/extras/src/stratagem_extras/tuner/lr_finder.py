@@ -18,7 +18,7 @@ _SMOOTHING = 0.98
 
 
 class LRFinder:
-    """What `Tuner.lr_find` found.
+    """The result of `Tuner.lr_find`.
 
     Args:
         mode: "exponential" or "linear".
@@ -58,7 +58,7 @@ class LRFinder:
         return float(self.lr_min * (self.lr_max / self.lr_min) ** part)
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Return the rate at which the loss falls most steeply; None: there are too few steps.
+        """Return the rate of the steepest fall of the loss, or None with too few steps.
 
         Args:
             skip_begin, skip_end: steps that are left out, where the loss says little.

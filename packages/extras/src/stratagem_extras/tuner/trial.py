@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def check_can_try(trainer: Trainer) -> None:
-    """Refuse a Trainer whose trials could not be taken back.
+    """Refuse a Trainer whose trials could not be undone.
 
     Raises:
         ConfigurationError: its runs are in processes of their own.
@@ -43,7 +43,7 @@ def check_can_try(trainer: Trainer) -> None:
 
 @contextmanager
 def trials(trainer: Trainer, model: Module, loaders: Any, **changes: Any) -> Iterator[Trials]:
-    """Try runs in this context; at its end the model and all RNGs are what they were before.
+    """Try runs in this context; at its end, restore the model and all RNGs.
 
     Args:
         trainer: the user's.
@@ -136,7 +136,7 @@ class Snapshot(Callback):
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Make the model and the RNGs what they were."""
+        """Restore the model and the RNGs."""
         model, strategy = self._model, self._strategy
         prepared, self._prepared = self._prepared, None
         if self._weights is not None and prepared is not None:

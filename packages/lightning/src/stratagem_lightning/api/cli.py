@@ -147,7 +147,7 @@ class LightningCLI(TrainerCLI):
         super().__init__(*args, **options)
 
     def parse_arguments(self, parser: TrainerArgumentParser, args: Any) -> None:
-        """Read the arguments; warn where those of the process are passed over.
+        """Parse the arguments; warn if the arguments of the process are ignored.
 
         Args:
             parser: reads them.

@@ -21,7 +21,7 @@ from stratagem_lightning.api.utilities.data import first_of_one
 
 
 def is_wrapped(obj: object) -> bool:
-    """Whether an object is what `setup` or `setup_dataloaders` returned."""
+    """Whether an object is a result of `setup` or `setup_dataloaders`."""
     return isinstance(obj, (LiteModule, LiteOptimizer, LiteDataLoader))
 
 

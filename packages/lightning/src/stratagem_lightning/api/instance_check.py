@@ -8,7 +8,7 @@ from typing import Any
 
 
 class InstanceCheck(ABCMeta):
-    """The type of a class whose `is_instance` says what else `isinstance` holds of.
+    """The type of a class whose `is_instance` adds objects to `isinstance`.
 
     Scripts ask `isinstance(trainer.accelerator, CPUAccelerator)` of what was chosen by name.
     Subclasses of such a class have instances of their own only.
@@ -26,7 +26,7 @@ class InstanceCheck(ABCMeta):
 
 
 def of_class(kind: type, *names: str) -> Any:
-    """Return an `is_instance`: of a class, and with one of these names if any is given."""
+    """Return an `is_instance` for a class, and for one of these names if any is given."""
     return staticmethod(
         lambda one: isinstance(one, kind) and (not names or getattr(one, "name", None) in names)
     )

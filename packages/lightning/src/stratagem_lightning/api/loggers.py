@@ -80,12 +80,12 @@ class CSVLogger(loggers.CSVLogger):
             writer.log_metrics(metrics, step)
 
     def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
-        """Choose the folder, and write a file of no hyperparameters until there are some."""
+        """Choose the folder, and write an empty file of hyperparameters until some are logged."""
         super().begin_run(run_id, resumed_at)
         _write_none(self._folder.make() / self.hparams_file)
 
     def log_hyperparams(self, params: Any = None) -> None:
-        """Write them as YAML; None: there are none."""
+        """Write the hyperparameters as YAML."""
         if (writer := self.experiment) is self:
             write_hyperparameters(self._folder.make() / self.hparams_file, params)
         else:
@@ -136,7 +136,7 @@ class TensorBoardLogger(tensorboard_logger.TensorBoardLogger):
         super().__init__(folder, name, version, **options)
 
     def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
-        """Choose the folder, and write a file of no hyperparameters until there are some."""
+        """Choose the folder, and write an empty file of hyperparameters until some are logged."""
         super().begin_run(run_id, resumed_at)
         _write_none(Path(self.log_dir) / self.NAME_HPARAMS_FILE)
 

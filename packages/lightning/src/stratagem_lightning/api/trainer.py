@@ -311,7 +311,7 @@ class Trainer(trainer.Trainer):
         count: float,
         takes: int,
     ) -> BatchFeed:
-        """Return what passes batches to a step; also to one that takes `dataloader_iter`."""
+        """Return the feed of batches to a step, also to a step that takes `dataloader_iter`."""
         if dataloader_iter.takes_dataloader_iter(step):
             return dataloader_iter.IterFeed(dataloader_iter.DataLoaderIter(batches, count))
         return super().make_batch_feed(step, batches, count, takes)
@@ -497,7 +497,10 @@ class Trainer(trainer.Trainer):
 
     @property
     def scaler(self) -> Any:
-        """What scales the loss under `precision="16-mixed"`; None: nothing does."""
+        """The scaler of the loss under `precision="16-mixed"`.
+
+        None: another precision.
+        """
         return getattr(self.strategy.precision, "scaler", None)
 
     @property
@@ -599,7 +602,7 @@ class Trainer(trainer.Trainer):
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the present training batch is the last one of its epoch, as far as is known."""
+        """Whether the present training batch is the last of its epoch, as far as known."""
         step = None if self._run is None else self._run.step
         return step is not None and step.batch_idx + 1 >= self.num_training_batches
 
@@ -649,7 +652,7 @@ class Trainer(trainer.Trainer):
 
     @property
     def num_sanity_val_batches(self) -> list[float]:
-        """Validation batches of each loader that run before training; none but in a fit."""
+        """The number of each loader's validation batches before training; 0 outside of a fit."""
         if self._run is None or self._run.stage != "fit":
             return []
         steps = self.options.num_sanity_val_steps
@@ -658,7 +661,7 @@ class Trainer(trainer.Trainer):
 
     @property
     def state(self) -> TrainerState:  # type: ignore[override]  # the same in Lightning's enumerations
-        """What it is doing."""
+        """The state of this Trainer."""
         return TrainerState(self)
 
     @property
@@ -686,7 +689,7 @@ class Trainer(trainer.Trainer):
 
     @property
     def predict_loop(self) -> PredictionLoop:
-        """The progress of predicting, and what it has returned."""
+        """The progress and the results of predicting."""
         return PredictionLoop(self)
 
 

@@ -119,7 +119,7 @@ class _Source:
 
     @cached_property
     def bases(self) -> list[str]:
-        """The base classes by their names in stratagem.strategies; "": it is not from there."""
+        """The names of the base classes in stratagem.strategies; "" for other base classes."""
         return [
             name if module == "stratagem.strategies" else ""
             for module, name in map(self.imported, self.tree.bases)
@@ -138,12 +138,15 @@ class _Source:
 
     @property
     def assigns_capabilities(self) -> bool:
-        """Whether the body says what the class can do."""
+        """Whether the class body assigns capabilities."""
         return _CAPABILITIES.search(self.text) is not None or "capabilities" in self.methods
 
     @cached_property
     def capabilities(self) -> Capabilities | None:
-        """What the body says that it can do; None: only an import would show."""
+        """The capabilities that the class body assigns.
+
+        None: only an import would show them.
+        """
         value = self._assigned
         if isinstance(value, ast.Name):
             module, name = self.imported(value)

@@ -85,7 +85,7 @@ def interface_of(spec: ComponentSpec) -> Any:
 
 
 def mistakes_of(spec: ComponentSpec) -> list[str]:
-    """Return what is wrong with a component, a sentence each, by importing its target.
+    """Return the mistakes of a component, a sentence each, by importing its target.
 
     A strategy is also made, with the spec's arguments: no constructor of one asks the machine.
 
@@ -117,7 +117,7 @@ def mistakes_of(spec: ComponentSpec) -> list[str]:
 
 
 def doubts_of(spec: ComponentSpec) -> list[str]:
-    """Return what an author has probably not meant, of a component without mistakes.
+    """Return the probable mistakes of a component that has no certain one.
 
     Example:
         >>> from stratagem.discovery import StrategySpec

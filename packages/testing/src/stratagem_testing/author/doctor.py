@@ -93,7 +93,7 @@ class Examination:
     traces: tuple[str, ...]
 
     def problems(self) -> list[str]:
-        """Return a line for each thing that keeps something of it from working."""
+        """Return a line for each problem that keeps a part of the distribution from working."""
         lines = [f"{c.name}: {c.detail}" for c in self.checks if c.status == "error"]
         if self.components and not lines and all(c.why_not for c in self.components):
             lines.append("nothing that it provides can be used on this machine")
@@ -101,7 +101,7 @@ class Examination:
 
 
 def examine(name: str, *, as_json: bool, verbose: bool) -> int:
-    """Print what there is to say of a distribution; return the exit code.
+    """Print the examination of a distribution; return the exit code.
 
     Args:
         name: of the distribution, or of its entry point.

@@ -59,7 +59,7 @@ os._exit(0)  # a thread that it has started may never end, and what it does at e
 
 @dataclass(frozen=True)
 class ImportCost:
-    """What an import brings along, beyond what every plugin module imports.
+    """The cost of an import, beyond the modules that every plugin module imports.
 
     Attributes:
         seconds, cpu_seconds: how long it took, and how long the processor worked.
@@ -75,7 +75,7 @@ class ImportCost:
     error: str = ""
 
     def why_not_light(self, module: str, targets: Iterable[object] = ()) -> str:
-        """Return why the import is none that every program can afford; "": it is light.
+        """Return why the import is too heavy for every program, or "" if it is light.
 
         Args:
             module: its name.
@@ -106,7 +106,7 @@ class ImportCost:
 
 
 def import_alone(module: str, environ: Mapping[str, str], folder: str | None = None) -> ImportCost:
-    """Import a module in a new interpreter, and return what it cost.
+    """Import a module in a new interpreter, and return the cost.
 
     Args:
         module: its name.

@@ -51,7 +51,7 @@ _FILES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What differs between the distributions of two kinds of component.
+    """The differences between the distributions of two kinds of component.
 
     The texts may hold the placeholders of `names_of`.
 
@@ -260,7 +260,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def names_of(name: str, distribution: str | None, registry: Registry, kind: Kind) -> dict[str, str]:
-    """Return what the placeholders of the template stand for.
+    """Return the values of the template's placeholders.
 
     Args:
         name: of the component.

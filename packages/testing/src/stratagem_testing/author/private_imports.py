@@ -49,7 +49,7 @@ def names_of(module: str) -> frozenset[str]:
 
 
 def private_imports(named: Iterable[str]) -> list[str]:
-    """Return a sentence for each import of what may change in any release.
+    """Return a sentence for each import of a name that any release may change.
 
     Args:
         named: modules, or places in them ("package.module:name"), of one distribution; all of a

@@ -21,7 +21,7 @@ _COMPILES = ("model", "step")
 
 
 def check_spec(spec: ComponentSpec, registry: Registry) -> Iterator[str]:
-    """Yield what is wrong with a spec: what it names that is not there, what its class contradicts.
+    """Yield the mistakes of a spec: missing names, and contradictions to its class.
 
     A target's module is found and parsed, and not executed: it may need an SDK that is not here.
     """

@@ -33,7 +33,7 @@ class Bench:
         self.folder = folder
 
     def option(self, name: str) -> Any:
-        """Return what the kit's class says."""
+        """Return an option of the kit's class."""
         return self.component.options[name]
 
     def make(self) -> Any:
@@ -45,7 +45,7 @@ class Bench:
         return Lite(**{"accelerator": "cpu", "strategy": "single_device", "devices": 1, **options})
 
     def error(self, action: Callable[[], Any], *kinds: type[Exception]) -> Exception | None:
-        """Return the error of one of some kinds (any, if none is named) that an action ends with.
+        """Return the error of an action, of the given kinds (any kind by default).
 
         None: it ends with none.
         """
@@ -58,7 +58,7 @@ class Bench:
         return None
 
     def files(self) -> list[str]:
-        """Return the names of all that is in the check's folder, and what is in folders there."""
+        """Return the names of all files and folders in the check's folder, at any depth."""
         return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*"))
 
     @contextmanager

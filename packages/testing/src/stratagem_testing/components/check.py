@@ -31,7 +31,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that every component of a kind must do.
+    """A duty of every component of a kind.
 
     Attributes:
         name: "group/what".

@@ -29,7 +29,10 @@ class Component:
 
     @property
     def spec(self) -> ComponentSpec | None:
-        """What its plugin says of it; None: it is a place, and not published."""
+        """The spec of its plugin.
+
+        None: the component is a place, and not published.
+        """
         return None if is_place(self.name) else get_registry().find(self.kind, self.name).spec
 
     def make(self) -> Any:
@@ -39,5 +42,5 @@ class Component:
 
     @property
     def given(self) -> Any:
-        """What a front end takes for it: the name, or a new object."""
+        """The value that a front end receives: the name, or a new object."""
         return self.make() if is_place(self.name) else self.name

@@ -28,12 +28,12 @@ class ComponentConformance(Conformance):
 
     @classmethod
     def options(cls) -> dict[str, Any]:
-        """Return what the checks read of this class; weights-only-safe data."""
+        """Return the options of this class for the checks; weights-only-safe data."""
         return {}
 
     @classmethod
     def target(cls) -> Component:
-        """Return what is tested, by the attributes of this class."""
+        """Return the component to test, given by the attributes of this class."""
         named: Named = getattr(cls, cls.kind)
         return Component(kind=cls.kind, name=place_of(named), options=cls.options())
 
@@ -43,7 +43,7 @@ class ComponentConformance(Conformance):
         return list(checks_of(cls.kind))
 
     def test_conforms(self, check: str, stratagem_server: Server) -> None:
-        """Fail with what the check finds wrong; the check's name says what."""
+        """Fail with the check's finding; the check's name states the duty."""
         failure = stratagem_server.failure(self.target(), check, self.deadline)
         if failure:
             pytest.fail(failure, pytrace=False)
@@ -245,7 +245,7 @@ class ProfilerConformance(ComponentConformance):
 
 
 class PluginConformance(ComponentConformance):
-    """Tests of a distribution's plugin: what it says of its components, and what it costs.
+    """Tests of a distribution's plugin: the specs of its components, and its import cost.
 
     Attributes:
         plugin: the distribution's name, such as "my-backend".
@@ -258,5 +258,5 @@ class PluginConformance(ComponentConformance):
 
     @classmethod
     def options(cls) -> dict[str, Any]:
-        """Return what an import may cost."""
+        """Return the limits of an import's cost."""
         return {"cpu_seconds": cls.cpu_seconds}

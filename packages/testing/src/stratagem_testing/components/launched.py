@@ -27,7 +27,7 @@ _calls = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What a program launches; a JSON file.
+    """The launch that a program makes; a JSON file.
 
     Attributes:
         what: "note", "return", "hostile", "fail", "fail late", "killed" or "wait".
@@ -51,7 +51,7 @@ class Launch:
 
 
 def main(path: str) -> None:
-    """Launch what a file says; called by the program, on each rank that runs it."""
+    """Launch the function that a file names; the program calls it on each of its ranks."""
     warnings.simplefilter("ignore")
     told = json.loads(Path(path).read_text())
     sys.path[:0] = told["search_path"]
@@ -115,7 +115,7 @@ class _Hostile:
 
 
 def hostile(lite: Lite, folder: str) -> Any:
-    """Return what executes code when it is unpickled."""
+    """Return an object that executes code when it is unpickled."""
     return _Hostile(folder)
 
 

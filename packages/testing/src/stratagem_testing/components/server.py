@@ -83,7 +83,7 @@ class Server:
 
 
 def failures(component: Component) -> dict[str, str]:
-    """Run all checks on a component, without pytest; return what those that fail say, by name."""
+    """Run all checks on a component, without pytest; return the messages of failures by name."""
     server = Server()
     try:
         said = {name: server.failure(component, name) for name in checks_of(component.kind)}

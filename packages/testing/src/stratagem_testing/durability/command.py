@@ -24,7 +24,7 @@ The exit code is 1 if that was not so once.
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Break saves and print what was left; return the exit code.
+    """Break saves and print the results; return the exit code.
 
     Raises:
         SystemExit: the arguments are wrong (exit code 2), or ask for help.

@@ -23,7 +23,7 @@ Break = Callable[[], Broke]
 
 
 def slow_disk(chance: random.Random, most: float = 0.02) -> None:
-    """Let what gives a file its name or makes it durable take up to `most` seconds longer.
+    """Delay the calls that name a file or make it durable, by up to `most` seconds.
 
     Half of that before and half after, so that a kill finds the process at either side of it.
     """
@@ -42,7 +42,7 @@ def _delayed(function: Callable[..., Any], chance: random.Random, most: float) -
 
 
 def nothing_more() -> Broke:
-    """Leave the disk as broken as it is."""
+    """Leave the disk as broken as before."""
     return lambda: True
 
 
@@ -63,7 +63,7 @@ def fail_sync(which: int) -> Broke:
 
 
 def note_syncs() -> dict[int, int]:
-    """Note from now on by its inode what this process makes durable, and its size at that time."""
+    """Note each file that this process makes durable from now on: its inode, and its size then."""
     noted: dict[int, int] = {}
 
     def noting(sync: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -80,14 +80,14 @@ def note_syncs() -> dict[int, int]:
 
 
 def limit_file_size(size: int) -> Broke:
-    """Let every write beyond so many bytes of a file fail with EFBIG."""
+    """Fail every write beyond a size of a file with EFBIG."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
     return lambda: True
 
 
 @contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[bool]:
-    """Mount a file system of so many bytes at a folder; yield False where that is not permitted."""
+    """Mount a file system of a size in bytes at a folder; yield False if this is not permitted."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     try:
@@ -102,7 +102,7 @@ def small_disk(folder: Path, size: int) -> Iterator[bool]:
 
 
 def lose_right_to_write(folder: Path) -> Broke:
-    """Take from a folder the right to write, and from this process that of root."""
+    """Make a folder read-only, and take root's privilege from this process."""
     folder.chmod(0o555)
     if os.geteuid() == 0:
         os.setresuid(_NOBODY, _NOBODY, _NOBODY)

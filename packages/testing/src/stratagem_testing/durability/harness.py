@@ -19,7 +19,7 @@ _ELSEWHERE = ("/dev/shm", "/tmp", "/var/tmp")
 
 @dataclass
 class Outcome:
-    """What came of it.
+    """The result of a scenario.
 
     Attributes:
         rows: one for each scenario of each subject.

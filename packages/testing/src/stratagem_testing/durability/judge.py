@@ -14,7 +14,7 @@ from stratagem_testing.durability.saver import NAME, Model, Subject
 
 
 def judge(subject: Subject, folder: Path, durable: int, begun: int, report: Report) -> None:
-    """Report which number the checkpoint holds, or what is wrong with it; leave the folder empty.
+    """Report the checkpoint's number, or its defect; leave the folder empty.
 
     Args:
         subject: what is tested.

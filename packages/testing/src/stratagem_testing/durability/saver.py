@@ -26,7 +26,7 @@ NAME = "model.ckpt"
 
 @dataclass(frozen=True)
 class Subject:
-    """What is tested.
+    """The format that is tested.
 
     Attributes:
         format: name of a checkpoint format, or the place of a class or function that makes one.
@@ -58,7 +58,7 @@ class Subject:
 
     @property
     def given(self) -> Any:
-        """What a front end takes: the name, or a new format."""
+        """The value that a front end receives: the name, or a new format."""
         return find(self.format)() if is_place(self.format) else self.format
 
     @staticmethod
@@ -67,7 +67,7 @@ class Subject:
 
 
 class Model:
-    """Tensors that hold one number in each of their elements: that of the step.
+    """Tensors whose elements are all the number of the step.
 
     They are changed in place, as training does, so that a save that is no snapshot mixes numbers.
 
@@ -89,7 +89,7 @@ class Model:
             tensor.fill_(number)
 
     def checkpoint(self, number: int, *, shards: bool) -> dict[str, Any]:
-        """Return what is saved."""
+        """Return the checkpoint that is saved."""
         state: dict[str, Any] = dict(self.tensors)
         if shards:
             state = {name: self._shards(tensor) for name, tensor in self.tensors.items()}

@@ -24,7 +24,7 @@ from stratagem_testing.durability.saver import Subject, save_for_ever, save_on_t
 
 @dataclass
 class Row:
-    """What came of a scenario.
+    """The result of a scenario.
 
     Attributes:
         subject: what is tested.
@@ -48,7 +48,7 @@ class Row:
 
 
 class Scenarios:
-    """What can be done to a subject.
+    """The scenarios for a subject.
 
     Args:
         directory: where the checkpoints are saved; each run has a folder of its own in it.
@@ -64,7 +64,7 @@ class Scenarios:
         self._folders = 0
 
     def kill(self, subject: Subject, count: int, *, slow: bool = False) -> Row:
-        """Kill -9 at so many random moments of a save; on a slow disk between its steps as well."""
+        """Kill -9 at random moments of a save, and between its steps on a slow disk."""
         row = Row(subject, "kill -9, slow disk" if slow else "kill -9")
         save = partial(_save_on_slow_disk, self._chance.random()) if slow else save_for_ever
         a_save = self._time_of_a_save(partial(save, subject))
@@ -77,7 +77,7 @@ class Scenarios:
         return row
 
     def lose_rank(self, subject: Subject, count: int) -> Row:
-        """Kill -9 one of two ranks that save together."""
+        """Kill -9 a rank while two ranks save together."""
         row = Row(subject, "one of two ranks lost")
         for _ in range(count):
             with self._folder() as folder:
@@ -97,7 +97,7 @@ class Scenarios:
         return row
 
     def fill_disk(self, subject: Subject, count: int) -> Row:
-        """Save where there is room for one checkpoint, and not for a second beside it."""
+        """Save on a disk that has room for a checkpoint, but not for a second beside it."""
         row = Row(subject, "full disk", note="tmpfs")
         size = self._size_of_a_checkpoint(subject)
         for _ in range(count):
@@ -112,7 +112,7 @@ class Scenarios:
         return row
 
     def fail_syncs(self, subject: Subject) -> Row:
-        """Let the first fsync of a save fail, then the second, until a save has none left."""
+        """Fail the first fsync of a save, then the second, until a save has no further one."""
         row = Row(subject, "failing fsync")
         for which in itertools.count(1):
             with self._folder() as folder:
@@ -195,7 +195,7 @@ class Scenarios:
             yield Path(folder)
 
     def log(self, most: int = 4000) -> str:
-        """Return the end of what the processes have printed."""
+        """Return the end of the processes' output."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace")[-most:]
 

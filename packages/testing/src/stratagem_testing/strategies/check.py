@@ -39,7 +39,7 @@ class Ended:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a check is judged by.
+    """The findings that a check is judged by.
 
     Attributes:
         target, capabilities: what was tested, and what it says that it can do.
@@ -70,7 +70,7 @@ Judge = Callable[[Result], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One thing that every strategy must do.
+    """A duty of every strategy.
 
     Attributes:
         name: "group/what".

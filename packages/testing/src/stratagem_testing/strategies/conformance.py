@@ -61,7 +61,7 @@ class StrategyConformance(Conformance):
 
     @classmethod
     def target(cls) -> Target:
-        """Return what is tested, by the attributes of this class."""
+        """Return the strategy to test, given by the attributes of this class."""
         strategy = place_of(cls.strategy)
         # Devices and the like follow from what it can do.
         capabilities = Target(strategy=strategy, accelerator=cls.accelerator).capabilities()
@@ -86,5 +86,5 @@ class StrategyConformance(Conformance):
         return list(CHECKS)
 
     def test_conforms(self, check: str, stratagem_outcomes: dict[str, Outcome]) -> None:
-        """Judge what the ranks have found; the check's name says what."""
+        """Judge the findings of the ranks; the check's name states the duty."""
         self.judge(lambda: stratagem_outcomes[check].judge(check))

@@ -12,7 +12,7 @@ Flat = Sequence[float]
 
 
 def by_part(ranks: Sequence[Mapping[str, Any]], key: str) -> list[list[Any]]:
-    """Return for each part of the data what its first rank with anything has at `key`."""
+    """Return for each part of the data the first value at `key` that is not empty, by rank."""
     parts: dict[int, list[Any]] = {}
     for told in ranks:
         index = told["shard"][0]
@@ -32,7 +32,7 @@ def mean_losses(ranks: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def judge_losses(found: Result, precision: str = "32-true") -> None:
-    """Compare losses, and what ranks hold, with single_device's.
+    """Compare losses and the ranks' values with single_device's.
 
     Raises:
         AssertionError: names the step at which they part.
@@ -71,7 +71,7 @@ def _said_of_weights(found: Result) -> str:
 
 
 def judge_losses_of(found: Result, meaning: str) -> None:
-    """Compare losses as `judge_losses`; what a difference means here is said first."""
+    """Compare losses as `judge_losses`; the message begins with a difference's meaning."""
     try:
         judge_losses(found)
     except AssertionError as error:
@@ -93,7 +93,7 @@ def _judge_loosely(own: Flat, expected: Flat, tolerance: float) -> None:
 
 
 def judge_replicas(found: Result, tolerance: float = 1e-6) -> None:
-    """Compare the whole parameters that ranks have, where capabilities say they are alike.
+    """Compare whole parameters of the ranks if capabilities say that ranks have equal ones.
 
     Raises:
         AssertionError: names the ranks and the parameter.
@@ -111,7 +111,7 @@ def judge_replicas(found: Result, tolerance: float = 1e-6) -> None:
 
 
 def judge_refusal(what: str, capability: str, said: Any, *names: str) -> None:
-    """Judge how one thing that the capabilities exclude was refused.
+    """Judge the refusal of an action that the capabilities exclude.
 
     Args:
         what: what was asked for.
@@ -133,13 +133,13 @@ def judge_refusal(what: str, capability: str, said: Any, *names: str) -> None:
 
 
 def judge_refused(found: Result, what: str, capability: str, *names: str) -> None:
-    """Judge what every rank was to refuse in `probe.attempt`; as `judge_refusal`."""
+    """Judge the refusals of all ranks in `probe.attempt`, as `judge_refusal`."""
     for told in found.ranks:
         judge_refusal(what, capability, told["refused"], *names)
 
 
 def judge_accepted(found: Result, what: str) -> None:
-    """Judge that no rank has refused what was tried in `probe.attempt`.
+    """Judge that no rank refused the action in `probe.attempt`.
 
     Raises:
         AssertionError: one has; shows its error.
@@ -166,7 +166,7 @@ def alike(own: Mapping[str, Flat], expected: Mapping[str, Flat], tolerance: floa
 
 
 def difference(own: Mapping[str, Flat], expected: Mapping[str, Flat], tolerance: float) -> str:
-    """Return which tensors differ, the worst of them with its values; "": none does."""
+    """Return the names of different tensors, and the worst with its values; "" if all are equal."""
     wrong = [
         name for name, values in expected.items() if not close(own.get(name, []), values, tolerance)
     ]
@@ -200,7 +200,10 @@ def norm(vector: Flat) -> float:
 
 
 def ratio(own: Flat, expected: Flat) -> float | None:
-    """Return c where own = c * expected; None where the directions differ."""
+    """Return c for which own = c * expected.
+
+    None: the directions differ.
+    """
     product = sum(a * b for a, b in zip(own, expected, strict=True))
     lengths = norm(own) * norm(expected)
     if not lengths or product < 0.9999 * lengths:

@@ -265,7 +265,7 @@ GROUPED: Mapping[str, Callable[[Any], Optimizer]] = {
 
 
 class Learner(Module):
-    """Trains one of the models and notes what happened on this rank.
+    """Trains a model and notes the events on this rank.
 
     Args:
         model: its name or place.

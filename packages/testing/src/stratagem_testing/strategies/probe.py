@@ -85,7 +85,7 @@ class Probe:
         return trainer
 
     def report(self, learner: models.Learner, trainer: Trainer) -> dict[str, Any]:
-        """Return what a training has come to on this rank."""
+        """Return the results of a training on this rank."""
         return {
             "shard": list(trainer.ranks.data_split),
             "losses": learner.losses,
@@ -106,7 +106,7 @@ class Probe:
         return models.flat(dict(net.named_parameters()))
 
     def attempt(self, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return what an action returns, with `refused`: the error that it ends with, or None.
+        """Return an action's result, with `refused`: the action's error, or None.
 
         Class and text; of an error that nobody raises as a refusal, the traceback too.
         """
@@ -119,7 +119,10 @@ class Probe:
             return {"refused": {"kind": type(error).__name__, "text": text}}
 
     def said(self, action: Callable[[], Any]) -> dict[str, str] | None:
-        """Return class and text of the error that an action ends with; None: with none."""
+        """Return class and text of the error that an action ends with.
+
+        None: it ends without an error.
+        """
         try:
             action()
         except Exception as error:

@@ -46,7 +46,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What a session of ranks does; a JSON file.
+    """The work of a session of ranks; a JSON file.
 
     Attributes:
         folder: of this session.
@@ -64,13 +64,13 @@ class Session:
 
     @classmethod
     def read(cls, path: str) -> Session:
-        """Return what stands in a file."""
+        """Return the content of a file."""
         told = json.loads(Path(path).read_text())
         work = tuple(Work(**{**w, "target": Target.read(w["target"])}) for w in told.pop("work"))
         return cls(**told, work=work)
 
     def result(self, position: int, rank: int) -> Path:
-        """Return where a rank writes what it has found."""
+        """Return the path to which a rank writes its findings."""
         return Path(self.folder) / f"result.{position}.{rank}.json"
 
 

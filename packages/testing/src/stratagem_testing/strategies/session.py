@@ -38,7 +38,7 @@ Item = tuple[Target, str]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a check: what each rank returned, or why there is nothing.
+    """The outcome of a check: each rank's result, or the reason for having no result.
 
     Attributes:
         found: for the judge; None where a rank failed, or the check does not concern the target.
@@ -66,7 +66,7 @@ class Outcome:
 
 
 class Reference:
-    """What single_device comes to; each check is run once, whatever the strategies compared.
+    """The results of single_device; each check runs once for all compared strategies.
 
     Args:
         folder: an empty one.
@@ -80,7 +80,7 @@ class Reference:
         self._folders: dict[Target, Path] = {}
 
     def of(self, target: Target, names: Sequence[str]) -> tuple[Path, dict[str, _Ran]]:
-        """Return the folder, and what came of some checks for a target; run what is missing."""
+        """Return the folder and the outcomes of some checks for a target; run missing checks."""
         plain = replace(
             target, strategy=REFERENCE, devices=1, data_groups=1, tolerance=0.0, equal=True
         )
@@ -151,7 +151,7 @@ def _groups(items: Sequence[Item]) -> list[list[Item]]:
 
 
 def failures(target: Target, folder: Path) -> dict[str, str]:
-    """Run all checks on a strategy, without pytest; return what those that fail say, by name.
+    """Run all checks on a strategy, without pytest; return the messages of failures by name.
 
     Args:
         target: what is tested.

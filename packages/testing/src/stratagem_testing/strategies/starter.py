@@ -45,7 +45,10 @@ class Starter:
         return self._answer()
 
     def wait(self, seconds: float) -> int | None:
-        """Return the exit code of what was started last; None: it has not ended by then."""
+        """Return the exit code of the last process.
+
+        None: it has not ended by then.
+        """
         assert self._process.stdout is not None
         ready = select.select([self._process.stdout], [], [], seconds)[0]
         return self._answer() if ready else None

@@ -56,15 +56,15 @@ class Target:
 
     @property
     def is_place(self) -> bool:
-        """Whether it is the place of a class or function, and not a name."""
+        """Whether it names the place of a class or function, not a strategy."""
         return is_place(self.strategy)
 
     def make(self) -> Any:
-        """Return what a front end takes for `strategy=`: the name, or a new strategy."""
+        """Return the value for `strategy=`: the name, or a new strategy."""
         return find(self.strategy)() if self.is_place else self.strategy
 
     def capabilities(self) -> Capabilities:
-        """Return what the strategy says that it can do."""
+        """Return the capabilities of the strategy."""
         if self.is_place:
             made = self.make()
             found: object = getattr(made, "capabilities", None)
@@ -79,11 +79,14 @@ class Target:
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return 1 if self.capabilities().one_process else self.devices
 
     def with_devices(self, devices: int) -> Target | None:
-        """Return the same on more devices, of which each is a rank; None: it has no more ranks."""
+        """Return the target on more devices, each of which is a rank.
+
+        None: it has no more ranks.
+        """
         can = self.capabilities()
         if can.one_process or not can.many_devices or self.devices >= devices:
             return None

@@ -33,7 +33,7 @@ accelerators.Accelerator.__getattr__ = _find_lightning_name  # type: ignore[attr
 
 
 class Accelerator(accelerators.Accelerator, metaclass=InstanceCheck):
-    """An accelerator that is written for Lightning, and answers what Stratagem asks of its own.
+    """An accelerator for Lightning that also has the methods of Stratagem's accelerators.
 
     Example:
         >>> class Own(Accelerator):
@@ -83,10 +83,10 @@ class Accelerator(accelerators.Accelerator, metaclass=InstanceCheck):
     @staticmethod
     @abstractmethod
     def is_available() -> bool:
-        """Whether there is one."""
+        """Whether such a device exists."""
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """Return what is in use."""
+        """Return statistics of the device."""
         return {}
 
     @property
@@ -107,7 +107,7 @@ class Accelerator(accelerators.Accelerator, metaclass=InstanceCheck):
             return self.get_parallel_devices(self.parse_devices(index + 1))[index]
 
     def device_stats(self, device: torch.device) -> dict[str, Any]:
-        """Return what is in use."""
+        """Return statistics of the device."""
         return self.get_device_stats(device)
 
 
@@ -191,7 +191,7 @@ class CPUAccelerator(accelerators.CPUAccelerator, metaclass=InstanceCheck):
 
     @staticmethod
     def get_parallel_devices(devices: int | str | list[int]) -> list[torch.device]:
-        """Return the devices of so many processes."""
+        """Return the devices of a number of processes."""
         return [torch.device("cpu")] * CPUAccelerator.parse_devices(devices)
 
     @staticmethod
@@ -201,11 +201,11 @@ class CPUAccelerator(accelerators.CPUAccelerator, metaclass=InstanceCheck):
 
     @staticmethod
     def is_available() -> bool:
-        """Whether there is one."""
+        """Whether such a device exists."""
         return True
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """Return what is in use."""
+        """Return statistics of the device."""
         return self.device_stats(torch.device(device))
 
 

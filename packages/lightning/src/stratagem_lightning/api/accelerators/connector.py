@@ -42,7 +42,7 @@ class AcceleratorConnector:
 
 
 class TrainerConnector:
-    """What was chosen for a Trainer; `trainer._accelerator_connector`.
+    """The components that were chosen for a Trainer; `trainer._accelerator_connector`.
 
     Args:
         trainer: a Trainer.

@@ -36,15 +36,15 @@ class CUDAAccelerator(_CUDAAccelerator, metaclass=InstanceCheck):  # type: ignor
 
     @staticmethod
     def auto_device_count() -> int:
-        """Return how many there are."""
+        """Return the number of GPUs."""
         return torch.cuda.device_count()
 
     @staticmethod
     def is_available() -> bool:
-        """Whether there is one."""
+        """Whether this process can use a GPU."""
         return torch.cuda.device_count() > 0
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """Return what is in use."""
+        """Return statistics of the GPU."""
         stats: dict[str, Any] = self.device_stats(torch.device(device))
         return stats

@@ -12,7 +12,7 @@ from stratagem import callbacks
 
 
 class EarlyStoppingReason(IntEnum):
-    """What has ended training."""
+    """The reason why training ended."""
 
     NOT_STOPPED = 0
     STOPPING_THRESHOLD = 1
@@ -48,7 +48,7 @@ class EarlyStopping(callbacks.EarlyStopping):
 
     @property
     def stopping_reason(self) -> EarlyStoppingReason:
-        """What has ended training; `stopping_reason_message` says it in words."""
+        """The reason why training ended; `stopping_reason_message` has it in words."""
         return EarlyStoppingReason[(self.stopped_by or "not_stopped").upper()]
 
     @stopping_reason.setter

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ModelCheckpoint(callbacks.ModelCheckpoint):
-    """Stratagem's; what an error ends is saved under `filename`, and `dirpath` is a string.
+    """Stratagem's; after an error, it saves under `filename`, and `dirpath` is a string.
 
     `CHECKPOINT_NAME_LAST`, which may have values in braces as `filename` has them, and
     `CHECKPOINT_EQUALS_CHAR` are looked at at each save; `CHECKPOINT_JOIN_CHAR` stands in
@@ -98,7 +98,10 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
     @property
     def dirpath(self) -> str | None:
-        """The folder that it saves in, absolute if it is local; None: not known before a run."""
+        """The folder of the checkpoints, absolute if local.
+
+        None: not known before a run.
+        """
         folder = self._folder
         return str(folder.absolute() if isinstance(folder, Path) else folder) if folder else None
 
@@ -108,12 +111,18 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
     @property
     def best_model_score(self) -> Any:
-        """The value of the best, a tensor; None: there is none."""
+        """The value of the best checkpoint, a tensor.
+
+        None: no checkpoint has a value.
+        """
         return _tensor(super().best_model_score)
 
     @property
     def current_score(self) -> Any:
-        """The value that was looked at last, a tensor; None: there is none."""
+        """The value that was examined last, a tensor.
+
+        None: no value was examined.
+        """
         return _tensor(self._current_score)
 
     @current_score.setter
@@ -122,12 +131,15 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
     @property
     def kth_value(self) -> Any:
-        """The value of `kth_best_model_path`, a tensor; None: there is none."""
+        """The value of `kth_best_model_path`, a tensor.
+
+        None: no checkpoint has a value.
+        """
         return _tensor(self.best_k_models.get(self.kth_best_model_path))
 
     @property
     def best_k_models(self) -> dict[str, float]:
-        """Value by path of those that are kept as the best; without a monitor there are none."""
+        """The value of each checkpoint that is kept as the best, by path; {} without a monitor."""
         return super().best_k_models if self.monitor is not None else {}
 
     @property
@@ -207,7 +219,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             super()._save(trainer, among_best=among_best)
 
     def on_train_end(self, trainer: "Trainer", module: "Module") -> None:
-        """Save what `save_last` asks for, if no other save came due."""
+        """Save the checkpoint of `save_last` if no other save came due."""
         if self.save_last and trainer.global_step and not self.kept_paths:
             self._save(trainer, among_best=False)
         super().on_train_end(trainer, module)

@@ -23,7 +23,7 @@ def get_standard_metrics(trainer: Trainer) -> dict[str, int | str]:
 
 
 class ProgressBar(callbacks.ProgressBar):
-    r"""A bar of your own: it shows nothing, and has what one is made of.
+    r"""A bar of your own: it shows nothing, and has the parts of a bar.
 
     Example:
         >>> from stratagem_lightning.api.callbacks.progress import ProgressBar
@@ -49,7 +49,7 @@ class ProgressBar(callbacks.ProgressBar):
             self.disable()
 
     def get_metrics(self, trainer: Trainer, module: Module) -> dict[str, Any]:
-        """Return what is shown beside a bar: the version of the logs, and what was logged so."""
+        """Return the values beside a bar: the version of the logs, and values for the bar."""
         return {**get_standard_metrics(trainer), **super().get_metrics(trainer, module)}
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
@@ -68,7 +68,7 @@ class ProgressBar(callbacks.ProgressBar):
 
     @property
     def total_val_batches(self) -> float:
-        """Batches of this epoch's validation, of all loaders; 0: it has none."""
+        """The number of batches of this epoch's validation, over all loaders."""
         of, run = self.trainer, self.trainer._run
         if (
             run is not None

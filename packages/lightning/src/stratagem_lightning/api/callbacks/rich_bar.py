@@ -32,7 +32,7 @@ class RichProgressBarTheme:
 
 @dataclass
 class ShownBar:
-    """What a bar stands for.
+    """The state of a bar.
 
     Args:
         total: batches; None: not known.

@@ -13,7 +13,7 @@ LEFTOVER_PARAMS_NAME = "other params"
 
 
 class ModelSummary:
-    """The layers of a model; as a string it is their table.
+    """The layers of a model; as a string, their table.
 
     Args:
         model: with `example_input_array`, sizes and FLOPs are known too.
@@ -61,7 +61,7 @@ class ModelSummary:
 
     @property
     def total_training_modes(self) -> dict[str, int]:
-        """How many submodules are in which mode by now."""
+        """The number of submodules in each mode at present."""
         modes = [part.training for part in self._model.modules() if part is not self._model]
         return {"train": sum(modes), "eval": len(modes) - sum(modes)}
 

@@ -44,7 +44,7 @@ def measure_flops(
     forward_fn: Callable[[], Any],
     loss_fn: Callable[[Any], Tensor] | None = None,
 ) -> int:
-    """Return the floating-point operations of a forward, and of the backward if there is a loss.
+    """Return the floating-point operations of a forward, and of the backward with a loss.
 
     Args:
         model: that the function calls; it is not asked.

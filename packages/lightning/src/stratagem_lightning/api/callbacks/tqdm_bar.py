@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Tqdm(_tqdm):  # type: ignore[misc]  # without types
-    """A bar of tqdm whose numbers have a width that does not change."""
+    """A tqdm bar whose numbers have a constant width."""
 
     @staticmethod
     def format_num(n: float | str) -> str:
@@ -104,7 +104,7 @@ class TQDMProgressBar(ProgressBar):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether it is to be shown."""
+        """Whether the bar is shown."""
         return super().is_enabled and self.refresh_rate > 0
 
     # -- bars
@@ -130,7 +130,7 @@ class TQDMProgressBar(ProgressBar):
         return self._new(self.train_description, leave=True, smoothing=0)
 
     def init_validation_tqdm(self) -> Any:
-        """Return the bar of a validation, below that of training where there is one."""
+        """Return the bar of a validation, below the training bar within a fit."""
         within = self.trainer.state.fn == "fit"
         return self._new(self.validation_description, leave=not within, below=int(within))
 
@@ -163,7 +163,7 @@ class TQDMProgressBar(ProgressBar):
             bar.close()
 
     def print(self, *values: Any, **options: Any) -> None:
-        """Print above the bars, where there are any."""
+        """Print above the bars, if any is shown."""
         shown = next((bar for bar in self._bars.values() if not bar.disable), None)
         if shown is None:
             super().print(*values, **options)
@@ -192,7 +192,7 @@ class TQDMProgressBar(ProgressBar):
     def on_train_batch_end(
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Show the batch, if it is time."""
+        """Show the batch if the refresh rate says so."""
         if self._advance(self.train_progress_bar, batch_idx + 1):
             self._show_values(trainer, module)
 
@@ -246,11 +246,11 @@ class TQDMProgressBar(ProgressBar):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Show the batch, if it is time."""
+        """Show the batch if the refresh rate says so."""
         self._advance(self.val_progress_bar, batch_idx + 1)
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
-        """Take the bar away, and show the values beside that of training."""
+        """Remove the bar, and show the values beside the training bar."""
         self.val_progress_bar.close()
         self.reset_dataloader_idx_tracker()
         if trainer.state.fn == "fit" and "train" in self._bars:
@@ -278,7 +278,7 @@ class TQDMProgressBar(ProgressBar):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Show the batch, if it is time."""
+        """Show the batch if the refresh rate says so."""
         self._advance(self.test_progress_bar, batch_idx + 1)
 
     def on_test_end(self, trainer: Trainer, module: Module) -> None:
@@ -308,7 +308,7 @@ class TQDMProgressBar(ProgressBar):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Show the batch, if it is time."""
+        """Show the batch if the refresh rate says so."""
         self._advance(self.predict_progress_bar, batch_idx + 1)
 
     def on_predict_end(self, trainer: Trainer, module: Module) -> None:

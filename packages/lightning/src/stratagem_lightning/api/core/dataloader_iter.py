@@ -61,7 +61,7 @@ class DataLoaderIter(Iterator[tuple[Any, int, int]]):
         self.done = count <= 0
 
     def pass_to(self, step: Callable[[DataLoaderIter], Any]) -> Any:
-        """Call a step with this iterator; return what the step returns.
+        """Call a step with this iterator; return the step's result.
 
         Raises:
             EndOfData: the step asks for a batch, and there is none.
@@ -93,7 +93,7 @@ class DataLoaderIter(Iterator[tuple[Any, int, int]]):
 
 
 class EndOfData(EndOfEpoch):
-    """Raised if a step asks for a batch and there is none."""
+    """Raised if a step requests a batch after the last one."""
 
     data_has_ended = True
 
@@ -117,7 +117,7 @@ class IterFeed(BatchFeed):
             yield self.last
 
     def run(self, step: Callable[..., Any]) -> Any:
-        """Call the step with the iterator; return what the step returns."""
+        """Call the step with the iterator; return the step's result."""
         returned = self._source.pass_to(step)
         self.last = self._source.last
         return returned

@@ -11,7 +11,7 @@ from stratagem_extras.callbacks.prediction_writer import BasePredictionWriter
 
 
 class Counts(NamedTuple):
-    """How many of something were begun and ended; here nothing is in between when it is asked."""
+    """Numbers of begun and ended items, which are equal whenever user code reads them."""
 
     ready: int
     started: int
@@ -107,7 +107,7 @@ class ValidationLoop(EvaluationLoop):
 
     @property
     def batch_progress(self) -> Progress:
-        """The batches of the last validation, and those of all in this epoch."""
+        """The numbers of batches of the last validation, and of all validations in this epoch."""
         run, progress = self.trainer._run, self.trainer._progress
         if run is None or run.stage != "fit":
             return _progress(0, 0)
@@ -122,13 +122,13 @@ class PredictionLoop(EvaluationLoop):
 
     @property
     def return_predictions(self) -> bool:
-        """Whether `predict` keeps what `predict_step` returns."""
+        """Whether `predict` keeps the results of `predict_step`."""
         run = self.trainer._run
         return run is None or run.job.keeps_predictions
 
     @property
     def predictions(self) -> list[Any]:
-        """What `predict_step` has returned so far; of several loaders, a list for each."""
+        """The results of `predict_step` so far; with several loaders, a list for each."""
         run = self.trainer._run
         kept = [] if run is None else list(run.evaluation.predictions)
         return kept[0] if len(kept) == 1 else kept
@@ -149,7 +149,7 @@ class EpochLoop(_View):
 
     @property
     def batch_idx(self) -> int:
-        """The batch of this epoch that is trained on, or was last; -1: none."""
+        """The index in this epoch of the present or last training batch; -1 before the first."""
         run, done = self.trainer._run, int(self.trainer.batches_that_trained)
         step = None if run is None else run.step
         # Between two epochs nothing is under way, and nothing is done.
@@ -159,7 +159,7 @@ class EpochLoop(_View):
 
     @property
     def batch_progress(self) -> Progress:
-        """The batches of this epoch that were trained on, and those of all epochs."""
+        """The numbers of training batches in this epoch, and in all epochs."""
         count = self.trainer.batches_that_trained
         return _progress(count, self.trainer._progress.batches_before + count)
 
@@ -226,17 +226,17 @@ class FitLoop:
         return _progress(self.trainer.current_epoch, self.trainer.current_epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, as it is in checkpoints."""
+        """Return the position in the form that checkpoints contain."""
         return dict(self.trainer._progress.state_dict())
 
     @property
     def batch_idx(self) -> int:
-        """The batch of this epoch that is trained on, or was last; -1: none."""
+        """The index in this epoch of the present or last training batch; -1 before the first."""
         return self.epoch_loop.batch_idx
 
     @property
     def total_batch_idx(self) -> int:
-        """The index over all epochs of the batch that is trained on, or was last; -1: none."""
+        """The index over all epochs of the present or last training batch; -1 before the first."""
         return int(self.trainer._progress.batches_before) + self.batch_idx
 
     @property

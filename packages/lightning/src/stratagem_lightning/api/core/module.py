@@ -47,7 +47,10 @@ class LightningModule(Module):
 
     @property
     def fabric(self) -> Any:
-        """The Fabric that has set this model up, or None."""
+        """The Fabric that has set this model up.
+
+        None: no Fabric has.
+        """
         return self.__dict__.get("_fabric")
 
     @fabric.setter
@@ -127,7 +130,7 @@ class LightningModule(Module):
         return found[0] if len(found) == 1 else list(found)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what `forward` makes of a batch."""
+        """Return the result of `forward` for a batch."""
         return self(kwargs["batch"] if "batch" in kwargs else args[0])
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:

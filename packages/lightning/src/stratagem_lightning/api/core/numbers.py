@@ -90,7 +90,7 @@ def in_order_of_distributed_sampler(loader: Any, what: str, *, shuffles: bool) -
 
 
 def seed_workers_once(loader: Any, rank: int) -> Any:
-    """Return a loader whose workers draw the random numbers that they draw with Lightning.
+    """Return a loader whose workers draw the same random numbers as with Lightning.
 
     There torch seeds a worker when it starts, and `seed_everything(workers=True)` adds the rank.
     Our own Trainer seeds workers for each batch, so that a run can resume between two batches.
@@ -153,7 +153,7 @@ def draw_at_reload(run: Run) -> None:
 
 
 def cast_each_time(strategy: Strategy) -> None:
-    """Let autocast cast a weight for each use of it, as it does in Lightning's Trainer.
+    """Let autocast cast a weight for each of its uses, as in Lightning's Trainer.
 
     With torch's cache the gradients of several uses are added up in the low precision.
     """

@@ -48,7 +48,7 @@ def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: b
 
 
 def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) -> Any:
-    """Return the hyperparameters of a YAML file; {}, with a warning, where there is none.
+    """Return the hyperparameters of a YAML file; {} and a warning without the file.
 
     Args:
         config_yaml: the file.
@@ -64,7 +64,7 @@ def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) 
 
 
 def of_file(path: str | Path | None) -> dict[str, Any]:
-    """Return the hyperparameters of a YAML file; none, with a warning, where it is not there.
+    """Return the hyperparameters of a YAML file; no values and a warning without the file.
 
     Raises:
         ConfigurationError: it holds objects, which would have to be executed.

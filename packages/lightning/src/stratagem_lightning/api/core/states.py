@@ -13,7 +13,10 @@ class LightningEnum(str, Enum):
 
     @classmethod
     def from_str(cls, value: str) -> LightningEnum | None:
-        """Return the member of this value or name, or None."""
+        """Return the member with this value or name.
+
+        None: no member has it.
+        """
         wanted = value.casefold().replace("-", "_")
         found = (one for one in cls if wanted in (one.value.casefold(), one.name.casefold()))
         return next(found, None)
@@ -31,7 +34,7 @@ class LightningEnum(str, Enum):
 
 
 class TrainerStatus(LightningEnum):
-    """What has become of a run."""
+    """The status of a run."""
 
     INITIALIZING = "initializing"
     RUNNING = "running"
@@ -45,7 +48,7 @@ class TrainerStatus(LightningEnum):
 
 
 class TrainerFn(LightningEnum):
-    """Which of the Trainer's four methods runs; what `setup(stage)` is given."""
+    """The Trainer's method that runs; the argument of `setup(stage)`."""
 
     FITTING = "fit"
     VALIDATING = "validate"
@@ -54,7 +57,7 @@ class TrainerFn(LightningEnum):
 
 
 class RunningStage(LightningEnum):
-    """What is going on within it."""
+    """The stage within the method."""
 
     TRAINING = "train"
     SANITY_CHECKING = "sanity_check"
@@ -64,13 +67,13 @@ class RunningStage(LightningEnum):
 
     @property
     def evaluating(self) -> bool:
-        """Whether it is a validation, a sanity check or a test."""
+        """Whether the stage is a validation, a sanity check or a test."""
         stage = type(self)
         return self in (stage.VALIDATING, stage.TESTING, stage.SANITY_CHECKING)
 
     @property
     def dataloader_prefix(self) -> str | None:
-        """What names of loaders begin with."""
+        """The prefix of the names of loaders."""
         if self in (type(self).VALIDATING, type(self).SANITY_CHECKING):
             return "val"
         return self.value
@@ -84,7 +87,7 @@ _STAGES = {
 
 
 class TrainerState:
-    """What a Trainer is doing, in Lightning's enumerations; equal to one that says the same.
+    """The state of a Trainer in Lightning's enumerations; equal to another with equal fields.
 
     Args:
         of: the Trainer; None: what the others say.
@@ -118,7 +121,10 @@ class TrainerState:
 
     @property
     def fn(self) -> TrainerFn | None:
-        """Which run it was; None: there was none."""
+        """The method of the present or last run.
+
+        None: no run has begun.
+        """
         return None if self._state.fn is None else TrainerFn(self._state.fn)
 
     @fn.setter
@@ -127,7 +133,10 @@ class TrainerState:
 
     @property
     def stage(self) -> RunningStage | None:
-        """What is going on within it; None: it has ended."""
+        """The present stage.
+
+        None: it has ended.
+        """
         of = self._trainer
         if of is None:
             return self._stage
@@ -160,14 +169,14 @@ class TrainerState:
 
 
 class GradClipAlgorithmType(LightningEnum):
-    """What of the gradients is clipped."""
+    """The quantity that gradient clipping limits."""
 
     VALUE = "value"
     NORM = "norm"
 
     @staticmethod
     def supported_type(value: str) -> bool:
-        """Whether there is such an algorithm."""
+        """Whether this algorithm exists."""
         return any(value == one.value for one in GradClipAlgorithmType)
 
     @staticmethod
@@ -185,12 +194,12 @@ class WriteInterval(LightningEnum):
 
     @property
     def on_batch(self) -> bool:
-        """Whether it is after each batch."""
+        """Whether the interval is each batch."""
         return self in (self.BATCH, self.BATCH_AND_EPOCH)
 
     @property
     def on_epoch(self) -> bool:
-        """Whether it is after each epoch."""
+        """Whether the interval is each epoch."""
         return self in (self.EPOCH, self.BATCH_AND_EPOCH)
 
 

@@ -70,7 +70,7 @@ class RandomIterableDatasetWithLen(RandomIterableDataset):
 
 
 class BoringModel(LightningModule):
-    """One layer, whose output is to be ones; every step and loader is there.
+    """A layer whose target output is ones, with every step and loader.
 
     Example:
         >>> from stratagem_lightning.api.demos.boring_classes import BoringModel
@@ -144,7 +144,7 @@ class ManualOptimBoringModel(BoringModel):
 
 
 class BoringDataModule(LightningDataModule):
-    """One random dataset, a quarter of it for each stage."""
+    """A random dataset, with a quarter of the samples for each stage."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ class SimpleLSTM(nn.Module):
 
 
 class SequenceSampler(Sampler[list[int]]):
-    """Batches whose n-th sample goes on where the n-th of the batch before has ended.
+    """Batches whose n-th sample continues the n-th sample of the batch before.
 
     Args:
         dataset: pieces of a text, in order.

@@ -63,7 +63,7 @@ class MNISTDataModule(LightningDataModule):
 
     @property
     def default_transforms(self) -> Any:
-        """What makes a tensor of a picture."""
+        """Return the transform from a picture to a tensor."""
         transforms = _torchvision("transforms")
         steps = [transforms.ToTensor()]
         if self.normalize:

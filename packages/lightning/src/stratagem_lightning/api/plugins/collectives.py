@@ -19,7 +19,7 @@ CALLS = (
 
 
 class TorchCollective:
-    """A group of ranks whose collective calls are methods, as those of torch.distributed.
+    """A group of ranks whose collectives are methods with the arguments of torch.distributed.
 
     Example:
         >>> collective = TorchCollective()
@@ -60,7 +60,7 @@ class TorchCollective:
         return dist.get_world_size(self.group)
 
     def teardown(self) -> TorchCollective:
-        """Remove the group, and leave that of the run."""
+        """Remove the group, but not the run's group."""
         if self.group not in (None, dist.GroupMember.NON_GROUP_MEMBER):
             dist.destroy_process_group(self.group)
         self.group = None

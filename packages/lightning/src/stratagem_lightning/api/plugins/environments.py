@@ -28,11 +28,11 @@ class _Detected(environments.ClusterEnvironment):
         _log.debug("setting global rank is not allowed; ignored.")
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: the environment says how many ranks there are."""
+        """Do nothing: the environment determines the number of ranks."""
         _log.debug("setting world size is not allowed; ignored.")
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Compare what was asked for with what the environment has started.
+        """Compare the requested numbers with the processes that the environment started.
 
         Raises:
             ConfigurationError: it is another number of ranks.
@@ -59,7 +59,7 @@ class LightningEnvironment(_Detected, environments.PlainEnvironment, metaclass=I
         self._rank = rank
 
     def set_world_size(self, size: int) -> None:
-        """Let there be so many ranks."""
+        """Set the number of ranks."""
         self._size = size
 
     def global_rank(self) -> int:

@@ -12,4 +12,4 @@ _Float16Mixed: Any = precision.Float16Mixed  # type: ignore[attr-defined]
 
 
 class Float16MixedPrecision(MixedPrecision, _Float16Mixed):  # type: ignore[misc]
-    """What `MixedPrecision("16-mixed")` makes."""
+    """The precision that `MixedPrecision("16-mixed")` makes."""

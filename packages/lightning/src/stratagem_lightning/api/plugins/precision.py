@@ -18,7 +18,7 @@ from stratagem_lightning.api.utilities.warnings import rank_zero_deprecation
 
 
 class Precision(own.Precision, metaclass=InstanceCheck):
-    """A precision whose batches are converted by methods, as Lightning's are.
+    """A precision whose methods convert batches, as in Lightning.
 
     A subclass names itself by `precision`, and overrides `convert_module`, `convert_input`,
     `convert_output`, `module_init_context` and `forward_context` as it likes.
@@ -46,7 +46,7 @@ class Precision(own.Precision, metaclass=InstanceCheck):
 
     @property
     def precision(self) -> str:
-        """The name that it is selected by."""
+        """The name that selects the precision."""
         return self.name
 
     # -- what Stratagem calls, in Lightning's words
@@ -98,7 +98,7 @@ class Precision(own.Precision, metaclass=InstanceCheck):
         self.scale_loss(tensor).backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> None:
-        """Step the optimizer; `kwargs` are those of its `step`."""
+        """Step the optimizer; its `step` receives `kwargs`."""
         if self.scales_loss:
             super().optimizer_step(optimizer, **kwargs)
         else:

@@ -10,7 +10,7 @@ Filter = Mapping[str, Callable[[str, Any], bool]]
 
 
 def filtered(state: Mapping[str, Any], filter: Any) -> dict[str, Any]:
-    """Return what is saved of a state.
+    """Return the part of a state that is saved.
 
     Args:
         state: models, dicts and single values; a single value is kept.

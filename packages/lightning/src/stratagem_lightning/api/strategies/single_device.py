@@ -40,12 +40,15 @@ _trainers: WeakKeyDictionary[strategies.Strategy, ref[Any]] = WeakKeyDictionary(
 
 
 def belongs_to(strategy: strategies.Strategy, trainer: Any) -> None:
-    """Let a strategy know the Trainer, whose model and optimizers Lightning's users ask it for."""
+    """Tell a strategy its Trainer, which has the model and optimizers that users ask it for."""
     _trainers[strategy] = ref(trainer)
 
 
 def trainer_of(strategy: strategies.Strategy) -> Any:
-    """Return the Trainer of a strategy; None: it has none."""
+    """Return the Trainer of a strategy.
+
+    None: it has no Trainer.
+    """
     return _trainers.get(strategy, lambda: None)()
 
 
@@ -217,11 +220,11 @@ class SingleDeviceStrategy(strategies.SingleDeviceStrategy, metaclass=InstanceCh
     # -- collectives
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return it: there is one rank."""
+        """Return the data unchanged, since the only rank has all of them."""
         return tensor
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: str | None = "mean") -> Any:
-        """Return it: there is one rank."""
+        """Return the data unchanged, since the only rank has all of them."""
         return tensor
 
     # -- state
@@ -253,7 +256,7 @@ class SingleDeviceStrategy(strategies.SingleDeviceStrategy, metaclass=InstanceCh
         storage_options: Any = None,
         filter: Filter | None = None,
     ) -> None:
-        """Save modules, optimizers, what has a state_dict, and plain values, on rank 0.
+        """Save modules, optimizers, objects with a state_dict, and plain values, on rank 0.
 
         Args:
             path: where to.
@@ -280,7 +283,7 @@ class SingleDeviceStrategy(strategies.SingleDeviceStrategy, metaclass=InstanceCh
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load what `save_checkpoint` has saved, or a file that is one state dict.
+        """Load a file of `save_checkpoint`, or a file with a single state dict.
 
         Args:
             path: where from.

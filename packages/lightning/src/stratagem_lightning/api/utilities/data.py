@@ -88,7 +88,7 @@ def sized_len(dataloader: object) -> int | None:
 
 
 def has_len(dataloader: object) -> bool:
-    """Whether a loader has a length; warns where it is 0, or may be wrong."""
+    """Whether a loader has a length; warns if it is 0, or may be wrong."""
     length = sized_len(dataloader)
     if length == 0:
         rank_zero_warn(f"{type(dataloader).__name__} has length 0: is that what you want?")

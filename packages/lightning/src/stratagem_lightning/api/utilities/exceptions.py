@@ -10,7 +10,7 @@ ConfigurationError or a UserCodeError, which have this in common."""
 
 
 class StateDictError(CheckpointMismatchError, RuntimeError):
-    """Weights are another model's: what torch's `load_state_dict` says of it by a RuntimeError.
+    """Weights of another model, which torch's `load_state_dict` reports by a RuntimeError.
 
     Example:
         >>> print(StateDictError.of(CheckpointMismatchError("it lacks a", missing=["a"])))

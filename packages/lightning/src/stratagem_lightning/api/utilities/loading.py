@@ -46,11 +46,11 @@ def is_dir(fs: Any, path: str | os.PathLike[str], strict: bool = False) -> bool:
 
 
 class NotYetLoadedTensor:
-    """What a tensor is there before it is read. Here a file is mapped, so nothing is one."""
+    """A tensor before it is read. Files are memory-mapped here, so no tensor is of this type."""
 
 
 def lazy_load(filename: str | os.PathLike[str]) -> Any:
-    """Return what a file of `torch.save` holds; tensors are read when they are used.
+    """Return the content of a `torch.save` file; tensors are read at their first use.
 
     Nothing in it is executed.
 

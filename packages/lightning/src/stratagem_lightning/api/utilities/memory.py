@@ -45,7 +45,7 @@ def is_out_of_cpu_memory(exception: BaseException) -> bool:
 
 
 def garbage_collection_cuda() -> None:
-    """Free what nobody refers to, on the host and the GPUs."""
+    """Free unreferenced objects on the host and the GPUs."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -76,7 +76,7 @@ def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
 def grad_norm(
     module: nn.Module, norm_type: float | int | str, group_separator: str = "/"
 ) -> dict[str, float]:
-    """Return the norm of each parameter's gradient, and that of all of them, by name.
+    """Return the norm of each parameter's gradient and the total norm, by name.
 
     Args:
         module: whose gradients are there.
@@ -128,7 +128,7 @@ def _attribute(module: nn.Module, path: str) -> Any:
 
 
 def from_compiled(model: Any) -> Module:
-    """Return the Module in what `torch.compile` returned, compiled in place.
+    """Return the Module of a `torch.compile` result, compiled in place.
 
     Raises:
         ConfigurationError: there is none in it.

@@ -22,7 +22,7 @@ def is_picklable(obj: object) -> bool:
 
 
 def clean_namespace(hparams: MutableMapping[str, Any] | Namespace) -> None:
-    """Remove what cannot be pickled, with a warning for each."""
+    """Remove values that cannot be pickled, with a warning for each."""
     held = vars(hparams) if isinstance(hparams, Namespace) else hparams
     for name in [name for name, value in held.items() if not is_picklable(value)]:
         rank_zero_warn(f"hparams[{name!r}] cannot be pickled, and is left out of them")
@@ -64,7 +64,7 @@ def lightning_getattr(model: Any, attribute: str) -> Any:
 
 
 def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
-    """Set an attribute wherever there is one.
+    """Set an attribute in every place that has it.
 
     Raises:
         AttributeError: there is none.

@@ -30,7 +30,7 @@ class UnrepeatedDistributedSampler(DistributedSampler[Any]):
 
 
 class DistributedSamplerWrapper(DistributedSampler[Any]):
-    """Shares what another sampler yields between ranks.
+    """Divides another sampler's indices between ranks.
 
     Args:
         sampler: one that yields the same on every rank, and has a length.

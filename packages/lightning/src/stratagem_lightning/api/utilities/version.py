@@ -9,5 +9,5 @@ LIGHTNING_VERSION = "2.6.6"
 
 
 def cli_lightning_logo() -> None:
-    """Say by what the script runs; Lightning's examples call it."""
+    """Print the name of the library that runs the script; Lightning's examples call it."""
     rank_zero_info("Stratagem, by Lightning's names")

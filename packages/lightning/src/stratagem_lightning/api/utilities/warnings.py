@@ -26,18 +26,18 @@ class WarningCache(set[str]):
             rank_zero_warn(message, stacklevel=stacklevel, **options)
 
     def deprecation(self, message: str, stacklevel: int = 6, **options: Any) -> None:
-        """Warn of what a later version will not have, once."""
+        """Warn of a feature that a later version will remove, once."""
         self.warn(message, stacklevel, **{"category": LightningDeprecationWarning, **options})
 
 
 @rank_zero_only
 def rank_zero_deprecation(message: str, stacklevel: int = 5, **options: Any) -> None:
-    """Warn of what a later version will not have, on rank 0."""
+    """Warn of a feature that a later version will remove, on rank 0."""
     warnings.warn(message, LightningDeprecationWarning, stacklevel=stacklevel, **options)
 
 
 def rank_prefixed_message(message: str, rank: int | None) -> str:
-    """Return a message with its rank before it, if there is one."""
+    """Return a message, prefixed with the rank if it is known."""
     return message if rank is None else f"[rank: {rank}] {message}"
 
 
