@@ -9,16 +9,25 @@ from math import log10
 from stratagem_extras.planner.plan import MemoryPlan, PlannedStrategy
 
 GIB = 2**30
-PARTS = ("parameters", "gradients", "optimizer", "working")
+PARTS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "communication",
+    "temporary",
+)
 
 Curves = Mapping[str, Mapping[str, MemoryPlan]]
 """Plans by what is varied ("devices"), and by its value ("8")."""
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c1c1c; --paper: #fff; --line: #767676; --bad: #b3261e;
-  --c0: #2f5da8; --c1: #c2571a; --c2: #3b7d3f; --c3: #8a8a8a; --c4: #7a3f98; }
+  --c0: #2f5da8; --c1: #c2571a; --c2: #3b7d3f; --c3: #7a3f98; --c4: #a67c00;
+  --c5: #8a8a8a; }
 @media (prefers-color-scheme: dark) { :root { --ink: #ececec; --paper: #161616; --line: #9a9a9a;
-  --bad: #ff8a80; --c0: #7ba7f0; --c1: #f0a066; --c2: #83c787; --c3: #a5a5a5; --c4: #c99be0; } }
+  --bad: #ff8a80; --c0: #7ba7f0; --c1: #f0a066; --c2: #83c787; --c3: #c99be0; --c4: #e3c04b;
+  --c5: #a5a5a5; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
   max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
 svg { width: 100%; min-width: 40rem; height: auto; } svg text { fill: var(--ink); font-size: 12px; }
@@ -77,6 +86,7 @@ def _bars(rows: Sequence[PlannedStrategy], capacity: int) -> str:
             x += wide
         more = " \u2192" if row.on_device > end else ""
         host = f" + {_gib(row.on_host)} in the host" if row.on_host else ""
+        host += f" + {_gib(row.on_disk)} on disk" if row.on_disk else ""
         drawn.append(
             f'<text x="{x + 6:.1f}" y="{top + 14}">{_gib(row.on_device)}{more}{host}</text>'
         )
@@ -123,7 +133,7 @@ def _curves(plans: Mapping[str, MemoryPlan], capacity: int) -> str:
         )
     for number, (name, line) in enumerate(lines.items()):
         points = " ".join(f"{x(position):.1f},{y(size):.1f}" for position, size in line)
-        color = f"var(--c{number % 5})"
+        color = f"var(--c{number % 6})"
         dots = "".join(
             f'<circle cx="{x(position):.1f}" cy="{y(size):.1f}" r="3.5" fill="{color}">'
             f"<title>{escape(name)}: {_gib(size)}</title></circle>"
@@ -134,11 +144,13 @@ def _curves(plans: Mapping[str, MemoryPlan], capacity: int) -> str:
 
 
 def _table(rows: Sequence[PlannedStrategy]) -> str:
-    heads = "".join(f"<th>{head}</th>" for head in ("strategy", "fits", "device", *PARTS, "host"))
+    heads = "".join(
+        f"<th>{head}</th>" for head in ("strategy", "fits", "device", *PARTS, "host", "disk")
+    )
     lines = []
     for row in rows:
         fits = "<td>yes</td>" if row.fits else '<td class="no">no</td>'
-        cells = [_gib(size) for size in (row.on_device, *_sizes(row), row.on_host)]
+        cells = [_gib(size) for size in (row.on_device, *_sizes(row), row.on_host, row.on_disk)]
         values = "".join(f"<td>{cell}</td>" for cell in cells)
         lines.append(f"<tr><td>{escape(row.name)}</td>{fits}{values}</tr>")
     return f"<table><tr>{heads}</tr>{''.join(lines)}</table>"
@@ -148,12 +160,14 @@ def _sizes(row: PlannedStrategy) -> tuple[int, ...]:
     """Return the bytes on the device, by `PARTS`."""
     memory = row.device
     assert memory is not None
-    return (memory.parameters, memory.gradients, memory.optimizer, memory.working + memory.buffers)
+    rest = memory.temporary + memory.buffers
+    state = (memory.parameters, memory.gradients, memory.optimizer)
+    return (*state, memory.activations, memory.communication, rest)
 
 
 def _key(names: Sequence[str]) -> str:
     spans = (
-        f'<span><b style="background: var(--c{number % 5})"></b> {escape(name)}</span>'
+        f'<span><b style="background: var(--c{number % 6})"></b> {escape(name)}</span>'
         for number, name in enumerate(names)
     )
     return f'<p class="key">{"".join(spans)}</p>'
