@@ -247,7 +247,8 @@ class DeepSpeedStrategy(ParallelStrategy):
         Args:
             offloaded: bytes of "parameters", "gradients" and "optimizer" that the spec offloads.
         """
-        return swap_buffers(self._config(), offloaded)
+        # Not of the CPU that it is simulated on, which has smaller groups of parameters.
+        return swap_buffers(self._config(device_type="cuda"), offloaded)
 
     # -- environment
 
