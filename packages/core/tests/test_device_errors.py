@@ -18,7 +18,7 @@ from stratagem.errors import PluginError
 from stratagem.interfaces.accelerator import DeviceMemory
 from stratagem.launch.rank import this_rank
 from stratagem.loggers import CSVLogger
-from stratagem.plan.memory import GIB, StepMemory, what_would_fit
+from stratagem.plan.memory import StepMemory, what_would_fit
 
 MIB = 2**20
 
@@ -35,6 +35,7 @@ SPECS = (
     spec("whole_again", WHOLE),
     spec("host", (), WHOLE),
 )
+GIB = 2**30
 NEED = StepMemory(
     parameters=4 * GIB, gradients=4 * GIB, optimizer=8 * GIB, buffers=0, working=4 * GIB
 )
@@ -146,7 +147,7 @@ def test_an_error_of_memory_says_who_held_it_and_what_would_fit(tmp_path: Path) 
         ["1.00 MiB", "1.00 MiB", "buffers"],
         ["13.00 MiB", "16.00 MiB", "the rest: activations, inputs and what kernels work with"],
         ["3.00 MiB", "more was asked for"],
-        ["9.00 MiB", "of what torch has reserved is free now, in pieces"],
+        ["9.00 MiB", "of what torch has reserved is free, in pieces"],
     ]
     assert lines[10] == "process 4711 (python): 2.00 MiB"
     assert "  a batch of 1/2 the size with accumulate_grad_batches=2: about 13.00 MiB" in lines

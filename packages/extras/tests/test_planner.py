@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem import Lite, Module, StrategyRegistry, plan_memory
 from stratagem.discovery import Capabilities
@@ -22,6 +25,7 @@ from stratagem.strategies import ParallelStrategy, apply_activation_checkpointin
 from stratagem_extras.planner.command import plan
 from stratagem_extras.planner.decoder import PlannedDecoder
 from stratagem_extras.planner.devices import find_device, parse_size
+from stratagem_extras.planner.forked import forked_map
 from stratagem_extras.planner.meter import MemoryMeter
 from stratagem_extras.planner.plan import default_loss
 from stratagem_extras.planner.simulation import Workload, measure_step
@@ -286,6 +290,13 @@ def test_a_strategy_that_cannot_be_planned_is_listed_with_its_reason() -> None:
     assert hpu.why_not == "runs on hpu, not on cuda"
 
 
+class Indices(Net):
+    """Returns the classes that it has chosen."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs).argmax(-1)
+
+
 class Reads(nn.Module):
     """Cannot be built without values."""
 
@@ -313,10 +324,72 @@ def test_bad_input_is_refused_with_what_to_do(tmp_path: Path) -> None:
         ConfigurationError, match=r"without values: .*test_planner\.py:\d+: .*Check"
     ):
         plan_memory(Net, torch.zeros(5, 11))
-    with pytest.raises(ConfigurationError, match="which has no tensor: pass loss="):
+    with pytest.raises(ConfigurationError, match=r"returned int with no tensor, .*pass loss="):
         default_loss(nn.Identity(), {"input": 3})
+    with pytest.raises(ConfigurationError, match=r"from which gradients flow back, only .*int64"):
+        plan_memory(Indices, batch)
+    with pytest.raises(ConfigurationError, match=r"LBFGS runs the .*'SGD', and .* 200 times the"):
+        plan_memory(Net, batch, optimizer="LBFGS")
+    with pytest.raises(ConfigurationError, match=r"batch=DataLoader: expected a loader with a"):
+        plan_memory(Net, DataLoader(TensorDataset(torch.zeros(0, 10))))
     with pytest.raises(UnknownNameError, match="fsdb"):
         plan_memory(Net, batch, strategies=["fsdb"])
+
+
+def test_the_first_batch_of_a_loader_is_planned() -> None:
+    loader = DataLoader(TensorDataset(torch.zeros(60, 10)), batch_size=50)
+    assert planned(Net, loader).memory == planned(Net, [torch.zeros(50, 10)]).memory
+
+
+def test_working_memory_has_its_parts() -> None:
+    batch = torch.zeros(500, 10)
+    alone = planned(Net, batch).memory
+    assert alone.communication == 0
+    assert alone.working == alone.activations + alone.temporary
+    assert alone.activations > 9 * 500 * 4 * (64 + 2 * 4 * 64)  # what each layer keeps
+    ddp = planned(Net, batch, "ddp", devices=2).memory
+    assert ddp.communication == ddp.parameters  # buckets
+    fsdp = planned(Net, batch, "fsdp", devices=2).memory
+    assert 0 < fsdp.communication < fsdp.working - fsdp.activations + 1
+    assert fsdp.activations == pytest.approx(alone.activations, rel=0.1)
+
+
+def test_what_is_offloaded_to_a_disk_is_not_in_the_host() -> None:
+    names = ["deepspeed_stage_3_offload", "deepspeed_stage_3_offload_nvme"]
+    options = {"devices": 2, "device": "A10", "precision": "bf16-mixed", "strategies": names}
+    batch = torch.zeros(5, 10)
+    plan = plan_memory(Net, batch, **options)
+    host, disk = sorted(plan.strategies, key=lambda row: row.on_disk)
+    assert (host.name, disk.name) == tuple(names)
+    assert (host.fits, disk.fits) == (True, True)
+    assert host.on_disk == 0
+    assert disk.on_disk == host.on_host
+    assert disk.on_device == host.on_device
+    # Five buffers of 1e8 numbers, through which parameters are moved, and small ones.
+    assert disk.on_host == pytest.approx(5 * 1e8 * 2, rel=0.2)
+    assert plan.strategies[0] is host  # a disk is slower
+    less = plan_memory(Net, batch, **options, disk_memory="1MB")
+    assert [row.name for row in less.strategies if row.fits] == names[:1]
+
+
+def test_strategies_are_simulated_in_several_processes() -> None:
+    names = ["ddp", "fsdp", "fsdp_cpu_offload", "deepspeed_stage_1"]
+    options = {"devices": 2, "device_memory": "1GB", "strategies": names}
+    one = plan_memory(Net, torch.zeros(5, 10), **options)
+    assert plan_memory(Net, torch.zeros(5, 10), **options, processes=2) == one
+    with pytest.raises(ConfigurationError, match="processes=0: expected a whole number"):
+        plan_memory(Net, torch.zeros(5, 10), processes=0)
+
+
+def end_early(number: int) -> int:
+    """End the process, unless it is the caller's."""
+    if multiprocessing.parent_process() is not None:
+        os._exit(1)
+    return number
+
+
+def test_a_process_that_ends_early_is_replaced() -> None:
+    assert forked_map(end_early, 3, processes=2) == [0, 1, 2]
 
 
 def test_a_process_that_has_joined_others_is_refused(tmp_path: Path) -> None:
@@ -341,6 +414,8 @@ def test_the_command_refuses_what_is_missing_and_what_is_too_much(
         ("a:B --layers 3 --batch 3", "received MODEL and --layers"),
         ("torch.nn:Identity --batch 3xx", "expected sizes and a dtype of torch"),
         ("torch.nn:Identity --batch 3:lng", "expected sizes and a dtype of torch"),
+        ("torch.nn:Identity --batch torch:nothing", "the batch 'torch:nothing' cannot be imported"),
+        ("torch.nn:Identity --batch math:sqrt", "--batch math:sqrt failed: TypeError"),
         (
             "--parameters 1e9 --layers 2 --hidden 4097 --vocabulary 10 --sequence 8",
             "hidden=4097: expected an even number, and a multiple of 128",
@@ -381,7 +456,7 @@ def test_the_page_has_a_bar_for_each_strategy_and_loads_nothing(tmp_path: Path) 
     assert plan([*options.split(), "--strategy", "ddp", "--strategy", "fsdp"]) == 0
     text = page.read_text()
     assert text.count("<h2>Memory of a device by") == 4
-    assert text.count("<rect") == 2 * 4
+    assert text.count("<rect") == 2 * 6
     assert "the device has 0.09 GiB" in text
     assert not re.search(r"(src|href)=|https?:|@import", text)
 

@@ -20,6 +20,9 @@ from stratagem_deepspeed.options import ZERO, Options
 AUTO = "auto"
 STAGES = (0, 1, 2, 3)
 OFFLOAD_DEVICES = ("cpu", "nvme")
+OFFLOADS = ("offload_optimizer", "offload_param")
+_BUFFER_SIZE, _SUB_GROUP_SIZE = 100_000_000, 1_000_000_000
+"""DeepSpeed's defaults, in numbers."""
 BUCKET_SIZE = 200_000_000
 """Elements; DeepSpeed's own default, 5e8, takes 2.5 times the memory."""
 CPU_BUCKET_SIZE = 10_000_000
@@ -137,6 +140,46 @@ def offload_device(config: Mapping[str, Any], what: str) -> str | None:
     section = config[ZERO].get(what) or {}
     device = section.get("device", "none")
     return None if device == "none" else str(device)
+
+
+def offloaded_to_host(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config that offloads to the host what it offloads to NVMe, for a simulation."""
+    config = copy.deepcopy(config)
+    for what in OFFLOADS:
+        if offload_device(config, what) == "nvme":
+            config[ZERO][what]["device"] = "cpu"
+    return config
+
+
+def swap_buffers(config: Mapping[str, Any], offloaded: Mapping[str, int]) -> tuple[int, int]:
+    """Return the bytes in the host, and on NVMe, of what a rank offloads.
+
+    DeepSpeed moves parameters and optimizer state through pinned buffers in the host, whose numbers
+    and sizes are options of the config.
+
+    Args:
+        config: the engine's.
+        offloaded: bytes of "parameters", "gradients" and "optimizer".
+    """
+    host, disk = sum(offloaded.values()), 0
+    sections = {what: config[ZERO].get(what) or {} for what in OFFLOADS}
+    if offload_device(config, "offload_param") == "nvme":
+        section, moved = sections["offload_param"], offloaded.get("parameters", 0)
+        size = section.get("buffer_size", _BUFFER_SIZE) * (4 if _trains_in_float32(config) else 2)
+        host += section.get("buffer_count", 5) * size - moved
+        disk += moved
+    if offload_device(config, "offload_optimizer") == "nvme":
+        moved = offloaded.get("optimizer", 0) + offloaded.get("gradients", 0)
+        # Weights and two states of Adam, of which one is as large as a group of parameters.
+        group = 4 * config[ZERO].get("sub_group_size", _SUB_GROUP_SIZE)
+        size = min(offloaded.get("optimizer", 0) // 3, group)
+        host += sections["offload_optimizer"].get("buffer_count", 4) * size - moved
+        disk += moved
+    return host, disk
+
+
+def _trains_in_float32(config: Mapping[str, Any]) -> bool:
+    return not any((config.get(half) or {}).get("enabled") for half in ("bf16", "fp16"))
 
 
 class _Config:

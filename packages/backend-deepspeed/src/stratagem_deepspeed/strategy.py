@@ -33,7 +33,9 @@ from stratagem_deepspeed.config import (
     Facts,
     engine_config,
     offload_device,
+    offloaded_to_host,
     stage_of,
+    swap_buffers,
     without_needless_offload,
 )
 from stratagem_deepspeed.config_file import read_config
@@ -239,6 +241,15 @@ class DeepSpeedStrategy(ParallelStrategy):
         }
         return super().estimate_memory(with_copies, shards)
 
+    def split_offload(self, offloaded: Mapping[str, int]) -> tuple[int, int]:
+        """Return the bytes that a rank has in the host and on NVMe, for `stratagem plan`.
+
+        Args:
+            offloaded: bytes of "parameters", "gradients" and "optimizer" that the spec offloads.
+        """
+        # Not of the CPU that it is simulated on, which has smaller groups of parameters.
+        return swap_buffers(self._config(device_type="cuda"), offloaded)
+
     # -- environment
 
     def setup_environment(self) -> None:
@@ -279,7 +290,8 @@ class DeepSpeedStrategy(ParallelStrategy):
             yield
 
     def _complete_config(self) -> dict[str, Any]:
-        return self._config(loop=self.facts.loop or "Lite", batch_size=self.facts.batch_size or 0)
+        config = self._config(loop=self.facts.loop or "Lite", batch_size=self.facts.batch_size or 0)
+        return offloaded_to_host(config) if is_simulated() else config
 
     def prepare(
         self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True

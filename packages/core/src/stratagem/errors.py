@@ -51,6 +51,7 @@ __all__ = [
     "UnknownNameError",
     "UserCodeError",
     "format_names",
+    "format_size",
     "format_text",
     "format_value",
 ]
@@ -248,6 +249,16 @@ _SHOWN = 200
 """Characters of a value in a message: a path, with some room."""
 _LONGEST = 10_000
 """Characters of a whole message."""
+
+
+def format_size(size: float) -> str:
+    """Return a number of bytes as text: in GiB, or where that would be nearly 0, in MiB.
+
+    Example:
+        >>> format_size(3 * 2**29), format_size(3 * 2**19)
+        ('1.50 GiB', '1.50 MiB')
+    """
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.2f} MiB"
 
 
 def format_text(text: str, most: int = _SHOWN, *, lines: bool = False) -> str:

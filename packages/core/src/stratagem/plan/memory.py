@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from stratagem.discovery.specs import StrategySpec
+from stratagem.errors import format_size
 
 if TYPE_CHECKING:
     from torch import nn
-
-GIB = 2**30
-
-USABLE = 0.9
-"""The part of a device's memory that a plan fills: allocators keep some, and libraries too."""
 
 
 @dataclass(frozen=True)
 class StepMemory:
     """The memory of a process during an optimizer step, in bytes.
+
+    `StepMemory.USABLE` is the part of a device's memory that plans fill: allocators keep some, and
+    libraries too.
 
     Attributes:
         parameters, gradients, optimizer, buffers: the size of this part of the model's state.
@@ -34,6 +33,8 @@ class StepMemory:
         >>> alone.total, alone.divided(4, ["optimizer"]).total
         (36, 24)
     """
+
+    USABLE: ClassVar[float] = 0.9
 
     parameters: int
     gradients: int
@@ -97,8 +98,9 @@ def what_would_fit(
         micro_batches: the current number of micro-batches in an optimizer step.
 
     Example:
-        >>> need = StepMemory(GIB, GIB, 2 * GIB, 0, 4 * GIB)
-        >>> what_would_fit(need, 7 * GIB, (), ranks=1)
+        >>> gib = 2**30
+        >>> need = StepMemory(gib, gib, 2 * gib, 0, 4 * gib)
+        >>> what_would_fit(need, 7 * gib, (), ranks=1)
         ['a batch of 1/2 the size with accumulate_grad_batches=2: about 6.00 GiB']
     """
     lines = []
@@ -112,24 +114,13 @@ def what_would_fit(
         held = need.on_device(spec, ranks)
         if held <= capacity:
             where = f" with devices={ranks}" if ranks > 1 else ""
-            lines.append(f"strategy={spec.name!r}{where}: about {gib(held)}")
+            lines.append(f"strategy={spec.name!r}{where}: about {format_size(held)}")
     fixed = need.parameters + need.gradients + need.optimizer + need.buffers
     for parts in (2, 4, 8, 16, 32, 64):
-        held = fixed + need.working // parts
-        if held <= capacity:
+        if (held := fixed + need.working // parts) <= capacity:
             lines.append(
                 f"a batch of 1/{parts} the size with accumulate_grad_batches="
-                f"{micro_batches * parts}: about {gib(held)}"
+                f"{micro_batches * parts}: about {format_size(held)}"
             )
             break
     return lines
-
-
-def gib(size: float) -> str:
-    """Return a size as text: in GiB, or where that would be nearly 0, in MiB.
-
-    Example:
-        >>> gib(3 * 2**29), gib(3 * 2**19)
-        ('1.50 GiB', '1.50 MiB')
-    """
-    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.2f} MiB"

@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 from stratagem.discovery.registry import get_registry
 from stratagem.discovery.specs import StrategySpec
 from stratagem.distributed.stack import line_in_traceback
+from stratagem.errors import format_size
 from stratagem.interfaces.accelerator import DeviceMemory
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.strategy import Strategy
 from stratagem.launch.rank import this_rank
-from stratagem.plan.memory import StepMemory, gib, what_would_fit
+from stratagem.plan.memory import StepMemory, what_would_fit
 
 _UNITS = {"b": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 # Some versions of torch write MB for MiB on Metal.
@@ -111,18 +112,19 @@ def _report(
     # Of a rank; "gradients" and "optimizer state" are there from the first step on.
     whole = {**held, "gradients": trained, "optimizer state": held["optimizer state"] or state}
     held[_REST], whole[_REST] = rest, rest + requested
-    has = "" if memory.total is None else f": the device has {gib(memory.total)}"
+    has = "" if memory.total is None else f": the device has {format_size(memory.total)}"
     lines = [
-        f"{has}. This process held {gib(memory.peak)} at most, and a whole step takes about "
-        f"{gib(sum(whole.values()))}:"
+        f"{has}. This process held {format_size(memory.peak)} at most, and a whole step takes "
+        f"about {format_size(sum(whole.values()))}:"
     ]
-    lines += [f"  {gib(size):>10}  {gib(whole[what]):>10}  {what}" for what, size in held.items()]
+    for what, size in held.items():
+        lines.append(f"  {format_size(size):>10}  {format_size(whole[what]):>10}  {what}")
     if requested:
-        lines.append(f"  {gib(requested):>10}  more was asked for")
+        lines.append(f"  {format_size(requested):>10}  more was asked for")
     unused = memory.reserved - memory.allocated
     if unused > memory.reserved // 4:
-        lines.append(f"  {gib(unused):>10}  of what torch has reserved is free now, in pieces")
-    lines += [f"{who}: {gib(size)}" for who, size in memory.others]
+        lines.append(f"  {format_size(unused):>10}  of what torch has reserved is free, in pieces")
+    lines += [f"{who}: {format_size(size)}" for who, size in memory.others]
     if memory.total is not None:
         capacity = memory.total - sum(size for _, size in memory.others)
         need = _need(parameters, optimizers, own, held["buffers"], rest + requested)

@@ -22,6 +22,7 @@ from stratagem.errors import (
     PluginError,
     StratagemError,
     format_names,
+    format_size,
     hide_frames,
 )
 from stratagem.interfaces.accelerator import Accelerator
@@ -37,7 +38,7 @@ from stratagem.launch.environment import environment_of_request
 from stratagem.launch.process import numpy_warned_once, open_standard_streams, print_hint_once
 from stratagem.launch.rank import at_end_of_rank, fail_at_end, run_as_rank, this_rank
 from stratagem.plan.components import probe_accelerator
-from stratagem.plan.memory import USABLE, StepMemory, gib, memory_to_train
+from stratagem.plan.memory import StepMemory, memory_to_train
 from stratagem.plan.plan import RunPlan, RunRequest
 from stratagem.plan.resolution import resolve
 from stratagem.plan.step_options import StepOptions
@@ -244,17 +245,13 @@ class Runtime:
         the launch, where the device's memory is not known, and where nothing fits.
         """
         plan, request = self.plan, self.plan.request
-        if (
-            self.is_launched
-            or request.strategy != "auto"
-            or not plan.strategy.name.startswith("ddp")
-        ):
+        is_auto = request.strategy == "auto" and plan.strategy.name.startswith("ddp")
+        if self.is_launched or not is_auto:
             return
         found = probe_accelerator(plan.accelerator.source)
         if found.memory is None:
             return
-        shared = 1 if found.indexed else len(plan.devices)
-        room = int(USABLE * found.memory / shared)
+        room = int(StepMemory.USABLE * found.memory / (1 if found.indexed else len(plan.devices)))
         precision = self.strategy.precision
         converts = plan.precision.name.endswith("-true")
         need = memory_to_train(module, precision.dtype.itemsize if converts else None)
@@ -269,8 +266,9 @@ class Runtime:
             self._build(chosen)
             if (held := self._on_device(need)) <= room:
                 why = (
-                    f"{plan.strategy.name} would hold {gib(under_ddp)} without activations, {name} "
-                    f"holds {gib(held)}, and a rank has {gib(room)}"
+                    f"{plan.strategy.name} would hold {format_size(under_ddp)} without "
+                    f"activations, {name} holds {format_size(held)}, and a rank has "
+                    f"{format_size(room)}"
                 )
                 strategy = replace(chosen.strategy, why=why)
                 self.plan = replace(chosen, request=request, strategy=strategy)

@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratagem.cli import at_least, parser_of, print_table
-from stratagem.errors import ConfigurationError, StratagemError, format_text
+from stratagem.errors import ConfigurationError, StratagemError, format_size, format_text
 
 if TYPE_CHECKING:
     from stratagem_extras.planner.plan import MemoryPlan, PlannedStrategy
@@ -36,9 +37,12 @@ The exit code is 1 if nothing fits, 2 if the plan cannot be made.
 _MOST_PROCESSES = 4
 """Each takes some hundred MiB, and imports DeepSpeed."""
 
+_WIDE = 200
+"""Columns of a terminal in which working memory is shown in its parts."""
 _DRAWN = 5
 """How many strategies the curves of a page show."""
 
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _SHAPE = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 
 
@@ -60,8 +64,9 @@ def parser_of_plan() -> argparse.ArgumentParser:
     parser.add_argument(
         "--batch",
         action="append",
-        metavar="SHAPE[:DTYPE]",
-        help="of a micro-batch of one rank, such as 8x1024:long; once for each input",
+        metavar="BATCH",
+        help="a micro-batch of one rank: its shape, such as 8x3x224x224 or 8x1024:long, once for "
+        "each input; or module:function, which returns a batch or a loader",
     )
     parser.add_argument("--optimizer", metavar="NAME", help="of torch.optim; or the model's own")
     parser.add_argument("--precision", default="32-true", help="as for the Trainer")
@@ -70,6 +75,7 @@ def parser_of_plan() -> argparse.ArgumentParser:
     parser.add_argument("--device", metavar="NAME", help="such as A100-80GB; or what is here")
     parser.add_argument("--device-memory", metavar="SIZE", help="such as 80GB")
     parser.add_argument("--host-memory", metavar="SIZE", help="of a node; or what is here")
+    parser.add_argument("--disk-memory", metavar="SIZE", help="of a node's NVMe device")
     parser.add_argument("--accumulate-grad-batches", type=at_least(1), default=1, metavar="N")
     parser.add_argument(
         "--activation-checkpointing",
@@ -111,13 +117,17 @@ def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         return int(planned.best is None)
     host = "a host that is not compared (--host-memory)"
     if planned.host is not None:
-        host = f"a host of {_gib(planned.host)}"
+        host = f"a host of {format_size(planned.host)}"
     print(
         f"{planned.parameters:,} parameters; {options.num_nodes} node(s) of {options.devices} "
-        f"device(s) of {_gib(planned.capacity)} and {host}"
+        f"device(s) of {format_size(planned.capacity)} and {host}"
     )
-    headers = ["strategy", "fits", "device", "host", "parameters", "gradients", "optimizer"]
-    headers += ["working", "sent", "step, about", "how"]
+    with_disk = any(row.on_disk for row in planned.strategies)
+    is_wide = shutil.get_terminal_size().columns >= _WIDE
+    headers = ["strategy", "fits", "device", "host", *(["disk"] if with_disk else [])]
+    headers += ["parameters", "gradients", "optimizer"]
+    headers += ["activations", "communication", "temporary"] if is_wide else ["working"]
+    headers += ["sent", "step, about", "how"]
     if options.measure:
         headers += ["measured", "predicted/measured"]
     rows, failed = [], []
@@ -125,15 +135,20 @@ def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         if row.memory is None:
             continue
         memory = row.memory
-        parts = (memory.parameters, memory.gradients, memory.optimizer)
-        sizes = [_gib(size) for size in (*parts, memory.working + memory.buffers, memory.sent)]
-        places = [_gib(row.on_device), _gib(row.on_host) if row.on_host else ""]
+        working = [memory.working + memory.buffers]
+        if is_wide:
+            rest = memory.temporary + memory.buffers
+            working = [memory.activations, memory.communication, rest]
+        parts = (memory.parameters, memory.gradients, memory.optimizer, *working, memory.sent)
+        sizes = [format_size(size) for size in parts]
+        places = [row.on_device, row.on_host, *([row.on_disk] if with_disk else [])]
+        held = [format_size(size) if size else "" for size in places]
         seconds = "" if row.seconds is None else f"{row.seconds:.3g} s"
-        rows.append([row.name, "yes" if row.fits else "no", *places, *sizes, seconds, row.how])
+        rows.append([row.name, "yes" if row.fits else "no", *held, *sizes, seconds, row.how])
         if options.measure:
             real = _measured(arguments, options, row, planned.host)
             if isinstance(real, int):
-                rows[-1] += [_gib(real), f"{memory.total / real:.2f}"]
+                rows[-1] += [format_size(real), f"{memory.total / real:.2f}"]
             else:
                 rows[-1] += ["", ""]
                 failed.append(f"{row.name} was not measured: {real}")
@@ -156,8 +171,8 @@ def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         if not options.precision.endswith("16-true"):
             ways.append("--precision bf16-true")
         print(
-            f"\nnothing fits; the nearest is {nearest.name} with {_gib(nearest.on_device)} on a "
-            f"device. To take less: {', '.join(ways)}"
+            f"\nnothing fits; the nearest is {nearest.name} with {format_size(nearest.on_device)} "
+            f"on a device. To take less: {', '.join(ways)}"
         )
         return 1
     print(f"\n{planned.call}")
@@ -210,6 +225,7 @@ def _planned(options: argparse.Namespace, **changes: Any) -> MemoryPlan:
         device=options.device,
         device_memory=options.device_memory,
         host_memory=options.host_memory,
+        disk_memory=options.disk_memory,
         accumulate_grad_batches=options.accumulate_grad_batches,
         activation_checkpointing=options.activation_checkpointing,
         strategies=options.strategy,
@@ -288,11 +304,11 @@ def model_and_batch(options: argparse.Namespace) -> tuple[Callable[[], Any], Cal
         raise ConfigurationError(
             "expected --batch, the shape of a micro-batch, such as --batch 8x3x224x224"
         )
-    return _imported(options.model), _batch(options.batch)
+    return _imported(options.model, "model"), _batch(options.batch)
 
 
-def _imported(name: str) -> Callable[[], Any]:
-    """Return what MODEL names.
+def _imported(name: str, what: str) -> Callable[[], Any]:
+    """Return what MODEL or BATCH names.
 
     Raises:
         ConfigurationError: it is not there, or importing it fails.
@@ -302,26 +318,28 @@ def _imported(name: str) -> Callable[[], Any]:
         found = getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:
         raise ConfigurationError(
-            f"the model {name!r} cannot be imported: {type(error).__name__}: "
+            f"the {what} {name!r} cannot be imported: {type(error).__name__}: "
             f"{format_text(str(error), 300)}. Expected module:Class or module:function, found from "
             "this folder or installed"
         ) from error
     if not callable(found):
         raise ConfigurationError(
-            f"the model {name!r} is a {type(found).__name__}: expected a class, or a function that "
-            "returns the model"
+            f"the {what} {name!r} is a {type(found).__name__}: expected a class, or a function "
+            f"that returns the {what}"
         )
     return found  # type: ignore[no-any-return]
 
 
 def _batch(shapes: Sequence[str]) -> Callable[[], Any]:
-    """Return what makes a batch of given shapes.
+    """Return what makes a batch of given shapes, or what a function of the user returns.
 
     Raises:
-        ConfigurationError: one is no shape.
+        ConfigurationError: one is no shape, or the function fails.
     """
     import torch
 
+    if len(shapes) == 1 and _FUNCTION.fullmatch(shapes[0]):
+        return _own_batch(shapes[0])
     made = []
     for text in shapes:
         found = _SHAPE.fullmatch(text)
@@ -329,7 +347,7 @@ def _batch(shapes: Sequence[str]) -> Callable[[], Any]:
         if found is None or not isinstance(dtype, torch.dtype):
             raise ConfigurationError(
                 f"--batch {text}: expected sizes and a dtype of torch, such as 8x3x224x224 or "
-                "8x1024:long"
+                "8x1024:long; or module:function, once, for a batch or a loader"
             )
         made.append((tuple(map(int, found[1].split("x"))), dtype))
 
@@ -340,5 +358,17 @@ def _batch(shapes: Sequence[str]) -> Callable[[], Any]:
     return batch
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.2f} MiB"
+def _own_batch(name: str) -> Callable[[], Any]:
+    from stratagem_extras.planner.plan import first_batch
+
+    make = _imported(name, "batch")
+    try:
+        batch = first_batch(make())
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"--batch {name} failed: {type(error).__name__}: {format_text(str(error), 300)}. "
+            "Expected a function without arguments that returns a batch or a loader"
+        ) from error
+    return lambda: batch

@@ -15,9 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-Kind = Literal["parameters", "gradients", "optimizer", "buffers"]
+Kind = Literal["parameters", "gradients", "optimizer", "buffers", "activations", "communication"]
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
+_COPIES_OF_COLLECTIVES = ("fsdp",)
+"""Operations of FSDP that fill buffers of collectives, and take parameters out of them."""
 _DEVICE = torch.ops.prim.device.default
 _FREED_BY_RESIZE = torch.UntypedStorage.resize_
 
@@ -36,7 +38,8 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         live: bytes of the tensors that are alive.
         peak: the maximum of `live` since `start`.
-        parts: bytes at the peak of what `known` has returned, by kind; after `close`.
+        parts: bytes at the peak by kind, after `close`: of what `known` has returned, and of the
+            rest what `note_activations` has seen, and what collectives read or wrote.
         sent: bytes that collectives move: of an all-reduce twice its tensor, since it scatters and
             gathers; of the others the whole tensor.
         flops: floating-point operations of matrix products, convolutions and attention.
@@ -71,6 +74,8 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_rising = False
         self._kinds: dict[int, Kind] = {}
         self._kept: dict[int, Kind] = {}
+        self._seen: dict[int, Kind] = {}
+        """What else a storage is for, by its number."""
         self._resizes = patch.object(torch.UntypedStorage, "resize_", self._resize())
 
     @classmethod
@@ -90,6 +95,15 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         self._kept = {number: "optimizer" for number, size in self._sizes.items() if size}
 
+    def note_activations(self) -> None:
+        """Count the tensors that are alive, and not known otherwise, as activations.
+
+        Called between forward and backward.
+        """
+        for number, size in self._sizes.items():
+            if size:
+                self._seen.setdefault(number, "activations")
+
     def note_inputs(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors, and no longer as kept: the same batch may be trained on again."""
         inputs = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
@@ -107,7 +121,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def close(self) -> None:
         """Fill in `parts` from the tensors that are known now and were known at `start`."""
         self._note_peak()
-        kinds = {**self._kept, **self._kinds, **self._known_kinds()}
+        kinds = {**self._seen, **self._kept, **self._kinds, **self._known_kinds()}
         self.parts = {}
         for number, size in self._at_peak.items():
             if kind := kinds.get(number):
@@ -136,15 +150,26 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # most operations ask for it
         result = func(*args, **(kwargs or {}))
+        leaves = tree_leaves(result)
+        self.add(leaves)
         if func.namespace in _COLLECTIVES:
             given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
             # An output that is handed over is as large as the inputs together, or larger.
             size = max((leaf.numel() * leaf.element_size() for leaf in given), default=0)
             self.sent += size * (2 if "allreduce" in func.__name__ else 1)
+            self._note_communication([*given, *leaves])
+        elif func.namespace in _COPIES_OF_COLLECTIVES:
+            self._note_communication([*tree_leaves((args, kwargs)), *leaves])
         elif count := flop_registry.get(func.overloadpacket):
             self.flops += count(*args, **(kwargs or {}), out_val=result)
-        self.add(tree_leaves(result))
         return result
+
+    def _note_communication(self, leaves: Iterable[Any]) -> None:
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                number = self._numbers.get(_storage(leaf)._cdata)
+                if number is not None:
+                    self._seen[number] = "communication"
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         address, size = storage._cdata, storage.nbytes()

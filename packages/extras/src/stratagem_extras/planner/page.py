@@ -10,7 +10,14 @@ from stratagem_extras.page import color, key, svg, table, whole_page
 from stratagem_extras.planner.plan import MemoryPlan, PlannedStrategy
 
 GIB = 2**30
-PARTS = ("parameters", "gradients", "optimizer", "working")
+PARTS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "communication",
+    "temporary",
+)
 
 Curves = Mapping[str, Mapping[str, MemoryPlan]]
 """Plans by what is varied ("devices"), and by its value ("8")."""
@@ -60,6 +67,7 @@ def _bars(rows: Sequence[PlannedStrategy], capacity: int) -> str:
             x += wide
         more = " \u2192" if row.on_device > end else ""
         host = f" + {_gib(row.on_host)} in the host" if row.on_host else ""
+        host += f" + {_gib(row.on_disk)} on disk" if row.on_disk else ""
         drawn.append(
             f'<text x="{x + 6:.1f}" y="{top + 14}">{_gib(row.on_device)}{more}{host}</text>'
         )
@@ -120,16 +128,18 @@ def _table(rows: Sequence[PlannedStrategy]) -> str:
     lines = []
     for row in rows:
         fits = "yes" if row.fits else '<span class="no">no</span>'
-        cells = [_gib(size) for size in (row.on_device, *_sizes(row), row.on_host)]
+        cells = [_gib(size) for size in (row.on_device, *_sizes(row), row.on_host, row.on_disk)]
         lines.append([escape(row.name), fits, *cells])
-    return table(("strategy", "fits", "device", *PARTS, "host"), lines)
+    return table(("strategy", "fits", "device", *PARTS, "host", "disk"), lines)
 
 
 def _sizes(row: PlannedStrategy) -> tuple[int, ...]:
     """Return the bytes on the device, by `PARTS`."""
     memory = row.device
     assert memory is not None
-    return (memory.parameters, memory.gradients, memory.optimizer, memory.working + memory.buffers)
+    rest = memory.temporary + memory.buffers
+    state = (memory.parameters, memory.gradients, memory.optimizer)
+    return (*state, memory.activations, memory.communication, rest)
 
 
 def _svg(width: int, height: int, label: str, drawn: Sequence[str]) -> str:

@@ -6,14 +6,17 @@ import gc
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from stratagem.accelerators import CPUAccelerator
 from stratagem.discovery import StrategySpec, get_registry, nearest_of
@@ -22,23 +25,25 @@ from stratagem.strategies import ActivationCheckpointing, StepMemory, Strategy
 from stratagem_extras.planner.devices import Device, find_device, parse_size
 from stratagem_extras.planner.forked import forked_map
 from stratagem_extras.planner.simulation import (
+    PlannedMemory,
     SimulatedModel,
     Workload,
     build_components,
     needs_values,
+    simulated_group,
     simulated_ranks,
 )
 
 _log = logging.getLogger(__name__)
 
-USABLE = 0.9
-"""The part of a device's memory that a plan may fill: allocators keep some, and libraries too."""
 _EFFICIENCY = 0.4
 """The part of a device's floating-point operations that large models reach."""
 _FROM_NODE_TO_NODE = 25e9
 """Bytes a second of a device to another node, over a network of 200 Gb/s."""
 _TO_HOST = 25e9
 """Bytes a second between a device and its host, over PCI Express 4."""
+_TO_DISK = 6e9
+"""Bytes a second between a node and its NVMe device, over PCI Express 4."""
 _DEDICATED = ("tpu", "hpu", "ipu")
 """Accelerators whose `requires_dedicated_strategies` is True, also where none is installed."""
 _LAUNCHERS = ("launcher", "find_unused_parameters")
@@ -60,18 +65,21 @@ class PlannedStrategy:
             `estimate_memory`, from a step in one process.
         why_not: why nothing is known, or why it cannot be used; "".
         on_host: bytes of a rank in the host's memory.
-        fits: whether a rank fits in the device, and the ranks of a node in the host.
+        on_disk: bytes of a rank on the disk to which the strategy offloads.
+        fits: whether a rank fits in the device, and the ranks of a node in the host and on the
+            disk.
         seconds: of a step, roughly; None: the device's figures are not known.
     """
 
     name: str
     alike: tuple[str, ...] = ()
     shards: tuple[str, ...] = ()
-    memory: StepMemory | None = None
-    device: StepMemory | None = None
+    memory: PlannedMemory | None = None
+    device: PlannedMemory | None = None
     how: str = ""
     why_not: str = ""
     on_host: int = 0
+    on_disk: int = 0
     fits: bool = False
     seconds: float | None = None
 
@@ -92,6 +100,7 @@ class MemoryPlan:
         num_nodes: how many nodes.
         capacity: bytes of a device.
         host: bytes of the host's memory on each node; None: it is not known, and was not compared.
+        disk: bytes of the disk on each node; None: it was not compared.
         precision, accumulate_grad_batches: as planned.
         accelerator: of the device, "auto" where it is this machine's.
         notes: what the plan does not know, a sentence each.
@@ -103,6 +112,7 @@ class MemoryPlan:
     num_nodes: int
     capacity: int
     host: int | None
+    disk: int | None
     precision: str
     accumulate_grad_batches: int
     accelerator: str
@@ -117,17 +127,22 @@ class MemoryPlan:
     def best_doubled(self) -> PlannedStrategy | None:
         """The first strategy that fits twice the model and activations, or None."""
         host = None if self.host is None else self.host // 2
-        return self.best_within(self.capacity // 2, host)
+        disk = None if self.disk is None else self.disk // 2
+        return self.best_within(self.capacity // 2, host, disk)
 
-    def best_within(self, capacity: int, host: int | None) -> PlannedStrategy | None:
+    def best_within(
+        self, capacity: int, host: int | None, disk: int | None = None
+    ) -> PlannedStrategy | None:
         """Return the first strategy that fits in less memory than the plan's, or None.
 
         Args:
             capacity: bytes of a device.
             host: bytes of the host's memory on each node; None: it is not compared.
+            disk: bytes of the disk on each node; None: it is not compared.
         """
+        sizes = (capacity, host, disk)
         rows = (row for row in self.strategies if row.memory is not None)
-        return next((row for row in rows if _fits(row, capacity, host, self.devices)), None)
+        return next((row for row in rows if _fits(row, sizes, self.devices)), None)
 
     @property
     def call(self) -> str:
@@ -160,6 +175,7 @@ def plan_memory(
     device: str | None = None,
     device_memory: float | str | None = None,
     host_memory: float | str | None = None,
+    disk_memory: float | str | None = None,
     accumulate_grad_batches: int = 1,
     activation_checkpointing: ActivationCheckpointing = None,
     strategies: Sequence[str] = (),
@@ -175,7 +191,8 @@ def plan_memory(
     Args:
         model: a function or a class that builds it, or the model itself, which is not changed. A
             model that is too large for this machine is planned from a function.
-        batch: a micro-batch of one rank, as tensors or as a function that returns it.
+        batch: a micro-batch of one rank, as tensors, as a function that returns it, or a loader, of
+            which the first batch is taken.
         loss: returns the loss of a model and a batch; None: what `training_step` returns, else the
             output's `loss`, else the mean of its first tensor.
         optimizer: a class of `torch.optim` by name, or a function of the parameters; None: what
@@ -186,6 +203,7 @@ def plan_memory(
         device: a name from the table of devices, such as "A100-80GB"; None: what is here.
         device_memory: of a device, in bytes or as "80GB"; None: as `device` has it.
         host_memory: of a node; None: this machine's, or not compared if `device` names another.
+        disk_memory: of the disk of a node to which strategies offload; None: not compared.
         accumulate_grad_batches: micro-batches in an optimizer step.
         activation_checkpointing: as for `FSDPStrategy`, here under every strategy: True computes
             the activations of layers again in backward.
@@ -217,8 +235,9 @@ def plan_memory(
     host = None if host_memory is None else parse_size(host_memory)
     if host is None and device is None:
         host = _host_memory()
+    disk = None if disk_memory is None else parse_size(disk_memory)
     workload = Workload(
-        batch if callable(batch) else lambda: batch,
+        batch if callable(batch) else partial(first_batch, batch),
         loss or default_loss,
         optimizer_maker(optimizer),
         accumulate_grad_batches,
@@ -232,7 +251,8 @@ def plan_memory(
     if not strategies:
         rows = _without_copies(rows, [spec for spec, _ in groups])
     flops = max(memory.flops for memory in planner.alone.values())
-    judged = [_judged(row, planned_for, host, devices, num_nodes, flops) for row in rows]
+    sizes = (planned_for.memory, host, disk)
+    judged = [_judged(row, planned_for, sizes, devices, num_nodes, flops) for row in rows]
     if devices * num_nodes > 1:
         judged = [row for row in judged if row.name != "single_device"]
     return MemoryPlan(
@@ -242,6 +262,7 @@ def plan_memory(
         num_nodes,
         planned_for.memory,
         host,
+        disk,
         precision,
         accumulate_grad_batches,
         planned_for.accelerator,
@@ -272,6 +293,20 @@ def _older_objects_kept() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def first_batch(batch: Any) -> Any:
+    """Return a batch, or the first one of a loader.
+
+    Raises:
+        ConfigurationError: the loader has none.
+    """
+    if isinstance(batch, (Tensor, Mapping, Sequence)) or not isinstance(batch, Iterable):
+        return batch
+    with _disable_current_modes():  # a loader reads values
+        for first in batch:
+            return first
+    raise ConfigurationError(f"batch={type(batch).__name__}: expected a loader with a batch in it")
 
 
 def _simulated(
@@ -335,7 +370,7 @@ class _Planner:
             return PlannedStrategy(spec.name, alike, why_not=why)
         how = "simulated" if self.has_activations else "computed"
         if spec.name == "single_device":
-            return self._planned(spec, alike, self.alone, how)
+            return self._planned(spec.build(), spec, alike, self.alone, how)
         if capabilities.one_process and ranks > 1:
             why = "one process drives all devices, which cannot be simulated"
             return PlannedStrategy(spec.name, alike, why_not=why)
@@ -344,30 +379,47 @@ class _Planner:
             if self.has_activations:
                 with simulated_ranks(strategy := spec.build(), components):
                     phases = self.model.simulate_step(strategy, self.workload)
-                return self._planned(spec, alike, phases, how)
+                return self._planned(strategy, spec, alike, phases, how)
         except ConfigurationError as error:
             return PlannedStrategy(spec.name, alike, why_not=format_text(str(error), 400))
         # What needs real tensors, such as DistributedDataParallel, is computed instead.
         except Exception as error:
             _log.debug("%s cannot be simulated: %s", spec.name, error)
         try:
-            (strategy := spec.build()).bind(components)
-            phases = strategy.estimate_memory(self.alone, spec.shards)
+            with simulated_group(components):
+                (strategy := spec.build()).bind(components)
+                phases = self._estimated(strategy, spec)
         except Exception as error:
             why = format_text(f"{type(error).__name__}: {error}", 200)
             return PlannedStrategy(spec.name, alike, why_not=why)
-        return self._planned(spec, alike, phases, "computed")
+        return self._planned(strategy, spec, alike, phases, "computed")
+
+    def _estimated(self, strategy: Strategy, spec: StrategySpec) -> dict[str, PlannedMemory]:
+        """Return a strategy's estimate; what it adds to a step in one process is communication."""
+        estimated = strategy.estimate_memory(self.alone, spec.shards)
+        phases = {}
+        for phase, memory in estimated.items():
+            alone = self.alone[phase]
+            made = PlannedMemory(**{**asdict(alone), **asdict(memory)})
+            more = max(0, made.working - alone.working)
+            phases[phase] = replace(made, communication=alone.communication + more)
+        return phases
 
     def _alone(
-        self, simulate: Callable[[Strategy, Workload], dict[str, StepMemory]]
-    ) -> dict[str, StepMemory]:
+        self, simulate: Callable[[Strategy, Workload], dict[str, PlannedMemory]]
+    ) -> dict[str, PlannedMemory]:
         """Return the phases of a step in one process."""
         strategy: Strategy = get_registry().find("strategy", "single_device").spec.build()
         with simulated_ranks(strategy, build_components(1, 1, self.precision)):
             return simulate(strategy, self.workload)
 
     def _planned(
-        self, spec: StrategySpec, alike: tuple[str, ...], phases: dict[str, StepMemory], how: str
+        self,
+        strategy: Strategy,
+        spec: StrategySpec,
+        alike: tuple[str, ...],
+        phases: dict[str, PlannedMemory],
+        how: str,
     ) -> PlannedStrategy:
         """Return a row for the moments at which a rank, and its device, hold most."""
         # A CPU offloads to itself.
@@ -375,14 +427,15 @@ class _Planner:
         # Those that are gathered for a step are on the device.
         kept = min(memory.parameters for memory in phases.values())
 
-        def host(memory: StepMemory) -> dict[str, int]:
+        def off(memory: PlannedMemory) -> dict[str, int]:
             held = {part: getattr(memory, part) for part in offloads}
             return {**held, "parameters": kept} if "parameters" in held else held
 
-        def device(memory: StepMemory) -> StepMemory:
-            rest = {part: getattr(memory, part) - size for part, size in host(memory).items()}
+        def device(memory: PlannedMemory) -> PlannedMemory:
+            rest = {part: getattr(memory, part) - size for part, size in off(memory).items()}
             return replace(memory, **rest)
 
+        places = [_host_and_disk(strategy, off(memory)) for memory in phases.values()]
         return PlannedStrategy(
             spec.name,
             alike,
@@ -390,11 +443,24 @@ class _Planner:
             max(phases.values(), key=_total),
             max(map(device, phases.values()), key=_total),
             how,
-            on_host=max(sum(host(memory).values()) for memory in phases.values()),
+            on_host=max(host for host, _ in places),
+            on_disk=max(disk for _, disk in places),
         )
 
 
-def _total(memory: StepMemory) -> int:
+def _host_and_disk(strategy: Strategy, offloaded: dict[str, int]) -> tuple[int, int]:
+    """Return the bytes that a rank has in its host and on its disk, of what it offloads.
+
+    A strategy that offloads to a disk says so by a method `split_offload`.
+    """
+    split = getattr(strategy, "split_offload", None)
+    if split is None or not any(offloaded.values()):
+        return sum(offloaded.values()), 0
+    host, disk = split(offloaded)
+    return int(host), int(disk)
+
+
+def _total(memory: PlannedMemory) -> int:
     return memory.total
 
 
@@ -415,13 +481,19 @@ def default_loss(module: nn.Module, batch: Any) -> Tensor:
         output = module(*batch) if isinstance(batch, (tuple, list)) else module(batch)
     if isinstance(loss := getattr(output, "loss", None), Tensor):
         return loss
-    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-    if not leaves:
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    trained = next((leaf for leaf in leaves if leaf.requires_grad), None)
+    if trained is None:
+        found = "no tensor"
+        if leaves:
+            kinds = ", ".join(sorted({str(leaf.dtype) for leaf in leaves}))
+            found = f"no tensor from which gradients flow back, only {kinds}"
         raise ConfigurationError(
-            f"{type(module).__name__} returned {format_text(repr(output), 80)}, which has no "
-            "tensor: pass loss=..., a function of the model and a batch"
+            f"{type(module).__name__} returned {format_text(type(output).__name__, 80)} with "
+            f"{found}, so that a plan knows no loss: let training_step return the loss, or pass "
+            "loss=..., a function of the model and a batch, to plan_memory"
         )
-    return leaves[0].float().mean()
+    return trained.float().mean()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -454,7 +526,25 @@ def optimizer_maker(
         make: Callable[..., Optimizer] = found
     else:
         make = optimizer
-    return lambda module: make([p for p in module.parameters() if p.requires_grad])
+    return lambda module: _known_steps(make([p for p in module.parameters() if p.requires_grad]))
+
+
+def _known_steps(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer whose step a plan can run.
+
+    Raises:
+        ConfigurationError: it calls the model itself, as LBFGS does.
+    """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is None or closure.default is not inspect.Parameter.empty:
+        return optimizer
+    kept = ""
+    if copies := 2 * optimizer.defaults.get("history_size", 0):
+        kept = f", and add its history, which grows to {copies} times the size of the parameters"
+    raise ConfigurationError(
+        f"{type(optimizer).__name__} runs the model several times in each step, which a plan does "
+        f"not follow: plan with optimizer='SGD'{kept}"
+    )
 
 
 def _own_optimizer(module: nn.Module) -> Optimizer:
@@ -466,7 +556,7 @@ def _own_optimizer(module: nn.Module) -> Optimizer:
     while isinstance(configured, (list, tuple, dict)) and configured:
         configured = configured["optimizer"] if isinstance(configured, dict) else configured[0]
     if isinstance(configured, Optimizer):
-        return configured
+        return _known_steps(configured)
     return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
 
 
@@ -494,7 +584,8 @@ def _without_copies(
     """Return the rows without those of the same class that hold the same as one before."""
     known: dict[Any, PlannedStrategy] = {}
     for row, spec in zip(rows, specs, strict=True):
-        key = (str(spec.target), row.memory, row.device) if row.memory else row.name
+        held = row.memory, row.device, row.on_host, row.on_disk
+        key = (str(spec.target), held) if row.memory else row.name
         first = known.setdefault(key, row)
         if first is not row:
             known[key] = replace(first, alike=(*first.alike, row.name, *row.alike))
@@ -511,28 +602,31 @@ def _options(spec: StrategySpec) -> dict[str, Any]:
     return {k: v for k, v in options.items() if k not in known or known[k].default != v}
 
 
-def _fits(row: PlannedStrategy, capacity: int, host: int | None, devices: int) -> bool:
-    in_host = host is None or row.on_host * devices <= USABLE * host
-    return row.on_device <= USABLE * capacity and in_host
+def _fits(row: PlannedStrategy, sizes: tuple[int, int | None, int | None], devices: int) -> bool:
+    """Whether a row fits in a device, and its ranks in the host and on the disk of a node."""
+    capacity, host, disk = sizes
+    in_host = host is None or row.on_host * devices <= StepMemory.USABLE * host
+    on_disk = disk is None or row.on_disk * devices <= StepMemory.USABLE * disk
+    return row.on_device <= StepMemory.USABLE * capacity and in_host and on_disk
 
 
 def _judged(
     row: PlannedStrategy,
     device: Device,
-    host: int | None,
+    sizes: tuple[int, int | None, int | None],
     devices: int,
     num_nodes: int,
     flops: int,
 ) -> PlannedStrategy:
     if row.memory is None:
         return row
-    fits = _fits(row, device.memory, host, devices)
+    fits = _fits(row, sizes, devices)
     seconds = None
     if device.flops:
         link = device.link if num_nodes == 1 else min(device.link, _FROM_NODE_TO_NODE)
         # Ranks communicate while they compute. Offloads are waited for.
         beside = max(flops / (_EFFICIENCY * device.flops), row.memory.sent / link)
-        seconds = beside + 2 * row.on_host / _TO_HOST
+        seconds = beside + 2 * row.on_host / _TO_HOST + 2 * row.on_disk * devices / _TO_DISK
     return replace(row, fits=fits, seconds=seconds)
 
 
@@ -541,7 +635,8 @@ def _cost(row: PlannedStrategy) -> tuple[Any, ...]:
     if row.memory is None:
         return (2, row.name)
     sent = row.memory.sent
-    return (not row.fits, bool(row.on_host), row.seconds or 0.0, len(row.shards), sent, row.name)
+    place = 2 if row.on_disk else bool(row.on_host)
+    return (not row.fits, place, row.seconds or 0.0, len(row.shards), sent, row.name)
 
 
 def _device(name: str | None, memory: float | str | None, devices: int) -> Device:

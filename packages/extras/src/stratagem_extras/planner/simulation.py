@@ -6,9 +6,10 @@ import copy
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -92,6 +93,24 @@ gather layers ahead up to a number of parameters, below which a layer adds somet
 
 
 @dataclass(frozen=True)
+class PlannedMemory(StepMemory):
+    """The memory of a process in a step, with the parts of `working`.
+
+    Attributes:
+        activations: what forward keeps for backward, and the batch.
+        communication: what collectives read and write: gathered parameters, buckets of gradients.
+    """
+
+    activations: int = 0
+    communication: int = 0
+
+    @property
+    def temporary(self) -> int:
+        """The rest of `working`: results of operations that are not kept."""
+        return self.working - self.activations - self.communication
+
+
+@dataclass(frozen=True)
 class Workload:
     """The training run of a simulation, except for the model.
 
@@ -110,7 +129,7 @@ class Workload:
 
 def measure_step(
     strategy: Strategy, workload: Workload, model: Callable[[], nn.Module]
-) -> dict[str, StepMemory]:
+) -> dict[str, PlannedMemory]:
     """Take two steps under a prepared strategy; return the second one's memory by phase.
 
     The optimizer makes its state in the first step.
@@ -188,7 +207,7 @@ class SimulatedModel:
         }
         """The number of layers of each outermost list of equal layers, by its name."""
 
-    def simulate_step(self, strategy: Strategy, workload: Workload) -> dict[str, StepMemory]:
+    def simulate_step(self, strategy: Strategy, workload: Workload) -> dict[str, PlannedMemory]:
         """Return rank 0's memory in the phases of a step, without memory and other ranks.
 
         The strategy's own code runs, on fake tensors. Collectives return at once. Where code
@@ -203,7 +222,7 @@ class SimulatedModel:
             Exception: what the strategy's or the model's code raises on such tensors.
         """
 
-        def step(kept: dict[str, int]) -> dict[str, StepMemory]:
+        def step(kept: dict[str, int]) -> dict[str, PlannedMemory]:
             with self._without_memory():
                 return measure_step(strategy, workload, lambda: self._shortened(kept))
 
@@ -223,7 +242,7 @@ class SimulatedModel:
         most = phases["step"].gradients
         return {phase: _with_gradients_up_to(most, memory) for phase, memory in phases.items()}
 
-    def simulate_state(self, strategy: Strategy, workload: Workload) -> dict[str, StepMemory]:
+    def simulate_state(self, strategy: Strategy, workload: Workload) -> dict[str, PlannedMemory]:
         """Return rank 0's memory in "step" without activations; the model is not run."""
         with self._without_memory():
             task = _Task(self._shortened(self.stacks), workload.loss)
@@ -242,7 +261,7 @@ class SimulatedModel:
                 for kind in _KINDS
             }
             strategy.release(prepared)
-        return {"step": StepMemory(**sizes, working=0)}
+        return {"step": PlannedMemory(**sizes, working=0)}
 
     def _few(self, stack: str, layers: int) -> int:
         """Return how many layers to run; all, if that costs no more than to extrapolate."""
@@ -273,11 +292,28 @@ class SimulatedModel:
 
 @contextmanager
 def simulated_ranks(strategy: Strategy, components: Components) -> Iterator[None]:
-    """Set up a strategy as rank 0 of a process group whose other ranks do not exist.
+    """Set up a strategy as rank 0 of a `simulated_group`.
 
     Args:
         strategy: not yet bound.
         components: their devices are the ranks.
+
+    Raises:
+        ConfigurationError: this process has joined a process group.
+    """
+    with simulated_group(components):
+        # In the group, by which a strategy knows that it is simulated and builds no kernels.
+        strategy.bind(components)
+        if isinstance(strategy, ParallelStrategy):
+            strategy.init_process_group = lambda: None  # type: ignore[method-assign]
+        strategy.setup_environment()
+        yield
+        strategy.teardown()
+
+
+@contextmanager
+def simulated_group(components: Components) -> Iterator[None]:
+    """Be rank 0 of a process group whose other ranks do not exist.
 
     Raises:
         ConfigurationError: this process has joined a process group.
@@ -291,14 +327,8 @@ def simulated_ranks(strategy: Strategy, components: Components) -> Iterator[None
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(components.device_count)}
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=components.device_count)
     try:
-        # In the group, by which a strategy knows that it is simulated and builds no kernels.
-        strategy.bind(components)
-        if isinstance(strategy, ParallelStrategy):
-            strategy.init_process_group = lambda: None  # type: ignore[method-assign]
         with patch.dict(os.environ, rank):
-            strategy.setup_environment()
             yield
-            strategy.teardown()
     finally:
         dist.destroy_process_group()
         torch.set_num_threads(threads)
@@ -349,7 +379,7 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if place := _reading_line():
                 self.reads[place] = None
             return 1
-        result = _run_by_shape(func, args) if not kwargs else None
+        result = _run_by_shape(func, args, kwargs or {})
         if result is None:
             result = func(*args, **(kwargs or {}))
         if func is _ATEN.lift_fresh.default:
@@ -363,7 +393,7 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _run_by_shape(func: Any, args: Sequence[Any]) -> Any:
+def _run_by_shape(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return what `FakeTensorMode` returns for frequent operations, in a third of the time.
 
     It looks up each operation by a key that it computes of all arguments.
@@ -375,26 +405,40 @@ def _run_by_shape(func: Any, args: Sequence[Any]) -> Any:
     if type(tensor) is not FakeTensor or tensor.constant is not None:
         return None
     mode, device = tensor.fake_mode, tensor.fake_device
-    if func not in _VIEWS:
-        if not (func in _ELEMENTWISE or func in _IN_PLACE) or not tensor.is_floating_point():
-            return None
-        others = [arg for arg in args[1:] if isinstance(arg, Tensor)]
-        if not tensor.is_contiguous() or any(
-            type(other) is not FakeTensor
-            or other.fake_device != device
-            or other.dtype != tensor.dtype
-            or other.shape != tensor.shape
-            for other in others
-        ):
+    if func in _VIEWS and not kwargs:
+        run = partial(func, *args)
+    elif func is _ATEN._to_copy.default and [*kwargs] == ["dtype"] and tensor.is_contiguous():
+        run = partial(_ATEN.empty_like.default, tensor, dtype=kwargs["dtype"])
+    elif func in _ELEMENTWISE or func in _IN_PLACE:
+        if not _have_one_shape(args) or kwargs.keys() - {"value", "alpha"}:
             return None
         if func in _IN_PLACE:
             return tensor
-        func, args = _ATEN.empty_like.default, (tensor,)
+        run = partial(_ATEN.empty_like.default, tensor)
+    else:
+        return None
     with in_kernel_invocation_manager(mode):
-        result = func(*args)
+        result = run()
     if isinstance(result, Tensor):
         return FakeTensor(mode, result, device)
     return [FakeTensor(mode, part, device) for part in result]
+
+
+def _have_one_shape(args: Sequence[Any]) -> bool:
+    """Whether the tensors among these are as the first one, which is contiguous."""
+    first = args[0]
+    return (
+        first.is_floating_point()
+        and first.is_contiguous()
+        and all(
+            type(other) is FakeTensor
+            and other.fake_device == first.fake_device
+            and other.dtype == first.dtype
+            and other.shape == first.shape
+            for other in args[1:]
+            if isinstance(other, Tensor)
+        )
+    )
 
 
 def _reading_line() -> str:
@@ -440,7 +484,7 @@ class _Step(TrainStep):
         self.module, self.meter = prepared.module, meter
         self.context = precision.forward_context() or nullcontext()
         self.convert = precision.input_converter() or (lambda batch: batch)
-        self.held: dict[str, StepMemory] = {}
+        self.held: dict[str, PlannedMemory] = {}
         self.phase = ""
         self.sent = self.flops = 0
 
@@ -453,10 +497,17 @@ class _Step(TrainStep):
     def enter(self, phase: str) -> None:
         """End a phase of the step, and begin the next one; "" is after the last."""
         meter = self.meter
+        if self.phase == "forward":
+            meter.note_activations()
         meter.close()
         if self.phase:
             known = {kind: meter.parts.get(kind, 0) for kind in _KINDS}
-            memory = StepMemory(**known, working=max(0, meter.peak - sum(known.values())))
+            memory = PlannedMemory(
+                **known,
+                working=max(0, meter.peak - sum(known.values())),
+                activations=meter.parts.get("activations", 0),
+                communication=meter.parts.get("communication", 0),
+            )
             before = self.held.get(self.phase, memory)
             self.held[self.phase] = max(before, memory, key=_total)
         self.phase = phase
@@ -514,20 +565,30 @@ def _copy(model: nn.Module) -> nn.Module:
 
 
 def _extrapolated(
-    memory: StepMemory, few: StepMemory, more: StepMemory, further: int
-) -> StepMemory:
+    memory: PlannedMemory, few: PlannedMemory, more: PlannedMemory, further: int
+) -> PlannedMemory:
     """Return the memory with further layers, of which each adds what one more has added."""
     sizes = {
         name: size + further * (getattr(more, name) - getattr(few, name))
         for name, size in asdict(memory).items()
     }
-    return StepMemory(**sizes)
+    return PlannedMemory(**sizes)
 
 
-def _with_gradients_up_to(most: int, memory: StepMemory) -> StepMemory:
+def _with_gradients_up_to(most: int, memory: PlannedMemory) -> PlannedMemory:
     gradients = max(0, min(most, memory.gradients))
     working = max(0, memory.working + memory.gradients - gradients)
-    return replace(memory, gradients=gradients, working=working)
+    activations = max(0, min(memory.activations, working))
+    communication = max(0, min(memory.communication, working - activations))
+    return PlannedMemory(
+        **{
+            **asdict(memory),
+            "gradients": gradients,
+            "working": working,
+            "activations": activations,
+            "communication": communication,
+        }
+    )
 
 
 def _total(memory: StepMemory) -> int:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from stratagem.errors import ConfigurationError
+
 if TYPE_CHECKING:
     from stratagem.module import Module
     from stratagem.trainer import Trainer
@@ -96,10 +98,11 @@ def predicted_size(trainer: Trainer, model: Module, loader: Any, size: int) -> i
     found = trainer.strategy.accelerator.availability()
     if (capacity := found.memory) is None or not found.indexed:
         return 0  # a host that is full ends the process
-    from stratagem_extras.planner.plan import USABLE, plan_memory
+    from stratagem.strategies import StepMemory
+    from stratagem_extras.planner.plan import plan_memory
 
+    batch = next(iter(loader))
     try:
-        batch = next(iter(loader))
         plans = [
             plan_memory(
                 model,
@@ -110,11 +113,11 @@ def predicted_size(trainer: Trainer, model: Module, loader: Any, size: int) -> i
             )
             for times in (1, 2)
         ]
-    except Exception as error:  # no plan can be made of this model
+    except ConfigurationError as error:  # no plan can be made of this model
         _log.debug("no batch size is predicted: %s", error)
         return 0
     held, more = (plan.strategies[0].on_device for plan in plans)
-    room = int(USABLE * capacity) - held
+    room = int(StepMemory.USABLE * capacity) - held
     return size + (size * room // (more - held) if more > held else 0)
 
 
