@@ -30,6 +30,8 @@ PACKAGES = [
     "packages/testing",
     "packages/stratagem",
 ]
+# What is typed for macOS and Windows too.
+ON_ANY_SYSTEM = ["core", "extras", "lightning", "backend-cuda", "backend-mps", "backend-xpu"]
 # What Lightning's names stand on, for the sessions beside Lightning itself.
 AS_LIGHTNING = [f"./packages/{name}" for name in ("core", "extras", "lightning", "backend-cuda")]
 # What builds a package of ours; installed once, so that no build fetches it again.
@@ -200,6 +202,10 @@ def check_lint(session: nox.Session) -> None:
 def check_types(session: nox.Session) -> None:
     """Types of the sources and of this file, then of each folder of tests and scripts."""
     session.run("mypy")
+    for system in ("darwin", "win32"):
+        # As if it ran there: what this system alone has is an error.
+        sources = (f"packages/{name}/src" for name in ON_ANY_SYSTEM)
+        session.run("mypy", "--platform", system, *sources)
     folders = [f"{package}/{kind}" for package in PACKAGES for kind in ("tests", "scripts")]
     folders += ["tests", "examples", "benchmarks", "docs/tools"]
     for folder in folders:

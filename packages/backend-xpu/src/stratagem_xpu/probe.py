@@ -52,11 +52,15 @@ class Card:
 
 def xpu_availability() -> Availability:
     """Return the Intel GPUs that this process can use, and otherwise why there are none."""
+    return availability(os.environ, torch_build(), _find, has_level_zero)
+
+
+def _find() -> list[Card]:
+    if not os.path.isdir(CARDS):  # noqa: PTH112 - pathlib is slow to import
+        return []
     from pathlib import Path
 
-    return availability(
-        os.environ, torch_build(), lambda: list(cards(Path(CARDS), Path(NODES))), has_level_zero
-    )
+    return list(cards(Path(CARDS), Path(NODES)))
 
 
 def availability(

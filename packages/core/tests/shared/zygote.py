@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import fcntl
 import gc
 import json
 import multiprocessing.util
@@ -36,6 +35,8 @@ READ_AT_START = (
 
 def can_fork(variables: Iterable[str]) -> bool:
     """Return whether a fork takes these variables as a new interpreter would."""
+    if not hasattr(os, "fork"):
+        return False
     return not any(v.startswith(READ_AT_START) for v in variables if v != "PYTHONPATH")
 
 
@@ -288,6 +289,8 @@ def _spare() -> tuple[int, int] | None:
 
 def _move(fd: int, above: int) -> int:
     """Return another number of a descriptor, which is `above` or more."""
+    import fcntl
+
     moved = fcntl.fcntl(fd, fcntl.F_DUPFD, above)
     os.close(fd)
     return moved

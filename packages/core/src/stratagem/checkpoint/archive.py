@@ -259,7 +259,7 @@ def check_entries(file: BinaryIO, archive: Archive, path: str) -> None:
         CheckpointCorruptError: the archive has another form. The error says where.
     """
     # Not closed explicitly, since an error's traceback may hold views of the mapping.
-    mapped = mmap.mmap(file.fileno(), archive.size, prot=mmap.PROT_READ)
+    mapped = mmap.mmap(file.fileno(), archive.size, access=mmap.ACCESS_READ)
     try:
         read_entries(memoryview(mapped), comment=archive.comment)
     except Refused as error:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
 
 import xxhash
+
+from stratagem._platform import available_cores
 
 PIECE_SIZE = 64 << 20
 """The bytes of a piece, in newly written files."""
@@ -79,7 +82,7 @@ def checksum_of_file(file: BinaryIO, size: int, piece_size: int) -> str:
     if not size:
         return Checksum(piece_size).hexdigest()
     with (
-        mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as mapped,
+        mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as mapped,
         memoryview(mapped) as contents,
     ):
         reader = _Reader(file.fileno(), contents)
@@ -108,7 +111,7 @@ class _Reader:
         def digest(start: int) -> bytes:
             return self.hash_range(start, min(start + piece_size, size)).digest()
 
-        threads = min(_MOST_THREADS, len(starts), len(os.sched_getaffinity(0)))
+        threads = min(_MOST_THREADS, len(starts), available_cores())
         if threads == 1:
             return list(map(digest, starts))
         executor = ThreadPoolExecutor(threads, thread_name_prefix="stratagem-checksum")
@@ -134,6 +137,8 @@ class _Reader:
         return found
 
     def _read(self, at: int, end: int, found: xxhash.xxh3_128) -> None:
+        if sys.platform == "win32":
+            return  # never called: all of a file counts as cached there
         buffer = memoryview(bytearray(min(_READ, end - at)))
         while at < end:
             size = os.preadv(self._descriptor, [buffer[: end - at]], at)
@@ -145,7 +150,7 @@ class _Reader:
     def _is_cached(self, at: int, size: int) -> bool:
         """Whether a range is in memory, judged by its first and last byte."""
         flags = getattr(os, "RWF_NOWAIT", None)
-        if flags is None:
+        if sys.platform == "win32" or flags is None:
             return True
         try:
             return all(

@@ -88,10 +88,11 @@ def main() -> int:
             code = run_command(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        output = select.poll()
-        output.register(sys.stdout.fileno(), 0)
-        if not output.poll(0):
-            raise  # of another pipe
+        if hasattr(select, "poll"):  # not on Windows
+            output = select.poll()
+            output.register(sys.stdout.fileno(), 0)
+            if not output.poll(0):
+                raise  # of another pipe
         # The reader of the output, such as `head`, has ended: write nothing more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -236,11 +236,7 @@ def examine(registry: Registry, environ: Mapping[str, str]) -> Diagnosis:
             for name, provides in names_by_distribution().items()
             if name not in distributions and version_of(name) is None
         },
-        checks=(
-            *failed_commands(registry),
-            *_specs_checks(registry),
-            *plugins_checks(registry),
-        ),
+        checks=(*failed_commands(registry), *_specs_checks(registry), *plugins_checks(registry)),
     )
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from stratagem._platform import ENDING
 from stratagem.cli.console import at_least
 from stratagem.errors import StratagemError
 from stratagem.launch import network, rank
@@ -62,7 +63,7 @@ _GRACE = 20.0
 """The time in seconds for ranks to end by themselves after a signal to this program. The 5 seconds
 between SIGTERM and SIGKILL follow, within the 30 seconds of Kubernetes and SLURM."""
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = ENDING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,6 +300,8 @@ def _start_and_watch(launch: Launch) -> int:
     # First of all, so that no signal can end this program and leave ranks running.
     signals = _Signals()
     listener, port, pass_fds = None, launch.main_port, {}
+    if port is None and sys.platform == "win32":
+        port = network.free_port()  # no child inherits a socket
     if port is None:
         # Listen on a free port here, and pass the socket to rank 0: so no other program can take
         # the port in between. Leaving the context closes this program's copy.

@@ -286,9 +286,7 @@ class Registry:
 
     @classmethod
     def discover(
-        cls,
-        entries: Iterable[PluginEntry] | None = None,
-        environ: Mapping[str, str] | None = None,
+        cls, entries: Iterable[PluginEntry] | None = None, environ: Mapping[str, str] | None = None
     ) -> Registry:
         """Load every plugin that is installed, enabled and compatible; report on all plugins.
 

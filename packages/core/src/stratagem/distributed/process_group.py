@@ -392,7 +392,7 @@ def _join_store(
                     f"({error.strerror}): set MASTER_PORT (or --main-port) to one that is free "
                     "there"
                 ) from error
-    return dist.TCPStore(  # type: ignore[attr-defined]
+    return network.make_store(dist.TCPStore)(  # type: ignore[attr-defined]
         network.address_to_connect_to(main_address),
         main_port,
         ranks.world_size,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 
+from stratagem.launch.network import LOOPBACK_INTERFACE
 from stratagem.launch.process import threads_per_rank
 from stratagem.launch.rank import LAUNCH_VARIABLE, forget_foreign_variables
 
@@ -51,10 +51,10 @@ def rank_environment(
         >>> environment["RANK"], environment["WORLD_SIZE"], environment["MASTER_ADDR"]
         ('1', '2', '127.0.0.1')
     """
-    network = {}
-    if num_nodes == 1 and sys.platform.startswith("linux"):
+    network: dict[str, str] = {}
+    if num_nodes == 1 and LOOPBACK_INTERFACE:
         # gloo listens on the address of the host's name by default.
-        network["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        network["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     return {
         **network,
         "MASTER_ADDR": main_address,

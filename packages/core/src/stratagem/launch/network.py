@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import socket
 import struct
 import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+from stratagem._platform import optional_module
 from stratagem.errors import ConfigurationError
 
+resource = optional_module("resource")
 LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
 # Addresses reserved for documentation. Connecting a datagram socket sends nothing: it only looks up
 # a route.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
@@ -26,6 +31,11 @@ _OWN = 16
 """Files that any process with a store has open."""
 _OTHERS = 256
 """Further files that it may open: data, workers, logs."""
+
+
+def make_store(kind: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's class TCPStore, with the option that its builds for Windows need."""
+    return kind if sys.platform != "win32" else partial(kind, use_libuv=False)
 
 
 def free_port() -> int:
@@ -113,11 +123,10 @@ def choose_gloo_interface(main_address: str | None) -> str | None:
         True
         >>> del os.environ["GLOO_SOCKET_IFNAME"]
     """
-    if _INTERFACE_VARIABLE in os.environ or not sys.platform.startswith("linux"):
+    if _INTERFACE_VARIABLE in os.environ:
         return None
-    if main_address is None:
-        interface: str | None = "lo"
-    else:
+    interface = LOOPBACK_INTERFACE
+    if main_address is not None:
         address = _address_towards(main_address) or own_address()
         interface = None if address is None else _interface_of(address)
     if interface is not None:
@@ -192,6 +201,8 @@ def allow_connections(world_size: int) -> None:
     Raises:
         ConfigurationError: the hard limit is too low.
     """
+    if resource is None:
+        return  # of a system without such limits
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed, wanted = _AT_LEAST * world_size + _OWN, _AT_MOST * world_size + _OTHERS
     if _suffices(soft, wanted):
@@ -225,4 +236,4 @@ def warn_of_agents_limit(world_size: int) -> None:
 
 
 def _suffices(limit: int, needed: int) -> bool:
-    return limit == resource.RLIM_INFINITY or limit >= needed
+    return bool(limit == resource.RLIM_INFINITY) or limit >= needed

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
+from stratagem._platform import available_cores as available_cores
 from stratagem.discovery.entry_points import read_text
 
 
@@ -104,22 +105,14 @@ def printable(text: str, encoding: str | None = None) -> str:
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
-def available_cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def host_memory() -> int | None:
     """Return the bytes of memory that all processes on this machine may use together.
 
     None: the amount is unknown.
     """
-    try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
+    if not hasattr(os, "sysconf"):
         return None
+    total: int = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         # Without a limit the file has "max", which int() refuses.
         return min(total, int(read_text("/sys/fs/cgroup/memory.max")))

@@ -11,7 +11,6 @@ import faulthandler
 import gc
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -21,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from stratagem._platform import parent_death_signal
 from stratagem.errors import RankFailedError, hide_frames
 
 if TYPE_CHECKING:
@@ -141,11 +141,14 @@ def was_said(error: BaseException) -> bool:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends for any reason."""
-    parent = os.environ.get(PARENT_VARIABLE)
-    if parent is None or not sys.platform.startswith("linux"):
+    """Let the kernel kill this process when its parent ends for any reason, if it can do so.
+
+    Otherwise a rank ends when it loses its connections to the others.
+    """
+    parent, arrange = os.environ.get(PARENT_VARIABLE), parent_death_signal()
+    if parent is None or arrange is None:
         return
-    parent_death_signal()()
+    arrange()
     # The parent may have ended before the call.
     if os.getppid() != int(parent):
         print(
@@ -154,20 +157,6 @@ def die_with_parent() -> None:
             flush=True,
         )
         os._exit(1)
-
-
-def parent_death_signal() -> Callable[[], None]:
-    """Return a function that makes the kernel kill the calling process when its parent ends.
-
-    The kernel acts when the parent's thread that started the process ends.
-    """
-    if not sys.platform.startswith("linux"):
-        return lambda: None
-    import ctypes  # here, because a process that starts no ranks never needs it
-
-    pr_set_pdeathsig = 1
-    prctl: Any = ctypes.CDLL(None, use_errno=True).prctl
-    return lambda: prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
 
 
 Explain = Callable[[BaseException, Callable[[], bool]], "BaseException | None"]
@@ -343,5 +332,5 @@ def forget_parent() -> None:
 
 if os.environ.get(PARENT_VARIABLE) == str(os.getppid()):
     # At import, because a script may spend a long time on its data before the launch.
-    parent_death_signal()()
+    (parent_death_signal() or bool)()
     own_variables()

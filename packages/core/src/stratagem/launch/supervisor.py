@@ -22,14 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from stratagem.errors import RankFailedError
-from stratagem.launch.rank import (
-    ERROR_FILE_VARIABLE,
-    OWNER_VARIABLE,
-    PARENT_VARIABLE,
-    crash_file,
-    parent_death_signal,
-)
+from stratagem._platform import ENDING, KILL, parent_death_signal, send_signal
+from stratagem.errors import ConfigurationError, RankFailedError
+from stratagem.launch.rank import ERROR_FILE_VARIABLE, OWNER_VARIABLE, PARENT_VARIABLE, crash_file
 
 _END_GRACE = 3.0
 """When a rank has failed, seconds within which other ranks that reported an error must end."""
@@ -91,7 +86,7 @@ class Failure:
             how = self.how
         elif self.exit_code < 0:
             how = f"was ended by {_signal_name(-self.exit_code)}"
-            if self.exit_code == -signal.SIGKILL:
+            if self.exit_code == -KILL:
                 how += " (as the system does when memory runs out)"
         else:
             how = f"failed with exit code {self.exit_code}"
@@ -262,8 +257,14 @@ class RankProcesses:
         if self._output.log_dir is not None or not self._output.prefix:
             return self._log_files.get(rank)
         # A named pipe, so that every kind of rank process opens it like a log file.
+        make_pipe: Any = getattr(os, "mkfifo", None)
+        if make_pipe is None:
+            raise ConfigurationError(
+                "a prefix before each line of output needs named pipes, which this system does not "
+                "have: pass a folder for log files instead (--log-dir or STRATAGEM_LOG_DIR)"
+            )
         pipe = Path(self._error_files.name) / f"rank{rank}.pipe"
-        os.mkfifo(pipe)
+        make_pipe(pipe)
         prefixer = threading.Thread(target=_prefix_lines, args=(pipe, rank), daemon=True)
         prefixer.start()
         self._prefixers.append(prefixer)
@@ -329,16 +330,9 @@ class RankProcesses:
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes.values():
-            if process.poll() is not None:
-                continue
-            try:
-                if self._own_sessions:
-                    # Each child leads a process group with the child's process id.
-                    os.killpg(process.pid, number)
-                else:
-                    os.kill(process.pid, number)
-            except ProcessLookupError:
-                pass  # ended since the last poll
+            if process.poll() is None:
+                # A child with a session leads a process group with the child's process id.
+                send_signal(process.pid, number, group=self._own_sessions)
 
     def _end_all(self) -> None:
         self._signal(signal.SIGTERM)
@@ -347,12 +341,12 @@ class RankProcesses:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self._signal(signal.SIGKILL)
+                self._signal(KILL)
                 process.wait()
 
     def forward_signal(self, number: signal.Signals) -> None:
         """Send a signal to every running child."""
-        if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number in ENDING:
             self._told_to_end = True
         self._signal(number)
 
@@ -362,7 +356,7 @@ class RankProcesses:
 
     def kill(self) -> None:
         """Kill every running child at once."""
-        self._signal(signal.SIGKILL)
+        self._signal(KILL)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all children have ended or a child has failed; False: the timeout expired."""

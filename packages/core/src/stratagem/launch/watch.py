@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from types import FrameType
 
+from stratagem import _platform
 from stratagem.errors import CommunicationError
 from stratagem.launch import rank
 from stratagem.launch.rank import this_rank
@@ -46,9 +47,8 @@ class Watch:
         self.crashed = False
         self._noticed = threading.Event()
         if threading.current_thread() is threading.main_thread():
-            # SIGURG, because it is ignored by default, and hardly any program handles it.
-            signal.signal(signal.SIGURG, self._raise_in_main_thread)
-            for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(_platform.PEER_FAILED, self._raise_in_main_thread)
+            for number in _platform.ENDING[:-1]:
                 # A handler of the user, or an ignored signal, stays.
                 if signal.getsignal(number) == signal.SIG_DFL:
                     this_rank.handlers.add(self._end_by_signal)
@@ -88,11 +88,9 @@ class Watch:
         this_rank.lost_peer = True
         if self._noticed.is_set() or this_rank.ending or this_rank.interrupted:
             return
-        main = threading.main_thread().ident
         deadline = time.monotonic() + _REACTION_GRACE
         while time.monotonic() < deadline:
-            if main is not None:
-                signal.pthread_kill(main, signal.SIGURG)
+            _platform.interrupt_main_thread()
             if self._noticed.wait(_ASK_AGAIN) or this_rank.ending or this_rank.interrupted:
                 return
         # The main thread is stuck in code where no signal handler runs: end the process.

@@ -31,7 +31,6 @@ from stratagem.lite.state import STRATEGY_STATE, SetUpObjects, collect, restore
 from stratagem.plan.components import is_zero
 from stratagem.plan.step_options import GradientClip, StepOptions
 from stratagem.rng import seed_everything
-from stratagem.runtime.device_errors import explained_device_errors, raise_explained
 from stratagem.runtime.optimizer import LiteOptimizer, wrap_optimizer
 from stratagem.runtime.prepare import (
     Compile,
@@ -323,12 +322,7 @@ class Lite(FrontEnd):
 
     # -- models, optimizers, data
 
-    def setup(
-        self,
-        *objects: Any,
-        move_to_device: bool = True,
-        compile: Compile = None,
-    ) -> Any:
+    def setup(self, *objects: Any, move_to_device: bool = True, compile: Compile = None) -> Any:
         """Prepare models, optimizers, schedulers and data loaders for the strategy, in any order.
 
         A scheduler that is set up steps when its optimizer does: within `accumulate`, at the end of
@@ -382,10 +376,15 @@ class Lite(FrontEnd):
             )
         check_setup(self.plan, optimizers)
         compilation = compilation_of_setup(self.plan, strategy, compile)
-        with explained_device_errors(strategy, module, optimizers):
+        try:
             prepared = prepare(
                 strategy, module, optimizers, move_to_device=move_to_device, compilation=compilation
             )
+        except RuntimeError as error:
+            from stratagem.runtime.device_errors import explain_device_error  # after failures only
+
+            explain_device_error(error, strategy, module, optimizers)
+            raise
         self._prepared.append(prepared)
         model = LiteModule(module, prepared, strategy)
         self._objects.add("model", model)
@@ -482,6 +481,8 @@ class Lite(FrontEnd):
         try:
             self.strategy.backward(prepared, loss, *args, **kwargs)
         except RuntimeError as error:
+            from stratagem.runtime.device_errors import raise_explained  # after failures only
+
             raise_explained(error, self.strategy, prepared)
 
     def _only_prepared(self) -> PreparedModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -14,7 +14,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from stratagem.errors import UserCodeError
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.strategy import Strategy
-from stratagem.runtime.device_errors import raise_explained
+
+
+def _raise_explained(error: RuntimeError, strategy: Strategy, prepared: PreparedModel) -> NoReturn:
+    from stratagem.runtime.device_errors import raise_explained  # after failures only
+
+    raise_explained(error, strategy, prepared)
 
 
 class LiteModule(nn.Module):
@@ -61,7 +66,7 @@ class LiteModule(nn.Module):
             try:
                 return own["module"](*args, **kwargs)
             except RuntimeError as error:
-                raise_explained(error, own["_strategy"], own["prepared"])
+                _raise_explained(error, own["_strategy"], own["prepared"])
         return self._call("forward", *args, **kwargs)
 
     def _module_to_call(self) -> nn.Module:
@@ -79,7 +84,7 @@ class LiteModule(nn.Module):
                 with own["_context"]:
                     output = self._module_to_call()(method, *args, **kwargs)
         except RuntimeError as error:
-            raise_explained(error, own["_strategy"], own["prepared"])
+            _raise_explained(error, own["_strategy"], own["prepared"])
         return output if own["_convert_output"] is None else own["_convert_output"](output)
 
     def mark_forward_method(self, method: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import mmap
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stratagem._platform import optional_module
 from stratagem.data.pytree import map_tensors, move_to_device
 from stratagem.discovery.specs import Availability
 from stratagem.errors import ConfigurationError
@@ -49,8 +52,8 @@ class CPUAccelerator(Accelerator):
     def device_stats(self, device: torch.device) -> dict[str, Any]:
         """Return the CPU time and memory of this process, and the load and memory of the machine.
 
-        The figures come from /proc (see proc(5)). On systems other than Linux, only
-        `peak_resident_bytes` and `cpu_seconds` are available.
+        Most figures come from /proc (see proc(5)). macOS has only `peak_resident_bytes` and
+        `cpu_seconds`, and Windows only the latter.
 
         - `peak_resident_bytes`: the largest resident memory of this process so far.
         - `resident_bytes`: the resident memory of this process now.
@@ -58,20 +61,19 @@ class CPUAccelerator(Accelerator):
         - `load_average`: the mean number of running or waiting processes in the last minute.
         - `cpu_seconds`: the processor time of this process, over all threads.
         """
-        import resource
-
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        stats = {
-            "peak_resident_bytes": usage.ru_maxrss * 1024,
-            "cpu_seconds": usage.ru_utime + usage.ru_stime,
-        }
+        stats: dict[str, Any] = {"cpu_seconds": time.process_time()}
+        if (resource := optional_module("resource")) is not None:
+            usage = resource.getrusage(resource.RUSAGE_SELF)
+            # In bytes on macOS, elsewhere in KiB.
+            unit = 1 if sys.platform == "darwin" else 1024
+            stats["peak_resident_bytes"] = usage.ru_maxrss * unit
         try:
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             machine = dict(_memory_lines(Path("/proc/meminfo").read_text()))
-            stats["load_average"] = os.getloadavg()[0]
+            stats["load_average"] = float(Path("/proc/loadavg").read_text().split()[0])
         except OSError:
             return stats
-        stats["resident_bytes"] = pages * resource.getpagesize()
+        stats["resident_bytes"] = pages * mmap.PAGESIZE
         for name, line in (("available", "MemAvailable"), ("total", "MemTotal")):
             if line in machine:
                 stats[f"memory_{name}_bytes"] = machine[line]
@@ -91,7 +93,7 @@ class CPUAccelerator(Accelerator):
             rest = total - stats["memory_available_bytes"] - own
             others = (("other processes and the system", max(0, rest)),)
         # The kernel updates the peak now and then only.
-        return DeviceMemory(total, own, max(own, stats["peak_resident_bytes"]), own, others)
+        return DeviceMemory(total, own, max(own, stats.get("peak_resident_bytes", 0)), own, others)
 
 
 def _memory_lines(text: str) -> Iterator[tuple[str, int]]:

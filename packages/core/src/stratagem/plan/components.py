@@ -261,17 +261,15 @@ def _present_accelerator(
     resolution: Resolution, alias: str, sharing: Sequence[Candidate]
 ) -> tuple[Selection, Availability]:
     """Return the accelerator that is on this machine, of those that share an alias ("gpu")."""
-    probed = [(candidate, resolution.probe(candidate.spec)) for candidate in sharing]
-    here = [(candidate, found) for candidate, found in probed if found.free]
+    probed = [(each, resolution.probe(each.spec)) for each in sharing]
+    here = [(each, found) for each, found in probed if found.free]
     if len(here) == 1:
         return selection_of(here[0][0], f"the {alias} of this machine"), here[0][1]
     said = "; ".join(f"{each.spec.name!r} ({_why_not(found)})" for each, found in here or probed)
-    if here:
-        raise ConfigurationError(
-            f"accelerator={alias!r} means one of several that are on this machine: name it: {said}"
-        )
     raise ConfigurationError(
-        f"accelerator={alias!r} is not available on this machine: {said}; "
+        f"accelerator={alias!r} means one of several that are on this machine: name it: {said}"
+        if here
+        else f"accelerator={alias!r} is not available on this machine: {said}; "
         "pass accelerator='auto' to take what there is"
     )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -34,18 +33,6 @@ _BESIDES = (
     "Besides: precision='bf16-mixed' halves most activations, and strategies with "
     "activation_checkpointing= compute them again in place of keeping them"
 )
-
-
-@contextmanager
-def explained_device_errors(
-    strategy: Strategy, module: nn.Module, optimizers: Sequence[Optimizer] = ()
-) -> Iterator[None]:
-    """Explain errors of the device within this context; see `explain_device_error`."""
-    try:
-        yield
-    except RuntimeError as error:
-        explain_device_error(error, strategy, module, optimizers)
-        raise
 
 
 def raise_explained(error: RuntimeError, strategy: Strategy, prepared: PreparedModel) -> NoReturn:

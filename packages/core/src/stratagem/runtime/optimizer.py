@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.strategy import Strategy
-from stratagem.runtime.device_errors import raise_explained
 
 _SHADOWING = ("step", "zero_grad", "state_dict", "load_state_dict")
 _NO_CONTEXT = nullcontext()
@@ -63,6 +62,8 @@ class LiteOptimizer:
             with _with_arguments(self, arguments) if arguments else _NO_CONTEXT:
                 return self.strategy.optimizer_step(self.prepared, self.optimizer, closure)
         except RuntimeError as error:
+            from stratagem.runtime.device_errors import raise_explained  # after failures only
+
             raise_explained(error, self.strategy, self.prepared)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import secrets
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from stratagem._platform import BINARY, NO_LINK, NO_WAIT, at_fork, lock
 from stratagem.storage import paths
 from stratagem.storage.owner import FORGOTTEN_AFTER, Owner, has_ended
 
@@ -23,7 +24,7 @@ def _let_go_in_child() -> None:
         os.close(_held.pop())
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+at_fork(after_in_child=_let_go_in_child)
 
 
 class Claim:
@@ -53,10 +54,15 @@ class Claim:
 
     def release(self) -> None:
         """Release the claim."""
+        if sys.platform == "win32":
+            self._close()  # no open file can be removed
         # Those of dead owners first: see `_take`.
         for marker, mark in self._markers.items():
             if _is_there(marker, mark):
                 paths.remove(marker)
+        self._close()
+
+    def _close(self) -> None:
         if self._descriptor is not None and self._descriptor in _held:
             _held.discard(self._descriptor)
             os.close(self._descriptor)
@@ -141,14 +147,14 @@ def _take(path: Path, from_unseen: bool = False) -> Claim | None:
 
 def _make(marker: Path) -> tuple[int, str] | None:
     """Make a marker of this process; return its descriptor and mark, or None: there is one."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK | BINARY
     try:
         descriptor = os.open(marker, flags, 0o666)
     except FileExistsError:
         return None
     _held.add(descriptor)
     with contextlib.suppress(OSError):  # a file system without locks
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        lock(descriptor)
     said = f"{Owner.this()} {secrets.token_hex(8)}".encode()
     try:
         os.write(descriptor, said)
@@ -163,7 +169,7 @@ def _make(marker: Path) -> tuple[int, str] | None:
 def _look(marker: Path, from_unseen: bool = False) -> tuple[str, bool] | None:
     """Return a marker's mark, which no other has, and whether it is void; None: there is none."""
     try:
-        descriptor = os.open(marker, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(marker, os.O_RDONLY | NO_LINK | NO_WAIT | BINARY)
     except FileNotFoundError:
         return None
     except OSError:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import functools
 import os
 import secrets
 import shutil
 import stat
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from stratagem._platform import BINARY, DIRECTORY, NO_LINK, NO_WAIT, c_library, lock, swap_paths
 from stratagem.errors import CheckpointCorruptError
 from stratagem.storage.owner import Owner, has_ended
 
@@ -28,8 +30,10 @@ _KINDS = {
 
 
 def sync_directory(directory: os.PathLike[str]) -> None:
-    """Return once the names in a directory are on the disk."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    """Return once the names in a directory are on the disk, on systems that can wait for it."""
+    if not DIRECTORY:
+        return
+    descriptor = os.open(directory, os.O_RDONLY | DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:
@@ -48,7 +52,7 @@ def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
             link that is not followed.
         OSError: it cannot be opened.
     """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    flags = os.O_RDONLY | BINARY | NO_WAIT | (0 if follow else NO_LINK)
     try:
         descriptor = os.open(path, flags)
     except OSError as error:
@@ -106,17 +110,17 @@ def remove_leftovers(directory: Path) -> None:
     for leftover in directory.glob(f"{_PREFIX}*{_SUFFIX}"):
         try:
             flags = os.O_RDONLY if leftover.is_dir() else os.O_RDWR
-            descriptor = os.open(leftover, flags | os.O_NOFOLLOW)
+            descriptor = os.open(leftover, flags | NO_LINK)
         except OSError:
             continue  # it has its name by now, or it is somebody else's
         try:
             owner = Owner.parse(leftover.name.removeprefix(_PREFIX).partition("-")[0])
-            if has_ended(owner, descriptor, os.fstat(descriptor).st_mtime):
-                remove(leftover)
-        except OSError:
-            pass  # somebody else's, perhaps
+            ended = has_ended(owner, descriptor, os.fstat(descriptor).st_mtime)
         finally:
             os.close(descriptor)
+        if ended:
+            with suppress(OSError):  # somebody else's, perhaps
+                remove(leftover)
 
 
 # The disk is given its work every so many bytes, so that little is left for fsync to wait for. Of
@@ -173,7 +177,7 @@ def _start_writeback(descriptor: int, offset: int, length: int) -> None:
 @functools.cache
 def _sync_file_range() -> Callable[..., Any] | None:
     # Not in `os`. Without it fsync has more to wait for, and that is all.
-    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    function = getattr(c_library(), "sync_file_range", None)
     if function is not None:
         function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     return function
@@ -238,6 +242,8 @@ class DurableFile:
                 file is in its place, but a power cut may take it away again.
         """
         self._file.sync()
+        if sys.platform == "win32":  # which renames no open file
+            self._file.close()
         self.temporary.replace(self.path)
         self.renamed = True
         sync_directory(self.path.parent)
@@ -247,21 +253,16 @@ def _create_locked(directory: Path) -> tuple[Path, int]:
     while True:
         path = temporary_path(directory)
         # With the rights that the umask leaves, not those of a temporary file.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY
         descriptor = os.open(path, flags, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            lock(descriptor)
         except OSError:
             return path, descriptor  # a file system without locks
         if os.fstat(descriptor).st_nlink:
             return path, descriptor
         # In the moment between the two, another writer took it for a leftover.
         os.close(descriptor)
-
-
-# From the present working directory; put each at the other's place (renameat2(2)).
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
 
 
 class DurableDirectory:
@@ -295,12 +296,15 @@ class DurableDirectory:
             self.temporary = temporary_path(path.parent)
             self.temporary.mkdir()
             # In the moments between, another writer may take it for a leftover and remove it.
+            self._lock = -1
+            if not DIRECTORY:
+                break
             try:
-                self._lock = os.open(self.temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                self._lock = os.open(self.temporary, os.O_RDONLY | DIRECTORY)
             except FileNotFoundError:
                 continue
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                lock(self._lock)
             except OSError:
                 break  # a file system without locks
             if self.temporary.exists():
@@ -345,15 +349,9 @@ def _holds_files(path: Path) -> bool:
 
 
 def _exchange(first: Path, second: Path) -> None:
-    renameat2: Any = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    number = errno.ENOSYS
-    if renameat2 is not None:
-        arguments = os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE
-        if not renameat2(_AT_FDCWD, arguments[0], arguments[1], arguments[2], arguments[3]):
-            return
-        number = ctypes.get_errno()
-    raise OSError(
-        number,
-        f"{os.strerror(number)}: this file system cannot put a directory in the place of another "
-        "in one step; save to a path where there is nothing yet",
-    )
+    if number := swap_paths(first, second):
+        raise OSError(
+            number,
+            f"{os.strerror(number)}: this file system cannot put a directory in the place of "
+            "another in one step; save to a path where there is nothing yet",
+        )

@@ -7,15 +7,17 @@ container), its id there, and the time of its start, since ids are used again.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import os
+import platform
 import re
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from stratagem import _platform
 
 _FORM = re.compile(r"([0-9a-f]{16})\.(\d+)\.([1-9]\d*)\.(\d+)")
 FORGOTTEN_AFTER = 24 * 3600
@@ -62,6 +64,8 @@ class Owner:
         """Return whether the owner's process runs; None if this process cannot see it."""
         if (self.boot, self.namespace) != _here():
             return None
+        if sys.platform == "win32":
+            return None  # os.kill(pid, 0) would be Ctrl-C
         try:
             os.kill(self.pid, 0)
         except (ProcessLookupError, OverflowError):
@@ -96,8 +100,8 @@ def has_ended(
         return not runs
     try:
         # Shared: two that look do not take one another for the owner.
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        _platform.lock(descriptor, shared=True, wait=False)
+        _platform.unlock(descriptor)
     except BlockingIOError:
         return False
     except OSError:
@@ -113,10 +117,11 @@ def has_ended(
 @functools.cache
 def _here() -> tuple[str, int]:
     """Return this process's machine and namespace, which its forks share."""
-    boot, namespace = os.uname().nodename, 0
-    if sys.platform.startswith("linux"):
+    try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         namespace = os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 - it is a link to no path
+    except OSError:
+        boot, namespace = platform.node(), 0  # of another system than Linux
     return hashlib.sha256(boot.encode()).hexdigest()[:16], namespace
 
 

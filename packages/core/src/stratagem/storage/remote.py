@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
 import secrets
@@ -15,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from stratagem import _platform
 from stratagem.errors import ConfigurationError
 
 # There an object appears when its upload is completed, all at once.
@@ -79,6 +79,11 @@ def fetch(url: str) -> int:
         OSError: the URL cannot be read, or there is no room.
     """
     with file_system(url) as (files, there):
+        if os.open not in os.supports_dir_fd or _platform.descriptor_path(0) is None:
+            raise ConfigurationError(
+                f"{url!r} cannot be read: on this system no private copy can be made of what is at "
+                "a URL; download it, and pass the path of the file"
+            )
         size = files.info(there)["size"]
         key = hashlib.sha256(f"{url} {files.ukey(there)}".encode()).hexdigest()[:32]
         with _private_folder() as folder:
@@ -96,7 +101,7 @@ def fetch(url: str) -> int:
                         "set TMPDIR to a directory that has it",
                     ) from error
                 raise
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    _platform.unlock(descriptor)
     return descriptor
 
 
@@ -104,13 +109,13 @@ def _fill(
     descriptor: int, size: int | None, get_file: Callable[[str], None], name: str, folder: int
 ) -> None:
     """Let a copy be whole: whoever has the lock fetches it, and takes its name away."""
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    _platform.lock(descriptor)
     found = os.fstat(descriptor)
     if not found.st_nlink and found.st_size == size:
         return  # another process has fetched it; what a killed one has left has a name still
     try:
         os.ftruncate(descriptor, 0)
-        get_file(f"/proc/self/fd/{descriptor}")
+        get_file(str(_platform.descriptor_path(descriptor)))
         received = os.fstat(descriptor).st_size
         if size is not None and received != size:
             raise OSError(
@@ -126,10 +131,10 @@ def _fill(
 @contextmanager
 def _private_folder() -> Iterator[int]:
     """Yield the descriptor of this user's folder in the directory for temporary files."""
-    path = Path(tempfile.gettempdir(), f"stratagem-{os.geteuid()}")
+    path = Path(tempfile.gettempdir(), f"stratagem-{_platform.user()}")
     with suppress(FileExistsError):
         path.mkdir(0o700)
-    descriptor = _open_own(str(path), os.O_RDONLY | os.O_DIRECTORY, stat.S_IFDIR)
+    descriptor = _open_own(str(path), os.O_RDONLY | _platform.DIRECTORY, stat.S_IFDIR)
     try:
         yield descriptor
     finally:
@@ -143,13 +148,13 @@ def _open_own(path: str, flags: int, kind: int, folder: int | None = None) -> in
         PermissionError: it is not.
     """
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        descriptor = os.open(path, flags | _platform.NO_LINK, 0o600, dir_fd=folder)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR, errno.EACCES):
             raise
         why = "a link, another user's, or of another kind"
     else:
-        found, user = os.fstat(descriptor), os.geteuid()
+        found, user = os.fstat(descriptor), _platform.user()
         linked = kind == stat.S_IFREG and found.st_nlink > 1
         alone = not stat.S_IMODE(found.st_mode) & 0o077
         if (stat.S_IFMT(found.st_mode), found.st_uid) == (kind, user) and alone and not linked:
@@ -159,7 +164,7 @@ def _open_own(path: str, flags: int, kind: int, folder: int | None = None) -> in
     raise PermissionError(
         errno.EPERM,
         f"{path!r}, where copies of what is at URLs are kept, is {why}; expected one that user "
-        f"{os.geteuid()} alone may enter: remove it, or set TMPDIR to a directory of your own",
+        f"{_platform.user()} alone may enter: remove it, or set TMPDIR to a directory of your own",
     )
 
 
@@ -169,9 +174,9 @@ def _remove_leftovers(folder: int, *, but: str) -> None:
         if name == but:
             continue  # whoever fetches it now begins it anew
         with suppress(OSError):  # it lost its name just now, or its owner lives
-            descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            descriptor = os.open(name, os.O_RDWR | _platform.NO_LINK, dir_fd=folder)
             with os.fdopen(descriptor, "rb", buffering=0):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _platform.lock(descriptor, wait=False)
                 if os.fstat(descriptor).st_nlink:
                     os.unlink(name, dir_fd=folder)
 

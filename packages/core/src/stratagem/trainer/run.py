@@ -17,7 +17,6 @@ from stratagem.discovery.registry import nearest_of
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.launch.process import printable
 from stratagem.launch.rank import this_rank
-from stratagem.runtime.device_errors import explain_device_error
 from stratagem.runtime.optimizer import wrap_optimizer
 from stratagem.runtime.prepare import prepare, release
 from stratagem.storage import paths
@@ -204,6 +203,8 @@ class Run:
         it.
         """
         optimizers = () if self.prepared is None else self.prepared.optimizers
+        from stratagem.runtime.device_errors import explain_device_error  # after failures only
+
         explain_device_error(error, self.strategy, self.module, optimizers)
         if this_rank.device_is_lost:
             self.rows.drop_device_values()

@@ -13,12 +13,13 @@ import threading
 import time
 from functools import partial
 
+from stratagem import _platform
 from stratagem.distributed.diagnosis.rank_status import COLLECTIVES, RankStatuses, described
 from stratagem.distributed.diagnosis.status_exchange import RankStatus, Survey
 from stratagem.errors import CommunicationError
 from stratagem.launch.rank import record_failure
 
-_SIGNALS = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+_SIGNALS = frozenset(_platform.ENDING)
 _PAUSE = 3.0
 """Seconds between two queries of the ranks; a collective that completes takes less."""
 _TURN = 2.0
@@ -44,7 +45,8 @@ class HangWatch:
 
     def start(self) -> None:
         """Start, if this is the main thread and no other code (asyncio, say) reads its signals."""
-        if threading.current_thread() is not threading.main_thread():
+        is_main = threading.current_thread() is threading.main_thread()
+        if sys.platform == "win32" or not is_main:
             return
         read, write = os.pipe()
         os.set_blocking(write, False)
@@ -56,7 +58,7 @@ class HangWatch:
             return
         self._write = write
         # A worker of a data loader has signals of its own.
-        os.register_at_fork(after_in_child=partial(_forget, write))
+        _platform.at_fork(after_in_child=partial(_forget, write))
         threading.Thread(
             target=self._watch, args=(read,), name="stratagem-hang-watch", daemon=True
         ).start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from stratagem._platform import at_fork
 from stratagem.distributed.diagnosis.status_exchange import (
     ANSWER_TIME,
     UNREACHABLE,
@@ -45,7 +45,7 @@ THE_END = "the end of its script"
 # Python 3.11 reads the frames of all threads under a lock. No fork may happen while the lock is
 # taken: a worker of a data loader would wait for it forever.
 _reads_frames = threading.Lock()
-os.register_at_fork(
+at_fork(
     before=_reads_frames.acquire,
     after_in_parent=_reads_frames.release,
     after_in_child=_reads_frames.release,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from stratagem import __version__
+from stratagem._platform import descriptor_path
 from stratagem.checkpoint import catalog
 from stratagem.checkpoint.archive import (
     ArchiveWriter,
@@ -24,17 +26,8 @@ from stratagem.checkpoint.archive import (
     read_archive,
     verify_checksum,
 )
-from stratagem.checkpoint.directory import (
-    LAYOUT,
-    STATE,
-    open_member,
-    read_directory,
-    verify_files,
-)
-from stratagem.errors import (
-    CheckpointCorruptError,
-    CheckpointSaveError,
-)
+from stratagem.checkpoint.directory import LAYOUT, STATE, open_member, read_directory, verify_files
+from stratagem.errors import CheckpointCorruptError, CheckpointSaveError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.ranks import Ranks
 from stratagem.state.safe_data import find_oversized
@@ -105,9 +98,12 @@ class MappedFile:
         if not self._size:
             raise not_whole(path, 0, "it is empty")
         # By the descriptor: the file that was verified, though another may have its name by now.
-        self._storage: Any = torch.UntypedStorage.from_file(
-            f"/proc/self/fd/{descriptor}", False, self._size
-        )
+        place = descriptor_path(descriptor)
+        if place is not None:
+            self._storage: Any = torch.UntypedStorage.from_file(place, False, self._size)
+        else:
+            mapped = mmap.mmap(descriptor, self._size, access=mmap.ACCESS_COPY)
+            self._storage = torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
 
     def load(self, path: str, *, start: int = 0, size: int | None = None, comment: int = 0) -> Any:
         """Return the contents of an archive in the file, without executing anything.

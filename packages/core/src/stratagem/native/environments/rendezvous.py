@@ -23,6 +23,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from stratagem import _platform
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.launch import network
@@ -210,10 +211,10 @@ def _wait(paths: Sequence[Path]) -> int:
 def _read(path: Path) -> str | None:
     """Return the text of a file; None if it does not exist or other users can access it."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | _platform.NO_LINK | _platform.NO_WAIT)
         with os.fdopen(descriptor) as file:
             about = os.fstat(descriptor)
-            is_ours = stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid()
+            is_ours = stat.S_ISREG(about.st_mode) and about.st_uid == _platform.user()
             if not is_ours or about.st_mode & 0o077 or about.st_nlink != 1:
                 return None
             return file.read(256)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
+from stratagem._platform import PREEMPTION
 from stratagem.errors import ConfigurationError
 from stratagem.native.environments.rendezvous import AnnouncedPortEnvironment
 
@@ -107,10 +108,7 @@ class SLURMEnvironment(AnnouncedPortEnvironment):
     """
 
     def __init__(
-        self,
-        *,
-        auto_requeue: bool = True,
-        requeue_signal: signal.Signals = signal.SIGUSR1,
+        self, *, auto_requeue: bool = True, requeue_signal: signal.Signals = PREEMPTION
     ) -> None:
         super().__init__()
         self.auto_requeue = auto_requeue

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from stratagem import _platform
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.launcher import Launcher, Result
@@ -88,7 +89,7 @@ class ProcessesLauncher(Launcher):
         if plan.num_nodes == 1:
             allow_connections(plan.world_size)
             listener = network.listen()
-            store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
+            store = network.make_store(torch.distributed.TCPStore)(  # type: ignore[attr-defined]
                 network.LOOPBACK,
                 listener.getsockname()[1],
                 is_master=True,
@@ -173,10 +174,9 @@ class _Fork:
         self, number: int, environment: Mapping[str, str], output: Path | None
     ) -> supervisor.RankProcess:
         arguments = (dict(environment), output, self._folder, self._call, self._threads_are_gone)
+        context: Any = multiprocessing.get_context("fork")
         return _Process(
-            multiprocessing.get_context("fork").Process(
-                target=_forked_rank, args=arguments, name=f"{_NAME}{number}"
-            )
+            context.Process(target=_forked_rank, args=arguments, name=f"{_NAME}{number}")
         )
 
 
@@ -226,7 +226,7 @@ def _forked_rank(
 
 def _become_child(environment: Mapping[str, str], output: Path | None) -> None:
     """Lead a session, end with the parent, and write where it says."""
-    os.setsid()
+    _platform.lead_session()
     os.environ.update(environment)
     rank.die_with_parent()
     if output is not None:
@@ -236,7 +236,7 @@ def _become_child(environment: Mapping[str, str], output: Path | None) -> None:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(line_buffering=True)
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in _platform.ENDING[:-1]:
         signal.signal(number, signal.SIG_DFL)
 
 
@@ -281,7 +281,7 @@ def _environments(plan: RunPlan) -> dict[int, dict[str, str]]:
 def _forwarding_signals(ranks: RankProcesses) -> Iterator[list[int]]:
     """Forward signals to the ranks: those that end this process, and SIGUSR1 and SIGUSR2."""
     received: list[int] = []
-    ending = (signal.SIGTERM, signal.SIGHUP)
+    ending = _platform.ENDING[:-1]
 
     def forward(number: int, frame: FrameType | None) -> None:
         ranks.forward_signal(signal.Signals(number))
@@ -290,7 +290,7 @@ def _forwarding_signals(ranks: RankProcesses) -> Iterator[list[int]]:
 
     before = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (*ending, signal.SIGUSR1, signal.SIGUSR2):
+        for number in (*ending, *_platform.USER):
             if signal.getsignal(number) == signal.SIG_DFL:
                 before[number] = signal.signal(number, forward)
     try:
@@ -301,6 +301,12 @@ def _forwarding_signals(ranks: RankProcesses) -> Iterator[list[int]]:
 
 
 def _check_fork(plan: RunPlan) -> None:
+    if not hasattr(os, "fork"):
+        raise ConfigurationError(
+            f"strategy={plan.strategy.name!r} is started by the launcher 'fork', which copies this "
+            "process, and this system cannot do so: use strategy='ddp' in a script, 'ddp_spawn', "
+            "or in a notebook devices=1"
+        )
     accelerator: Accelerator = plan.accelerator.build()
     problem = accelerator.fork_problem()
     if problem is not None:

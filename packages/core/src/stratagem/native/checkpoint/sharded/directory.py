@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stratagem._platform import BINARY
 from stratagem.checkpoint.archive import Manifest
 from stratagem.checkpoint.checksum import Checksum
 from stratagem.checkpoint.directory import (
@@ -306,7 +307,7 @@ class _HashedFile:
     """
 
     def __init__(self, files: dict[str, SavedFile], path: Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY
         self._file: StreamedFile | None = StreamedFile(os.open(path, flags, 0o666))
         self._checksum = Checksum()
         self._files = files
