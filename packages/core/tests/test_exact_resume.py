@@ -184,6 +184,49 @@ class NoiseOfItsOwn(Augmented):
         return torch.full((4,), index / 24 + 0.1 * self.numbers.rand())
 
 
+class Noisy(Augmented):
+    """Draws from a generator that it reaches through another object."""
+
+    def __init__(self, draw: Callable[[], float], held: Any = None) -> None:
+        self.draw = draw
+        self.held = held
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((4,), index / 24 + 0.1 * self.draw())
+
+
+class Transform:
+    __slots__ = ("numbers",)
+
+    def __init__(self) -> None:
+        self.numbers = random.Random(5)
+
+    def __call__(self) -> float:
+        return self.numbers.random()
+
+
+def of_a_closure() -> Noisy:
+    numbers = np.random.default_rng(5)
+    return Noisy(lambda: numbers.random())
+
+
+def of_a_list() -> Noisy:
+    transforms = [Transform(), Transform()]
+    return Noisy(lambda: sum(transform() for transform in transforms), {"all": transforms})
+
+
+def noisy(dataset: Noisy) -> DataLoader[Any]:
+    return DataLoader(dataset, batch_size=4, shuffle=True)
+
+
+class NoisyBatches:
+    def __init__(self) -> None:
+        self.numbers = torch.Generator().manual_seed(5)
+
+    def __call__(self, samples: list[Tensor]) -> Tensor:
+        return torch.stack(samples) + 0.1 * torch.rand((), generator=self.numbers)
+
+
 class StatefulData(IterableDataset[Tensor]):
     """Draws its samples; goes on by its own state."""
 
@@ -204,6 +247,16 @@ class StatefulData(IterableDataset[Tensor]):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.loaded = state["position"]
+
+
+class StatefulWithoutLength(StatefulData):
+    """Begins anew once it was read to its end."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from super().__iter__()
+        self.position = 0
+
+    __len__ = None  # type: ignore[assignment]
 
 
 class OwnState(DataLoader[Any]):
@@ -235,7 +288,15 @@ EXACT: dict[str, Callable[[], Any]] = {
     "sampler with random.Random": python_generator,
     "sampler with NumPy's generator": numpy_generator,
     "dataset with a RandomState": lambda: DataLoader(NoiseOfItsOwn(), batch_size=4, shuffle=True),
+    "generator in a transform": lambda: noisy(Noisy(Transform())),
+    "generators in a list of transforms": lambda: noisy(of_a_list()),
+    "generator in a closure": lambda: noisy(of_a_closure()),
+    "generator of a bound method": lambda: noisy(Noisy(random.Random(5).random)),
+    "collate_fn with a generator": lambda: shuffled(collate_fn=NoisyBatches()),
     "dataset with a state": lambda: DataLoader(StatefulData(), batch_size=4),
+    "dataset with a state, no length, a short last batch": lambda: DataLoader(
+        StatefulWithoutLength(), batch_size=5
+    ),
 }
 
 

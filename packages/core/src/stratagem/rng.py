@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -285,21 +288,46 @@ def generators_of(*holders: Any) -> list[Any]:
         >>> generators_of(DataLoader([1]), Sampler())[0].random() < 1
         True
     """
+    kinds = _kinds()
+    held = (v for holder in holders for v in getattr(holder, "__dict__", {}).values())
+    return list({id(value): value for value in held if isinstance(value, kinds)}.values())
+
+
+def _kinds() -> tuple[type, ...]:
     numpy = sys.modules.get("numpy")
-    kinds: tuple[type, ...] = (torch.Generator, random.Random)
-    if numpy is not None:
-        kinds += (numpy.random.Generator, numpy.random.RandomState)
-    found: list[Any] = []
-    for holder in holders:
-        for value in getattr(holder, "__dict__", {}).values():
-            if isinstance(value, kinds) and not any(value is other for other in found):
-                found.append(value)
-    return found
+    of_numpy = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    return (torch.Generator, random.Random, *of_numpy)
 
 
-def generators_of_dataset(dataset: Any) -> list[Any]:
-    """Return the generators that a dataset, and the one that it wraps, hold."""
-    return generators_of(*_chain(dataset, "dataset"))
+def generators_of_dataset(loader: Any) -> list[Any]:
+    """Return the generators that a loader's dataset and `collate_fn` hold, at any depth.
+
+    The search follows attributes, closures, bound methods and containers of up to 100 elements,
+    10,000 objects in all. The global generators are left out, since `rng_state` has their states.
+    """
+    kinds, dataset = _kinds(), getattr(loader, "dataset", None)
+    found = {id(held): held for held in generators_of(*_chain(dataset, "dataset"))}
+    # What each thread or module shares is nobody's own.
+    seen = {id(random.random.__self__), id(torch.default_generator)}  # type: ignore[attr-defined]
+    if "numpy" in sys.modules:
+        seen.add(id(sys.modules["numpy"].random.rand.__self__))
+    queue = deque([dataset, getattr(loader, "collate_fn", None)])
+    while queue and len(seen) < 10_000:
+        held = queue.popleft()
+        is_long = isinstance(held, (list, tuple, dict, set)) and len(held) > 100
+        # A DataModule leads to its Trainer, which holds generators of other data.
+        is_ours = type(held).__module__.startswith("stratagem.")
+        skips = is_long or is_ours or isinstance(held, (type, ModuleType, CodeType))
+        if skips or id(held) in seen:
+            continue
+        seen.add(id(held))
+        if isinstance(held, kinds):
+            found[id(held)] = held
+            continue
+        if isinstance(held, FunctionType):
+            seen.add(id(held.__globals__))
+        queue.extend(gc.get_referents(held))
+    return list(found.values())
 
 
 def generators_of_loader(loader: Any) -> list[Any]:
@@ -311,7 +339,7 @@ def generators_of_loader(loader: Any) -> list[Any]:
 def generators_of_data(loader: Any) -> list[Any]:
     """Return the generators that a loader, its samplers and its dataset hold, each once."""
     found = generators_of_loader(loader)
-    held_by_data = generators_of_dataset(getattr(loader, "dataset", None))
+    held_by_data = generators_of_dataset(loader)
     return found + [g for g in held_by_data if all(g is not other for other in found)]
 
 

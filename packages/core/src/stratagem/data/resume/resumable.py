@@ -193,6 +193,7 @@ class Resumable:
         self._generators: list[Any] = []
         self._order: Order | str = f"which samples a rank reads is up to {name}"
         self._indices: ResumableSampler | None = None
+        self._batches: Any = None
         self._stateful: Any = None
         """The object with a state of its own: the loader, its dataset, or None."""
         self._reshard: Reshard | None = None
@@ -234,7 +235,7 @@ class Resumable:
         is_batched = loader.batch_sampler is not None
         inner = loader.batch_sampler if is_batched else loader.sampler
         with_workers = loader.num_workers > 0
-        held_by_data = generators_of_dataset(loader.dataset)
+        held_by_data = generators_of_dataset(loader)
         self._generators = (generators_of_loader if with_workers else generators_of_data)(loader)
         if with_workers and held_by_data:
             self.inexact = (
@@ -505,11 +506,14 @@ class Resumable:
     ) -> tuple[Iterator[Any], list[Any]]:
         if self._stateful is not None and resumed is not None and "own" in resumed:
             self._stateful.load_state_dict(resumed["own"])
-            return iter(self.loader), []
+            if resumed.get("ended"):  # the last batch was short: another iteration begins anew
+                return iter(()), []
+            self._batches = iter(self.loader)
+            return self._batches, []
         if resumed is not None:
             set_generator_states(self._generators, resumed.get("begun", ()))
         self._start = generator_states(self._generators)
-        batches = iter(self.loader)
+        batches = self._batches = iter(self.loader)
         last: list[Any] = []
         for batch in islice(batches, done):
             last = [batch]
@@ -553,6 +557,8 @@ class Resumable:
             state["begun"] = self._start
         if self._stateful is not None:
             state["own"] = self._stateful.state_dict()
+            fetcher = getattr(self._batches, "_dataset_fetcher", None)  # of a DataLoader
+            state["ended"] = bool(getattr(fetcher, "ended", False))
         return state
 
     def _warn_if_inexact(self) -> None:
