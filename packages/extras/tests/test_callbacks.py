@@ -427,6 +427,27 @@ def test_schedulers_within_a_scheduler_know_of_unfrozen_groups(tmp_path: Path) -
     assert resumed.optimizers[0].param_groups[1]["lr"] < backbone["lr"]
 
 
+def test_gradients_of_the_frozen_epochs_are_not_applied() -> None:
+    """Batch norm stays trainable in a frozen backbone, and no optimizer clears its gradients."""
+
+    class Normalized(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = nn.Sequential(self.backbone, nn.BatchNorm1d(4))
+
+    class Looks(Callback):
+        gradients: list[Any] = []  # noqa: RUF012
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            if index == 0:
+                self.gradients.append(module.backbone[1].weight.grad)
+
+    looks = Looks()
+    unfreezes = BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)
+    trainer(unfreezes, looks, max_epochs=2).fit(Normalized(), loader())
+    assert looks.gradients == [None, None]
+
+
 def test_throughput_counts_batches_samples_and_items(tmp_path: Path) -> None:
     class Counted(Net):
         flops_per_batch = 100

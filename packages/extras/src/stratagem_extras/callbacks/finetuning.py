@@ -170,6 +170,9 @@ class BaseFinetuning(Callback):
         rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else lr
         found = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
         if parameters := BaseFinetuning.filter_on_optimizer(optimizer, found):
+            # Batch norm had gradients while it was in no optimizer, so that nothing cleared them.
+            for parameter in parameters:
+                parameter.grad = None
             optimizer.add_param_group({"params": parameters, "lr": rate})
 
     # -- called by the Trainer
