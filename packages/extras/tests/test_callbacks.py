@@ -435,6 +435,9 @@ def test_gradients_of_the_frozen_epochs_are_not_applied() -> None:
             super().__init__()
             self.backbone = nn.Sequential(self.backbone, nn.BatchNorm1d(4))
 
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.head.parameters(), lr=0.1)
+
     class Looks(Callback):
         gradients: list[Any] = []  # noqa: RUF012
 
