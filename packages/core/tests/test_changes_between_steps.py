@@ -26,10 +26,11 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
 def test_weights_are_those_of_one_process(strategy: str, weights: Weights) -> None:
     expected = dict(weights["single_device"])
     assert weights[strategy].keys() == expected.keys()
-    assert len(expected) == 32
+    assert len(expected) == 33
     for case, numbers in expected.items():
         assert weights[strategy][case] == pytest.approx(numbers, rel=0, abs=1e-6), case
-    unchanged = expected.pop("unchanged")
+    unchanged, logged = expected.pop("unchanged"), expected["norm logged"]
+    assert len(logged) == len(unchanged) + 1
     assert unchanged not in expected.values()
 
 

@@ -314,6 +314,29 @@ def test_losses_after_a_resume_are_those_of_the_run_that_went_on(kind: str, tmp_
         assert rest == whole[stopped:], f"resumed from {name} of {steps} steps"
 
 
+class Endless(Sampler[int]):
+    """A sampler without a length; `limit_train_batches` ends the epoch."""
+
+    def __init__(self) -> None:
+        self.numbers = random.Random(5)
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield self.numbers.randrange(24)
+
+
+@pytest.mark.filterwarnings("ignore:.*in the middle of an epoch may differ")
+def test_a_sampler_may_have_no_length(tmp_path: Path) -> None:
+    def loader() -> DataLoader[Any]:
+        return sampled(Endless())
+
+    whole = fit(loader, tmp_path / "whole", seed=1, limit_train_batches=6)
+    assert len(whole) == 18
+    checkpoint = tmp_path / "whole" / "epoch=0.ckpt"
+    rest = fit(loader, tmp_path / "rest", 99, ckpt_path=checkpoint, limit_train_batches=6)
+    assert len(rest) == 12
+
+
 def test_persistent_workers_end_with_the_fit(tmp_path: Path) -> None:
     before = set(multiprocessing.active_children())
     fit(EXACT["persistent workers"], tmp_path, seed=1, max_steps=8)

@@ -128,6 +128,10 @@ def shrink_by_output(net: Net) -> None:
     net.train()
 
 
+def log_norm(net: Net) -> None:
+    net.log("norm", net.head.weight.norm())
+
+
 def replace_data(net: Net) -> None:
     net.head.weight.data = torch.zeros(1, 6)
 
@@ -201,6 +205,7 @@ CASES: dict[str, Callable[[], list[Callback]]] = {
     "slower": lambda: [at(START, (1, 2), slower)],
     "momentum forgotten": lambda: [at(END, (1,), forget_momentum)],
     "shrunk by what the model returns": lambda: [at(END, (0, 1), shrink_by_output)],
+    "norm logged": lambda: [at(END, tuple(range(EPOCHS)), log_norm)],
     "average": lambda: [EMAWeightAveraging(decay=0.5)],
     **{f"halved in {hook}": (lambda hook=hook: [at(hook, (1, 2), halve)]) for hook in HALVED_IN},
 }
@@ -246,7 +251,8 @@ def fit(case: str, name: str, ranks: int) -> list[float]:
     )
     trainer.fit(net, data(ranks), data(ranks))
     trainer.save_checkpoint(f"{name}.ckpt")
-    return flat(f"{name}.ckpt")
+    logged = (value for key, value in trainer.callback_metrics.items() if key == "norm")
+    return [*flat(f"{name}.ckpt"), *map(float, logged)]
 
 
 def flat(path: str) -> list[float]:

@@ -408,7 +408,10 @@ class Resumable:
         loader = self._user_loader
         return {
             "dataset": type(loader.dataset).__name__,
-            "batch sampler": type(loader.batch_sampler or BatchSampler([], 1, False)).__name__,
+            # Not by its truth, which its length decides, and it may have none.
+            "batch sampler": "BatchSampler"
+            if loader.batch_sampler is None
+            else type(loader.batch_sampler).__name__,
             "sampler": type(innermost(sampler_of(loader))).__name__,
         }
 

@@ -127,8 +127,11 @@ class Metrics:
         if entry is None or entry.options != options:
             entry = self._declare(name, options)
         kind = value.__class__
-        if kind is Tensor or isinstance(value, Tensor):
+        if kind is Tensor:
             value = _read(name, value)
+        elif isinstance(value, Tensor):
+            # What is computed from shards is whole on no rank: all ranks take part.
+            value = _read(name, value.full_tensor() if hasattr(value, "full_tensor") else value)
         elif kind is not float and kind is not int:
             value = _number_of(entry, value)
         if entry.on_step and value is not None:
