@@ -174,7 +174,7 @@ def test_options_may_be_set_between_and_within_fits() -> None:
 
 def test_gpus_and_tpu_cores_are_short_for_accelerator_and_devices() -> None:
     for front in (Fabric, Trainer):
-        with pytest.raises(ConfigurationError, match="accelerator='cuda' is not available on this"):
+        with pytest.raises(ConfigurationError, match="accelerator='gpu' is not available on this"):
             front(gpus=2)
         with pytest.raises(ConfigurationError, match="accelerator='tpu' is not available on this"):
             front(tpu_cores=8)
