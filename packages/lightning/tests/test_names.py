@@ -145,8 +145,8 @@ def test_every_name_that_is_served_is_there(lightning: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("module", "name", "instead"),
     [
-        ("pytorch.accelerators", "MPSAccelerator", "accelerator='cpu'"),
-        ("fabric.accelerators.mps", "MPSAccelerator", "accelerator='cpu'"),
+        ("pytorch.accelerators", "MPSAccelerator", "stratagem-backend-mps"),
+        ("fabric.accelerators.mps", "MPSAccelerator", "stratagem-backend-mps"),
         ("pytorch.loggers", "LitLogger", "CSVLogger, TensorBoardLogger or WandbLogger"),
         ("fabric.plugins.collectives", "Collective", "Fabric.all_gather, all_reduce"),
         ("pytorch.plugins.layer_sync", "TorchSyncBatchNorm", "Trainer(sync_batchnorm=True)"),

@@ -18,7 +18,7 @@ INSTEAD = {
     "CustomTimeColumn": _COLUMNS,
     "LayerSync": "Trainer(sync_batchnorm=True)",
     "LitLogger": "CSVLogger, TensorBoardLogger or WandbLogger",
-    "MPSAccelerator": "accelerator='cpu'; no backend for MPS is there yet",
+    "MPSAccelerator": "accelerator='mps' (pip install stratagem-backend-mps)",
     "MetricsTextColumn": _COLUMNS,
     "ProcessingSpeedColumn": _COLUMNS,
     "ServableModule": _SERVE,
