@@ -197,12 +197,13 @@ def test_rocm_is_refused_with_a_build_for_nvidia(machine: Callable[..., None]) -
     assert Lite(accelerator="cuda").plan.accelerator.name == "cuda"
 
 
-def test_float8_needs_an_mi300(machine: Callable[..., None]) -> None:
+def test_float8_needs_a_gpu_for_which_torch_has_it(machine: Callable[..., None]) -> None:
     machine(ROCM)
     assert compute_capability.why_no_visible_float8("float8") == ""
+    assert rocm.why_no_float8("float8", ["AMD gfx1201"]) == ""
     assert rocm.why_no_float8("float8", ["AMD gfx90a", "AMD gfx90a"]) == (
-        "precision='float8' needs a GPU with float8 arithmetic (AMD's MI300 and MI350: gfx942, "
-        "gfx950): here is AMD gfx90a. Pass precision='bf16-mixed'"
+        "precision='float8' needs a GPU with float8 arithmetic (AMD's MI300, MI350 and RX 9000: "
+        "gfx942, gfx950, gfx1200, gfx1201): here is AMD gfx90a. Pass precision='bf16-mixed'"
     )
 
 
