@@ -86,11 +86,11 @@ def test_the_wrong_build_of_torch_is_named_with_the_right_one() -> None:
         f"install a build for CUDA {where}"
     )
     assert found(CPU).reason == (
-        "torch 2.13.0+cpu was built without ROCm, and this machine has AMD gfx942: install a build "
-        f"with it {where}"
+        "torch 2.13.0+cpu was built without ROCm, and this machine has AMD gfx942: install the "
+        f"build for them {where}"
     )
     assert found(CPU, amd=()).reason == (
-        f"torch 2.13.0+cpu was built without CUDA: install a build with it {where}"
+        f"torch 2.13.0+cpu was built without CUDA and ROCm: install the build for your GPU {where}"
     )
     assert found(CUDA, amd=()).reason == NO_DRIVER
     assert found(ROCM, amd=()).reason.startswith("there is no AMD GPU with a driver (amdgpu")
@@ -184,6 +184,18 @@ def test_rocm_is_a_name_of_amds_gpus(machine: Callable[..., None]) -> None:
     for asked in ("rocm", "ROCm", "cuda", "gpu", "auto"):
         plan = Lite(accelerator=asked, devices=2).plan
         assert (plan.accelerator.name, plan.devices) == ("cuda", (0, 1))
+
+
+def test_without_a_gpu_the_error_has_the_name_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(probe, "cuda_availability", lambda: found(CPU, amd=()))
+    with pytest.raises(ConfigurationError) as caught:
+        Lite(accelerator="rocm")
+    assert str(caught.value).startswith(
+        "accelerator='rocm' is not available on this machine: torch 2.13.0+cpu was built without "
+        "CUDA and ROCm: install the build for your GPU"
+    )
 
 
 def test_rocm_is_refused_with_a_build_for_nvidia(machine: Callable[..., None]) -> None:

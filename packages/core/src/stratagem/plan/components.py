@@ -250,8 +250,9 @@ def choose_accelerator(
         return selected, Availability(0, f"not looked for: {elsewhere.name} starts ranks elsewhere")
     found = resolution.probe(selected.source)
     if not found.free:
+        name = asked if isinstance(asked, str) else selected.name
         raise ConfigurationError(
-            f"accelerator={selected.name!r} is not available on this machine: {_why_not(found)}; "
+            f"accelerator={name!r} is not available on this machine: {_why_not(found)}; "
             "pass accelerator='auto' to take what there is"
         )
     return selected, found
