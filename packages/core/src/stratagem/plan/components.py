@@ -58,7 +58,8 @@ def choose_devices(
     if found.indexed and max(indices) >= found.count:
         raise ConfigurationError(
             f"devices={asked!r} asks for {accelerator.name} device {max(indices)}, but there "
-            f"are {found.count} here ({found.reason}), counted from 0"
+            f"are {found.count} here ({found.reason}), counted from 0: "
+            "name those, or pass devices=-1 for all"
         )
     return _usable(asked, indices, found, accelerator.name), "your argument"
 
