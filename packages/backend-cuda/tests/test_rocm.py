@@ -14,7 +14,7 @@ import torch
 from stratagem import Lite
 from stratagem.discovery import Availability, TorchBuild
 from stratagem.errors import ConfigurationError
-from stratagem_cuda import accelerator, plugin, probe, rocm
+from stratagem_cuda import accelerator, nvml, plugin, probe, rocm
 from stratagem_cuda.accelerator import CUDAAccelerator
 from stratagem_cuda.gpu import GPU
 from stratagem_cuda.precision import compute_capability, objections
@@ -229,6 +229,15 @@ def test_a_rank_asks_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             continue
         with pytest.raises(ConfigurationError, match="here is gfx1100"):
             compute_capability.check_current_float8("float8")
+
+
+def test_nvml_is_not_asked_about_amds_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvml, "torch_build", lambda: ROCM)
+    monkeypatch.setattr(nvml, "driver", lambda: pytest.fail("NVML is asked"))
+    nvml.handle_of.cache_clear()
+    assert nvml.stats(0) == {}
+    assert nvml.other_processes(0) == []
+    nvml.handle_of.cache_clear()
 
 
 def test_transformer_engine_is_refused(machine: Callable[..., None]) -> None:
