@@ -73,9 +73,17 @@ def test_hidden_gpus_are_said(visible: str) -> None:
     assert found(visible) == Availability(0, f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU")
 
 
+def test_macos_has_no_build_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert found(build=TorchBuild("2", None)) == Availability(
+        0, "there is no CUDA on macOS: use accelerator='mps' on Apple silicon, or 'cpu'"
+    )
+
+
 def test_every_reason_says_what_to_do() -> None:
     assert found(build=None).reason == "torch is not installed"
-    assert "was built without CUDA: install a build" in found(build=TorchBuild("2", None)).reason
+    without = found(build=TorchBuild("2", None)).reason
+    assert "was built without CUDA and ROCm: install the build for your GPU" in without
     assert found(driver="there is no NVIDIA driver").reason == "there is no NVIDIA driver"
     old = found(driver=Driver("535.54", (12, 2), GPUS)).reason
     assert old == (

@@ -14,7 +14,7 @@ import torch
 from stratagem import Lite
 from stratagem.discovery import Availability, TorchBuild
 from stratagem.errors import ConfigurationError
-from stratagem_cuda import accelerator, plugin, probe, rocm
+from stratagem_cuda import accelerator, nvml, plugin, probe, rocm
 from stratagem_cuda.accelerator import CUDAAccelerator
 from stratagem_cuda.gpu import GPU
 from stratagem_cuda.precision import compute_capability, objections
@@ -86,11 +86,11 @@ def test_the_wrong_build_of_torch_is_named_with_the_right_one() -> None:
         f"install a build for CUDA {where}"
     )
     assert found(CPU).reason == (
-        "torch 2.13.0+cpu was built without ROCm, and this machine has AMD gfx942: install a build "
-        f"with it {where}"
+        "torch 2.13.0+cpu was built without ROCm, and this machine has AMD gfx942: install the "
+        f"build for them {where}"
     )
     assert found(CPU, amd=()).reason == (
-        f"torch 2.13.0+cpu was built without CUDA: install a build with it {where}"
+        f"torch 2.13.0+cpu was built without CUDA and ROCm: install the build for your GPU {where}"
     )
     assert found(CUDA, amd=()).reason == NO_DRIVER
     assert found(ROCM, amd=()).reason.startswith("there is no AMD GPU with a driver (amdgpu")
@@ -186,6 +186,18 @@ def test_rocm_is_a_name_of_amds_gpus(machine: Callable[..., None]) -> None:
         assert (plan.accelerator.name, plan.devices) == ("cuda", (0, 1))
 
 
+def test_without_a_gpu_the_error_has_the_name_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(probe, "cuda_availability", lambda: found(CPU, amd=()))
+    with pytest.raises(ConfigurationError) as caught:
+        Lite(accelerator="rocm")
+    assert str(caught.value).startswith(
+        "accelerator='rocm' is not available on this machine: torch 2.13.0+cpu was built without "
+        "CUDA and ROCm: install the build for your GPU"
+    )
+
+
 def test_rocm_is_refused_with_a_build_for_nvidia(machine: Callable[..., None]) -> None:
     machine(CUDA, H100)
     with pytest.raises(ConfigurationError) as caught:
@@ -197,12 +209,13 @@ def test_rocm_is_refused_with_a_build_for_nvidia(machine: Callable[..., None]) -
     assert Lite(accelerator="cuda").plan.accelerator.name == "cuda"
 
 
-def test_float8_needs_an_mi300(machine: Callable[..., None]) -> None:
+def test_float8_needs_a_gpu_for_which_torch_has_it(machine: Callable[..., None]) -> None:
     machine(ROCM)
     assert compute_capability.why_no_visible_float8("float8") == ""
+    assert rocm.why_no_float8("float8", ["AMD gfx1201"]) == ""
     assert rocm.why_no_float8("float8", ["AMD gfx90a", "AMD gfx90a"]) == (
-        "precision='float8' needs a GPU with float8 arithmetic (AMD's MI300 and MI350: gfx942, "
-        "gfx950): here is AMD gfx90a. Pass precision='bf16-mixed'"
+        "precision='float8' needs a GPU with float8 arithmetic (AMD's MI300, MI350 and RX 9000: "
+        "gfx942, gfx950, gfx1200, gfx1201): here is AMD gfx90a. Pass precision='bf16-mixed'"
     )
 
 
@@ -216,6 +229,15 @@ def test_a_rank_asks_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             continue
         with pytest.raises(ConfigurationError, match="here is gfx1100"):
             compute_capability.check_current_float8("float8")
+
+
+def test_nvml_is_not_asked_about_amds_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvml, "torch_build", lambda: ROCM)
+    monkeypatch.setattr(nvml, "driver", lambda: pytest.fail("NVML is asked"))
+    nvml.handle_of.cache_clear()
+    assert nvml.stats(0) == {}
+    assert nvml.other_processes(0) == []
+    nvml.handle_of.cache_clear()
 
 
 def test_transformer_engine_is_refused(machine: Callable[..., None]) -> None:

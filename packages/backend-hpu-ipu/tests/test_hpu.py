@@ -184,7 +184,7 @@ def test_an_sdk_that_cannot_be_imported_is_said() -> None:
         (
             {"devices": 3},
             "devices=3 asks for hpu device 2, but there are 2 here (2 Gaudi device(s)), counted "
-            "from 0",
+            "from 0: name those, or pass devices=-1 for all",
         ),
         (
             {"strategy": "hpu_single", "devices": 2},

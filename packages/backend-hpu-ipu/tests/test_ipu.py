@@ -297,7 +297,7 @@ def test_what_cannot_be_done_is_refused_before_anything_runs(
         (
             {"devices": 5},
             "devices=5 asks for ipu device 4, but there are 4 here (4 IPU(s) in this machine), "
-            "counted from 0",
+            "counted from 0: name those, or pass devices=-1 for all",
         ),
         (
             {"devices": 2, "num_nodes": 2, "strategy": "ipu_strategy"},

@@ -90,7 +90,7 @@ def test_more_than_the_one_device_is_refused(mac: object) -> None:
     for asked in (2, [1], "0,1"):
         assert refusal(devices=asked) == (
             f"devices={asked!r} asks for mps device 1, but there are 1 here (Apple silicon's GPU, "
-            "macOS 15.1), counted from 0"
+            "macOS 15.1), counted from 0: name those, or pass devices=-1 for all"
         )
 
 

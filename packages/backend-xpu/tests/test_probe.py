@@ -32,11 +32,32 @@ def test_each_tile_is_a_device() -> None:
     assert found(ARC).count == 1
 
 
-@pytest.mark.parametrize(("mask", "count"), [("0", 1), ("1,3", 2), ("0.0,0.1", 1), ("9", 0)])
+@pytest.mark.parametrize(("mask", "count"), [("0", 1), ("1,3", 2), ("0.0,0.1", 1)])
 def test_the_affinity_mask_chooses_devices(mask: str, count: int) -> None:
     seen = found(*MAX, ZE_AFFINITY_MASK=mask)
     assert seen.count == count
     assert seen.reason.endswith(f"by ZE_AFFINITY_MASK={mask!r}")
+
+
+def test_a_mask_that_names_no_device_is_refused() -> None:
+    assert found(*MAX, ZE_AFFINITY_MASK="9") == Availability(
+        0,
+        "ZE_AFFINITY_MASK='9' names no device that is here: they are numbered from 0 to 3. "
+        "Unset it, or name some of them",
+    )
+
+
+def test_an_empty_mask_chooses_nothing() -> None:
+    assert found(*MAX, ZE_AFFINITY_MASK="") == found(*MAX)
+
+
+def test_the_mask_is_applied_before_the_processors_own_gpu_is_left_out() -> None:
+    assert found(INTEGRATED, ARC, ZE_AFFINITY_MASK="0").count == 1
+    assert found(INTEGRATED, ARC, ZE_AFFINITY_MASK="1").count == 1
+    assert found(INTEGRATED, ARC, ZE_AFFINITY_MASK="0,1").count == 1
+    closed = Card(INTEGRATED.address, "i915", problem="cannot be opened")
+    assert found(closed, ARC, ZE_AFFINITY_MASK="1").problems == ((0, closed.problem),)
+    assert found(closed, ARC, ZE_AFFINITY_MASK="0,1").problems == ()
 
 
 def test_the_processors_own_gpu_counts_only_if_there_is_no_other() -> None:
@@ -66,7 +87,9 @@ def test_a_device_that_cannot_be_opened_is_said() -> None:
 def test_on_windows_one_device_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
     assert found().count == 1
-    assert found(level_zero=False).count == 0
+    assert found(ZE_AFFINITY_MASK="1").count == 1
+    missing = "there is no Intel GPU with a driver (Level Zero, of Intel's graphics driver)"
+    assert found(level_zero=False) == Availability(0, missing)
 
 
 # -- sysfs, played

@@ -290,6 +290,23 @@ def left_in(folder: Path) -> list[Path]:
     return [path for path in (*folder.iterdir(), *own.iterdir()) if path != own]
 
 
+def test_a_copy_is_read_from_its_beginning_where_a_path_of_it_shares_its_position(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As /dev/fd does on macOS."""
+    url = f"memory://{tmp_path.name}/a.bin"
+    with fsspec.open(url, "wb") as file:
+        file.write(b"all of it")
+
+    def fill(descriptor: int, *_: object) -> None:
+        os.write(descriptor, b"all of it")
+
+    monkeypatch.setattr(remote, "_fill", fill)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with os.fdopen(remote.fetch(url), "rb") as copy:
+        assert copy.read() == b"all of it"
+
+
 def test_who_asks_at_the_same_time_shares_one_copy_which_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stratagem.discovery import torch_build
 from stratagem_cuda.gpu import visible_gpus
 from stratagem_cuda.probe import Driver, driver
 
@@ -20,6 +21,9 @@ def handle_of(index: int) -> Any:
     """
     import pynvml as nvml
 
+    build = torch_build()
+    if build is not None and build.hip is not None:
+        return None  # torch computes on AMD's GPUs; NVIDIA's may be beside them
     found = driver()
     if not isinstance(found, Driver):
         return None

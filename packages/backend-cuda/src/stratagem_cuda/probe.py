@@ -76,11 +76,16 @@ def availability(
     if torch is None:
         return Availability(0, "torch is not installed")
     if torch.cuda is None:
+        if sys.platform == "darwin":
+            return Availability(
+                0, "there is no CUDA on macOS: use accelerator='mps' on Apple silicon, or 'cpu'"
+            )
         other = _names(ask_kernel())
-        lacks = f"ROCm, and this machine has {other}" if other else "CUDA"
+        lacks = f"ROCm, and this machine has {other}" if other else "CUDA and ROCm"
         return Availability(
             0,
-            f"torch {torch.version} was built without {lacks}: install a build with it ({_BUILDS})",
+            f"torch {torch.version} was built without {lacks}: install the build for "
+            f"{'them' if other else 'your GPU'} ({_BUILDS})",
         )
     found = ask_driver()
     if isinstance(found, str):

@@ -20,8 +20,8 @@ NODES = "/sys/class/kfd/kfd/topology/nodes"
 DEVICE = "/dev/kfd"
 HIP_VARIABLES = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 """HIP reads the first that is set. ROCR_VISIBLE_DEVICES comes before: it hides GPUs from HIP."""
-FLOAT8 = ("gfx942", "gfx950")
-"""The GPUs with float8 arithmetic in ROCm's libraries: MI300 and MI350."""
+FLOAT8 = ("gfx942", "gfx950", "gfx1200", "gfx1201")
+"""The GPUs with float8 products in torch: MI300, MI350 and the Radeon RX 9000 series."""
 
 
 def find_gpus() -> list[GPU]:
@@ -89,8 +89,8 @@ def why_no_float8(precision: str, architectures: list[str]) -> str:
     if not architectures or any(each.endswith(FLOAT8) for each in architectures):
         return ""
     return (
-        f"precision={precision!r} needs a GPU with float8 arithmetic (AMD's MI300 and MI350: "
-        f"{', '.join(FLOAT8)}): here is {', '.join(dict.fromkeys(architectures))}. Pass "
+        f"precision={precision!r} needs a GPU with float8 arithmetic (AMD's MI300, MI350 and RX "
+        f"9000: {', '.join(FLOAT8)}): here is {', '.join(dict.fromkeys(architectures))}. Pass "
         "precision='bf16-mixed'"
     )
 

@@ -94,9 +94,10 @@ def availability(
     else:
         found = find()
     if not found:
-        return Availability(
-            0, "there is no Intel GPU with a driver (i915 or xe in the kernel, Level Zero on top)"
-        )
+        driver = "i915 or xe in the kernel, Level Zero on top"
+        if sys.platform == "win32":
+            driver = "Level Zero, of Intel's graphics driver"
+        return Availability(0, f"there is no Intel GPU with a driver ({driver})")
     if build.xpu is None:
         return Availability(
             0, f"torch {build.version} was built without XPU, and there is an Intel GPU: {WHEEL}"
@@ -107,15 +108,25 @@ def availability(
             "Intel's driver is incomplete: its library ze_loader (Level Zero) was not found: "
             "install the packages libze1 and libze-intel-gpu1",
         )
-    found = [card for card in found if not card.is_integrated] or found
+    # Level Zero lists the processor's own GPU last, and the mask counts it too.
+    found.sort(key=lambda card: card.is_integrated)
     each = environ.get("ZE_FLAT_DEVICE_HIERARCHY", "FLAT").upper() != "COMPOSITE"
     devices = [card for card in found for _ in range(card.tiles if each else 1)]
     mask, said = environ.get("ZE_AFFINITY_MASK"), ""
-    if mask is not None:
+    # Level Zero ignores an empty one. On Windows, the number of devices is not known.
+    if mask and sys.platform != "win32":
         # "1" and "1.0" both name a part of the device 1; a device is counted once.
         chosen = dict.fromkeys(int(each) for each in re.findall(r"(?:^|,)\s*(\d+)", mask))
-        devices = [devices[index] for index in chosen if index < len(devices)]
+        last = len(devices) - 1
+        devices = [devices[index] for index in chosen if index <= last]
         said = f" by ZE_AFFINITY_MASK={mask!r}"
+        if not devices:
+            return Availability(
+                0,
+                f"ZE_AFFINITY_MASK={mask!r} names no device that is here: they are numbered from 0 "
+                f"to {last}. Unset it, or name some of them",
+            )
+    devices = [card for card in devices if not card.is_integrated] or devices
     count = len({card.address for card in devices})
     problems = tuple((index, card.problem) for index, card in enumerate(devices) if card.problem)
     reason = f"{len(devices)} device(s) on {count} Intel GPU(s){said}"

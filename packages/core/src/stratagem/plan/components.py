@@ -58,7 +58,8 @@ def choose_devices(
     if found.indexed and max(indices) >= found.count:
         raise ConfigurationError(
             f"devices={asked!r} asks for {accelerator.name} device {max(indices)}, but there "
-            f"are {found.count} here ({found.reason}), counted from 0"
+            f"are {found.count} here ({found.reason}), counted from 0: "
+            "name those, or pass devices=-1 for all"
         )
     return _usable(asked, indices, found, accelerator.name), "your argument"
 
@@ -250,8 +251,9 @@ def choose_accelerator(
         return selected, Availability(0, f"not looked for: {elsewhere.name} starts ranks elsewhere")
     found = resolution.probe(selected.source)
     if not found.free:
+        name = asked if isinstance(asked, str) else selected.name
         raise ConfigurationError(
-            f"accelerator={selected.name!r} is not available on this machine: {_why_not(found)}; "
+            f"accelerator={name!r} is not available on this machine: {_why_not(found)}; "
             "pass accelerator='auto' to take what there is"
         )
     return selected, found

@@ -102,6 +102,7 @@ def fetch(url: str) -> int:
                     ) from error
                 raise
     _platform.unlock(descriptor)
+    os.lseek(descriptor, 0, os.SEEK_SET)  # on macOS, /dev/fd shares the position of a file
     return descriptor
 
 
