@@ -239,6 +239,8 @@ def test_without_process_groups_the_process_alone_gets_the_signal(
 def test_a_process_that_has_ended_gets_no_signal() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
+    with pytest.raises(ProcessLookupError):
+        os.kill(ended.pid, signal.SIGTERM)
     _platform.send_signal(ended.pid, signal.SIGTERM, group=False)
 
 

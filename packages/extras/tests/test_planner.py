@@ -457,7 +457,7 @@ def test_the_page_has_a_bar_for_each_strategy_and_loads_nothing(tmp_path: Path) 
     text = page.read_text()
     assert text.count("<h2>Memory of a device by") == 4
     assert text.count("<rect") == 2 * 6
-    assert "the device has 0.09 GiB" in text
+    assert "the device has 95.37 MiB" in text
     assert not re.search(r"(src|href)=|https?:|@import", text)
 
 

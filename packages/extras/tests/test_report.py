@@ -373,7 +373,8 @@ def test_too_many_runs_are_cut_and_said(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_a_path_with_other_bytes_is_written(tmp_path: Path) -> None:
     folder = write_run(tmp_path / os.fsdecode(b"run\xff"), "step,loss\n0,1\n1,2\n")
-    page_of(folder, output=tmp_path / "report.html")
+    page = page_of(folder, output=tmp_path / "report.html")
+    assert "loss" in page.texts
 
 
 def test_rows_of_a_csv_logger_are_read_whatever_its_names(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from math import log10
 
+from stratagem.errors import format_size
 from stratagem_extras.page import color, key, svg, table, whole_page
 from stratagem_extras.planner.plan import MemoryPlan, PlannedStrategy
 
-GIB = 2**30
 PARTS = (
     "parameters",
     "gradients",
@@ -40,8 +40,8 @@ def write_page(plan: MemoryPlan, curves: Curves) -> str:
     )
     body = f"""<h1>Which strategy, and will it fit?</h1>
 <p>{plan.parameters:,} parameters, precision {escape(plan.precision)}, {plan.num_nodes} node(s) of
-{plan.devices} device(s) of {_gib(plan.capacity)}. Bytes are those of tensors of one rank at the
-maximum of a step. A plan fills at most 90% of a device.</p>
+{plan.devices} device(s) of {format_size(plan.capacity)}. Bytes are those of tensors of one rank
+at the maximum of a step. A plan fills at most 90% of a device.</p>
 {call}<h2>Memory of a device by strategy</h2>{key(PARTS)}{_bars(rows, plan.capacity)}
 {charts}<h2>Figures</h2>{_table(rows)}"""
     return whole_page("Memory plan", body, _STYLE)
@@ -62,20 +62,21 @@ def _bars(rows: Sequence[PlannedStrategy], capacity: int) -> str:
             wide = min(size / end * width, left + width - x)
             drawn.append(
                 f'<rect x="{x:.1f}" y="{top}" width="{wide:.1f}" height="18" '
-                f'fill="{color(PARTS.index(part))}"><title>{part} {_gib(size)}</title></rect>'
+                f'fill="{color(PARTS.index(part))}">'
+                f"<title>{part} {format_size(size)}</title></rect>"
             )
             x += wide
         more = " \u2192" if row.on_device > end else ""
-        host = f" + {_gib(row.on_host)} in the host" if row.on_host else ""
-        host += f" + {_gib(row.on_disk)} on disk" if row.on_disk else ""
+        host = f" + {format_size(row.on_host)} in the host" if row.on_host else ""
+        host += f" + {format_size(row.on_disk)} on disk" if row.on_disk else ""
         drawn.append(
-            f'<text x="{x + 6:.1f}" y="{top + 14}">{_gib(row.on_device)}{more}{host}</text>'
+            f'<text x="{x + 6:.1f}" y="{top + 14}">{format_size(row.on_device)}{more}{host}</text>'
         )
     line = left + capacity / end * width
     drawn.append(
         f'<line x1="{line:.1f}" x2="{line:.1f}" y1="16" y2="{height}" stroke="var(--bad)" '
         f'stroke-dasharray="4 3"/><text x="{line:.1f}" y="12" text-anchor="middle">the device has '
-        f"{_gib(capacity)}</text>"
+        f"{format_size(capacity)}</text>"
     )
     return _svg(1000, height, "Memory of a device by strategy", drawn)
 
@@ -100,12 +101,13 @@ def _curves(plans: Mapping[str, MemoryPlan], capacity: int) -> str:
     drawn = [
         f'<line x1="{left}" x2="{left + width}" y1="{y(capacity):.1f}" y2="{y(capacity):.1f}" '
         f'stroke="var(--bad)" stroke-dasharray="4 3"/><text x="{left - 8}" '
-        f'y="{y(capacity) + 4:.1f}" text-anchor="end">{_gib(capacity)}</text>'
+        f'y="{y(capacity) + 4:.1f}" text-anchor="end">{format_size(capacity)}</text>'
     ]
     for size in (min(sizes), max(sizes)):
         if abs(y(size) - y(capacity)) > 16:
             drawn.append(
-                f'<text x="{left - 8}" y="{y(size) + 4:.1f}" text-anchor="end">{_gib(size)}</text>'
+                f'<text x="{left - 8}" y="{y(size) + 4:.1f}" text-anchor="end">'
+                f"{format_size(size)}</text>"
             )
     for position, value in enumerate(plans):
         drawn.append(
@@ -117,7 +119,7 @@ def _curves(plans: Mapping[str, MemoryPlan], capacity: int) -> str:
         ink = color(number)
         dots = "".join(
             f'<circle cx="{x(position):.1f}" cy="{y(size):.1f}" r="3.5" fill="{ink}">'
-            f"<title>{escape(name)}: {_gib(size)}</title></circle>"
+            f"<title>{escape(name)}: {format_size(size)}</title></circle>"
             for position, size in line
         )
         drawn.append(f'<polyline points="{points}" fill="none" stroke="{ink}"/>{dots}')
@@ -128,7 +130,9 @@ def _table(rows: Sequence[PlannedStrategy]) -> str:
     lines = []
     for row in rows:
         fits = "yes" if row.fits else '<span class="no">no</span>'
-        cells = [_gib(size) for size in (row.on_device, *_sizes(row), row.on_host, row.on_disk)]
+        cells = [
+            format_size(size) for size in (row.on_device, *_sizes(row), row.on_host, row.on_disk)
+        ]
         lines.append([escape(row.name), fits, *cells])
     return table(("strategy", "fits", "device", *PARTS, "host", "disk"), lines)
 
@@ -144,7 +148,3 @@ def _sizes(row: PlannedStrategy) -> tuple[int, ...]:
 
 def _svg(width: int, height: int, label: str, drawn: Sequence[str]) -> str:
     return f'<div class="scroll">{svg(width, height, label, drawn)}</div>'
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.2f} GiB"

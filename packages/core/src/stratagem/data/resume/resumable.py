@@ -193,7 +193,7 @@ class Resumable:
         self._generators: list[Any] = []
         self._order: Order | str = f"which samples a rank reads is up to {name}"
         self._indices: ResumableSampler | None = None
-        self._batches: Any = None
+        self._fetcher: Any = None
         self._stateful: Any = None
         """The object with a state of its own: the loader, its dataset, or None."""
         self._reshard: Reshard | None = None
@@ -511,16 +511,21 @@ class Resumable:
             self._stateful.load_state_dict(resumed["own"])
             if resumed.get("ended"):  # the last batch was short: another iteration begins anew
                 return iter(()), []
-            self._batches = iter(self.loader)
-            return self._batches, []
+            return self._iterate(), []
         if resumed is not None:
             set_generator_states(self._generators, resumed.get("begun", ()))
         self._start = generator_states(self._generators)
-        batches = self._batches = iter(self.loader)
+        batches = self._iterate()
         last: list[Any] = []
         for batch in islice(batches, done):
             last = [batch]
         return batches, last
+
+    def _iterate(self) -> Iterator[Any]:
+        """Return an iterator over the loader; only what says whether its data ended is kept."""
+        batches: Iterator[Any] = iter(self.loader)
+        self._fetcher = getattr(batches, "_dataset_fetcher", None)  # of a DataLoader, no workers
+        return batches
 
     def close(self) -> None:
         """End persistent workers, after the last iteration."""
@@ -560,8 +565,7 @@ class Resumable:
             state["begun"] = self._start
         if self._stateful is not None:
             state["own"] = self._stateful.state_dict()
-            fetcher = getattr(self._batches, "_dataset_fetcher", None)  # of a DataLoader
-            state["ended"] = bool(getattr(fetcher, "ended", False))
+            state["ended"] = bool(getattr(self._fetcher, "ended", False))
         return state
 
     def _warn_if_inexact(self) -> None:
