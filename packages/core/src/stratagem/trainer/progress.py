@@ -22,6 +22,7 @@ class Progress:
         batches_before: the number of batches in all previous epochs.
         last_step: the number of batches in the last optimizer step; 0 if it is unknown.
         end_begun: whether the hooks of this epoch's end have begun.
+        stop_delayed: whether `Trainer.should_stop` was set before the minimum of training.
     """
 
     epoch: int = 0
@@ -32,6 +33,7 @@ class Progress:
     batches_before: int = 0
     last_step: int = 0
     end_begun: bool = False
+    stop_delayed: bool = False
 
     def next_epoch(self) -> None:
         """Begin the next epoch."""
@@ -55,7 +57,9 @@ class Progress:
         # Older checkpoints lack these.
         self.batches_before = state.get("batches_before", 0)
         self.last_step = state.get("last_step", 0)
-        if self.epoch_is_done and state.get("end_begun", True):
+        self.end_begun = state.get("end_begun", self.epoch_is_done)
+        self.stop_delayed = state.get("stop_delayed", False)
+        if self.epoch_is_done and self.end_begun:
             self.next_epoch()
 
 
