@@ -49,16 +49,11 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the fields; if the end of the epoch had begun, go to the next epoch."""
-        self.epoch = state["epoch"]
-        self.global_step = state["global_step"]
-        self.batches = state["batches"]
-        self.epoch_is_done = state["epoch_is_done"]
-        self.validated = state["validated"]
-        # Older checkpoints lack these.
-        self.batches_before = state.get("batches_before", 0)
-        self.last_step = state.get("last_step", 0)
-        self.end_begun = state.get("end_begun", self.epoch_is_done)
-        self.stop_delayed = state.get("stop_delayed", False)
+        # Older checkpoints lack some.
+        older = {"batches_before": 0, "last_step": 0, "stop_delayed": False}
+        complete = {**older, "end_begun": state["epoch_is_done"], **state}
+        for name in vars(self):
+            setattr(self, name, complete[name])
         if self.epoch_is_done and self.end_begun:
             self.next_epoch()
 

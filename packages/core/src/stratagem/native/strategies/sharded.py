@@ -44,6 +44,7 @@ from stratagem.native.sharding.user_access import (
     check_changes,
     explain_shards,
     gather_when_called,
+    read_whole_numbers,
 )
 from stratagem.plan.step_options import GradientClip
 from stratagem.state.shards import LazyTensor
@@ -182,6 +183,7 @@ class ShardedStrategy(ParallelStrategy):
                 parameter.__dict__.update(attributes.get(name, {}))
             _gather_once(module)
             module.register_forward_hook(_reshard_without_grad)
+            read_whole_numbers()
             if isinstance(module, FSDPModule):
                 gather_when_called(module, user_module(module))
             for child in module.children():
