@@ -51,7 +51,7 @@ def read_whole_numbers() -> None:
 
     By default, `float(parameter.norm())` is the norm of this rank's shard.
     """
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[attr-defined]
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = lambda _, args, kwargs: (
         args[0].detach().full_tensor().item()
     )
