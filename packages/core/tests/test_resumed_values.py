@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -282,7 +283,7 @@ def test_a_stop_by_the_validation_after_the_saved_step_takes_no_further_step(
 
 @pytest.mark.parametrize("minimum", [{"min_steps": 9}, {"min_epochs": 2}, {"min_steps": 10}])
 def test_a_stop_before_the_minimum_of_training_is_kept(
-    minimum: dict[str, int], tmp_path: Path
+    minimum: dict[str, Any], tmp_path: Path
 ) -> None:
     class Stops(Callback):
         def on_train_batch_end(self, trainer: Trainer, module: Module, *args: Any) -> None:
@@ -367,6 +368,23 @@ def test_a_run_that_an_error_ended_at_the_end_of_an_epoch_ends_it_again(tmp_path
     assert rest.net.epochs == whole.net.epochs[1:]
     assert rest.end()["schedulers"] == whole.end()["schedulers"]
     assert rest.end()["callbacks"] == whole.end()["callbacks"]
+
+
+def test_generators_of_the_module_go_on(tmp_path: Path) -> None:
+    class Noise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.numbers, self.choices = torch.Generator().manual_seed(1), random.Random(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.rand(x.shape, generator=self.numbers) * self.choices.random()
+
+    class Noisy(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.append(Noise())
+
+    check_every_resume(tmp_path, Noisy)
 
 
 def test_states_of_metric_objects_go_on(tmp_path: Path) -> None:

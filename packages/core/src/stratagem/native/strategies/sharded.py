@@ -46,7 +46,6 @@ from stratagem.native.sharding.user_access import (
     gather_when_called,
     read_whole_numbers,
 )
-from stratagem.plan.step_options import GradientClip
 from stratagem.state.shards import LazyTensor
 from stratagem.state.state_checks import check_entries
 from stratagem.state.state_dict import (
@@ -108,6 +107,9 @@ class ShardedStrategy(ParallelStrategy):
     Raises:
         ConfigurationError: `state_dict_type` is something else.
     """
+
+    _clip_by_value = staticmethod(clipping.clip_by_value)
+    _clip_by_norm = staticmethod(clipping.clip_by_norm)
 
     device_mesh: DeviceMesh
     """How the ranks are arranged; there once processes are launched."""
@@ -214,21 +216,6 @@ class ShardedStrategy(ParallelStrategy):
         super().backward(prepared, loss, *args, **kwargs)
         if self._replicated and not self._holds_gradients:
             average_gradients(self._replicated)
-
-    def clip_gradients(
-        self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
-    ) -> Tensor | None:
-        """Clip by the norm over all ranks, whatever is sharded and whatever is whole."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if clip.algorithm == "value":
-            clipping.clip_by_value(parameters, clip.value)
-            return None
-        return clipping.clip_by_norm(
-            parameters,
-            clip.value,
-            norm_type=clip.norm_type,
-            error_if_nonfinite=clip.error_if_nonfinite,
-        )
 
     def optimizer_step(
         self,

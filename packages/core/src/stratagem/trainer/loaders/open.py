@@ -61,6 +61,7 @@ def _with_rank_state(run: Run, loader: TrainLoader, validation: list[EvaluationL
         [one.loader for one in validation],
         epoch=EpochState(run),
         rng_of=(strategy.accelerator, strategy.device),
+        module=run.module,
     )
     return FitData(loader, rank_state, validation)
 

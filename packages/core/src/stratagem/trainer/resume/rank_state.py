@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from stratagem.data.sharding import has_persistent_workers
 from stratagem.rng import (
     generator_states,
+    generators_of,
     generators_of_data,
     preserve_rng_state,
     rng_state,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from stratagem.interfaces.accelerator import Accelerator
     from stratagem.interfaces.ranks import Ranks
+    from stratagem.module import Module
     from stratagem.state.rank_states import RankStates
     from stratagem.trainer.loaders.train_loader import TrainLoader
     from stratagem.trainer.progress import Progress
@@ -46,6 +48,7 @@ class RankState:
             persistent workers.
         epoch: the values of the current epoch.
         rng_of: this rank's accelerator and device, for the device's RNG state.
+        module: the user's module, for the states of the generators that its parts hold.
     """
 
     def __init__(
@@ -57,15 +60,16 @@ class RankState:
         *,
         epoch: EpochState,
         rng_of: tuple[Accelerator, torch.device],
+        module: Module,
     ) -> None:
-        self._rng_of = rng_of
+        self._rng_of, self._module = rng_of, module
         self._epoch = epoch
         self._ranks = ranks
         self._progress = progress
         self._loader = loader
         self._validation = validation
-        self._random: dict[str, Any] | None = None
-        """The RNG states to restore, until the loop restores them."""
+        self._resumed: dict[str, Any] | None = None
+        """The state whose RNG states the loop has yet to restore."""
         self._within_epoch = False
 
     def watch(self, validation: Sequence[Any]) -> None:
@@ -76,6 +80,7 @@ class RankState:
         """Return the state that differs between ranks, as weights-only-safe data."""
         return {
             "random": rng_state(*self._rng_of),
+            "module": generator_states(generators_of(*self._module.modules())),
             "loader": self._loader.state(within_epoch=not self._progress.epoch_is_done),
             "validation": [
                 [has_persistent_workers(loader), *generator_states(generators_of_data(loader))]
@@ -94,11 +99,9 @@ class RankState:
         If this run has more ranks, the additional ranks keep their own RNG states.
         """
         progress, rank = self._progress, self._ranks.global_rank
-        self._random = None
-        if rank < len(states):
-            own = states[rank]
-            self._random = own["random"]
-            self._resume_validation(own.get("validation", []))
+        self._resumed = states[rank] if rank < len(states) else None
+        if self._resumed is not None:
+            self._resume_validation(self._resumed.get("validation", []))
         self._within_epoch = progress.batches > 0 and not progress.epoch_is_done
         before = progress.batches
         batches = self._loader.resume(states.of("loader"), before if self._within_epoch else 0)
@@ -135,6 +138,8 @@ class RankState:
         self._restore_rng()
 
     def _restore_rng(self) -> None:
-        if self._random is not None:
-            set_rng_state(self._random, *self._rng_of)
-            self._random = None
+        if self._resumed is not None:
+            set_rng_state(self._resumed["random"], *self._rng_of)
+            generators = generators_of(*self._module.modules())
+            set_generator_states(generators, self._resumed.get("module", ()))
+            self._resumed = None
