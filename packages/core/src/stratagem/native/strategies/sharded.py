@@ -239,6 +239,11 @@ class ShardedStrategy(ParallelStrategy):
         broadcast_from_first(buffer for buffer in buffers if not isinstance(buffer, DTensor))
         yield
 
+    def end_training(self, prepared: PreparedModel) -> None:
+        """Check that the parameters which were trained are those of the model."""
+        assert isinstance(prepared, ShardedPrepared)
+        check_changes(prepared.groups)
+
     # -- state
 
     def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
