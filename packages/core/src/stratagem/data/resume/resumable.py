@@ -31,8 +31,8 @@ from stratagem.errors import format_value
 from stratagem.rng import (
     SeededOnce,
     generator_states,
+    generators_held_by_data,
     generators_of_data,
-    generators_of_dataset,
     generators_of_loader,
     preserve_rng_state,
     rng_state,
@@ -236,7 +236,7 @@ class Resumable:
         is_batched = loader.batch_sampler is not None
         inner = loader.batch_sampler if is_batched else loader.sampler
         with_workers = loader.num_workers > 0
-        held_by_data = generators_of_dataset(loader)
+        held_by_data = generators_held_by_data(loader)
         self._generators = (generators_of_loader if with_workers else generators_of_data)(loader)
         if with_workers and held_by_data:
             self.inexact = (
