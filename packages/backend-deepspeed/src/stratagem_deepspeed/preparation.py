@@ -71,8 +71,11 @@ def can_fuse_adam(device_type: str) -> bool:
 def share_start(model: nn.Module, precision: Precision) -> None:
     """Give every rank rank 0's buffers, and its parameters that were not built in shards.
 
-    The engine does the latter only to models none of whose parameters were built in shards.
+    The engine does the latter only to models none of whose parameters were built in shards. It
+    sends parameters as they lie in memory, so that they become contiguous.
     """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()
     tensors = [buffer.detach() for buffer in model.buffers()]
     if is_sharded(model):
         for parameter in model.parameters():

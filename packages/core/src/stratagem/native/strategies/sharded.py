@@ -124,7 +124,7 @@ class ShardedStrategy(ParallelStrategy):
             components["checkpoint_io"] = "directory"
         super().__init__(**components)
         self._replicated: list[nn.Parameter] = []
-        self._holds_gradients = False
+        self._held: set[object] = set()  # roots whose backward passes communicate no gradients
         self._backwards = 0
 
     @abstractmethod
@@ -205,7 +205,20 @@ class ShardedStrategy(ParallelStrategy):
     def no_sync(self, prepared: PreparedModel) -> AbstractContextManager[Any] | None:
         """Return a context in which gradients stay on their rank, whole, until a later backward."""
         root = prepared.module
-        return _Held(self, root) if isinstance(root, FSDPModule) else None
+        return self._hold(root) if isinstance(root, FSDPModule) else None
+
+    @contextmanager
+    def _hold(self, root: FSDPModule) -> Iterator[None]:
+        if root in self._held:  # an outer context decides
+            yield
+            return
+        self._held.add(root)
+        root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._held.remove(root)
+            root.set_requires_gradient_sync(True)
 
     def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward; gradients are reduced to shards in it."""
@@ -214,7 +227,7 @@ class ShardedStrategy(ParallelStrategy):
         if self._backwards.bit_count() == 1:  # 1, 2, 4, ...: what every step does is found at once
             check_changes(prepared.groups)
         super().backward(prepared, loss, *args, **kwargs)
-        if self._replicated and not self._holds_gradients:
+        if self._replicated and prepared.module not in self._held:
             average_gradients(self._replicated)
 
     def optimizer_step(
@@ -339,22 +352,6 @@ def _reshard_without_grad(root: nn.Module, inputs: Any, output: Any) -> None:
         for part in root.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
-
-
-class _Held(AbstractContextManager[None]):
-    """Backward passes inside communicate no gradients."""
-
-    def __init__(self, strategy: ShardedStrategy, root: FSDPModule) -> None:
-        self._strategy = strategy
-        self._root = root
-
-    def __enter__(self) -> None:
-        self._strategy._holds_gradients = True
-        self._root.set_requires_gradient_sync(False)
-
-    def __exit__(self, *exception: object) -> None:
-        self._strategy._holds_gradients = False
-        self._root.set_requires_gradient_sync(True)
 
 
 @lru_cache
