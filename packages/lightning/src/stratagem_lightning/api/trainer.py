@@ -287,7 +287,9 @@ class Trainer(trainer.Trainer):
         draw_at_reload(run)
         if dataloader_iter.takes_dataloader_iter(run.module.training_step):
             return dataloader_iter.ReadingStep(run, prepared)
-        return divide_by_whole_window(super().make_train_step(run, prepared), run)
+        step = super().make_train_step(run, prepared)
+        step.counts_each_loss = True
+        return divide_by_whole_window(step, run)
 
     def make_sharded_loader(
         self, loader: Any, index: int, count: int, *, even: bool, name: str, what: str
