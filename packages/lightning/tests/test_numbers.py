@@ -276,7 +276,7 @@ def test_options_that_are_no_options_of_a_scheduler_are_left_out() -> None:
             return {"optimizer": optimizer, "lr_scheduler": scheduler, "lr": 1.0}
 
     model = Net()
-    with pytest.warns(UserWarning, match="are ignored") as said:
+    with pytest.warns(RuntimeWarning, match="are ignored") as said:
         Trainer(max_epochs=1, **QUIET).fit(model, DataLoader(TensorDataset(torch.ones(3, 1))))
     assert model.rates == [1.0, 0.5, 0.25]
     messages = " ".join(str(one.message) for one in said)

@@ -100,6 +100,11 @@ class LightningModule(Module):
             enable_graph, metric_attribute: not needed here: no value keeps its graph.
             sync_dist_group: not needed here: a value is reduced over all ranks.
         """
+        if logger and self.__dict__["_metrics"] is not None and not self.loggers:
+            rank_zero_warn(
+                f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured: "
+                "pass one, as in Trainer(logger=CSVLogger(...))"
+            )
         super().log(
             name,
             value,
@@ -130,7 +135,7 @@ class LightningModule(Module):
 
     def _refuse_options(self, message: str) -> None:
         """Warn, as Lightning does: the options are left out."""
-        rank_zero_warn(f"{message}; the others are ignored")
+        rank_zero_warn(f"{message}; the others are ignored", RuntimeWarning)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, or a list of them, of the Trainer or of Fabric.
