@@ -477,9 +477,12 @@ def choose_precision(
         )
     spec = selected.spec
     if isinstance(spec, PrecisionSpec) and not accepts(spec.accelerators, accelerator):
+        instead = "change one of the two"
+        if selected.name.startswith("16-"):
+            instead = f"pass precision='bf{selected.name}', or another accelerator"
         raise ConfigurationError(
             f"precision={asked!r} works on {either(spec.accelerators)}, received "
-            f"accelerator={accelerator.name!r}: change one of the two"
+            f"accelerator={accelerator.name!r}: {instead}"
         )
     if capabilities.sharded_state and not getattr(selected.source, "shardable", True):
         raise ConfigurationError(
