@@ -354,7 +354,8 @@ class _Planner:
             self.has_activations = False
             self.alone = self._alone(model.simulate_state)
             self.notes = (f"activations are not counted, since values are needed: {_at(error)}",)
-        self.notes += tuple(f"{place} reads a value of a tensor: 1 here" for place in model.reads)
+        reads = model.mode.reads
+        self.notes += tuple(f"{place} reads a value of a tensor: 1 here" for place in reads)
 
     def row(self, spec: StrategySpec, alike: tuple[str, ...]) -> PlannedStrategy:
         """Return the memory use of a strategy."""

@@ -6,10 +6,9 @@ import copy
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -19,18 +18,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
     UnsupportedOperatorException,
-    in_kernel_invocation_manager,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from stratagem.discovery import get_registry
 from stratagem.errors import ConfigurationError
@@ -46,38 +40,10 @@ from stratagem.strategies import (
     apply_activation_checkpointing,
     check_activation_checkpointing,
 )
+from stratagem_extras.planner.fake_mode import PlanningMode
 from stratagem_extras.planner.meter import Kind, MemoryMeter
 
 _KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "buffers")
-_ATEN = torch.ops.aten
-_KEEP_VALUES = {
-    _ATEN.unbind.int,
-    _ATEN.select.int,
-    _ATEN.slice.Tensor,
-    _ATEN.view.default,
-    _ATEN.clone.default,
-    _ATEN.detach.default,
-    _ATEN._to_copy.default,
-}
-
-
-def _overloads(names: str) -> set[Any]:
-    """Return operations of torch by names such as "view.default"."""
-    parts = (name.split(".") for name in names.split())
-    return {getattr(getattr(_ATEN, name), overload) for name, overload in parts}
-
-
-_VIEWS = _overloads(
-    "as_strided.default detach.default expand.default select.int slice.Tensor split.Tensor "
-    "t.default transpose.int unbind.int view.default _unsafe_view.default"
-)
-_ELEMENTWISE = _overloads(
-    "add.Tensor div.Scalar div.Tensor mul.Scalar mul.Tensor pow.Tensor_Scalar rsqrt.default "
-    "silu.default silu_backward.default sqrt.default"
-)
-_IN_PLACE = _overloads(
-    "add_.Scalar add_.Tensor addcdiv_.default addcmul_.default div_.Tensor lerp_.Scalar mul_.Tensor"
-)
 _WITHOUT_VALUES = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -185,10 +151,8 @@ class SimulatedModel:
         checkpointing: ActivationCheckpointing = None,
     ) -> None:
         self.checkpointing = check_activation_checkpointing(checkpointing)
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.reads: dict[str, None] = {}
-        """Lines of the user's code that have read a value of a tensor."""
-        with self.mode, _Values(self.reads):
+        self.mode = PlanningMode()
+        with self.mode:
             self.model = _copy(model) if isinstance(model, nn.Module) else model()
         parameters = list(self.model.parameters())
         if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
@@ -272,7 +236,7 @@ class SimulatedModel:
 
     @contextmanager
     def _without_memory(self) -> Iterator[None]:
-        with self.mode, _Values(self.reads), patch.object(nn.Module, "_apply", _apply):
+        with self.mode, patch.object(nn.Module, "_apply", _apply):
             yield
 
     def _shortened(self, kept: dict[str, int]) -> nn.Module:
@@ -346,114 +310,6 @@ def build_components(devices: int, num_nodes: int, precision: str) -> Components
         devices=tuple(range(devices)),
         num_nodes=num_nodes,
     )
-
-
-class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets code read values of fake tensors.
-
-    Whole numbers that code has put into a tensor keep their values, as rank 0 has them: engines
-    compare them between ranks. Of other tensors each number is 1, by which optimizers may divide
-    (it is their count of steps), and no flag is set: gradients have not overflowed.
-    """
-
-    def __init__(self, reads: dict[str, None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.kept: Any = WeakTensorKeyDictionary()
-        self.reads = reads
-        """Lines of the user's code that read a number."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled, and each operation would enter Dynamo's guard
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kept = self.kept.get(args[0]) if args and isinstance(args[0], FakeTensor) else None
-        if func in (_ATEN._local_scalar_dense.default, _ATEN.item.default):
-            if kept is not None:
-                with _disable_current_modes():
-                    return kept.item()
-            if args[0].dtype in (torch.bool, torch.uint8):
-                return 0
-            if place := _reading_line():
-                self.reads[place] = None
-            return 1
-        result = _run_by_shape(func, args, kwargs or {})
-        if result is None:
-            result = func(*args, **(kwargs or {}))
-        if func is _ATEN.lift_fresh.default:
-            if args[0].dtype in (torch.int32, torch.int64):
-                self.kept[result] = args[0]
-        elif kept is not None and func in _KEEP_VALUES:
-            with _disable_current_modes():
-                values = func(kept, *args[1:], **(kwargs or {}))
-            for part, value in zip(tree_leaves(result), tree_leaves(values), strict=True):
-                self.kept[part] = value
-        return result
-
-
-def _run_by_shape(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what `FakeTensorMode` returns for frequent operations, in a third of the time.
-
-    It looks up each operation by a key that it computes of all arguments.
-
-    Returns:
-        None: for an operation that is left to it.
-    """
-    tensor = args[0] if args else None
-    if type(tensor) is not FakeTensor or tensor.constant is not None:
-        return None
-    mode, device = tensor.fake_mode, tensor.fake_device
-    if func in _VIEWS and not kwargs:
-        run = partial(func, *args)
-    elif func is _ATEN._to_copy.default and [*kwargs] == ["dtype"] and tensor.is_contiguous():
-        run = partial(_ATEN.empty_like.default, tensor, dtype=kwargs["dtype"])
-    elif func in _ELEMENTWISE or func in _IN_PLACE:
-        if not _have_one_shape(args) or kwargs.keys() - {"value", "alpha"}:
-            return None
-        if func in _IN_PLACE:
-            return tensor
-        run = partial(_ATEN.empty_like.default, tensor)
-    else:
-        return None
-    with in_kernel_invocation_manager(mode):
-        result = run()
-    if isinstance(result, Tensor):
-        return FakeTensor(mode, result, device)
-    return [FakeTensor(mode, part, device) for part in result]
-
-
-def _have_one_shape(args: Sequence[Any]) -> bool:
-    """Whether the tensors among these are as the first one, which is contiguous."""
-    first = args[0]
-    return (
-        first.is_floating_point()
-        and first.is_contiguous()
-        and all(
-            type(other) is FakeTensor
-            and other.fake_device == first.fake_device
-            and other.dtype == first.dtype
-            and other.shape == first.shape
-            for other in args[1:]
-            if isinstance(other, Tensor)
-        )
-    )
-
-
-def _reading_line() -> str:
-    """Return the line of the model that reads a value; "": an optimizer or an engine does."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if frame.f_code.co_name == "__torch_dispatch__":
-            name = "torch"  # a mode of ours, which the read goes through
-        if name.startswith(("torch.optim", "stratagem", "deepspeed")):
-            break
-        if name.partition(".")[0] != "torch":
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
 
 
 def needs_values(error: BaseException | None) -> bool:
