@@ -77,7 +77,7 @@ def reopen_validation(run: Run) -> FitData:
     """Return the data of a fit with new validation loaders."""
     data, validation = run.fit_data, _open_validation(run)
     assert data is not None
-    data.rank_state.watch([one.loader for one in validation])
+    data.rank_state.validation = [one.loader for one in validation]
     return replace(data, validation=validation)
 
 
