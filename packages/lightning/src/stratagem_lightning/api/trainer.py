@@ -447,6 +447,15 @@ class Trainer(trainer.Trainer):
         return self._divides_data
 
     @property
+    def datamodule(self) -> Any:
+        """The DataModule of the present or last run, or what was set here before one."""
+        return super().datamodule or vars(self).get("_set_datamodule")
+
+    @datamodule.setter
+    def datamodule(self, datamodule: Any) -> None:
+        vars(self)["_set_datamodule"] = datamodule
+
+    @property
     def fast_dev_run(self) -> bool | int:
         """Batches of a quick run; True: one; False: it is none."""
         batches = self.options.fast_dev_run
