@@ -292,7 +292,6 @@ class Trainer(trainer.Trainer):
         Also of one whose `training_step` takes `dataloader_iter`.
         """
         advice.warn_of_eval_mode(run)
-        advice.warn_of_log_interval(self)
         count_batches_for_schedulers(run)
         draw_at_reload(run)
         if dataloader_iter.takes_dataloader_iter(run.module.training_step):
