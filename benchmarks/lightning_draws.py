@@ -55,15 +55,18 @@ def draw(seed: int) -> dict[str, Any]:
         options["limit_train_batches"] = pick([0.5, max(2, batches - 1)])
     if of.random() < 0.3:
         options["limit_val_batches"] = pick([0.5, 2])
-    if of.random() < 0.25 and options["accumulate_grad_batches"] == 1:
+    unaccumulated = options["accumulate_grad_batches"] == 1
+    if of.random() < 0.25 and unaccumulated and case["validates"]:
         options["val_check_interval"] = pick([0.5, 0.34, 2])
     if of.random() < 0.2:
         options["precision"] = "bf16-mixed"
     if of.random() < 0.2:
         options["max_steps"] = of.randint(3, 2 * batches)
     monitors = ["train_loss"] if case["log"] != "step" else ["train_loss_only"]
+    # A training value is of another epoch after a validation that comes before its epoch's end.
+    within = "val_check_interval" in options or options["check_val_every_n_epoch"] > 1
     if case["validates"]:
-        monitors += ["val_loss", "val_loss"]
+        monitors = ["val_loss"] if within else [*monitors, "val_loss"]
     case["scheduler"] = pick([None, "step", "cosine", "onecycle", "plateau", "plateau", "two"])
     if case["scheduler"] in ("step", "cosine"):
         case["interval"], case["frequency"] = pick(["step", "epoch"]), pick([1, 1, 2, 3])
@@ -74,16 +77,16 @@ def draw(seed: int) -> dict[str, Any]:
         case["interval"] = pick(["epoch", "step"]) if step else "epoch"
         case["frequency"] = 1
     case["callbacks"] = callbacks = {}
-    if of.random() < 0.4:
+    if of.random() < 0.4 and "max_steps" not in options:
         callbacks["EarlyStopping"] = {
             "monitor": pick(monitors),
             "patience": of.randint(0, 2),
             "min_delta": pick([0.0, 0.05, 0.3]),
             "mode": pick(["min", "min", "max"]),
         }
-        if of.random() < 0.3:
+        if of.random() < 0.3 and callbacks["EarlyStopping"]["mode"] == "min":
             callbacks["EarlyStopping"]["stopping_threshold"] = 0.5
-        if of.random() < 0.3:
+        if of.random() < 0.3 and not within:
             callbacks["EarlyStopping"]["check_on_train_epoch_end"] = True
     if of.random() < 0.5:
         callbacks["ModelCheckpoint"] = {
@@ -94,14 +97,15 @@ def draw(seed: int) -> dict[str, Any]:
         }
         if of.random() < 0.3:
             callbacks["ModelCheckpoint"]["every_n_epochs"] = 2
-    if of.random() < 0.2 and not case["scheduler"] and "max_steps" not in options:
+    if of.random() < 0.4 and not case["scheduler"] and "max_steps" not in options:
         callbacks["StochasticWeightAveraging"] = {
             "swa_lrs": 0.02,
             "swa_epoch_start": pick([0.5, 1, 2]),
             "annealing_epochs": pick([1, 3]),
             "annealing_strategy": pick(["cos", "linear"]),
         }
-    if of.random() < 0.25 and options["accumulate_grad_batches"] == 1:
+    averages = "StochasticWeightAveraging" in callbacks
+    if of.random() < 0.25 and unaccumulated and not averages:
         callbacks["GradientAccumulationScheduler"] = {
             "scheduling": {str(of.randint(1, 2)): 2, "3": pick([1, 3])}
         }
@@ -110,7 +114,9 @@ def draw(seed: int) -> dict[str, Any]:
         callbacks["Timer"] = {"duration": "00:01:00:00", "interval": pick(["step", "epoch"])}
     if of.random() < 0.4:
         callbacks["LearningRateMonitor"] = {"logging_interval": pick([None, "step", "epoch"])}
-    if of.random() < 0.15:
+    # Trials of the tuner draw random numbers there, and move its schedulers.
+    draws = case["shuffle"] or case["layers"] != "plain" or case["scheduler"]
+    if of.random() < 0.3 and not draws:
         callbacks["LearningRateFinder"] = {
             "min_lr": 1e-4,
             "max_lr": 0.5,
@@ -118,7 +124,7 @@ def draw(seed: int) -> dict[str, Any]:
             "early_stop_threshold": None,
         }
         options.pop("max_steps", None)
-    if of.random() < 0.1:
+    if of.random() < 0.3 and not draws:
         callbacks["BatchSizeFinder"] = {"steps_per_trial": 2, "max_trials": 2, "init_val": 2}
     return case
 
@@ -259,6 +265,10 @@ def train(case: dict[str, Any], folder: str) -> dict[str, Any]:
         elif isinstance(callback, known.LearningRateFinder):
             found = callback.optimal_lr
             kept["found"] = None if found is None else [found.suggestion(), *found.results["lr"]]
+    if "StochasticWeightAveraging" in case["callbacks"]:
+        # There the averaged weights are trained for one more step.
+        before = [row for row in rows if int(row) < trainer.num_training_batches]
+        return {"rates": rates[: trainer.num_training_batches], "rows": [rows[i] for i in before]}
     return {
         "rates": rates,
         "rows": rows,

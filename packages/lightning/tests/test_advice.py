@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,16 +11,15 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from stratagem_lightning.api.demos.boring_classes import BoringModel, RandomDataset
-from stratagem_lightning.api.loggers import CSVLogger
 from stratagem_lightning.api.trainer import Trainer
 from stratagem_lightning.api.utilities.warnings import PossibleUserWarning
 
 
 def quick(**options: Any) -> Trainer:
-    defaults = {"max_epochs": 1, "limit_train_batches": 1, "limit_val_batches": 1, "logger": False}
     return Trainer(
         accelerator="cpu",
-        **{**defaults, **options},
+        **{"max_epochs": 1, "limit_train_batches": 1, "limit_val_batches": 1, **options},
+        logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -81,14 +79,6 @@ class Sized(IterableDataset[Any]):
 def test_a_stream_that_has_a_length_is_said() -> None:
     with pytest.warns(UserWarning, match="Your `IterableDataset` has `__len__` defined"):
         quick().test(BoringModel(), DataLoader(Sized()))
-
-
-def test_an_epoch_that_is_too_short_for_a_logged_step_is_said(tmp_path: Path) -> None:
-    message = r"The number of training batches \(1\) is smaller than the logging interval"
-    with pytest.warns(PossibleUserWarning, match=message):
-        quick(logger=CSVLogger(tmp_path), log_every_n_steps=2).fit(BoringModel())
-    quick(logger=CSVLogger(tmp_path), log_every_n_steps=1).fit(BoringModel())
-    quick(logger=CSVLogger(tmp_path), log_every_n_steps=2, fast_dev_run=True).fit(BoringModel())
 
 
 def test_a_value_for_loggers_that_are_not_there_is_said() -> None:

@@ -361,3 +361,17 @@ def test_the_steps_of_a_fit_are_estimated_without_the_schedule_of_accumulation(p
     fit(callbacks=schedule, max_steps=5)
     fit(accumulate_grad_batches=2)
     assert steps == [12, 5, 6]
+
+
+def test_scripts_set_the_best_path_and_the_datamodule(pl: Any, tmp_path: Path) -> None:
+    saver = pl.callbacks.ModelCheckpoint(tmp_path)
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=saver, max_steps=2
+    )
+    datamodule = pl.LightningDataModule()
+    trainer.datamodule = datamodule
+    assert trainer.datamodule is datamodule
+    saver.best_model_path = "another.ckpt"
+    assert saver.best_model_path == "another.ckpt"
+    trainer.fit(Net(), loader())
+    assert Path(saver.best_model_path).exists()

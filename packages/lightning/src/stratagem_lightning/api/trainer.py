@@ -292,7 +292,6 @@ class Trainer(trainer.Trainer):
         Also of one whose `training_step` takes `dataloader_iter`.
         """
         advice.warn_of_eval_mode(run)
-        advice.warn_of_log_interval(self)
         count_batches_for_schedulers(run)
         draw_at_reload(run)
         if dataloader_iter.takes_dataloader_iter(run.module.training_step):
@@ -445,6 +444,15 @@ class Trainer(trainer.Trainer):
     def use_distributed_sampler(self) -> bool:
         """Whether data is divided between ranks."""
         return self._divides_data
+
+    @property
+    def datamodule(self) -> Any:
+        """The DataModule of the present or last run, or what was set here before one."""
+        return super().datamodule or vars(self).get("_set_datamodule")
+
+    @datamodule.setter
+    def datamodule(self, datamodule: Any) -> None:
+        vars(self)["_set_datamodule"] = datamodule
 
     @property
     def fast_dev_run(self) -> bool | int:

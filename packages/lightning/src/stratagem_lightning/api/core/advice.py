@@ -78,18 +78,6 @@ def warn_of_loader(loader: Any, what: str) -> None:
         )
 
 
-def warn_of_log_interval(trainer: Any) -> None:
-    """Warn of an epoch that is too short for one value of a step to be logged."""
-    batches, every = trainer.num_training_batches, trainer.log_every_n_steps
-    if trainer.loggers and batches < every and not trainer.fast_dev_run:
-        rank_zero_warn(
-            f"The number of training batches ({batches}) is smaller than the logging interval "
-            f"Trainer(log_every_n_steps={every}). Set a lower value for log_every_n_steps to see "
-            "the values of steps",
-            PossibleUserWarning,
-        )
-
-
 def warn_of_eval_mode(run: Run) -> None:
     """Warn of modules that are in eval mode when a fit starts, and stay in it."""
     count = sum(not part.training for part in run.module.modules())
