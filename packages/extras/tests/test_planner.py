@@ -22,13 +22,14 @@ from stratagem import Lite, Module, StrategyRegistry, plan_memory
 from stratagem.discovery import Capabilities
 from stratagem.errors import ConfigurationError, UnknownNameError
 from stratagem.strategies import ParallelStrategy, apply_activation_checkpointing
+from stratagem_extras.planner import simulation
 from stratagem_extras.planner.command import plan
 from stratagem_extras.planner.decoder import PlannedDecoder
 from stratagem_extras.planner.devices import find_device, parse_size
 from stratagem_extras.planner.forked import forked_map
 from stratagem_extras.planner.meter import MemoryMeter
 from stratagem_extras.planner.plan import default_loss
-from stratagem_extras.planner.simulation import Workload, measure_step
+from stratagem_extras.planner.simulation import SimulatedModel, Workload, measure_step
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -190,6 +191,44 @@ def test_seventy_billion_parameters_are_planned_in_little_memory(tmp_path: Path)
     assert row["memory"]["optimizer"] == pytest.approx(70e9 * 4 / 8, rel=0.01)
     assert row["memory"]["parameters"] >= 70e9 * 2 / 8
     assert resident * 1024 < 2e9
+
+
+@pytest.mark.parametrize(
+    "strategies", [["single_device"], ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_3"]]
+)
+def test_layers_that_are_extrapolated_hold_what_they_hold_when_they_run(
+    strategies: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan() -> list[Any]:
+        # An engine has buckets of 1e7 numbers on the host, and 5 layers as many.
+        options = {"devices": len(strategies), "precision": "bf16-mixed"}
+        rows = plan_memory(
+            lambda: Net(30, 512), torch.zeros(50, 10), **options, strategies=strategies
+        )
+        assert {row.how for row in rows.strategies if row.name[:3] != "ddp"} <= {"simulated"}
+        return [row.memory for row in rows.strategies]
+
+    monkeypatch.setattr(simulation, "_BEYOND_BUCKETS", 1)
+    some = plan()
+    monkeypatch.setattr(SimulatedModel, "_few", lambda model, stack, layers, limits: layers)
+    for memory, whole in zip(some, plan(), strict=True):
+        assert memory.total == pytest.approx(whole.total, rel=1e-3)
+        assert memory.optimizer == pytest.approx(whole.optimizer, rel=1e-3)
+        assert (memory.sent, memory.flops) == (whole.sent, whole.flops)
+
+
+@pytest.mark.parametrize(("parameters", "layers"), [(5e8, 24), (2.4e9, 24)])
+def test_an_engine_on_a_gpu_has_the_buckets_of_a_gpu(parameters: float, layers: int) -> None:
+    decoder = partial(PlannedDecoder, parameters, layers=layers, hidden=1024, vocabulary=1000)
+    tokens = torch.zeros(1, 64, dtype=torch.long)
+    options = {"devices": 8, "precision": "bf16-mixed"}
+    on_gpu = planned(decoder, tokens, "deepspeed_stage_3", device="A10", **options).memory
+    on_cpu = planned(decoder, tokens, "deepspeed_stage_3", device_memory=None, **options).memory
+    assert on_cpu.total - on_cpu.optimizer < 0.6e9
+    # On a GPU up to 1e9 parameters stay gathered, and gradients go in two buckets of 2e8.
+    assert on_gpu.total - on_gpu.optimizer == pytest.approx(
+        2 * min(parameters, 1.1e9) + 2 * 2 * 2e8, rel=0.25
+    )
 
 
 def test_gradients_are_at_most_those_of_all_parameters() -> None:
@@ -488,6 +527,21 @@ def test_activations_that_are_computed_again_are_not_kept() -> None:
     assert alone.memory.total == held(checkpointed, batch)
     with pytest.raises(ConfigurationError, match="activation_checkpointing='all': expected True"):
         planned(Net, batch, activation_checkpointing="all")
+
+
+def test_layers_of_a_model_that_is_a_list_itself_are_computed_again() -> None:
+    def layers() -> list[nn.Module]:
+        return [nn.TransformerEncoderLayer(32, 2, 128, batch_first=True) for _ in range(12)]
+
+    batch, options = torch.zeros(8, 100, 32), {"activation_checkpointing": True}
+    kept = planned(lambda: nn.Sequential(*layers()), batch)
+    again = planned(lambda: nn.Sequential(*layers()), batch, **options)
+    assert again.memory.activations < kept.memory.activations / 5
+    # A stage of layers is no layer.
+    inner = planned(
+        lambda: nn.Sequential(nn.Linear(32, 32), nn.Sequential(*layers())), batch, **options
+    )
+    assert inner.memory.activations < again.memory.activations * 1.2
 
 
 def checkpointed() -> nn.Module:
