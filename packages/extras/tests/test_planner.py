@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -224,11 +226,9 @@ def test_an_engine_on_a_gpu_has_the_buckets_of_a_gpu(parameters: float, layers: 
     options = {"devices": 8, "precision": "bf16-mixed"}
     on_gpu = planned(decoder, tokens, "deepspeed_stage_3", device="A10", **options).memory
     on_cpu = planned(decoder, tokens, "deepspeed_stage_3", device_memory=None, **options).memory
-    assert on_cpu.total - on_cpu.optimizer < 0.6e9
-    # On a GPU up to 1e9 parameters stay gathered, and gradients go in two buckets of 2e8.
-    assert on_gpu.total - on_gpu.optimizer == pytest.approx(
-        2 * min(parameters, 1.1e9) + 2 * 2 * 2e8, rel=0.25
-    )
+    assert on_cpu.total - on_cpu.optimizer < 0.7e9
+    # Up to 1e9 parameters stay gathered on a GPU, and up to 1e7 on the host.
+    assert on_gpu.total - on_gpu.optimizer > 2 * min(parameters, 1e9)
 
 
 def test_gradients_are_at_most_those_of_all_parameters() -> None:
@@ -575,6 +575,36 @@ def test_a_strategy_that_cannot_be_simulated_says_itself_what_it_holds() -> None
     buckets = ddp.memory.gradients
     # Scalars of the optimizer's step may be there a moment longer.
     assert sparse.memory.total == pytest.approx(ddp.memory.total - buckets, abs=1000)
+
+
+def test_strategies_of_others_are_planned_without_a_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page = (ROOT / "docs/extend/write-a-strategy.md").read_text()
+    scripts = re.findall(r"^```python\n(.+?)^```$", page, re.MULTILINE | re.DOTALL)
+    (script,) = (script for script in scripts if "class SignVoteStrategy" in script)
+    plugin = ModuleType("stratagem_sign_vote.plugin")
+    vars(plugin)["CAPABILITIES"] = Capabilities.parallel()
+    monkeypatch.setitem(sys.modules, plugin.__name__, plugin)
+    monkeypatch.setitem(sys.modules, "stratagem_sign_vote", ModuleType("stratagem_sign_vote"))
+    own: dict[str, Any] = {"__name__": "sign_vote"}
+    exec(script, own)
+    monkeypatch.syspath_prepend(ROOT / "examples/plugins/stratagem-onebit/src")
+    one_bit = importlib.import_module("stratagem_onebit.strategy").OneBitStrategy
+    try:
+        StrategyRegistry.register("sign_vote", own["SignVoteStrategy"], description="votes")
+        StrategyRegistry.register("one_bit", one_bit, description="sends one bit an element")
+        vote = planned(Net, torch.zeros(50, 10), "sign_vote", devices=2)
+        bit = planned(Net, torch.zeros(50, 10), "one_bit", devices=2)
+    finally:
+        StrategyRegistry.remove("sign_vote")
+        StrategyRegistry.remove("one_bit")
+    alone = planned(Net, torch.zeros(50, 10)).memory
+    assert (vote.how, bit.how) == ("simulated", "computed")  # the latter's sizes depend on values
+    assert vote.memory.optimizer == bit.memory.optimizer == alone.optimizer
+    # A vote has the signs of a parameter, and their sum.
+    assert alone.total < vote.memory.total < 1.1 * alone.total
+    assert bit.memory.total == pytest.approx(alone.total, rel=0.01)
 
 
 def test_memory_that_is_freed_or_shared_is_not_counted_twice() -> None:

@@ -287,7 +287,13 @@ def simulated_ranks(strategy: Strategy, components: Components) -> Iterator[None
         if isinstance(strategy, ParallelStrategy):
             strategy.init_process_group = lambda: None  # type: ignore[method-assign]
         strategy.setup_environment()
-        yield
+        # Fake tensors cannot be sent as data: what others would send is as rank 0's own.
+        with patch.multiple(
+            type(strategy.ranks),
+            broadcast=lambda ranks, data, src=0: data,
+            gather_objects=lambda ranks, data: [data] * ranks.world_size,
+        ):
+            yield
         strategy.teardown()
 
 
