@@ -375,7 +375,13 @@ class _Planner:
         if capabilities.one_process and ranks > 1:
             why = "one process drives all devices, which cannot be simulated"
             return PlannedStrategy(spec.name, alike, why_not=why)
-        components = build_components(self.devices, self.num_nodes, self.precision)
+        components = build_components(
+            self.devices,
+            self.num_nodes,
+            self.precision,
+            # A device of which only the memory is known is not the host.
+            "cuda" if self.device.accelerator == "auto" else kind,
+        )
         try:
             if self.has_activations:
                 with simulated_ranks(strategy := spec.build(), components):

@@ -6,7 +6,7 @@ import copy
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
+from stratagem.accelerators import CPUAccelerator
 from stratagem.discovery import get_registry
 from stratagem.errors import ConfigurationError
 from stratagem.strategies import (
@@ -51,11 +52,14 @@ _WITHOUT_VALUES = (
     UnsupportedOperatorException,
 )
 _NEEDS_MEMORY = re.compile(r"numpy|data pointer|data_ptr|access storage|'Meta' backend")
-_FEW = range(3, 13)
+_FEWEST, _MOST = 3, 24
 """Of many equal layers so many are run, and one more; what further ones hold is extrapolated."""
 _BEYOND_BUCKETS = 100_000_000
-"""Parameters that the layers have which are run, where they can: engines communicate in buckets and
-gather layers ahead up to a number of parameters, below which a layer adds something else."""
+"""Parameters that the layers have which are run, where up to 12 have them: engines communicate in
+buckets and gather layers ahead up to a number of parameters, below which a layer adds something
+else."""
+_BEYOND_LIMIT = 1.2
+"""How far beyond an engine's limit the parameters go of the layers that are run."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +180,9 @@ class SimulatedModel:
 
         The strategy's own code runs, on fake tensors. Collectives return at once. Where code
         reads a value of a tensor, it reads 1. Of many equal layers some run: each further one adds
-        the same to the maximum of each phase of the step.
+        the same to the maximum of each phase of the step. A strategy whose engine communicates or
+        gathers up to a number of parameters at a time says so by `parameter_limits`, a collection
+        of such numbers, so that enough layers run.
 
         Args:
             strategy: set up by `simulated_ranks`.
@@ -190,7 +196,8 @@ class SimulatedModel:
             with self._without_memory():
                 return measure_step(strategy, workload, lambda: self._shortened(kept))
 
-        few = {stack: self._few(stack, layers) for stack, layers in self.stacks.items()}
+        limits = getattr(strategy, "parameter_limits", ())
+        few = {stack: self._few(stack, layers, limits) for stack, layers in self.stacks.items()}
         phases = first = step(few)
         for stack, layers in self.stacks.items():
             if further := layers - few[stack]:
@@ -227,11 +234,20 @@ class SimulatedModel:
             strategy.release(prepared)
         return {"step": PlannedMemory(**sizes, working=0)}
 
-    def _few(self, stack: str, layers: int) -> int:
-        """Return how many layers to run; all, if that costs no more than to extrapolate."""
+    def _few(self, stack: str, layers: int, limits: Collection[int]) -> int:
+        """Return how many layers to run; all, if that costs no more than to extrapolate.
+
+        Args:
+            stack: the name of the layers.
+            layers: how many there are.
+            limits: numbers of parameters beyond which a further layer adds something else.
+        """
         one = next(self.model.get_submodule(stack).children())
-        size = sum(parameter.numel() for parameter in one.parameters())
-        few = min(max(_FEW[0], -(-_BEYOND_BUCKETS // max(size, 1))), _FEW[-1])
+        size = max(1, sum(parameter.numel() for parameter in one.parameters()))
+        whole = sum(parameter.numel() for parameter in self.model.parameters())
+        few = min(max(_FEWEST, -(-_BEYOND_BUCKETS // size)), 12)
+        beyond = [-(-int(_BEYOND_LIMIT * limit) // size) for limit in limits if limit < whole]
+        few = max([few, *(number for number in beyond if number <= _MOST)])
         return layers if layers <= 2 * few + 1 else few
 
     @contextmanager
@@ -271,7 +287,13 @@ def simulated_ranks(strategy: Strategy, components: Components) -> Iterator[None
         if isinstance(strategy, ParallelStrategy):
             strategy.init_process_group = lambda: None  # type: ignore[method-assign]
         strategy.setup_environment()
-        yield
+        # Fake tensors cannot be sent as data: what others would send is as rank 0's own.
+        with patch.multiple(
+            type(strategy.ranks),
+            broadcast=lambda ranks, data, src=0: data,
+            gather_objects=lambda ranks, data: [data] * ranks.world_size,
+        ):
+            yield
         strategy.teardown()
 
 
@@ -299,11 +321,33 @@ def simulated_group(components: Components) -> Iterator[None]:
         sys.excepthook = hook  # a process group puts its rank before each line of later errors
 
 
-def build_components(devices: int, num_nodes: int, precision: str) -> Components:
-    """Return the components of a simulation, which runs on the host, for a number of devices."""
+class SimulatedAccelerator(CPUAccelerator):
+    """The host, on whose fake tensors a step is simulated.
+
+    Attributes:
+        plans_for: the name of the accelerator that is planned for, by which an engine has its
+            defaults, such as sizes of buckets.
+    """
+
+    plans_for = "cpu"
+
+
+def build_components(
+    devices: int, num_nodes: int, precision: str, accelerator: str = "cpu"
+) -> Components:
+    """Return the components of a simulation.
+
+    Args:
+        devices: on each node.
+        num_nodes: how many nodes.
+        precision: its name.
+        accelerator: the name of the one that is planned for.
+    """
     registry = get_registry()
+    simulated = SimulatedAccelerator()
+    simulated.plans_for = accelerator
     return Components(
-        accelerator=registry.find("accelerator", "cpu").spec.build(),
+        accelerator=simulated,
         precision=registry.find("precision", precision).spec.build(),
         checkpoint_io=registry.find("checkpoint_io", "single_file").spec.build(),
         cluster_environment=registry.find("cluster_environment", "plain").spec.build(),
@@ -469,6 +513,9 @@ def _known(prepared: PreparedModel, trained: set[int]) -> dict[Kind, Iterable[Te
 
 
 def _outermost_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(model, nn.Sequential) and _has_equal_layers(model):
+        yield "", model
+        return
     for name, part in model.named_children():
         if isinstance(part, (nn.ModuleList, nn.Sequential)):
             yield name, part
@@ -478,7 +525,7 @@ def _outermost_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _has_equal_layers(part: nn.Module) -> bool:
     layers = list(part.children())
-    return len(layers) > _FEW[0] and len({_shape_of(layer) for layer in layers}) == 1
+    return len(layers) > _FEWEST and len({_shape_of(layer) for layer in layers}) == 1
 
 
 def _shape_of(layer: nn.Module) -> tuple[Any, ...]:
