@@ -87,9 +87,19 @@ def share_start(model: nn.Module, precision: Precision) -> None:
         dist.broadcast(tensor, 0)
 
 
-def check_shapes(model: nn.Module) -> None:
-    """Refuse parameters without a dimension, which an engine cannot send to the other ranks."""
+def check_parameters(model: nn.Module) -> None:
+    """Refuse the parameters that an engine cannot train: complex ones, and those of no dimension.
+
+    Raises:
+        ConfigurationError: names a parameter.
+    """
     for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise ConfigurationError(
+                f"the parameter {name!r} is complex ({parameter.dtype}), and DeepSpeed expects real"
+                " numbers: pass strategy='ddp' or 'fsdp', or make a real parameter with a last "
+                "dimension of 2 and call torch.view_as_complex in forward"
+            )
         if not getattr(parameter, "ds_shape", parameter.shape):
             raise ConfigurationError(
                 f"the parameter {name!r} has no dimension, which DeepSpeed cannot handle: expected "

@@ -59,7 +59,7 @@ from stratagem_deepspeed.preparation import (
     build_ops,
     can_fuse_adam,
     check_float16,
-    check_shapes,
+    check_parameters,
     checkpointing_options,
     facts_of_steps,
     is_sharded,
@@ -352,7 +352,7 @@ class DeepSpeedStrategy(ParallelStrategy):
             config.pop("optimizer", None)
             config.pop("scheduler", None)
         else:
-            check_shapes(model)
+            check_parameters(model)
             if not can_fuse_adam(self.device.type):
                 use_torchs_adam(config)
             apply_activation_checkpointing(model, self.activation_checkpointing)

@@ -172,11 +172,11 @@ class _Complex(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.turn = nn.Parameter(torch.randn(FEATURES, dtype=torch.complex64))
+        self.phase = nn.Parameter(torch.randn(FEATURES, dtype=torch.complex64))
         self.last = nn.Linear(2 * FEATURES, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        turned = torch.view_as_real(x * self.turn)
+        turned = torch.view_as_real(x * self.phase)
         output: Tensor = self.last(torch.tanh(turned.flatten(1)))
         return output
 

@@ -27,7 +27,7 @@ REFUSABLE = {
     "unused": ("idle.weight",),
     "scalar": ("scale",),
     "routed": ("experts", "different parameters"),
-    "complex": ("turn", "complex"),
+    "complex": ("phase", "complex64"),
 }
 """Models that a strategy may refuse, and what the refusal has to name: the parameter, mostly."""
 LOSSES = tuple(name for name in MODELS if name not in ("dropout", "unusual", "large", "wide"))
