@@ -64,7 +64,8 @@ _CLI = _names(
     {
         f"{_API}.cli": "ArgsType LRSchedulerCallable LRSchedulerType LRSchedulerTypeTuple "
         "LRSchedulerTypeUnion LightningArgumentParser LightningCLI OptimizerCallable "
-        "ReduceLROnPlateau SaveConfigCallback instantiate_class"
+        "ReduceLROnPlateau SaveConfigCallback _JSONARGPARSE_SIGNATURES_AVAILABLE "
+        "instantiate_class"
     }
 )
 _PROGRESS = _names(
@@ -100,8 +101,8 @@ _ACCELERATORS = _names(
         "stratagem.accelerators": "HPUAccelerator TPUAccelerator=XLAAccelerator XLAAccelerator",
         f"{_API}.accelerators.cuda": "CUDAAccelerator",
         f"{_API}.placeholders": "MPSAccelerator",
-        f"{_API}.accelerators.accelerator": "Accelerator AcceleratorRegistry CPUAccelerator "
-        "find_usable_cuda_devices",
+        f"{_API}.accelerators.accelerator": "Accelerator AcceleratorRegistry "
+        "ACCELERATOR_REGISTRY=AcceleratorRegistry CPUAccelerator find_usable_cuda_devices",
     }
 )
 _PRECISION = _names(
@@ -109,8 +110,9 @@ _PRECISION = _names(
         "stratagem.precision": "BitsandbytesPrecision TransformerEnginePrecision "
         "BitsandbytesPrecisionPlugin=BitsandbytesPrecision "
         "TransformerEnginePrecisionPlugin=TransformerEnginePrecision",
-        f"{_API}.placeholders": "HPUPrecisionPlugin TPUBf16PrecisionPlugin TPUPrecisionPlugin "
-        "XLABf16PrecisionPlugin XLAPrecision XLAPrecisionPlugin",
+        f"{_API}.placeholders": "HPUPrecisionPlugin TPUBf16Precision TPUBf16PrecisionPlugin "
+        "TPUPrecision TPUPrecisionPlugin XLABf16Precision XLABf16PrecisionPlugin XLAPrecision "
+        "XLAPrecisionPlugin",
         f"{_API}.plugins.precision": "DeepSpeedPrecision DeepSpeedPrecisionPlugin "
         "DoublePrecision DoublePrecisionPlugin FSDPPrecision "
         "FSDPPrecisionPlugin HalfPrecision HalfPrecisionPlugin "
@@ -242,11 +244,11 @@ _PRECISION_LEAVES = {
     "hpu": "HPUPrecisionPlugin",
     "precision": "Precision PrecisionPlugin",
     "precision_plugin": "PrecisionPlugin",
-    "tpu": "TPUPrecisionPlugin",
-    "tpu_bf16": "TPUBf16PrecisionPlugin",
+    "tpu": "TPUPrecision TPUPrecisionPlugin",
+    "tpu_bf16": "TPUBf16Precision TPUBf16PrecisionPlugin",
     "transformer_engine": "TransformerEnginePrecision TransformerEnginePrecisionPlugin",
     "xla": "XLAPrecision XLAPrecisionPlugin",
-    "xlabf16": "XLABf16PrecisionPlugin",
+    "xlabf16": "XLABf16Precision XLABf16PrecisionPlugin",
 }
 _STRATEGY_LEAVES = {
     "ddp": "DDPStrategy",
