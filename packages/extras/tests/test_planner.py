@@ -272,6 +272,48 @@ def test_a_model_that_needs_values_is_planned_without_them_and_the_plan_says_so(
         plan_memory(lambda: Odd("mask").requires_grad_(False), torch.zeros(4, 10))
 
 
+class ByNumpy(torch.optim.Optimizer):
+    """Keeps three numbers for each weight, which it gets from NumPy."""
+
+    def __init__(self, params: Any, rate: float = 0.1) -> None:
+        super().__init__(params, {"rate": rate})
+
+    def step(self, closure: Any = None) -> None:
+        for weight in self.param_groups[0]["params"]:
+            if weight.grad is not None:
+                gradient = torch.from_numpy(weight.grad.numpy().copy())
+                self.state[weight] = {"three": gradient.repeat(3, *([1] * gradient.dim()))}
+
+
+@torch.library.custom_op("test_planner::twice", mutates_args=())
+def twice(values: Tensor) -> Tensor:
+    return torch.from_numpy(values.detach().numpy() * 2)
+
+
+class WithKernel(Net):
+    """Runs an operation that is not known for fake tensors."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(twice(inputs))
+
+
+def test_what_needs_values_is_measured_or_left_out_and_the_plan_says_so() -> None:
+    options: dict[str, Any] = {"devices": 2, "device": "A10", "strategies": ["fsdp", "ddp"]}
+    plan = plan_memory(Net, torch.zeros(4, 10), **options, optimizer=ByNumpy)
+    rows = {row.name: row for row in plan.strategies}
+    assert rows["fsdp"].how == "simulated"
+    weights = sum(p.numel() for p in Net().parameters())
+    assert rows["ddp"].memory.optimizer == 3 * 4 * weights
+    assert rows["fsdp"].memory.optimizer == pytest.approx(3 * 4 * weights / 2, rel=0.01)
+    assert re.match(r"the state of the optimizer was measured .*:\d+: RuntimeError", plan.notes[0])
+    kernel = plan_memory(WithKernel, torch.zeros(4, 10), **options)
+    assert {row.how for row in kernel.strategies} == {"computed"}
+    assert re.search(r"not counted, .*\n?.*register_fake", kernel.notes[0])
+    both = plan_memory(WithKernel, torch.zeros(4, 10), **options, optimizer=ByNumpy)
+    assert len(both.notes) == 2
+    assert both.strategies[0].memory.optimizer > 0
+
+
 def test_gathered_parameters_of_an_offloaded_model_are_on_the_device() -> None:
     options = {"devices": 2, "device": "A10"}
     whole = planned(Net, torch.zeros(5, 10), "fsdp", **options)
@@ -341,7 +383,7 @@ class Reads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = torch.load("nowhere.pt")
+        self.table = json.loads(Path("nowhere.json").read_text())
 
 
 def test_bad_input_is_refused_with_what_to_do(tmp_path: Path) -> None:

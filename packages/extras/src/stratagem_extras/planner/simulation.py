@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import re
 import sys
@@ -24,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from stratagem.accelerators import CPUAccelerator
@@ -51,7 +53,9 @@ _WITHOUT_VALUES = (
     GuardOnDataDependentSymNode,
     UnsupportedOperatorException,
 )
-_NEEDS_MEMORY = re.compile(r"numpy|data pointer|data_ptr|access storage|'Meta' backend")
+_NEEDS_MEMORY = re.compile(
+    r"numpy|data pointer|data_ptr|access storage|'Meta' backend|no fake impl"
+)
 _FEWEST, _MOST = 3, 24
 """Of many equal layers so many are run, and one more; what further ones hold is extrapolated."""
 _BEYOND_BUCKETS = 100_000_000
@@ -363,6 +367,49 @@ def needs_values(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def in_an_optimizer(error: BaseException) -> bool:
+    """Whether an error comes from the step of an optimizer."""
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), Optimizer):
+            return True
+        trace = trace.tb_next
+    return False
+
+
+class MeasuredState(Optimizer):
+    """Keeps as many bytes for each weight as an optimizer whose step needs values.
+
+    They are measured by a step of the optimizer on a small parameter.
+
+    Args:
+        optimizer: of the model.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        groups = [{"params": group["params"]} for group in optimizer.param_groups]
+        super().__init__(groups, {})
+        with _disable_current_modes():
+            small = nn.Parameter(torch.zeros(16, 16))
+            small.grad = torch.ones(16, 16)
+            taken = inspect.signature(type(optimizer)).parameters
+            options = {k: v for k, v in optimizer.defaults.items() if k in taken}
+            one = type(optimizer)([small], **options)
+            one.step()
+            state = [kept for kept in one.state[small].values() if isinstance(kept, Tensor)]
+        self.bytes_per_weight = sum(kept.nbytes for kept in state if kept.dim()) / small.numel()
+
+    def step(self, closure: Any = None) -> None:
+        """Make the state of each parameter that has a gradient."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None and not self.state[weight]:
+                    own = getattr(weight, "_local_tensor", weight)
+                    size = round(self.bytes_per_weight * own.numel())
+                    self.state[weight]["kept"] = torch.empty(size, dtype=torch.uint8)
 
 
 class _Task(nn.Module):
