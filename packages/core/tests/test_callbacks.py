@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import json
 import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 from callback_runs import Net, loader, trainer
+from fixtures import run_file
 from torch import nn
 
 from stratagem import Callback, Module, Trainer
@@ -91,3 +93,18 @@ def test_a_task_that_outlives_a_run_keeps_no_model() -> None:
     gc.collect()
     assert kept() is None
     assert len(contexts) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_decide_by_the_mean_of_their_values(strategy: str, tmp_path: Path) -> None:
+    """The mean of both ranks does not change, which is no improvement."""
+    script = Path(__file__).parent / "scripts" / "monitored_values.py"
+    run_file(script, strategy, folder=tmp_path)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    assert first["val by epoch"] == first["train by epoch"] == [0.1 / 2**3, 4]
+    assert first["val stops"] == first["train stops"] == [0.1 / 2**2, 3]
+    for monitor in ("train", "val"):
+        path = f"{strategy}-{monitor}/epoch=0-step=2.ckpt"
+        assert first[f"{monitor} saves"] == [0.1 / 2**3, 4, path, 10.0]

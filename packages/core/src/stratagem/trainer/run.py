@@ -527,7 +527,10 @@ class Run:
         return self.progress.validated > 0
 
     def metric(self, name: str, who: str) -> Tensor:
-        """Return the latest logged value of a name.
+        """Return the latest logged value of a name, the same on every rank that calls this.
+
+        Where values differ between ranks, such as those of a single step, it is their mean. All
+        ranks call this, so that what follows from the value is done on all of them.
 
         Args:
             name: the name of the value.
@@ -545,7 +548,10 @@ class Run:
                 + (f"Did you mean {near!r}? " if near else "")
                 + f"Log it in the Module with self.log({name!r}, ...)"
             )
-        return values[name]
+        value: Tensor = values[name]
+        of_ranks = self.strategy.ranks.all_gather(value)
+        # The mean of equal values may be rounded.
+        return value if bool((of_ranks == value).all()) else of_ranks.double().mean()
 
     def require_prepared(self) -> PreparedModel:
         """Return the prepared model.

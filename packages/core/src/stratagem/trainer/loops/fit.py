@@ -92,7 +92,7 @@ def fit(run: Run, prepared: PreparedModel, step: Step) -> None:
 
 def _end_epoch(run: Run) -> None:
     """Take the last step of schedulers that wait for a value, and end the epoch."""
-    run.schedulers.step_after_step(run.strategy.ranks, run.is_metric_pending)
+    run.schedulers.step_after_step(run.is_metric_pending)
     run.end_train_epoch()
 
 
@@ -121,7 +121,7 @@ def _train_steps(
             validation.run(prepared)
             is_due = False
         if 0 < progress.batches < end:
-            run.schedulers.step_after_step(run.strategy.ranks, run.is_metric_pending)
+            run.schedulers.step_after_step(run.is_metric_pending)
             if run.should_stop() or _has_all_steps(run):
                 return False, False
         for micro_batches in step.micro_batches(loader, accumulate):
@@ -182,7 +182,7 @@ def _check_after_step(run: Run, prepared: PreparedModel, loader: TrainLoader) ->
             validation.run_if_time(prepared)
         # After an epoch's last step, validation has not run yet.
         if by_value and progress.batches < loader.end:
-            run.schedulers.step_after_step(run.strategy.ranks, run.is_metric_pending)
+            run.schedulers.step_after_step(run.is_metric_pending)
         return ends_here()
 
     return check

@@ -13,7 +13,6 @@ from stratagem.state.state_checks import load_scheduler_state
 from stratagem.trainer.step.optimizers import SchedulerConfig
 
 if TYPE_CHECKING:
-    from stratagem.interfaces.ranks import Ranks
     from stratagem.module.module import Module
     from stratagem.trainer.progress import Progress
 
@@ -88,14 +87,12 @@ class Schedulers:
             config.reduce_on_plateau and config.interval == "step" for config in self.configs
         )
 
-    def step_after_step(self, ranks: Ranks, is_metric_pending: Callable[[str], bool]) -> None:
+    def step_after_step(self, is_metric_pending: Callable[[str], bool]) -> None:
         """Step the schedulers with a monitored value that are due after an optimizer step.
 
-        A validation after the optimizer step runs first. All ranks use the mean of their values, so
-        that their learning rates stay equal.
+        A validation after the optimizer step runs first.
 
         Args:
-            ranks: the ranks of the run.
             is_metric_pending: see `step_after_epoch`.
         """
         if self._progress.global_step == self._seen or not self.have_values_by_steps:
@@ -105,9 +102,9 @@ class Schedulers:
             if config.is_due_with_value("step", count) and not is_metric_pending(
                 str(config.monitor)
             ):
-                self._step_with_value(config, ranks)
+                self._step_with_value(config)
 
-    def _step_with_value(self, config: SchedulerConfig, ranks: Ranks | None = None) -> None:
+    def _step_with_value(self, config: SchedulerConfig) -> None:
         try:
             value = self._metric(str(config.monitor), type(config.scheduler).__name__)
         except UserCodeError as error:
@@ -115,8 +112,6 @@ class Schedulers:
                 raise
             warnings.warn(f"{error}; it is left as it is, with strict=False", stacklevel=2)
             return
-        if ranks is not None and ranks.world_size > 1:
-            value = ranks.all_reduce(value, "mean")
         self._take_step(config.scheduler, value)
 
     def position(self) -> dict[str, Any]:
