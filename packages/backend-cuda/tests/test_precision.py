@@ -208,7 +208,11 @@ def test_a_step_with_a_closure_is_refused() -> None:
 
 
 def test_it_is_a_precision_of_gpus_and_says_so() -> None:
-    with pytest.raises(ConfigurationError, match="precision='16-mixed' works on 'cuda', received"):
+    expected = (
+        r"precision='16-mixed' works on 'cuda', received accelerator='cpu': pass "
+        r"precision='bf16-mixed', or another accelerator"
+    )
+    with pytest.raises(ConfigurationError, match=expected):
         Trainer(accelerator="cpu", precision="16-mixed", enable_checkpointing=False)
     with pytest.raises(ConfigurationError, match="expected '16-mixed'"):
         Float16Mixed("bf16-mixed")

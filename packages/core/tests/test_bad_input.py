@@ -298,6 +298,22 @@ def test_manual_optimization_clips_and_accumulates_by_itself() -> None:
     )
 
 
+def test_backward_by_hand_needs_manual_optimization() -> None:
+    class Backward(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            return loss
+
+    with pytest.raises(UserCodeError) as caught:
+        trainer().fit(Backward(), loader())
+    assert str(caught.value) == (
+        "manual_backward() expected automatic_optimization=False, received True, with which the "
+        "Trainer itself runs backward: set self.automatic_optimization = False in "
+        "Backward.__init__, or return the loss without the call"
+    )
+
+
 # ---------------------------------------------------------------- data
 
 

@@ -695,7 +695,7 @@ def test_a_known_name_says_what_to_install(kind: str, name: str, distribution: s
     text = unknown(discover(CORE), name, kind)
     assert text.startswith(
         f"{kind} {name!r} needs {distribution}, which is not installed: pip install {distribution}."
-        " Available here: "
+        f" {'Installed' if kind == 'accelerator' else 'Available here'}: "
     )
 
 

@@ -375,7 +375,7 @@ def test_a_device_that_torch_knows_is_had_by_an_object(
     assert text.startswith(f"unknown accelerator {name!r}.")
     assert (
         f"If torch has a device of that name, pass accelerator=DeviceAccelerator({name!r}) (from "
-        "stratagem.accelerators). Available here: cpu, gpu, tpu."
+        "stratagem.accelerators). Installed: cpu, gpu, tpu."
     ) in text
 
 

@@ -169,7 +169,11 @@ NODES = ["--num-nodes", "2", "--main-address", "host", "--main-port", "29500"]
         (["missing.py", "--devices", "2"], "script='missing.py': there is no such file in "),
         (
             ["--lr", "script.py", "--devices", "2"],
-            "'--lr' is not an option of this command; options of the script come after the script",
+            "'--lr' is not an option of this command. Options of the script come after the script",
+        ),
+        (
+            ["--device=2", "script.py"],
+            "'--device=2' is not an option of this command. Did you mean '--devices'? Options of ",
         ),
         (
             ["script.py", "--devices", "2", "--num-nodes", "2"],

@@ -364,6 +364,44 @@ def test_several_groups_and_names_of_schedulers(tmp_path: Path) -> None:
         )
 
 
+def test_each_scheduler_of_an_optimizer_logs_its_rate_and_optimizers_without_one_follow(
+    tmp_path: Path,
+) -> None:
+    class Two(Net):
+        automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            without, optimizer = (torch.optim.SGD(self.parameters(), lr=rate) for rate in (0.2, 1))
+            schedulers = [
+                torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+                {
+                    "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1),
+                    "interval": "step",
+                },
+            ]
+            return [without, optimizer], schedulers
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            optimizer = self.optimizers()[1]
+            optimizer.zero_grad()
+            self.manual_backward(self.head(self.backbone(batch[0])).sum())
+            optimizer.step()
+
+        def on_train_epoch_end(self) -> None:
+            for scheduler in self.lr_schedulers():
+                scheduler.step()
+
+    monitor = LearningRateMonitor()
+    logger = CSVLogger(tmp_path)
+    trainer(monitor, logger=logger, max_epochs=2, log_every_n_steps=6).fit(Two(), loader())
+    # Twice in an epoch a batch begins with which two optimizers could take the step to log.
+    assert monitor.lrs == {
+        "lr-SGD": [1.0, pytest.approx(0.05)],
+        "lr-SGD-1": [1.0, 1.0, pytest.approx(0.05), pytest.approx(0.05)],
+        "lr-SGD-2": [0.2] * 6,
+    }
+
+
 def test_learning_rates_of_a_group_that_was_added_and_of_two_optimizers(tmp_path: Path) -> None:
     class Later(BaseFinetuning):
         def freeze_before_training(self, module: Any) -> None:

@@ -198,7 +198,9 @@ def test_the_learning_rate_at_which_the_loss_falls_is_suggested() -> None:
     rates = finder.results["lr"]
     assert len(rates) == len(finder.results["loss"]) <= 60
     assert rates[0] == 1e-8
-    assert rates[1] / rates[0] == pytest.approx((10.0 / 1e-8) ** (1 / 60))
+    # As Lightning's finder: the second step takes two parts of the range.
+    assert rates[1] / rates[0] == pytest.approx((10.0 / 1e-8) ** (2 / 60))
+    assert rates[2] / rates[1] == pytest.approx((10.0 / 1e-8) ** (1 / 60))
     suggested = finder.suggestion()
     assert suggested is not None
     assert 1e-4 < suggested < 10.0
@@ -220,7 +222,8 @@ def test_rates_may_grow_linearly_and_go_to_another_attribute() -> None:
         attr_name="rate",
     )
     assert finder is not None
-    assert finder.results["lr"] == pytest.approx([0.1 + 0.01 * step for step in range(20)])
+    # From the first rate to the last, which the last step takes.
+    assert finder.results["lr"] == pytest.approx([0.1] + [0.1 + 0.01 * n for n in range(2, 21)])
     assert model.rate == finder.suggestion()
     assert model.lr == 0.1
 

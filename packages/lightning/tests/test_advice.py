@@ -79,3 +79,17 @@ class Sized(IterableDataset[Any]):
 def test_a_stream_that_has_a_length_is_said() -> None:
     with pytest.warns(UserWarning, match="Your `IterableDataset` has `__len__` defined"):
         quick().test(BoringModel(), DataLoader(Sized()))
+
+
+def test_a_value_for_loggers_that_are_not_there_is_said() -> None:
+    class Logs(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("a", 1.0, logger=self.asked)
+            return super().training_step(batch, batch_idx)
+
+    model = Logs()
+    model.asked = True
+    with pytest.warns(UserWarning, match=r"log\('a', ..., logger=True\)` but have no logger conf"):
+        quick().fit(model)
+    model.asked = None
+    quick().fit(model)

@@ -318,3 +318,60 @@ def test_the_last_checkpoint_is_called_as_its_class_says(pl: Any, tmp_path: Path
     saver.FILE_EXTENSION = ".pt"
     with pytest.raises(ConfigurationError, match=r"Named.FILE_EXTENSION is '.pt': expec"):
         fit(pl, tmp_path, saver)
+
+
+@pytest.mark.parametrize("interval", ["batch", "epoch"])
+def test_a_prediction_writer_is_told_which_samples_a_batch_has(pl: Any, interval: Any) -> None:
+    told: list[Any] = []
+
+    class Writes(pl.callbacks.BasePredictionWriter):  # type: ignore[misc]
+        def write_on_batch_end(self, *arguments: Any) -> None:
+            told.append(arguments[3])
+
+        def write_on_epoch_end(self, *arguments: Any) -> None:
+            told.extend(arguments[3][0])
+
+    class Predicts(pl.LightningModule):  # type: ignore[misc]
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return batch
+
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=Writes(interval)
+    )
+    trainer.predict(Predicts(), DataLoader(torch.arange(5.0), batch_size=2))
+    assert told == [[0, 1], [2, 3], [4]]
+
+
+def test_the_steps_of_a_fit_are_estimated_without_the_schedule_of_accumulation(pl: Any) -> None:
+    steps: list[float] = []
+
+    class Estimates(Net):
+        def configure_optimizers(self) -> Any:
+            steps.append(self.trainer.estimated_stepping_batches)
+            return super().configure_optimizers()
+
+    def fit(**options: Any) -> None:
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+        options = {"max_epochs": 3, **quiet, **options}
+        trainer = pl.Trainer(accelerator="cpu", limit_val_batches=0, **options)
+        trainer.fit(Estimates(), DataLoader(torch.ones(4, 2)))
+
+    schedule = pl.callbacks.GradientAccumulationScheduler({0: 2, 1: 4})
+    fit(callbacks=schedule)
+    fit(callbacks=schedule, max_steps=5)
+    fit(accumulate_grad_batches=2)
+    assert steps == [12, 5, 6]
+
+
+def test_scripts_set_the_best_path_and_the_datamodule(pl: Any, tmp_path: Path) -> None:
+    saver = pl.callbacks.ModelCheckpoint(tmp_path)
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=saver, max_steps=2
+    )
+    datamodule = pl.LightningDataModule()
+    trainer.datamodule = datamodule
+    assert trainer.datamodule is datamodule
+    saver.best_model_path = "another.ckpt"
+    assert saver.best_model_path == "another.ckpt"
+    trainer.fit(Net(), loader())
+    assert Path(saver.best_model_path).exists()

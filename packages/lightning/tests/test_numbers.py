@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
-from torch.optim.lr_scheduler import StepLR
+from torch.optim import LBFGS, SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -276,12 +276,59 @@ def test_options_that_are_no_options_of_a_scheduler_are_left_out() -> None:
             return {"optimizer": optimizer, "lr_scheduler": scheduler, "lr": 1.0}
 
     model = Net()
-    with pytest.warns(UserWarning, match="are ignored") as said:
+    with pytest.warns(RuntimeWarning, match="are ignored") as said:
         Trainer(max_epochs=1, **QUIET).fit(model, DataLoader(TensorDataset(torch.ones(3, 1))))
     assert model.rates == [1.0, 0.5, 0.25]
     messages = " ".join(str(one.message) for one in said)
     assert "scheduler with ['gamma']" in messages
     assert "dict with ['lr']" in messages
+
+
+def test_a_name_logged_of_step_and_epoch_stands_for_the_step_until_the_epoch_ends() -> None:
+    values = iter([4.0, 5.0, 6.0, 1.0, 1.0, 1.0])
+    seen: list[float] = []
+
+    class Net(Line):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.log("a", next(values), on_step=True, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            seen.append(self.trainer.callback_metrics["a"].item())
+
+        def on_train_epoch_end(self) -> None:
+            seen.append(self.trainer.callback_metrics["a"].item())
+
+        def configure_optimizers(self) -> Any:
+            optimizer = SGD(self.parameters(), lr=1.0)
+            scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+            config = {"scheduler": scheduler, "interval": "step", "monitor": "a"}
+            return {"optimizer": optimizer, "lr_scheduler": config}
+
+    model = Net()
+    Trainer(max_epochs=2, **QUIET).fit(model, loader(3))
+    assert seen == [4.0, 5.0, 6.0, 5.0, 1.0, 1.0, 1.0, 1.0]
+    # As measured with Lightning 2.6.5.
+    assert model.rates == [1.0, 1.0, 0.5, 0.25, 0.25, 0.125]
+
+
+def test_each_loss_of_lbfgs_counts_in_the_value_of_the_epoch() -> None:
+    losses: list[float] = []
+
+    class Net(Line):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss: Tensor = (self.net(batch[0]) - 3.0).square().mean()
+            losses.append(loss.item())
+            self.log("a", loss, on_epoch=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+    trainer = Trainer(max_epochs=1, **QUIET)
+    trainer.fit(Net(), loader(2))
+    assert len(losses) == 6
+    assert trainer.callback_metrics["a"].item() == pytest.approx(sum(losses) / 6)
 
 
 def test_a_logger_is_given_the_epoch_as_the_last_of_an_epochs_values() -> None:

@@ -64,7 +64,8 @@ _CLI = _names(
     {
         f"{_API}.cli": "ArgsType LRSchedulerCallable LRSchedulerType LRSchedulerTypeTuple "
         "LRSchedulerTypeUnion LightningArgumentParser LightningCLI OptimizerCallable "
-        "ReduceLROnPlateau SaveConfigCallback instantiate_class"
+        "ReduceLROnPlateau SaveConfigCallback _JSONARGPARSE_SIGNATURES_AVAILABLE "
+        "instantiate_class"
     }
 )
 _PROGRESS = _names(
@@ -83,8 +84,9 @@ _PROFILERS = _names(
 )
 _STRATEGIES = _names(
     {
-        "stratagem.strategies": "DDPStrategy DeepSpeedStrategy ModelParallelStrategy "
-        "ParallelStrategy SingleDeviceStrategy SingleDeviceXLAStrategy=SingleXLAStrategy Strategy "
+        "stratagem.strategies": "DDPStrategy DeepSpeedStrategy HPUParallelStrategy "
+        "ModelParallelStrategy ParallelStrategy SingleDeviceStrategy SingleHPUStrategy "
+        "SingleDeviceXLAStrategy=SingleXLAStrategy SingleTPUStrategy=SingleXLAStrategy Strategy "
         "XLAFSDPStrategy XLAStrategy StrategyRegistry STRATEGY_REGISTRY=StrategyRegistry "
         "DataParallelStrategy",
         f"{_API}.strategies.fsdp": "FSDPStrategy",
@@ -96,17 +98,21 @@ _FABRIC_STRATEGIES = {
 }
 _ACCELERATORS = _names(
     {
-        "stratagem.accelerators": "XLAAccelerator",
+        "stratagem.accelerators": "HPUAccelerator TPUAccelerator=XLAAccelerator XLAAccelerator",
         f"{_API}.accelerators.cuda": "CUDAAccelerator",
         f"{_API}.placeholders": "MPSAccelerator",
-        f"{_API}.accelerators.accelerator": "Accelerator AcceleratorRegistry CPUAccelerator "
-        "find_usable_cuda_devices",
+        f"{_API}.accelerators.accelerator": "Accelerator AcceleratorRegistry "
+        "ACCELERATOR_REGISTRY=AcceleratorRegistry CPUAccelerator find_usable_cuda_devices",
     }
 )
 _PRECISION = _names(
     {
-        "stratagem.precision": "BitsandbytesPrecision TransformerEnginePrecision",
-        f"{_API}.placeholders": "XLAPrecision",
+        "stratagem.precision": "BitsandbytesPrecision TransformerEnginePrecision "
+        "BitsandbytesPrecisionPlugin=BitsandbytesPrecision "
+        "TransformerEnginePrecisionPlugin=TransformerEnginePrecision",
+        f"{_API}.placeholders": "HPUPrecisionPlugin TPUBf16Precision TPUBf16PrecisionPlugin "
+        "TPUPrecision TPUPrecisionPlugin XLABf16Precision XLABf16PrecisionPlugin XLAPrecision "
+        "XLAPrecisionPlugin",
         f"{_API}.plugins.precision": "DeepSpeedPrecision DeepSpeedPrecisionPlugin "
         "DoublePrecision DoublePrecisionPlugin FSDPPrecision "
         "FSDPPrecisionPlugin HalfPrecision HalfPrecisionPlugin "
@@ -124,7 +130,7 @@ _IO = _names(
     {
         "stratagem.checkpoint": "CheckpointIO TorchCheckpointIO=SingleFileCheckpointIO",
         f"{_API}.plugins.checkpoint_io": "AsyncCheckpointIO",
-        f"{_API}.placeholders": "XLACheckpointIO",
+        f"{_API}.placeholders": "HPUCheckpointIO XLACheckpointIO",
     }
 )
 _RANK_ZERO = _names(
@@ -231,22 +237,29 @@ _Layout = dict[str, Mapping[str, str]]
 _PRECISION_LEAVES = {
     "amp": "MixedPrecision MixedPrecisionPlugin",
     "deepspeed": "DeepSpeedPrecision DeepSpeedPrecisionPlugin",
-    "bitsandbytes": "BitsandbytesPrecision",
+    "bitsandbytes": "BitsandbytesPrecision BitsandbytesPrecisionPlugin",
     "double": "DoublePrecision DoublePrecisionPlugin",
     "fsdp": "FSDPMixedPrecisionPlugin FSDPPrecision FSDPPrecisionPlugin",
     "half": "HalfPrecision HalfPrecisionPlugin",
+    "hpu": "HPUPrecisionPlugin",
     "precision": "Precision PrecisionPlugin",
     "precision_plugin": "PrecisionPlugin",
-    "transformer_engine": "TransformerEnginePrecision",
-    "xla": "XLAPrecision",
+    "tpu": "TPUPrecision TPUPrecisionPlugin",
+    "tpu_bf16": "TPUBf16Precision TPUBf16PrecisionPlugin",
+    "transformer_engine": "TransformerEnginePrecision TransformerEnginePrecisionPlugin",
+    "xla": "XLAPrecision XLAPrecisionPlugin",
+    "xlabf16": "XLABf16Precision XLABf16PrecisionPlugin",
 }
 _STRATEGY_LEAVES = {
     "ddp": "DDPStrategy",
     "deepspeed": "DeepSpeedStrategy",
     "fsdp": "FSDPStrategy",
+    "hpu_parallel": "HPUParallelStrategy",
     "model_parallel": "ModelParallelStrategy",
     "parallel": "ParallelStrategy",
     "single_device": "SingleDeviceStrategy",
+    "single_hpu": "SingleHPUStrategy",
+    "single_tpu": "SingleTPUStrategy",
     "single_xla": "SingleDeviceXLAStrategy",
     "strategy": "Strategy",
     "xla": "XLAStrategy",
@@ -256,7 +269,9 @@ _ACCELERATOR_LEAVES = {
     "accelerator": "Accelerator",
     "cpu": "CPUAccelerator",
     "cuda": "CUDAAccelerator find_usable_cuda_devices",
+    "hpu": "HPUAccelerator",
     "mps": "MPSAccelerator",
+    "tpu": "TPUAccelerator",
     "xla": "XLAAccelerator",
 }
 _ENVIRONMENT_LEAVES = {

@@ -61,6 +61,7 @@ def describe_checkpoint(path: str | Path, *, verify: bool = False) -> Descriptio
         OSError: the checkpoint cannot be read.
     """
     path = paths.to_location(path)
+    check_exists(path)
     if isinstance(path, Path) and path.is_dir():
         directory = read_directory(path)
         if verify:
@@ -91,6 +92,7 @@ def find_format(path: str | Path, name: str = "") -> tuple[str, CheckpointIO]:
 
     Raises:
         UnknownNameError: no format has that name.
+        CheckpointNotFoundError: the path does not exist.
         CheckpointFormatError: no installed format can load the checkpoint. The error gives the
             reason for each format.
 
@@ -119,6 +121,7 @@ def find_format(path: str | Path, name: str = "") -> tuple[str, CheckpointIO]:
             refusals.append(candidate.spec.name)
         except Exception as error:
             refusals.append(f"{candidate.spec.name} ({format_text(str(error), 300)})")
+    check_exists(paths.to_location(os.fspath(path)))
     raise CheckpointFormatError(
         f"{str(path)!r} is not a whole checkpoint of any installed format: {', '.join(refusals)}"
     )
@@ -135,7 +138,6 @@ def verify(path: str | os.PathLike[str]) -> Description:
         CheckpointCorruptError: the file is damaged, or not a checkpoint.
         OSError: the checkpoint cannot be read.
     """
-    check_exists(paths.to_location(os.fspath(path)))
     return describe_checkpoint(os.fspath(path), verify=True)
 
 

@@ -176,9 +176,14 @@ def parse(arguments: Sequence[str]) -> Launch:
         parser.error("expected a script to run: stratagem run train.py --devices 2")
     script = rest[0]
     if script.startswith("-"):
+        from stratagem.discovery.registry import nearest_of
+
+        known = [option.removeprefix("--") for option in parser._option_string_actions]
+        near = nearest_of(script.partition("=")[0].removeprefix("--"), known)
         parser.error(
-            f"{script!r} is not an option of this command; options of the script come after the "
-            "script"
+            f"{script!r} is not an option of this command."
+            + (f" Did you mean '--{near}'?" if near else "")
+            + " Options of the script come after the script"
         )
     if not Path(script).is_file():
         parser.error(f"script={script!r}: there is no such file in {Path.cwd()}")

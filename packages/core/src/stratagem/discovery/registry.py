@@ -402,7 +402,8 @@ class Registry:
         else:
             candidates = self.candidates(kind)
             shown = sorted({c.spec.name for c in candidates if not says_its_preset(c.spec)})
-            parts.append(f"Available here: {', '.join(shown) or 'none'}.")
+            label = "Installed" if kind == "accelerator" else "Available here"
+            parts.append(f"{label}: {', '.join(shown) or 'none'}.")
         return " ".join(parts)
 
     def shadowed(self, candidate: Candidate, name: str) -> list[str]:

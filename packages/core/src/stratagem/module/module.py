@@ -387,8 +387,18 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward through the strategy; for `automatic_optimization = False`."""
+        """Run backward through the strategy; for `automatic_optimization = False`.
+
+        Raises:
+            UserCodeError: if `automatic_optimization` is True.
+        """
         trainer = self.trainer
+        if self.automatic_optimization:
+            raise UserCodeError(
+                "manual_backward() expected automatic_optimization=False, received True, with "
+                "which the Trainer itself runs backward: set self.automatic_optimization = False "
+                f"in {type(self).__name__}.__init__, or return the loss without the call"
+            )
         trainer.strategy.backward(trainer.run.require_prepared(), loss, *args, **kwargs)
 
     # -- from a checkpoint

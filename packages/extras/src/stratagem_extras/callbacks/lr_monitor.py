@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 class LearningRateMonitor(Callback):
     """Logs the learning rate of each parameter group, with which the next step is taken.
 
-    It is named after the optimizer's class (`lr-SGD`; several of a class: `lr-SGD`, `lr-SGD-1`), or
-    after the scheduler's `name` in `configure_optimizers`; a group with a `name` has that too
-    (`lr-SGD/backbone`), and of several groups the others have their numbers (`lr-SGD/pg1`). Where
-    momentum or weight decay is logged, they end in `-momentum` and `-weight_decay`.
+    It is named after the optimizer's class (`lr-SGD`), or after the scheduler's `name` in
+    `configure_optimizers`. Optimizers with a scheduler come first, once for each of their
+    schedulers; a name that occurs again is numbered (`lr-SGD`, `lr-SGD-1`). A group with a `name`
+    has that too (`lr-SGD/backbone`), and of several groups the others have their numbers
+    (`lr-SGD/pg1`). Where momentum or weight decay is logged, they end in `-momentum` and
+    `-weight_decay`.
 
     Args:
         logging_interval: "step": with every row that is logged; "epoch": at the start of each
@@ -63,28 +65,18 @@ class LearningRateMonitor(Callback):
         self.lrs: dict[str, list[float]] = {}
         self.last_momentum_values: dict[str, float] = {}
         self.last_weight_decay_values: dict[str, float] = {}
-        self._names: list[str] = []
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        """Find names; refuse a Trainer without a logger."""
+        """Reset the values; refuse a Trainer without a logger."""
         if not trainer.loggers:
             raise ConfigurationError(
                 "LearningRateMonitor has nowhere to log to: received a Trainer with logger=False; "
                 "pass a logger, or leave the callback out"
             )
-        by_scheduler = {
-            id(config.scheduler.optimizer): config.name
-            for config in trainer.lr_scheduler_configs
-            if config.name is not None and hasattr(config.scheduler, "optimizer")
-        }
-        self._names = []
-        for optimizer in trainer.optimizers:
-            name = by_scheduler.get(id(optimizer)) or f"lr-{type(optimizer).__name__}"
-            same = sum(one == name or one.rpartition("-")[0] == name for one in self._names)
-            self._names.append(f"{name}-{same}" if same else name)
         if self.log_momentum:
             _warn_of_none(trainer)
-        names = (name for i in range(len(self._names)) for name in self._of_groups(trainer, i))
+        watched = _watched(trainer)
+        names = [name for one, base, _ in watched for name in self._of_groups(one, base)]
         self.lrs = {name: [] for name in names}
         self.last_momentum_values, self.last_weight_decay_values = {}, {}
 
@@ -108,17 +100,12 @@ class LearningRateMonitor(Callback):
         trainer.run.rows.write(values, trainer.global_step, trainer.current_epoch)
 
     def _read(self, trainer: Trainer, interval: str) -> dict[str, float]:
-        intervals = {
-            id(config.scheduler.optimizer): config.interval
-            for config in trainer.lr_scheduler_configs
-            if hasattr(config.scheduler, "optimizer")
-        }
         values: dict[str, float] = {}
-        for index, optimizer in enumerate(trainer.optimizers):
+        for optimizer, base, own in _watched(trainer):
             # A rate that no scheduler changes is logged with both.
-            if self.logging_interval is None and intervals.get(id(optimizer), interval) != interval:
+            if self.logging_interval is None and own not in (None, interval):
                 continue
-            names = self._of_groups(trainer, index)
+            names = self._of_groups(optimizer, base)
             values |= self._get_optimizer_stats(optimizer, names)
             for name in names:
                 self.lrs.setdefault(name, []).append(values[name])
@@ -143,13 +130,13 @@ class LearningRateMonitor(Callback):
         self.last_weight_decay_values.update(decays)
         return values | momenta | decays
 
-    def _of_groups(self, trainer: Trainer, index: int) -> list[str]:
+    def _of_groups(self, optimizer: Optimizer, name: str) -> list[str]:
         """Return the names of an optimizer's parameter groups, which may have become more.
 
         Raises:
             ConfigurationError: two are the same.
         """
-        groups, name = trainer.optimizers[index].param_groups, self._names[index]
+        groups = optimizer.param_groups
         if len(groups) == 1 and "name" not in groups[0]:
             return [name]
         names = [f"{name}/{group.get('name', f'pg{i + 1}')}" for i, group in enumerate(groups)]
@@ -161,6 +148,29 @@ class LearningRateMonitor(Callback):
         if name in self.lrs:  # it was the only group so far
             self.lrs[names[0]] = self.lrs.pop(name)
         return names
+
+
+def _watched(trainer: Trainer) -> list[tuple[Optimizer, str, str | None]]:
+    """Return each optimizer with its name and the interval of its scheduler, for each scheduler.
+
+    An optimizer without a scheduler follows those that have one; its interval is None.
+    """
+    optimizers = {id(optimizer): optimizer for optimizer in trainer.optimizers}
+    of_schedulers = [
+        (optimizers[id(config.scheduler.optimizer)], config.name, config.interval)
+        for config in trainer.lr_scheduler_configs
+        if id(getattr(config.scheduler, "optimizer", None)) in optimizers
+    ]
+    scheduled = {id(optimizer) for optimizer, _, _ in of_schedulers}
+    alone = [(one, None, None) for number, one in optimizers.items() if number not in scheduled]
+    watched: list[tuple[Optimizer, str, str | None]] = []
+    names: list[str] = []
+    for optimizer, given, interval in [*of_schedulers, *alone]:
+        name = given or f"lr-{type(optimizer).__name__}"
+        same = names.count(name)
+        names.append(name)
+        watched.append((optimizer, f"{name}-{same}" if same else name, interval))
+    return watched
 
 
 def _momentum_of(group: dict[str, Any]) -> Any:

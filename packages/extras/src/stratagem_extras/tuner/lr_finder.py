@@ -51,8 +51,11 @@ class LRFinder:
         self._suggested: int | None = None
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step: of step 0 `lr_min`, of `num_training` `lr_max`."""
-        part = step / self.num_training
+        """Return the learning rate of a step: `lr_min` of the first, `lr_max` of the last.
+
+        The second step takes two parts of the range, as with Lightning's finder.
+        """
+        part = (step + 1) / self.num_training if step else 0.0
         if self.mode == "linear":
             return self.lr_min + part * (self.lr_max - self.lr_min)
         return float(self.lr_min * (self.lr_max / self.lr_min) ** part)

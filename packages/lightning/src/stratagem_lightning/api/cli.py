@@ -24,6 +24,7 @@ from stratagem_extras.cli.save_config import SaveConfigCallback
 from stratagem_extras.cli.trainer_cli import TrainerCLI, instantiate_class
 from stratagem_lightning.api.trainer import Trainer
 
+_JSONARGPARSE_SIGNATURES_AVAILABLE = True  # scripts ask it before they use jsonargparse
 _PLACES = {
     "callbacks": "lightning.pytorch.callbacks",
     "logger": "lightning.pytorch.loggers",

@@ -11,11 +11,14 @@ _SERVE = "a server of your own, which loads a checkpoint with load_from_checkpoi
 _COLLECTIVE = "Fabric.all_gather, all_reduce, broadcast and barrier"
 _COLUMNS = "RichProgressBar(theme=...), whose columns are fixed"
 _TPU = "precision='bf16-true' with accelerator='tpu'"
+_CHECKPOINTS = "a CheckpointIO of stratagem.checkpoint, which every accelerator uses"
 INSTEAD = {
     "BatchesProcessedColumn": _COLUMNS,
     "Collective": _COLLECTIVE,
     "CustomProgress": _COLUMNS,
     "CustomTimeColumn": _COLUMNS,
+    "HPUCheckpointIO": _CHECKPOINTS,
+    "HPUPrecisionPlugin": "precision='bf16-mixed' with accelerator='hpu'",
     "LayerSync": "Trainer(sync_batchnorm=True)",
     "LitLogger": "CSVLogger, TensorBoardLogger or WandbLogger",
     "MPSAccelerator": "accelerator='mps' (pip install stratagem-backend-mps)",
@@ -25,11 +28,18 @@ INSTEAD = {
     "ServableModuleValidator": _SERVE,
     "SingleDeviceCollective": _COLLECTIVE,
     "SpikeDetection": _SPIKE,
+    "TPUBf16Precision": _TPU,
+    "TPUBf16PrecisionPlugin": _TPU,
+    "TPUPrecision": _TPU,
+    "TPUPrecisionPlugin": _TPU,
     "TorchSyncBatchNorm": "Trainer(sync_batchnorm=True)",
     "TrainingSpikeException": _SPIKE,
-    "XLACheckpointIO": "a CheckpointIO of stratagem.checkpoint, which every accelerator uses",
+    "XLABf16Precision": _TPU,
+    "XLABf16PrecisionPlugin": _TPU,
+    "XLACheckpointIO": _CHECKPOINTS,
     "XLAEnvironment": "accelerator='tpu', which reads the ranks from PyTorch/XLA",
     "XLAPrecision": _TPU,
+    "XLAPrecisionPlugin": _TPU,
     "XLAProfiler": "PyTorchProfiler",
 }
 """What to use in the place of each."""

@@ -21,6 +21,8 @@ from stratagem.launch import rank_zero_info, rank_zero_warn
 from stratagem.loggers import Logger
 from stratagem.profilers import Profiler
 from stratagem.strategies import StepOptions
+from stratagem_extras.callbacks.gradient_accumulation import GradientAccumulationScheduler
+from stratagem_extras.callbacks.prediction_writer import BasePredictionWriter
 from stratagem_lightning.api.accelerators.connector import TrainerConnector
 from stratagem_lightning.api.callbacks.model_checkpoint import ModelCheckpoint
 from stratagem_lightning.api.callbacks.rich_bar import RichProgressBar
@@ -153,8 +155,15 @@ class Trainer(trainer.Trainer):
         50
     """
 
-    # As in Lightning: torch draws a number for each iterator, and such hooks may draw others.
-    _reads_before_hooks = True
+    @property
+    def _reads_before_hooks(self) -> bool:  # type: ignore[override]
+        """Whether iterators are made before the hooks that start a loop, as in Lightning.
+
+        Torch draws a number for each iterator, and such hooks may draw others. A prediction writer
+        notes from its hook on which samples are read.
+        """
+        writes = any(isinstance(callback, BasePredictionWriter) for callback in self.callbacks)
+        return not (writes and self._state.stage == "predict")
 
     @_taking_arguments_of(trainer.Trainer)
     def __init__(self, **options: Any) -> None:
@@ -287,7 +296,9 @@ class Trainer(trainer.Trainer):
         draw_at_reload(run)
         if dataloader_iter.takes_dataloader_iter(run.module.training_step):
             return dataloader_iter.ReadingStep(run, prepared)
-        return divide_by_whole_window(super().make_train_step(run, prepared), run)
+        step = super().make_train_step(run, prepared)
+        step.counts_each_loss = True
+        return divide_by_whole_window(step, run)
 
     def make_sharded_loader(
         self, loader: Any, index: int, count: int, *, even: bool, name: str, what: str
@@ -435,6 +446,15 @@ class Trainer(trainer.Trainer):
         return self._divides_data
 
     @property
+    def datamodule(self) -> Any:
+        """The DataModule of the present or last run, or what was set here before one."""
+        return super().datamodule or vars(self).get("_set_datamodule")
+
+    @datamodule.setter
+    def datamodule(self, datamodule: Any) -> None:
+        vars(self)["_set_datamodule"] = datamodule
+
+    @property
     def fast_dev_run(self) -> bool | int:
         """Batches of a quick run; True: one; False: it is none."""
         batches = self.options.fast_dev_run
@@ -462,6 +482,19 @@ class Trainer(trainer.Trainer):
     def accumulate_grad_batches(self) -> int:
         """Batches in an optimizer step of the present epoch."""
         return self.options.step_options.micro_batches_in(self.current_epoch)
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """The number of optimizer steps of the whole fit; infinity without a limit.
+
+        As in Lightning, a GradientAccumulationScheduler does not change it.
+        """
+        options, batches = self.options, self.num_training_batches
+        schedules = any(isinstance(one, GradientAccumulationScheduler) for one in self.callbacks)
+        if not schedules or options.max_epochs == -1 or batches == float("inf"):
+            return super().estimated_stepping_batches
+        steps = int(batches) * max(options.max_epochs, 1)
+        return steps if options.max_steps == -1 else min(steps, options.max_steps)
 
     @property
     def gradient_clip_val(self) -> float | None:

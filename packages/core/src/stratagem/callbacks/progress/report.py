@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
-from torch.utils.data import TensorDataset
+from torch.utils.data import RandomSampler, TensorDataset
 
 from stratagem.discovery.installed import version_of
 from stratagem.launch.process import available_cores
@@ -101,7 +101,7 @@ def _folders(trainer: Trainer) -> list[str]:
 
 
 def _advice(trainer: Trainer) -> list[str]:
-    """Return advice about unused validation code, unused loaders and idle cores."""
+    """Return advice about unused validation code, unused or shuffled loaders and idle cores."""
     run, advice = trainer.run, []
     has_loader = run.job.val_loaders is not None or run.module.defines("val_dataloader")
     if has_loader and not run.module.defines("validation_step"):
@@ -113,6 +113,13 @@ def _advice(trainer: Trainer) -> list[str]:
         advice.append(
             f"{type(run.module).__name__} has validation_step, but there is no loader for "
             "validation: pass val_dataloaders to fit()"
+        )
+    samplers = [getattr(one.loader, "sampler", None) for one in run.validation.loaders]
+    # Of several ranks, each reads its part through a sampler around the user's.
+    if any(isinstance(getattr(one, "sampler", one), RandomSampler) for one in samplers):
+        advice.append(
+            "the loader for validation shuffles: with shuffle=False each validation reads the "
+            "samples in the same order"
         )
     loader, cores = trainer.train_dataloader, available_cores() // len(trainer.plan.devices)
     in_memory = isinstance(getattr(loader, "dataset", None), TensorDataset)
@@ -138,4 +145,5 @@ def _reason(trainer: Trainer) -> str:
         return f"max_time={options.max_time:g} seconds"
     if trainer.num_training_batches == 0:
         return "there is no batch to train on"
-    return "Trainer.should_stop was set"
+    when = " before the minimum of training" if trainer.run.progress.stop_delayed else ""
+    return f"Trainer.should_stop was set{when}"

@@ -44,8 +44,8 @@ from stratagem.native.sharding.user_access import (
     check_changes,
     explain_shards,
     gather_when_called,
+    read_whole_numbers,
 )
-from stratagem.plan.step_options import GradientClip
 from stratagem.state.shards import LazyTensor
 from stratagem.state.state_checks import check_entries
 from stratagem.state.state_dict import (
@@ -107,6 +107,9 @@ class ShardedStrategy(ParallelStrategy):
     Raises:
         ConfigurationError: `state_dict_type` is something else.
     """
+
+    _clip_by_value = staticmethod(clipping.clip_by_value)
+    _clip_by_norm = staticmethod(clipping.clip_by_norm)
 
     device_mesh: DeviceMesh
     """How the ranks are arranged; there once processes are launched."""
@@ -182,6 +185,7 @@ class ShardedStrategy(ParallelStrategy):
                 parameter.__dict__.update(attributes.get(name, {}))
             _gather_once(module)
             module.register_forward_hook(_reshard_without_grad)
+            read_whole_numbers()
             if isinstance(module, FSDPModule):
                 gather_when_called(module, user_module(module))
             for child in module.children():
@@ -226,21 +230,6 @@ class ShardedStrategy(ParallelStrategy):
         if self._replicated and prepared.module not in self._held:
             average_gradients(self._replicated)
 
-    def clip_gradients(
-        self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
-    ) -> Tensor | None:
-        """Clip by the norm over all ranks, whatever is sharded and whatever is whole."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if clip.algorithm == "value":
-            clipping.clip_by_value(parameters, clip.value)
-            return None
-        return clipping.clip_by_norm(
-            parameters,
-            clip.value,
-            norm_type=clip.norm_type,
-            error_if_nonfinite=clip.error_if_nonfinite,
-        )
-
     def optimizer_step(
         self,
         prepared: PreparedModel,
@@ -262,6 +251,11 @@ class ShardedStrategy(ParallelStrategy):
         buffers = prepared.original.buffers()
         broadcast_from_first(buffer for buffer in buffers if not isinstance(buffer, DTensor))
         yield
+
+    def end_training(self, prepared: PreparedModel) -> None:
+        """Check that the parameters which were trained are those of the model."""
+        assert isinstance(prepared, ShardedPrepared)
+        check_changes(prepared.groups)
 
     # -- state
 

@@ -246,8 +246,7 @@ class HookedStep(Step):
                     "there: leave out accumulate_grad_batches, or call the closure once"
                 )
             self._has_cleared = False
-            # Only the first loss of a batch counts in the epoch's values.
-            self._logged.counts = False
+            self._logged.counts &= self.counts_each_loss
         with torch.enable_grad():
             self._strategy.accumulate(self._prepared, self, self._last[0], self._expected)
         if self._has_own_backward and self.has_loss and not self._ran_backward:

@@ -44,6 +44,9 @@ class Step(TrainStep):
     `finish`, which checks that the strategy has called what it must.
     """
 
+    counts_each_loss = False
+    """Whether each loss of a batch counts in the epoch's values, not only the first."""
+
     def __init__(self, run: Run, prepared: PreparedModel) -> None:
         module, strategy, hooks = run.module, run.strategy, run.hooks
         self.batch_idx = 0

@@ -59,6 +59,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
     CHECKPOINT_EQUALS_CHAR = "="
     CHECKPOINT_JOIN_CHAR = "-"
     FILE_EXTENSION = SUFFIX
+    _set_path = ""
 
     def __init__(
         self,
@@ -108,6 +109,15 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
     @dirpath.setter
     def dirpath(self, folder: str | Path | None) -> None:
         callbacks.ModelCheckpoint.dirpath.fset(self, folder)  # type: ignore[attr-defined]
+
+    @property
+    def best_model_path(self) -> str:
+        """The path of the best checkpoint, or "". Scripts set another one, until the next save."""
+        return self._set_path or super().best_model_path
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        self._set_path = str(path)
 
     @property
     def best_model_score(self) -> Any:
@@ -225,6 +235,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         super().on_train_end(trainer, module)
 
     def _write(self, trainer: "Trainer", value: float | None) -> None:
+        self._set_path = ""
         if self.monitor is None or value is None:
             super()._write(trainer, value)
             return

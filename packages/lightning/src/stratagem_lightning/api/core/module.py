@@ -100,6 +100,11 @@ class LightningModule(Module):
             enable_graph, metric_attribute: not needed here: no value keeps its graph.
             sync_dist_group: not needed here: a value is reduced over all ranks.
         """
+        if logger and self.__dict__["_metrics"] is not None and not self.loggers:
+            rank_zero_warn(
+                f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured: "
+                "pass one, as in Trainer(logger=CSVLogger(...))"
+            )
         super().log(
             name,
             value,
@@ -113,10 +118,24 @@ class LightningModule(Module):
             add_dataloader_idx,
             rank_zero_only,
         )
+        if on_epoch and on_step is not False:
+            self._show_step_value(name)
+
+    def _show_step_value(self, name: str) -> None:
+        """Let the name of a value of both kinds stand for the step's until the epoch ends.
+
+        Lightning's `callback_metrics` do so in training, and schedulers and callbacks read them.
+        """
+        metrics = self.__dict__["_metrics"]
+        if metrics is None or metrics is not self.trainer.run.metrics:
+            return
+        entry, latest = metrics.entries[name], self.trainer.run.latest.values
+        if entry.on_step and entry.step_name in latest:
+            latest[name] = latest[entry.step_name]
 
     def _refuse_options(self, message: str) -> None:
         """Warn, as Lightning does: the options are left out."""
-        rank_zero_warn(f"{message}; the others are ignored")
+        rank_zero_warn(f"{message}; the others are ignored", RuntimeWarning)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, or a list of them, of the Trainer or of Fabric.
@@ -134,7 +153,11 @@ class LightningModule(Module):
         return self(kwargs["batch"] if "batch" in kwargs else args[0])
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward through the strategy, of the Trainer or of Fabric."""
+        """Run backward through the strategy, of the Trainer or of Fabric.
+
+        Raises:
+            UserCodeError: the Trainer itself runs backward, with automatic optimization.
+        """
         if self.fabric is None:
             super().manual_backward(loss, *args, **kwargs)
         else:
