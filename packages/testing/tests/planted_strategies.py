@@ -991,7 +991,7 @@ class ErrorFeedback(ByBackward):
             if not is_used:
                 continue
             whole = self.error[name] + (torch.zeros_like(p) if p.grad is None else p.grad)
-            sent = whole.sign() * whole.abs().mean()
+            sent = whole.sgn() * whole.abs().mean()
             self.error[name] = whole - sent
             p.grad = self.ranks.all_reduce(sent)
 
@@ -1394,6 +1394,24 @@ class InnerEndsOuter(ByBackward):
 
     def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         passed = ByHand if self.holds else ByBackward
+        passed.backward(self, prepared, loss, *args, **kwargs)
+
+
+class InnerEndsOuterFeedback(ErrorFeedback):
+    """The same where gradients travel compressed: other numbers, and no all_reduce of their own."""
+
+    holds = False
+
+    @contextmanager
+    def no_sync(self, prepared: PreparedModel) -> Iterator[None]:
+        self.holds = True
+        try:
+            yield
+        finally:
+            self.holds = False
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        passed = ByHand if self.holds else ErrorFeedback
         passed.backward(self, prepared, loss, *args, **kwargs)
 
 
@@ -1889,6 +1907,8 @@ class Layers(ParallelStrategy):
             power = clip.norm_type
             parts = self.ranks.all_reduce(norms[True] ** power, "sum") + norms[False] ** power
             total = parts ** (1 / power)
+        if clip.error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(f"the norm of the gradients is {total}")
         nn.utils.clip_grads_with_norm_(held, clip.value, total)
         return total
 

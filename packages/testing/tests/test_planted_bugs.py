@@ -160,6 +160,7 @@ PLANTED = [
         "'net.2' in training mode after an evaluation",
     ),
     ("InnerEndsOuter", "collectives/no_sync", "once another no_sync(prepared) within it had ended"),
+    ("InnerEndsOuterFeedback", "lite/accumulation, nested", "Let no_sync(prepared) put back what"),
     ("LosesGroupKeys", "state/round trip", "['param_groups'][1] (['note']"),
     ("SavesFloat32Buffers", "state/round trip", "'net.fraction' in torch.float32 on rank 0"),
     ("RealPartOnly", "losses/complex", "'net.phase' is"),
@@ -196,7 +197,7 @@ PLANTED = [
 ]
 # Whose losses need not be those of single_device.
 NOT_EQUAL = (
-    *("AveragesUnderTheTrainer", "ForgetsError", "ForgetsCount"),
+    *("AveragesUnderTheTrainer", "ForgetsError", "ForgetsCount", "InnerEndsOuterFeedback"),
     *("SaysAlike", "TrainsInEvaluation"),
 )
 # Each in ranks of its own, since what is looked at is their end, or others leave ranks out of step.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.errors import ConfigurationError
-from stratagem.strategies import ParallelStrategy, PreparedModel
+from stratagem.strategies import ParallelStrategy, PreparedModel, user_module
 from stratagem_onebit.plugin import CAPABILITIES
 
 
@@ -36,18 +36,28 @@ class OneBitStrategy(ParallelStrategy):
         self.warmup_steps = warmup_steps
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Give every rank the weights of rank 0."""
+        """Give every rank the weights of rank 0.
+
+        Raises:
+            ConfigurationError: a parameter is complex, which has no sign.
+        """
+        for name, parameter in user_module(module).named_parameters():
+            if parameter.is_complex():
+                raise ConfigurationError(
+                    f"the parameter {name!r} is {parameter.dtype}, and a gradient's sign is sent: "
+                    "expected real parameters; use strategy='ddp'"
+                )
         module.load_state_dict(self.ranks.broadcast(module.state_dict()))
         return module
 
     @contextmanager
     def no_sync(self, prepared: PreparedModel) -> Iterator[None]:
         """Let the gradients of several micro-batches add up."""
-        self._adds_up = True
+        before, self._adds_up = self._adds_up, True
         try:
             yield
         finally:
-            self._adds_up = False
+            self._adds_up = before
 
     def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward, then exchange the gradients."""

@@ -13,11 +13,13 @@ from torch.nn.functional import mse_loss
 
 from stratagem_testing.strategies.check import Result, check, judge_of
 from stratagem_testing.strategies.judging import (
+    close,
     difference,
     judge_accepted,
     judge_losses,
     judge_losses_of,
     judge_refused,
+    shown,
 )
 from stratagem_testing.strategies.models import LARGE, OPTIMIZERS, build
 from stratagem_testing.strategies.probe import Probe
@@ -40,7 +42,12 @@ def _set_up(lite: Any, net: nn.Module, *, afterwards: bool = False) -> tuple[Any
 
 
 def _loop(
-    probe: Probe, *, accumulate: int = 1, clip: float | None = None, afterwards: bool = False
+    probe: Probe,
+    *,
+    accumulate: int = 1,
+    clip: float | None = None,
+    afterwards: bool = False,
+    nested: bool = False,
 ) -> dict[str, Any]:
     lite = probe.lite()
     net = build("dense")
@@ -51,6 +58,9 @@ def _loop(
         for number, (_, inputs, target) in enumerate(batches):
             last = (number + 1) % accumulate == 0
             with nullcontext() if last else lite.no_backward_sync(model):
+                if nested:
+                    with lite.no_backward_sync(model):
+                        """The outer one goes on."""
                 loss = mse_loss(model(inputs), target)
                 lite.backward(loss / accumulate)
             losses.append(float(loss.detach()))
@@ -110,6 +120,28 @@ _register(
     "no_backward_sync around all but the last micro-batch gives the gradient of all of them.",
     accumulate=2,
 )
+
+
+def _judge_nested(found: Result) -> None:
+    for rank, told in enumerate(found.ranks):
+        if not told["refused"]:  # see lite/accumulation
+            assert close(told["losses"], told["once"], found.target.tolerance), (
+                f"accumulation has other losses on rank {rank} if no_backward_sync is entered "
+                f"again within no_backward_sync: {shown(told['losses'])}, expected "
+                f"{shown(told['once'])}. Let no_sync(prepared) put back what there was before, "
+                "and not what is usual"
+            )
+
+
+@check("lite/accumulation, nested", _judge_nested)
+def _nested(probe: Probe) -> dict[str, Any]:
+    """no_backward_sync within another one changes nothing, and does not end it."""
+
+    def train() -> dict[str, Any]:
+        once = _loop(probe, accumulate=2)["losses"]
+        return {"losses": _loop(probe, accumulate=2, nested=True)["losses"], "once": once}
+
+    return probe.attempt(train)
 
 
 class _Nested(nn.Module):
