@@ -93,6 +93,7 @@ NEWEST = "torch>=2.14.1,<2.16"
 TORCH_VERSIONS = ["2.9.1", "2.11.0", "2.13.0", "2.15.0"]
 # What leans on the insides of torch, in some minutes: what CI runs with the oldest and the newest.
 TORCH_TESTS = [
+    "packages/core/tests/test_changes_between_steps.py",
     "packages/core/tests/test_ddp_options.py",
     "packages/core/tests/test_ddp_sharded.py",
     "packages/core/tests/test_directory.py",

@@ -59,3 +59,5 @@ def test_cases_are_drawn_from_a_seed_alone(monkeypatch: pytest.MonkeyPatch) -> N
     for name, values in (("strategy", case.RANKS), ("data", case.DATA), ("monitor", case.VALUES)):
         assert {getattr(one, name) for one in drawn} == set(values)
     assert {name for one in drawn for name in one.callbacks} == set(case.CALLBACKS)
+    limits = {name for one in drawn for name in one.limits}
+    assert limits == {"max_steps", "min_steps", "min_epochs"}

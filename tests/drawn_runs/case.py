@@ -40,6 +40,8 @@ class Case:
     - `accumulate`: batches of an optimizer step.
     - `monitor`: the value that a plateau, EarlyStopping and ModelCheckpoint look at.
     - `validation`: arguments of the Trainer.
+    - `limits`: arguments of the Trainer that end training, or keep it from ending.
+    - `stops_at`: the step after which `should_stop` is set; 0: never.
     - `callbacks`: names of built-in ones.
     """
 
@@ -62,6 +64,8 @@ class Case:
     callbacks: tuple[str, ...]
     best: dict[str, Any]
     batch_norm: bool
+    limits: dict[str, Any]
+    stops_at: int
 
     @property
     def ranks(self) -> int:
@@ -124,7 +128,19 @@ def draw(seed: int, number: int) -> Case:
             **dice.choice([{}, {"every_n_train_steps": 2}, {"save_on_train_epoch_end": False}, {}]),
         },
         batch_norm=alone and not short and dice.random() < 0.3,
+        **_limits(dice, batches),
     )
+
+
+def _limits(dice: random.Random, batches: int) -> dict[str, Any]:
+    """Return how training ends; a stop comes before the minimum of training."""
+    steps = dice.randint(4, 2 * batches)
+    limits: dict[str, Any] = dice.choice(
+        [{}, {}, {"max_steps": steps}, {"min_steps": steps}, {"min_epochs": 2}]
+    )
+    latest = {"min_steps": steps - 1, "min_epochs": 1}
+    stops_at = [0, *(dice.randint(1, latest[name]) for name in limits if name in latest)]
+    return {"limits": limits, "stops_at": dice.choice(stops_at)}
 
 
 def _validation(dice: random.Random, batches: int) -> dict[str, Any]:

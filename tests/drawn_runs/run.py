@@ -108,6 +108,7 @@ class Fit:
             ],
             enable_progress_bar=False,
             **case.validation,
+            **case.limits,
             **(clipping if case.clip else {}),
         )
         seed_rank(seed + 100 * trainer.global_rank)

@@ -31,9 +31,11 @@ def resident() -> float:
 # ---- Lite: a hand-written loop, with and without no_backward_sync, and the optimizer made before
 
 
-def loop(lite: Lite, held: bool, together: bool = True) -> list[float]:
+def loop(lite: Lite, held: bool, together: bool = True, transposed: bool = False) -> list[float]:
     inputs, targets = models.data(32).tensors
     net: Any = models.Network()
+    for matrix in (p for p in net.parameters() if p.ndim == 2 and transposed):
+        matrix.data = matrix.data.t().contiguous().t()
     parameters = [p for p in net.parameters() if p.requires_grad]
     if together:
         net, optimizer = lite.setup(net, torch.optim.AdamW(parameters, lr=1e-2))
@@ -127,6 +129,7 @@ for name, strategy in {
     out[f"lite {name}, not held"] = loop(lite, held=False)
     if name != "ddp":
         out[f"lite {name}, optimizer after"] = loop(lite, held=True, together=False)
+        out[f"lite {name}, transposed"] = loop(lite, held=True, transposed=True)
         out[f"lite {name}, dropped"] = dropped(lite)
         out[f"lite {name}, unfrozen"] = unfrozen(lite)
         # DeepSpeed itself ends the process where stage 3 meets another order than before.

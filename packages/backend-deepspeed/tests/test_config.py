@@ -28,7 +28,7 @@ from stratagem_deepspeed.known_keys import KNOWN_KEYS
 from stratagem_deepspeed.optimizers import check_elementwise, only_one, use_torchs_adam
 from stratagem_deepspeed.options import Options, documentation
 from stratagem_deepspeed.plugin import stratagem_components
-from stratagem_deepspeed.preparation import build_ops, can_fuse_adam, check_shapes
+from stratagem_deepspeed.preparation import build_ops, can_fuse_adam, check_parameters
 from stratagem_deepspeed.strategy import DeepSpeedStrategy
 
 
@@ -529,7 +529,15 @@ def test_a_parameter_without_a_dimension_is_named() -> None:
     model = nn.Linear(2, 2)
     model.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ConfigurationError, match=r"'scale' has no dimension.* shape \(1,\)"):
-        check_shapes(model)
+        check_parameters(model)
+
+
+def test_a_complex_parameter_is_named() -> None:
+    model = nn.Linear(2, 2)
+    model.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    expected = r"'phase' is complex \(torch.complex64\).*view_as_complex"
+    with pytest.raises(ConfigurationError, match=expected):
+        check_parameters(model)
 
 
 def test_an_automatic_size_is_left_to_deepspeed() -> None:

@@ -84,7 +84,7 @@ def behaviour(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("way", ["", ", not held", ", optimizer after"])
+@pytest.mark.parametrize("way", ["", ", not held", ", optimizer after", ", transposed"])
 def test_a_loop_under_lite_is_that_of_ddp(stage: int, way: str, behaviour: Ranks) -> None:
     # Three micro-batches a step, with and without no_backward_sync around the first ones.
     assert difference(behaviour[0][f"lite stage {stage}{way}"], behaviour[0]["lite ddp"]) <= 2e-6

@@ -237,6 +237,39 @@ if TAKES_UNUSED_PARAMETERS:
     out["branches"] = [p.grad.full_tensor().tolist() for p in (model.one, model.other)]
     out["branches"].append(model.zero.grad.item())
 
+
+# -- parameters without a dimension, of several dtypes, and a no_backward_sync within another one
+class Scalars(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 1)
+        self.scale = nn.Parameter(torch.tensor(1 / 3, dtype=torch.float64))
+        self.turn = nn.Parameter(torch.tensor(0.6 + 0.8j))
+
+    def forward(self, x: Tensor) -> Tensor:
+        real, imaginary = torch.view_as_real(self.turn * (x.sum() + 1j))
+        return (self.layer(x).sum().double() + real * imaginary) * self.scale
+
+
+nesting = lite()
+alone, scalars = Scalars(), Scalars()
+scalars.load_state_dict(alone.state_dict())
+model = nesting.setup(scalars)
+mine = data(8).tensors[0][4 * rank : 4 * rank + 4]
+with nesting.no_backward_sync(model):
+    with nesting.no_backward_sync(model):
+        nesting.backward(model(mine))
+    nesting.backward(model(mine))
+    own_gradient = scalars.scale.grad
+    assert own_gradient is not None
+    out["held"] = [scalars.layer.weight.grad is None, own_gradient.item()]
+nesting.backward(model(mine))
+for part in data(8).tensors[0].split(4):
+    torch.autograd.backward(1.5 * alone(part))
+for name, parts in (("scalars", scalars), ("scalars alone", alone)):
+    gradients = [torch.view_as_real(p.grad.to(torch.complex128)) for p in (parts.scale, parts.turn)]
+    out[name] = [gradient.tolist() for gradient in gradients]
+
 # -- clipping returns the norm of all ranks, whatever is whole
 network = Network(seed=9)
 clips = lite(**blocks)

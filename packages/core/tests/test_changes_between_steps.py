@@ -26,7 +26,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
 def test_weights_are_those_of_one_process(strategy: str, weights: Weights) -> None:
     expected = dict(weights["single_device"])
     assert weights[strategy].keys() == expected.keys()
-    assert len(expected) == 33
+    assert len(expected) == 34
     for case, numbers in expected.items():
         assert weights[strategy][case] == pytest.approx(numbers, rel=0, abs=1e-6), case
     unchanged, logged = expected.pop("unchanged"), expected["norm logged"]
@@ -65,6 +65,8 @@ def test_parameters_that_ddp_still_waits_for_are_named(tmp_path: Path) -> None:
             "a sharded parameter (a DTensor) was used where a whole tensor is needed",
         ),
         ("read_storage", "read or save whole weights as parameter.full_tensor(), on every rank"),
+        ("set_item", "or convert a plain tensor by torch.distributed.tensor.distribute_tensor("),
+        ("read_as_numpy", "read or save whole weights as parameter.full_tensor(), on every rank"),
         ("call_layer", "Call the model itself rather than its layers, under torch.no_grad()"),
     ],
 )

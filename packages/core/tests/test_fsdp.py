@@ -289,6 +289,20 @@ def test_parameters_that_one_rank_uses_get_the_mean_gradient(behaviour: Ranks) -
         assert rank["branches"] == [[0.5] * 3, [0.5] * 5, 1.5]
 
 
+def test_gradients_of_parameters_without_a_dimension_are_averaged_in_their_dtype(
+    behaviour: Ranks,
+) -> None:
+    for rank in behaviour:
+        double, complex_ = rank["scalars alone"]
+        assert rank["scalars"][0] == pytest.approx(double, rel=1e-15)
+        assert rank["scalars"][1] == pytest.approx(complex_, rel=1e-6)
+
+
+def test_a_no_backward_sync_within_another_one_does_not_end_it(behaviour: Ranks) -> None:
+    assert all(rank["held"][0] for rank in behaviour)
+    assert behaviour[0]["held"][1] != behaviour[1]["held"][1]
+
+
 def test_clipping_is_by_the_norm_over_all_ranks(behaviour: Ranks) -> None:
     net = models.Network(seed=9)
     x, y = models.data(8).tensors

@@ -223,6 +223,8 @@ def test_it_says_that_it_was_asked_to_stop(capsys: pytest.CaptureFixture[str]) -
 
     lines = said(capsys, model=Logs(stop))
     assert lines[-1].endswith("0 epochs, 1 step: Trainer.should_stop was set")
+    lines = said(capsys, model=Logs(stop), min_steps=2)
+    assert lines[-1].endswith("2 steps: Trainer.should_stop was set before the minimum of training")
 
 
 def test_it_names_what_it_goes_on_from_and_the_best_checkpoint(

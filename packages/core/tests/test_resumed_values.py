@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,44 @@ def test_a_stop_by_the_validation_after_the_saved_step_takes_no_further_step(
     check_every_resume(tmp_path, Net, lambda folder: [Stops()], val_check_interval=2)
 
 
+@pytest.mark.parametrize("minimum", [{"min_steps": 9}, {"min_epochs": 2}, {"min_steps": 10}])
+def test_a_stop_before_the_minimum_of_training_is_kept(
+    minimum: dict[str, Any], tmp_path: Path
+) -> None:
+    class Stops(Callback):
+        def on_train_batch_end(self, trainer: Trainer, module: Module, *args: Any) -> None:
+            trainer.should_stop |= trainer.global_step == 3
+
+    check_every_resume(
+        tmp_path,
+        lambda: Net(plateau("mean")),
+        lambda folder: [Stops(), *best("val")(folder)],
+        **minimum,
+    )
+
+
+def test_a_stop_by_early_stopping_before_the_minimum_is_kept(tmp_path: Path) -> None:
+    def stops(folder: Path) -> list[Callback]:
+        return [EarlyStopping("val", patience=1, min_delta=10)]
+
+    check_every_resume(tmp_path, Net, stops, min_epochs=2, max_epochs=5, val_check_interval=2)
+
+
+@pytest.mark.parametrize("max_steps", [10, 12])
+@pytest.mark.parametrize("interval", [2, 5])
+def test_a_save_of_the_last_step_goes_on_with_the_end_of_the_epoch(
+    max_steps: int, interval: int, tmp_path: Path
+) -> None:
+    """After an epoch's last batch, and in the middle of an epoch."""
+    check_every_resume(
+        tmp_path,
+        lambda: Net(plateau("mean")),
+        best("val"),
+        max_steps=max_steps,
+        val_check_interval=interval,
+    )
+
+
 @pytest.mark.parametrize(("batches_before", "step"), [(2, 3), (5, 5)])
 def test_a_run_that_an_error_ended_in_validation_validates_again(
     batches_before: int, step: int, tmp_path: Path
@@ -331,12 +370,59 @@ def test_a_run_that_an_error_ended_at_the_end_of_an_epoch_ends_it_again(tmp_path
     assert rest.end()["callbacks"] == whole.end()["callbacks"]
 
 
+def test_generators_of_the_module_go_on(tmp_path: Path) -> None:
+    class Noise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.numbers, self.choices = torch.Generator().manual_seed(1), random.Random(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.rand(x.shape, generator=self.numbers) * self.choices.random()
+
+    class Noisy(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.append(Noise())
+
+    check_every_resume(tmp_path, Noisy)
+
+
 def test_states_of_metric_objects_go_on(tmp_path: Path) -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
     check_every_resume(
         tmp_path, lambda: Net(plateau("metric"), torchmetrics.MeanMetric()), best("metric")
     )
     check_every_resume(tmp_path / "all", lambda: Net(metric=torchmetrics.MaxMetric()))
+
+
+def test_metrics_that_wrap_others_go_on(tmp_path: Path) -> None:
+    """Over several epochs, and while the last metric of a tracker has no value."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Wraps(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.running = torchmetrics.aggregation.RunningMean(window=3)
+            self.extremes = torchmetrics.MinMaxMetric(torchmetrics.MeanMetric())
+            mean = torchmetrics.MetricCollection([torchmetrics.MeanMetric()])
+            self.tracker = torchmetrics.MetricTracker(mean, maximize=False)
+            self.tracker.increment()
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            for metric in (self.running, self.extremes, self.tracker):
+                metric.update(loss.detach())
+            self.log("running", self.running.compute())
+            self.log_dict({f"{name}_loss": v for name, v in self.extremes.compute().items()})
+            return loss
+
+        def on_train_epoch_end(self) -> None:
+            best, epoch = self.tracker.best_metric(return_step=True)
+            self.log_dict({"best": best["MeanMetric"], "best_epoch": float(epoch["MeanMetric"])})
+            self.tracker.increment()
+            super().on_train_epoch_end()
+
+    check_every_resume(tmp_path, Wraps)
 
 
 def test_a_collection_of_metrics_that_share_their_state_goes_on(tmp_path: Path) -> None:

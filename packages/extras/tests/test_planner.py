@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,13 +24,14 @@ from stratagem import Lite, Module, StrategyRegistry, plan_memory
 from stratagem.discovery import Capabilities
 from stratagem.errors import ConfigurationError, UnknownNameError
 from stratagem.strategies import ParallelStrategy, apply_activation_checkpointing
+from stratagem_extras.planner import simulation
 from stratagem_extras.planner.command import plan
 from stratagem_extras.planner.decoder import PlannedDecoder
 from stratagem_extras.planner.devices import find_device, parse_size
 from stratagem_extras.planner.forked import forked_map
 from stratagem_extras.planner.meter import MemoryMeter
 from stratagem_extras.planner.plan import default_loss
-from stratagem_extras.planner.simulation import Workload, measure_step
+from stratagem_extras.planner.simulation import SimulatedModel, Workload, measure_step
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -192,6 +195,42 @@ def test_seventy_billion_parameters_are_planned_in_little_memory(tmp_path: Path)
     assert resident * 1024 < 2e9
 
 
+@pytest.mark.parametrize(
+    "strategies", [["single_device"], ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_3"]]
+)
+def test_layers_that_are_extrapolated_hold_what_they_hold_when_they_run(
+    strategies: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan() -> list[Any]:
+        # An engine has buckets of 1e7 numbers on the host, and 5 layers as many.
+        options = {"devices": len(strategies), "precision": "bf16-mixed"}
+        rows = plan_memory(
+            lambda: Net(30, 512), torch.zeros(50, 10), **options, strategies=strategies
+        )
+        assert {row.how for row in rows.strategies if row.name[:3] != "ddp"} <= {"simulated"}
+        return [row.memory for row in rows.strategies]
+
+    monkeypatch.setattr(simulation, "_BEYOND_BUCKETS", 1)
+    some = plan()
+    monkeypatch.setattr(SimulatedModel, "_few", lambda model, stack, layers, limits: layers)
+    for memory, whole in zip(some, plan(), strict=True):
+        assert memory.total == pytest.approx(whole.total, rel=1e-3)
+        assert memory.optimizer == pytest.approx(whole.optimizer, rel=1e-3)
+        assert (memory.sent, memory.flops) == (whole.sent, whole.flops)
+
+
+@pytest.mark.parametrize(("parameters", "layers"), [(5e8, 24), (2.4e9, 24)])
+def test_an_engine_on_a_gpu_has_the_buckets_of_a_gpu(parameters: float, layers: int) -> None:
+    decoder = partial(PlannedDecoder, parameters, layers=layers, hidden=1024, vocabulary=1000)
+    tokens = torch.zeros(1, 64, dtype=torch.long)
+    options = {"devices": 8, "precision": "bf16-mixed"}
+    on_gpu = planned(decoder, tokens, "deepspeed_stage_3", device="A10", **options).memory
+    on_cpu = planned(decoder, tokens, "deepspeed_stage_3", device_memory=None, **options).memory
+    assert on_cpu.total - on_cpu.optimizer < 0.7e9
+    # Up to 1e9 parameters stay gathered on a GPU, and up to 1e7 on the host.
+    assert on_gpu.total - on_gpu.optimizer > 2 * min(parameters, 1e9)
+
+
 def test_gradients_are_at_most_those_of_all_parameters() -> None:
     # Three layers hold most at the beginning of backward, and four at its end.
     decoder = partial(PlannedDecoder, 1e9, layers=24, hidden=1536, vocabulary=32_000)
@@ -231,6 +270,48 @@ def test_a_model_that_needs_values_is_planned_without_them_and_the_plan_says_so(
         plan_memory(lambda: nn.ModuleList([nn.Linear(10, 10)]), torch.zeros(4, 10))
     with pytest.raises(ConfigurationError, match="no parameter with requires_grad=True"):
         plan_memory(lambda: Odd("mask").requires_grad_(False), torch.zeros(4, 10))
+
+
+class ByNumpy(torch.optim.Optimizer):
+    """Keeps three numbers for each weight, which it gets from NumPy."""
+
+    def __init__(self, params: Any, rate: float = 0.1) -> None:
+        super().__init__(params, {"rate": rate})
+
+    def step(self, closure: Any = None) -> None:
+        for weight in self.param_groups[0]["params"]:
+            if weight.grad is not None:
+                gradient = torch.from_numpy(weight.grad.numpy().copy())
+                self.state[weight] = {"three": gradient.repeat(3, *([1] * gradient.dim()))}
+
+
+@torch.library.custom_op("test_planner::twice", mutates_args=())
+def twice(values: Tensor) -> Tensor:
+    return torch.from_numpy(values.detach().numpy() * 2)
+
+
+class WithKernel(Net):
+    """Runs an operation that is not known for fake tensors."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(twice(inputs))
+
+
+def test_what_needs_values_is_measured_or_left_out_and_the_plan_says_so() -> None:
+    options: dict[str, Any] = {"devices": 2, "device": "A10", "strategies": ["fsdp", "ddp"]}
+    plan = plan_memory(Net, torch.zeros(4, 10), **options, optimizer=ByNumpy)
+    rows = {row.name: row for row in plan.strategies}
+    assert rows["fsdp"].how == "simulated"
+    weights = sum(p.numel() for p in Net().parameters())
+    assert rows["ddp"].memory.optimizer == 3 * 4 * weights
+    assert rows["fsdp"].memory.optimizer == pytest.approx(3 * 4 * weights / 2, rel=0.01)
+    assert re.match(r"the state of the optimizer was measured .*:\d+: RuntimeError", plan.notes[0])
+    kernel = plan_memory(WithKernel, torch.zeros(4, 10), **options)
+    assert {row.how for row in kernel.strategies} == {"computed"}
+    assert re.search(r"not counted, .*\n?.*register_fake", kernel.notes[0])
+    both = plan_memory(WithKernel, torch.zeros(4, 10), **options, optimizer=ByNumpy)
+    assert len(both.notes) == 2
+    assert both.strategies[0].memory.optimizer > 0
 
 
 def test_gathered_parameters_of_an_offloaded_model_are_on_the_device() -> None:
@@ -302,7 +383,7 @@ class Reads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = torch.load("nowhere.pt")
+        self.table = json.loads(Path("nowhere.json").read_text())
 
 
 def test_bad_input_is_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -490,6 +571,21 @@ def test_activations_that_are_computed_again_are_not_kept() -> None:
         planned(Net, batch, activation_checkpointing="all")
 
 
+def test_layers_of_a_model_that_is_a_list_itself_are_computed_again() -> None:
+    def layers() -> list[nn.Module]:
+        return [nn.TransformerEncoderLayer(32, 2, 128, batch_first=True) for _ in range(12)]
+
+    batch, options = torch.zeros(8, 100, 32), {"activation_checkpointing": True}
+    kept = planned(lambda: nn.Sequential(*layers()), batch)
+    again = planned(lambda: nn.Sequential(*layers()), batch, **options)
+    assert again.memory.activations < kept.memory.activations / 5
+    # A stage of layers is no layer.
+    inner = planned(
+        lambda: nn.Sequential(nn.Linear(32, 32), nn.Sequential(*layers())), batch, **options
+    )
+    assert inner.memory.activations < again.memory.activations * 1.2
+
+
 def checkpointed() -> nn.Module:
     net = Net(20)
     apply_activation_checkpointing(net, True)
@@ -521,6 +617,36 @@ def test_a_strategy_that_cannot_be_simulated_says_itself_what_it_holds() -> None
     buckets = ddp.memory.gradients
     # Scalars of the optimizer's step may be there a moment longer.
     assert sparse.memory.total == pytest.approx(ddp.memory.total - buckets, abs=1000)
+
+
+def test_strategies_of_others_are_planned_without_a_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page = (ROOT / "docs/extend/write-a-strategy.md").read_text()
+    scripts = re.findall(r"^```python\n(.+?)^```$", page, re.MULTILINE | re.DOTALL)
+    (script,) = (script for script in scripts if "class SignVoteStrategy" in script)
+    plugin = ModuleType("stratagem_sign_vote.plugin")
+    vars(plugin)["CAPABILITIES"] = Capabilities.parallel()
+    monkeypatch.setitem(sys.modules, plugin.__name__, plugin)
+    monkeypatch.setitem(sys.modules, "stratagem_sign_vote", ModuleType("stratagem_sign_vote"))
+    own: dict[str, Any] = {"__name__": "sign_vote"}
+    exec(script, own)
+    monkeypatch.syspath_prepend(ROOT / "examples/plugins/stratagem-onebit/src")
+    one_bit = importlib.import_module("stratagem_onebit.strategy").OneBitStrategy
+    try:
+        StrategyRegistry.register("sign_vote", own["SignVoteStrategy"], description="votes")
+        StrategyRegistry.register("one_bit", one_bit, description="sends one bit an element")
+        vote = planned(Net, torch.zeros(50, 10), "sign_vote", devices=2)
+        bit = planned(Net, torch.zeros(50, 10), "one_bit", devices=2)
+    finally:
+        StrategyRegistry.remove("sign_vote")
+        StrategyRegistry.remove("one_bit")
+    alone = planned(Net, torch.zeros(50, 10)).memory
+    assert (vote.how, bit.how) == ("simulated", "computed")  # the latter's sizes depend on values
+    assert vote.memory.optimizer == bit.memory.optimizer == alone.optimizer
+    # A vote has the signs of a parameter, and their sum.
+    assert alone.total < vote.memory.total < 1.1 * alone.total
+    assert bit.memory.total == pytest.approx(alone.total, rel=0.01)
 
 
 def test_memory_that_is_freed_or_shared_is_not_counted_twice() -> None:

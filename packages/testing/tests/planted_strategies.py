@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from stratagem.discovery import Capabilities
 from stratagem.strategies import (
@@ -747,7 +748,7 @@ class SavesEveryBuffer(ByBackward):
 
     def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
         module = user_module(prepared.original)
-        return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        return {**super().model_state(prepared), **dict(module.named_buffers())}
 
 
 class LoadsWhatFits(ByBackward):
@@ -1311,6 +1312,440 @@ class MatricesOnly(ByHand):
     def reduce(self, gradient: Tensor) -> None:
         if gradient.ndim > 1:
             super().reduce(gradient)
+
+
+# ---------------------------------------------------------------- what unusual models have
+
+
+class RoundsOptimizerState(ByBackward):
+    """Saves an optimizer's tensors of float64 by way of float32."""
+
+    def optimizer_state(self, prepared: PreparedModel, optimizer: Optimizer) -> dict[str, Any]:
+        state = super().optimizer_state(prepared, optimizer)
+        return {**state, "state": {n: _rounded(entry) for n, entry in state["state"].items()}}
+
+
+def _rounded(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tensors whose values have gone through float32."""
+    return {
+        name: value.float().to(value.dtype) if isinstance(value, Tensor) else value
+        for name, value in tensors.items()
+    }
+
+
+class TakesNorm1As2(ByBackward):
+    """clip_gradients knows the Euclidean norm and the largest element, and no other norm."""
+
+    def clip_gradients(
+        self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
+    ) -> Tensor | None:
+        kind = clip.norm_type if clip.norm_type == float("inf") else 2.0
+        return super().clip_gradients(prepared, optimizer, replace(clip, norm_type=kind))
+
+
+class IgnoresErrorIfNonfinite(ByBackward):
+    """clip_gradients raises no error, whatever the norm is."""
+
+    def clip_gradients(
+        self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
+    ) -> Tensor | None:
+        return super().clip_gradients(prepared, optimizer, replace(clip, error_if_nonfinite=False))
+
+
+class TrainsWhatIsInEvaluationMode(ByBackward):
+    """Each step puts the whole model in training mode."""
+
+    def train_step(
+        self, prepared: PreparedModel, step: TrainStep, micro_batches: Collection[Any]
+    ) -> None:
+        prepared.original.train()
+        super().train_step(prepared, step, micro_batches)
+
+
+class TrainsAfterEvaluation(ByBackward):
+    """The first step after an evaluation puts the whole model in training mode."""
+
+    evaluated = False
+
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
+        with super().evaluation(prepared):
+            yield
+        self.evaluated = True
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self.evaluated:
+            prepared.original.train()
+        super().backward(prepared, loss, *args, **kwargs)
+
+
+class InnerEndsOuter(ByBackward):
+    """A no_sync within another one lets gradients be communicated when it ends."""
+
+    holds = False
+
+    @contextmanager
+    def no_sync(self, prepared: PreparedModel) -> Iterator[None]:
+        self.holds = True
+        try:
+            yield
+        finally:
+            self.holds = False
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        passed = ByHand if self.holds else ByBackward
+        passed.backward(self, prepared, loss, *args, **kwargs)
+
+
+class LosesGroupKeys(ByBackward):
+    """A load leaves the options of a group that are not the optimizer's own."""
+
+    def load_optimizer_state(
+        self, prepared: PreparedModel, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        known = {"params", *optimizer.defaults}
+        groups = [
+            {key: value for key, value in group.items() if key in known}
+            for group in state["param_groups"]
+        ]
+        super().load_optimizer_state(prepared, optimizer, {**state, "param_groups": groups})
+
+
+class SavesFloat32Buffers(ByBackward):
+    """Buffers of float64 are saved as float32."""
+
+    def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
+        buffers = {name for name, _ in user_module(prepared.original).named_buffers()}
+        return {
+            name: value.float() if name in buffers and value.dtype == torch.float64 else value
+            for name, value in super().model_state(prepared).items()
+        }
+
+
+class RealPartOnly(ByBackward):
+    """The imaginary part of a complex gradient is lost between ranks."""
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(prepared, loss, *args, **kwargs)
+        for p in self.trained(prepared):
+            if p.grad is not None and p.is_complex():
+                p.grad = p.grad.real.to(p.dtype)
+
+
+class Conjugates(ByBackward):
+    """Complex gradients are conjugated on their way."""
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(prepared, loss, *args, **kwargs)
+        for p in self.trained(prepared):
+            if p.grad is not None and p.is_complex():
+                p.grad = p.grad.conj().resolve_conj()
+
+
+class SavesIntegersAsFloats(ByBackward):
+    """Integers of the model are saved by way of float32."""
+
+    def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
+        return {
+            name: value.float().to(value.dtype)
+            if isinstance(value, Tensor) and value.dtype == torch.int64
+            else value
+            for name, value in super().model_state(prepared).items()
+        }
+
+
+class SavesCountsAsFloats(ByBackward):
+    """Integers of an optimizer are saved by way of float32."""
+
+    def optimizer_state(self, prepared: PreparedModel, optimizer: Optimizer) -> dict[str, Any]:
+        state = super().optimizer_state(prepared, optimizer)
+        for entry in state["state"].values():
+            for key, value in list(entry.items()):
+                if isinstance(value, int):
+                    entry[key] = int(torch.tensor(float(value)))
+        return state
+
+
+class SendsIntegersAsFloats(ByBackward):
+    """Buffers of rank 0 are sent as one flat tensor of float32."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        for buffer in module.buffers():
+            buffer.copy_(self.ranks.broadcast(buffer.float()))
+        for parameter in module.parameters():
+            parameter.data.copy_(self.ranks.broadcast(parameter.detach()))
+        return module
+
+
+class _FloatRanks(ProcessGroupRanks):
+    def all_reduce(self, tensor: Tensor, op: Any = "mean") -> Tensor:
+        reduced = super().all_reduce(tensor, op)
+        return reduced.float().to(reduced.dtype)
+
+
+class ReducesIntegersAsFloats(OtherRanks):
+    """all_reduce adds integers as float32."""
+
+    kind = _FloatRanks
+
+
+class LoadsParametersOnly(ByBackward):
+    """strict=False leaves buffers as they are."""
+
+    def load_model_state(
+        self, prepared: PreparedModel, state: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
+        names = {name for name, _ in prepared.original.named_parameters()}
+        chosen = state if strict else {k: v for k, v in state.items() if k in names}
+        super().load_model_state(prepared, chosen, strict=strict)
+
+
+class LosesExtraState(ByBackward):
+    """What get_extra_state returned is not handed to set_extra_state."""
+
+    def load_model_state(
+        self, prepared: PreparedModel, state: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
+        own = prepared.original.state_dict()
+        extra = {name: value for name, value in own.items() if name.endswith("_extra_state")}
+        super().load_model_state(prepared, {**state, **extra}, strict=strict)
+
+
+class StripsParameters(ByBackward):
+    """What user code has set on a parameter is gone when the model is wrapped."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        for parameter in module.parameters():
+            vars(parameter).clear()
+        return super().wrap(module)
+
+
+class SkipsZeroGradients(ByBackward):
+    """A step whose gradients are all zero is counted, and not taken."""
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        gradients = [p.grad for p in self.trained(prepared) if p.grad is not None]
+        if gradients and not any(bool(gradient.any()) for gradient in gradients):
+            return None
+        return super().optimizer_step(prepared, optimizer, closure)
+
+
+# ---------------------------------------------------------------- what few users see
+
+
+class NamesInOtherOrder(ByBackward):
+    """An optimizer's entries are named in the order of the model, whatever that of its groups."""
+
+    def optimizer_state(self, prepared: PreparedModel, optimizer: Optimizer) -> dict[str, Any]:
+        state = super().optimizer_state(prepared, optimizer)
+        names = [name for name, _ in prepared.original.named_parameters()]
+        entries = [
+            state["state"][name]
+            for group in state["param_groups"]
+            for name in group["params"]
+            if name in state["state"]
+        ]
+        named = [name for name in names if name in state["state"]]
+        return {**state, "state": dict(zip(named, entries, strict=True))}
+
+
+class CountsTiedTwice(ByBackward):
+    """The norm of gradients counts a weight that has two names twice."""
+
+    def clip_gradients(
+        self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
+    ) -> Tensor | None:
+        if clip.algorithm == "value":
+            return super().clip_gradients(prepared, optimizer, clip)
+        own = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        named = user_module(prepared.original).named_parameters(remove_duplicate=False)
+        gradients = [p.grad for _, p in named if id(p) in own and p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients, clip.norm_type, clip.error_if_nonfinite)
+        nn.utils.clip_grads_with_norm_(list(own.values()), clip.value, norm)
+        return norm
+
+
+class MovesFrozen(ByBackward):
+    """Parameters that are not trained get a gradient of zeros, and decay."""
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(prepared, loss, *args, **kwargs)
+        for p in prepared.original.parameters():
+            if not p.requires_grad:
+                p.grad = torch.zeros_like(p)
+
+
+class MovesWhatWasTrained(ByBackward):
+    """What is frozen while training goes on has a gradient of zeros from then on."""
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        for p in self.trained(prepared):
+            prepared.strategy_data[str(id(p))] = p
+        super().backward(prepared, loss, *args, **kwargs)
+        for p in prepared.strategy_data.values():
+            if not p.requires_grad:
+                p.grad = torch.zeros_like(p)
+
+
+class SendsTrainedOnly(ByBackward):
+    """Frozen parameters stay those that each rank has made."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        for tensor in (*self.trained_of(module), *module.buffers()):
+            tensor.data.copy_(self.ranks.broadcast(tensor.detach()))
+        return module
+
+    def trained_of(self, module: nn.Module) -> list[nn.Parameter]:
+        return [p for p in module.parameters() if p.requires_grad]
+
+
+class SavesTrainedOnly(ByBackward):
+    """Frozen parameters are left out of the state, and not asked for."""
+
+    def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
+        frozen = {n for n, p in prepared.original.named_parameters() if not p.requires_grad}
+        state = super().model_state(prepared)
+        return {name: value for name, value in state.items() if name not in frozen}
+
+    def load_model_state(
+        self, prepared: PreparedModel, state: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
+        super().load_model_state(prepared, state, strict=False)
+
+
+class _WholeMeans(ProcessGroupRanks):
+    def all_reduce(self, tensor: Tensor, op: Any = "mean") -> Tensor:
+        reduced = super().all_reduce(tensor, op)
+        return reduced if tensor.is_floating_point() else reduced.floor()
+
+
+class FloorsMeans(OtherRanks):
+    """The mean of integers is cut to an integer."""
+
+    kind = _WholeMeans
+
+
+class NewParametersAtLoad(ByBackward):
+    """A load gives the model new parameters, and the optimizer keeps the old ones."""
+
+    def load_model_state(
+        self, prepared: PreparedModel, state: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
+        copied = {n: v.clone() if isinstance(v, Tensor) else v for n, v in state.items()}
+        prepared.original.load_state_dict(copied, strict=strict, assign=True)
+
+
+class DividesByOption(DDPStrategy):
+    """A short last step is divided by the number of micro-batches of a whole one."""
+
+    def accumulate(
+        self, prepared: PreparedModel, step: TrainStep, micro_batch: Any, count: int
+    ) -> bool:
+        self.most = max(count, getattr(self, "most", count))
+        return super().accumulate(prepared, step, micro_batch, self.most)
+
+
+class _ClearsAll(PreparedModel):
+    def gradient_clearer(self, optimizer: Optimizer) -> Callable[[], None]:
+        return self.original.zero_grad
+
+
+class ClearsTheModel(ByBackward):
+    """Clearing the gradients of one optimizer clears those of the whole model."""
+
+    def prepare(self, *arguments: Any, **options: Any) -> PreparedModel:
+        made = super().prepare(*arguments, **options)
+        return _ClearsAll(made.module, made.original, made.optimizers, made.evaluation_module)
+
+
+class _PastHooks(nn.Module):
+    """Calls forward in the place of the module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(user_module(self.module), method)(*args, **kwargs)
+
+
+class SkipsForwardHooks(ByBackward):
+    """Calls the forward function of a model, and not the model, so that its hooks do not run."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        return _PastHooks(super().wrap(module))
+
+
+class LosesParameterHooks(ByBackward):
+    """Hooks that user code has put on parameters are gone when the model is wrapped."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        for parameter in module.parameters():
+            parameter._backward_hooks = None
+        return super().wrap(module)
+
+
+class TrainsACopy(ByBackward):
+    """A copy of the model is trained, and the user's stays as it was."""
+
+    def prepare(self, module: Any, optimizers: Any = (), **options: Any) -> PreparedModel:
+        if not optimizers:
+            module.module = copy.deepcopy(module.module)
+        return super().prepare(module, optimizers, **options)
+
+
+class DropsLossOfClosure(ByBackward):
+    """optimizer.step(closure) returns nothing."""
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        super().optimizer_step(prepared, optimizer, closure)
+
+
+class _FloatOutputs(nn.Module):
+    """Returns every tensor of an output in float32."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return tree_map(
+            lambda one: one.float() if isinstance(one, Tensor) else one,
+            self.module(*args, **kwargs),
+        )
+
+
+class ConvertsOutputs(ByBackward):
+    """What a model returns is converted to float32, integers too."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        return _FloatOutputs(super().wrap(module))
+
+
+class SendsContiguousCopies(ByBackward):
+    """A parameter that is not contiguous stays what this rank has made: a copy is filled."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.detach().contiguous(), 0)
+        return module
+
+
+class LoadsHalf(ByBackward):
+    """A checkpoint of another model is loaded in part before it is refused."""
+
+    def load_model_state(
+        self, prepared: PreparedModel, state: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
+        own = prepared.original.state_dict()
+        for name, value in state.items():
+            if name in own and isinstance(value, Tensor) and value.shape == own[name].shape:
+                own[name].copy_(value)
+        super().load_model_state(prepared, state, strict=strict)
 
 
 # ---------------------------------------------------------------- a model that is divided

@@ -21,7 +21,7 @@ AUTO = "auto"
 STAGES = (0, 1, 2, 3)
 OFFLOAD_DEVICES = ("cpu", "nvme")
 OFFLOADS = ("offload_optimizer", "offload_param")
-_BUFFER_SIZE, _SUB_GROUP_SIZE = 100_000_000, 1_000_000_000
+_BUFFER_SIZE, _SUB_GROUP_SIZE, _MAX_LIVE = 100_000_000, 1_000_000_000, 1_000_000_000
 """DeepSpeed's defaults, in numbers."""
 BUCKET_SIZE = 200_000_000
 """Elements; DeepSpeed's own default, 5e8, takes 2.5 times the memory."""
@@ -176,6 +176,22 @@ def swap_buffers(config: Mapping[str, Any], offloaded: Mapping[str, int]) -> tup
         host += sections["offload_optimizer"].get("buffer_count", 4) * size - moved
         disk += moved
     return host, disk
+
+
+def limits_of(config: Mapping[str, Any], ranks: int) -> list[int]:
+    """Return the most parameters of a model that an engine handles at a time, in several respects.
+
+    They are in two buckets of gradients, and at stage 3 gathered, or stepped by all ranks.
+    """
+    section = config[ZERO]
+    buckets = 2 * max(
+        int(section[name]) for name in ("allgather_bucket_size", "reduce_bucket_size")
+    )
+    if stage_of(config) != 3:
+        return [buckets]
+    own = (section.get(f"{part}max_live_parameters") for part in ("", "stage3_"))
+    live = int(next(filter(None, own), _MAX_LIVE))
+    return [buckets, live, ranks * int(section.get("sub_group_size", _SUB_GROUP_SIZE))]
 
 
 def _trains_in_float32(config: Mapping[str, Any]) -> bool:

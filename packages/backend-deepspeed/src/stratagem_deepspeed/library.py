@@ -8,6 +8,7 @@ prints. Each of these is restored or prevented here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import warnings
@@ -68,6 +69,7 @@ def import_deepspeed(device_type: str) -> Any:
         nvml = os.environ.get(_NVML)
         import deepspeed
         from deepspeed.accelerator import get_accelerator
+        from deepspeed.utils import numa
 
         kind = get_accelerator().device_name()
         if nvml is None:
@@ -83,6 +85,8 @@ def import_deepspeed(device_type: str) -> Any:
         # Its own communication through shared memory takes two minutes to build and is not used
         # for training.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # An engine on the CPU asks a dozen times, and starts a program each time.
+        numa.get_numa_cores = functools.cache(numa.get_numa_cores)
     return deepspeed
 
 

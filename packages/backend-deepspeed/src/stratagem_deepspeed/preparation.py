@@ -71,8 +71,11 @@ def can_fuse_adam(device_type: str) -> bool:
 def share_start(model: nn.Module, precision: Precision) -> None:
     """Give every rank rank 0's buffers, and its parameters that were not built in shards.
 
-    The engine does the latter only to models none of whose parameters were built in shards.
+    The engine does the latter only to models none of whose parameters were built in shards. It
+    sends parameters as they lie in memory, so that they become contiguous.
     """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()
     tensors = [buffer.detach() for buffer in model.buffers()]
     if is_sharded(model):
         for parameter in model.parameters():
@@ -84,9 +87,19 @@ def share_start(model: nn.Module, precision: Precision) -> None:
         dist.broadcast(tensor, 0)
 
 
-def check_shapes(model: nn.Module) -> None:
-    """Refuse parameters without a dimension, which an engine cannot send to the other ranks."""
+def check_parameters(model: nn.Module) -> None:
+    """Refuse the parameters that an engine cannot train: complex ones, and those of no dimension.
+
+    Raises:
+        ConfigurationError: names a parameter.
+    """
     for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise ConfigurationError(
+                f"the parameter {name!r} is complex ({parameter.dtype}), and DeepSpeed expects real"
+                " numbers: pass strategy='ddp' or 'fsdp', or make a real parameter with a last "
+                "dimension of 2 and call torch.view_as_complex in forward"
+            )
         if not getattr(parameter, "ds_shape", parameter.shape):
             raise ConfigurationError(
                 f"the parameter {name!r} has no dimension, which DeepSpeed cannot handle: expected "

@@ -32,6 +32,7 @@ from stratagem.strategies import (
 from stratagem_deepspeed.config import (
     Facts,
     engine_config,
+    limits_of,
     offload_device,
     offloaded_to_host,
     stage_of,
@@ -58,7 +59,7 @@ from stratagem_deepspeed.preparation import (
     build_ops,
     can_fuse_adam,
     check_float16,
-    check_shapes,
+    check_parameters,
     checkpointing_options,
     facts_of_steps,
     is_sharded,
@@ -212,7 +213,8 @@ class DeepSpeedStrategy(ParallelStrategy):
             self.facts,
             precision=components.precision.name,
             world_size=components.device_count,
-            device_type=kind,
+            # A plan simulates the step on the host, with what the engine does on other devices.
+            device_type=getattr(components.accelerator, "plans_for", kind),
             **facts_of_steps(components.step),
         )
         config = self._config()
@@ -247,8 +249,12 @@ class DeepSpeedStrategy(ParallelStrategy):
         Args:
             offloaded: bytes of "parameters", "gradients" and "optimizer" that the spec offloads.
         """
-        # Not of the CPU that it is simulated on, which has smaller groups of parameters.
-        return swap_buffers(self._config(device_type="cuda"), offloaded)
+        return swap_buffers(self._config(), offloaded)
+
+    @property
+    def parameter_limits(self) -> list[int]:
+        """The most parameters that the engine handles at a time, for `stratagem plan`."""
+        return limits_of(self._config(), self.components.device_count)
 
     # -- environment
 
@@ -346,7 +352,7 @@ class DeepSpeedStrategy(ParallelStrategy):
             config.pop("optimizer", None)
             config.pop("scheduler", None)
         else:
-            check_shapes(model)
+            check_parameters(model)
             if not can_fuse_adam(self.device.type):
                 use_torchs_adam(config)
             apply_activation_checkpointing(model, self.activation_checkpointing)

@@ -27,9 +27,9 @@ __all__ = [
     "WorkerSeed",
     "chosen_seed",
     "generator_states",
+    "generators_held_by_data",
     "generators_of",
     "generators_of_data",
-    "generators_of_dataset",
     "generators_of_loader",
     "inherit_rng",
     "inherited_rng",
@@ -299,7 +299,7 @@ def _kinds() -> tuple[type, ...]:
     return (torch.Generator, random.Random, *of_numpy)
 
 
-def generators_of_dataset(loader: Any) -> list[Any]:
+def generators_held_by_data(loader: Any) -> list[Any]:
     """Return the generators that a loader's dataset and `collate_fn` hold, at any depth.
 
     The search follows attributes, closures, bound methods and containers of up to 100 elements,
@@ -339,7 +339,7 @@ def generators_of_loader(loader: Any) -> list[Any]:
 def generators_of_data(loader: Any) -> list[Any]:
     """Return the generators that a loader, its samplers and its dataset hold, each once."""
     found = generators_of_loader(loader)
-    held_by_data = generators_of_dataset(loader)
+    held_by_data = generators_held_by_data(loader)
     return found + [g for g in held_by_data if all(g is not other for other in found)]
 
 

@@ -132,6 +132,22 @@ def log_norm(net: Net) -> None:
     net.log("norm", net.head.weight.norm())
 
 
+def divide_by_norm(net: Net) -> None:
+    """Read numbers of a whole parameter and of its gradient."""
+    with torch.no_grad():
+        size = float(net.backbone[0].weight.norm()) + net.backbone[0].weight.grad.abs().max().item()
+        net.backbone[0].weight.mul_(1 / (1 + size))
+
+
+def set_item(net: Net) -> None:
+    with torch.no_grad():
+        net.head.weight[0] = 1.0
+
+
+def read_as_numpy(net: Net) -> None:
+    net.head.weight.detach().numpy()
+
+
 def replace_data(net: Net) -> None:
     net.head.weight.data = torch.zeros(1, 6)
 
@@ -206,6 +222,7 @@ CASES: dict[str, Callable[[], list[Callback]]] = {
     "momentum forgotten": lambda: [at(END, (1,), forget_momentum)],
     "shrunk by what the model returns": lambda: [at(END, (0, 1), shrink_by_output)],
     "norm logged": lambda: [at(END, tuple(range(EPOCHS)), log_norm)],
+    "divided by a norm": lambda: [at("on_before_optimizer_step", (0, 2), divide_by_norm)],
     "average": lambda: [EMAWeightAveraging(decay=0.5)],
     **{f"halved in {hook}": (lambda hook=hook: [at(hook, (1, 2), halve)]) for hook in HALVED_IN},
 }
@@ -216,7 +233,10 @@ REFUSED: dict[str, Callable[[], list[Callback]]] = {
     "decaying": list,
     **{
         change.__name__: (lambda change=change: [at(END, (0,), change)])
-        for change in (replace_data, replace_parameter, add_plain_tensor, call_layer)
+        for change in (
+            *(replace_data, replace_parameter, add_plain_tensor, call_layer),
+            *(set_item, read_as_numpy),
+        )
     },
     "read_storage": lambda: [at("on_train_end", (EPOCHS - 1, EPOCHS), read_storage)],
 }
@@ -250,6 +270,8 @@ def fit(case: str, name: str, ranks: int) -> list[float]:
         enable_model_summary=False,
     )
     trainer.fit(net, data(ranks), data(ranks))
+    if case in REFUSED:
+        return []
     trainer.save_checkpoint(f"{name}.ckpt")
     logged = (value for key, value in trainer.callback_metrics.items() if key == "norm")
     return [*flat(f"{name}.ckpt"), *map(float, logged)]

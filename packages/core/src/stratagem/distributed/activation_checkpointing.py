@@ -92,8 +92,12 @@ def apply_activation_checkpointing(
 def _chosen(model: nn.Module, choice: Any, layers: list[nn.Module]) -> list[nn.Module]:
     parts = [part for part in model.modules() if part is not model]
     if choice is True:
-        lists = (nn.ModuleList, nn.Sequential)
-        found = layers or [child for part in parts if isinstance(part, lists) for child in part]
+        kinds = (nn.ModuleList, nn.Sequential)
+        lists = [part for part in parts if isinstance(part, kinds)]
+        # Not of stages, of which one is a list of layers.
+        if isinstance(model, kinds) and len({isinstance(child, kinds) for child in model}) == 1:
+            lists.append(model)
+        found = layers or [child for part in lists for child in part]
         # A layer in a checkpointed layer would run a third time.
         inner = {id(sub) for part in found for sub in part.modules() if sub is not part}
         return [part for part in found if id(part) not in inner]

@@ -19,6 +19,9 @@ class Stepping:
     """The optimizer step of a strategy; base class of `Strategy`, which documents the calls."""
 
     precision: Precision
+    # How gradients are clipped, with the arguments of these functions.
+    _clip_by_value: Callable[..., Any] = staticmethod(nn.utils.clip_grad_value_)
+    _clip_by_norm: Callable[..., Tensor] = staticmethod(nn.utils.clip_grad_norm_)
 
     def train_step(
         self, prepared: PreparedModel, step: TrainStep, micro_batches: Collection[Any]
@@ -131,9 +134,9 @@ class Stepping:
         """Clip the gradients of the optimizer's parameters; return their norm, if computed."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if clip.algorithm == "value":
-            nn.utils.clip_grad_value_(parameters, clip.value)
+            self._clip_by_value(parameters, clip.value)
             return None
-        return nn.utils.clip_grad_norm_(
+        return self._clip_by_norm(
             parameters,
             clip.value,
             norm_type=clip.norm_type,

@@ -53,7 +53,15 @@ def choose_devices(
             "accelerator='cpu' to train without a GPU"
         )
     if asked is None or asked == "auto":
-        return _automatic_devices(resolution, accelerator, found, wanted, cluster)
+        if wanted is not None and not wanted.many_devices:
+            return found.free[:1], f"the strategy uses one {accelerator.name} device"
+        local = 0
+        if cluster.launched_this_process:
+            nodes = resolution.request.num_nodes
+            local = cluster.local_world_size or (cluster.world_size or 0) // nodes
+        if local and not (wanted is not None and wanted.one_process):
+            return tuple(range(local)), f"as {cluster.name} says"
+        return found.free[: found.auto_count], f"automatic for {accelerator.name}: {found.reason}"
     indices = parse_devices(asked, found, accelerator.name)
     if found.indexed and max(indices) >= found.count:
         raise ConfigurationError(
@@ -84,25 +92,6 @@ def _usable(
         f"devices={asked!r} asks for {len(indices)} {accelerator} device(s), and {why}: pass "
         f"devices={list(free)}"
     )
-
-
-def _automatic_devices(
-    resolution: Resolution,
-    accelerator: Selection,
-    found: Availability,
-    wanted: Capabilities | None,
-    cluster: Cluster,
-) -> tuple[tuple[int, ...], str]:
-    local = None
-    if cluster.launched_this_process:
-        local = cluster.local_world_size
-        if local is None and (world := cluster.world_size):
-            local = world // resolution.request.num_nodes
-    if wanted is not None and not wanted.many_devices:
-        return found.free[:1], f"the strategy uses one {accelerator.name} device"
-    if local and not (wanted is not None and wanted.one_process):
-        return tuple(range(local)), f"as {cluster.name} says"
-    return found.free[: found.auto_count], f"automatic for {accelerator.name}: {found.reason}"
 
 
 def devices_elsewhere(

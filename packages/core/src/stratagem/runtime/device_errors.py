@@ -127,7 +127,10 @@ def _report(
     lines += [f"{who}: {format_size(size)}" for who, size in memory.others]
     if memory.total is not None:
         capacity = memory.total - sum(size for _, size in memory.others)
-        need = _need(parameters, optimizers, own, held["buffers"], rest + requested)
+        weights = sum(_whole_bytes(p) for p in parameters)
+        trained = sum(_whole_bytes(p) for p in parameters if p.requires_grad)
+        state = int(trained * _state_per_weight(optimizers))
+        need = StepMemory(weights, trained, state, held["buffers"], rest + requested)
         lines += _advice(strategy, need, capacity)
     return "\n".join(filter(None, (*lines, _BESIDES, strategy.accelerator.memory_advice)))
 
@@ -154,19 +157,6 @@ def _strategies_for(accelerator: str) -> Iterable[StrategySpec]:
             runs_on = spec.capabilities.accelerators
             if runs_on is None or accelerator in runs_on:
                 yield spec
-
-
-def _need(
-    parameters: Sequence[Tensor],
-    optimizers: Sequence[Optimizer],
-    own: set[int],
-    buffers: int,
-    rest: int,
-) -> StepMemory:
-    """Return what the whole model takes, whatever part of it this rank holds."""
-    whole = sum(_whole_bytes(p) for p in parameters)
-    trained = sum(_whole_bytes(p) for p in parameters if p.requires_grad)
-    return StepMemory(whole, trained, int(trained * _state_per_weight(optimizers)), buffers, rest)
 
 
 def _whole_bytes(parameter: Any) -> int:

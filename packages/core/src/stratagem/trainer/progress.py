@@ -22,6 +22,7 @@ class Progress:
         batches_before: the number of batches in all previous epochs.
         last_step: the number of batches in the last optimizer step; 0 if it is unknown.
         end_begun: whether the hooks of this epoch's end have begun.
+        stop_delayed: whether `Trainer.should_stop` was set before the minimum of training.
     """
 
     epoch: int = 0
@@ -32,6 +33,7 @@ class Progress:
     batches_before: int = 0
     last_step: int = 0
     end_begun: bool = False
+    stop_delayed: bool = False
 
     def next_epoch(self) -> None:
         """Begin the next epoch."""
@@ -47,15 +49,12 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the fields; if the end of the epoch had begun, go to the next epoch."""
-        self.epoch = state["epoch"]
-        self.global_step = state["global_step"]
-        self.batches = state["batches"]
-        self.epoch_is_done = state["epoch_is_done"]
-        self.validated = state["validated"]
-        # Older checkpoints lack these.
-        self.batches_before = state.get("batches_before", 0)
-        self.last_step = state.get("last_step", 0)
-        if self.epoch_is_done and state.get("end_begun", True):
+        # Older checkpoints lack some.
+        older = {"batches_before": 0, "last_step": 0, "stop_delayed": False}
+        complete = {**older, "end_begun": state["epoch_is_done"], **state}
+        for name in vars(self):
+            setattr(self, name, complete[name])
+        if self.epoch_is_done and self.end_begun:
             self.next_epoch()
 
 

@@ -429,13 +429,17 @@ class Run:
         return self.trainer.options.step_options.micro_batches_in(epoch)
 
     def should_stop(self) -> bool:
-        """Return whether `Trainer.should_stop` is set and the minimum of training is reached."""
+        """Return whether `Trainer.should_stop` is set and the minimum of training is reached.
+
+        A stop that has to wait for the minimum becomes a part of the progress.
+        """
         options, progress = self.trainer.options, self.progress
-        return (
-            self.trainer.should_stop
-            and progress.global_step >= options.min_steps
+        has_minimum = (
+            progress.global_step >= options.min_steps
             and progress.epoch + progress.epoch_is_done >= options.min_epochs
         )
+        progress.stop_delayed |= self.trainer.should_stop and not has_minimum
+        return self.trainer.should_stop and has_minimum
 
     def interruption_check(self) -> Callable[[], bool]:
         """Return a function that checks after each step whether the fit is interrupted."""
@@ -459,9 +463,8 @@ class Run:
         """End an epoch: reduce its logged values, and call the hooks of its end."""
         metrics, progress = self.metrics, self.progress
         metrics.in_step = False
-        if progress.epoch_is_done:
-            progress.end_begun = True
-        elif self.rank_state is not None:
+        progress.end_begun = True
+        if not progress.epoch_is_done and self.rank_state is not None:
             # A run that resumes in this epoch continues from the values before this early end.
             self.rank_state.keep_values()
         entries = metrics.entries

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -150,19 +151,24 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # most operations ask for it
         result = func(*args, **(kwargs or {}))
-        leaves = tree_leaves(result)
+        leaves = [result] if isinstance(result, Tensor) else tree_leaves(result)
         self.add(leaves)
-        if func.namespace in _COLLECTIVES:
-            given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-            # An output that is handed over is as large as the inputs together, or larger.
-            size = max((leaf.numel() * leaf.element_size() for leaf in given), default=0)
-            self.sent += size * (2 if "allreduce" in func.__name__ else 1)
-            self._note_communication([*given, *leaves])
-        elif func.namespace in _COPIES_OF_COLLECTIVES:
-            self._note_communication([*tree_leaves((args, kwargs)), *leaves])
-        elif count := flop_registry.get(func.overloadpacket):
-            self.flops += count(*args, **(kwargs or {}), out_val=result)
+        if (count := _count_of(func)) is not None:
+            count(self, func, leaves, args, kwargs or {}, result)
         return result
+
+    def _count_collective(self, func: Any, leaves: Any, args: Any, *others: Any) -> None:
+        given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        # An output that is handed over is as large as the inputs together, or larger.
+        size = max((leaf.numel() * leaf.element_size() for leaf in given), default=0)
+        self.sent += size * (2 if "allreduce" in func.__name__ else 1)
+        self._note_communication([*given, *leaves])
+
+    def _count_copy(self, func: Any, leaves: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self._note_communication([*tree_leaves((args, kwargs)), *leaves])
+
+    def _count_flops(self, func: Any, leaves: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self.flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
 
     def _note_communication(self, leaves: Iterable[Any]) -> None:
         for leaf in leaves:
@@ -216,6 +222,16 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
 
         return resize
+
+
+@cache
+def _count_of(func: Any) -> Callable[..., None] | None:
+    """Return the method of `MemoryMeter` that takes an operation down, besides its results."""
+    if func.namespace in _COLLECTIVES:
+        return MemoryMeter._count_collective
+    if func.namespace in _COPIES_OF_COLLECTIVES:
+        return MemoryMeter._count_copy
+    return MemoryMeter._count_flops if func.overloadpacket in flop_registry else None
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
+import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +27,12 @@ from stratagem.strategies import ActivationCheckpointing, StepMemory, Strategy
 from stratagem_extras.planner.devices import Device, find_device, parse_size
 from stratagem_extras.planner.forked import forked_map
 from stratagem_extras.planner.simulation import (
+    MeasuredState,
     PlannedMemory,
     SimulatedModel,
     Workload,
     build_components,
+    in_an_optimizer,
     needs_values,
     simulated_group,
     simulated_ranks,
@@ -46,6 +50,8 @@ _TO_DISK = 6e9
 """Bytes a second between a node and its NVMe device, over PCI Express 4."""
 _DEDICATED = ("tpu", "hpu", "ipu")
 """Accelerators whose `requires_dedicated_strategies` is True, also where none is installed."""
+_LIBRARIES = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
+"""Folders of code that is not the user's."""
 _LAUNCHERS = ("launcher", "find_unused_parameters")
 """Preset arguments by which memory does not differ."""
 
@@ -345,16 +351,37 @@ class _Planner:
         except ConfigurationError:
             raise
         except Exception as error:
-            if not needs_values(error):
-                raise ConfigurationError(
-                    f"a step of the model cannot be run without values: {_at(error)}. Check that "
-                    "the batch fits the model. A Module that needs a Trainer can be planned by "
-                    "plan_memory(..., loss=..., optimizer=...)"
-                ) from error
-            self.has_activations = False
-            self.alone = self._alone(model.simulate_state)
-            self.notes = (f"activations are not counted, since values are needed: {_at(error)}",)
-        self.notes += tuple(f"{place} reads a value of a tensor: 1 here" for place in model.reads)
+            self.alone = self._without_values(error)
+        reads = model.mode.reads
+        self.notes += tuple(f"{place} reads a value of a tensor: 1 here" for place in reads)
+
+    def _without_values(self, error: Exception) -> dict[str, PlannedMemory]:
+        """Return the phases of a step in one process, without what has raised an error."""
+        if measures := in_an_optimizer(error):
+            make = self.workload.optimizer
+            self.workload = replace(self.workload, optimizer=lambda m: MeasuredState(make(m)))
+            self.notes = (
+                "the state of the optimizer was measured by a step on a small parameter, since "
+                f"values are needed: {_at(error)}",
+            )
+            try:
+                return self._alone(self.model.simulate_step)
+            except Exception as other:
+                error = other
+        if in_an_optimizer(error) or not needs_values(error):
+            raise ConfigurationError(
+                f"a step of the model cannot be run without values: {_at(error)}. Check that the "
+                "batch fits the model. A Module that needs a Trainer can be planned by "
+                "plan_memory(..., loss=..., optimizer=...)"
+            ) from error
+        self.has_activations = False
+        self.notes += (f"activations are not counted, since values are needed: {_at(error)}",)
+        try:
+            return self._alone(self.model.simulate_state)
+        except Exception as other:
+            if measures or not in_an_optimizer(other):
+                raise
+            return self._without_values(other)
 
     def row(self, spec: StrategySpec, alike: tuple[str, ...]) -> PlannedStrategy:
         """Return the memory use of a strategy."""
@@ -374,7 +401,13 @@ class _Planner:
         if capabilities.one_process and ranks > 1:
             why = "one process drives all devices, which cannot be simulated"
             return PlannedStrategy(spec.name, alike, why_not=why)
-        components = build_components(self.devices, self.num_nodes, self.precision)
+        components = build_components(
+            self.devices,
+            self.num_nodes,
+            self.precision,
+            # A device of which only the memory is known is not the host.
+            "cuda" if self.device.accelerator == "auto" else kind,
+        )
         try:
             if self.has_activations:
                 with simulated_ranks(strategy := spec.build(), components):
@@ -665,8 +698,10 @@ def _at(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None:
         frame, line = trace.tb_frame, trace.tb_lineno
+        file = Path(frame.f_code.co_filename)
         library = frame.f_globals.get("__name__", "").partition(".")[0]
-        if not library.startswith(("torch", "stratagem")):
-            place = f"{frame.f_code.co_filename}:{line}: "
+        own = not library.startswith(("torch", "stratagem"))
+        if own and not any(map(file.is_relative_to, _LIBRARIES)):
+            place = f"{file}:{line}: "
         trace = trace.tb_next
-    return f"{place}{type(error).__name__}: {format_text(str(error), 300)}"
+    return f"{place}{type(error).__name__}: {format_text(str(error), 300).rstrip('.')}"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -19,19 +19,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
     UnsupportedOperatorException,
-    in_kernel_invocation_manager,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from stratagem.accelerators import CPUAccelerator
 from stratagem.discovery import get_registry
 from stratagem.errors import ConfigurationError
 from stratagem.strategies import (
@@ -46,50 +43,27 @@ from stratagem.strategies import (
     apply_activation_checkpointing,
     check_activation_checkpointing,
 )
+from stratagem_extras.planner.fake_mode import PlanningMode
 from stratagem_extras.planner.meter import Kind, MemoryMeter
 
 _KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "buffers")
-_ATEN = torch.ops.aten
-_KEEP_VALUES = {
-    _ATEN.unbind.int,
-    _ATEN.select.int,
-    _ATEN.slice.Tensor,
-    _ATEN.view.default,
-    _ATEN.clone.default,
-    _ATEN.detach.default,
-    _ATEN._to_copy.default,
-}
-
-
-def _overloads(names: str) -> set[Any]:
-    """Return operations of torch by names such as "view.default"."""
-    parts = (name.split(".") for name in names.split())
-    return {getattr(getattr(_ATEN, name), overload) for name, overload in parts}
-
-
-_VIEWS = _overloads(
-    "as_strided.default detach.default expand.default select.int slice.Tensor split.Tensor "
-    "t.default transpose.int unbind.int view.default _unsafe_view.default"
-)
-_ELEMENTWISE = _overloads(
-    "add.Tensor div.Scalar div.Tensor mul.Scalar mul.Tensor pow.Tensor_Scalar rsqrt.default "
-    "silu.default silu_backward.default sqrt.default"
-)
-_IN_PLACE = _overloads(
-    "add_.Scalar add_.Tensor addcdiv_.default addcmul_.default div_.Tensor lerp_.Scalar mul_.Tensor"
-)
 _WITHOUT_VALUES = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     GuardOnDataDependentSymNode,
     UnsupportedOperatorException,
 )
-_NEEDS_MEMORY = re.compile(r"numpy|data pointer|data_ptr|access storage|'Meta' backend")
-_FEW = range(3, 13)
+_NEEDS_MEMORY = re.compile(
+    r"numpy|data pointer|data_ptr|access storage|'Meta' backend|no fake impl"
+)
+_FEWEST, _MOST = 3, 24
 """Of many equal layers so many are run, and one more; what further ones hold is extrapolated."""
 _BEYOND_BUCKETS = 100_000_000
-"""Parameters that the layers have which are run, where they can: engines communicate in buckets and
-gather layers ahead up to a number of parameters, below which a layer adds something else."""
+"""Parameters that the layers have which are run, where up to 12 have them: engines communicate in
+buckets and gather layers ahead up to a number of parameters, below which a layer adds something
+else."""
+_BEYOND_LIMIT = 1.2
+"""How far beyond an engine's limit the parameters go of the layers that are run."""
 
 
 @dataclass(frozen=True)
@@ -185,10 +159,8 @@ class SimulatedModel:
         checkpointing: ActivationCheckpointing = None,
     ) -> None:
         self.checkpointing = check_activation_checkpointing(checkpointing)
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.reads: dict[str, None] = {}
-        """Lines of the user's code that have read a value of a tensor."""
-        with self.mode, _Values(self.reads):
+        self.mode = PlanningMode()
+        with self.mode:
             self.model = _copy(model) if isinstance(model, nn.Module) else model()
         parameters = list(self.model.parameters())
         if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
@@ -212,7 +184,9 @@ class SimulatedModel:
 
         The strategy's own code runs, on fake tensors. Collectives return at once. Where code
         reads a value of a tensor, it reads 1. Of many equal layers some run: each further one adds
-        the same to the maximum of each phase of the step.
+        the same to the maximum of each phase of the step. A strategy whose engine communicates or
+        gathers up to a number of parameters at a time says so by `parameter_limits`, a collection
+        of such numbers, so that enough layers run.
 
         Args:
             strategy: set up by `simulated_ranks`.
@@ -226,7 +200,8 @@ class SimulatedModel:
             with self._without_memory():
                 return measure_step(strategy, workload, lambda: self._shortened(kept))
 
-        few = {stack: self._few(stack, layers) for stack, layers in self.stacks.items()}
+        limits = getattr(strategy, "parameter_limits", ())
+        few = {stack: self._few(stack, layers, limits) for stack, layers in self.stacks.items()}
         phases = first = step(few)
         for stack, layers in self.stacks.items():
             if further := layers - few[stack]:
@@ -263,16 +238,25 @@ class SimulatedModel:
             strategy.release(prepared)
         return {"step": PlannedMemory(**sizes, working=0)}
 
-    def _few(self, stack: str, layers: int) -> int:
-        """Return how many layers to run; all, if that costs no more than to extrapolate."""
+    def _few(self, stack: str, layers: int, limits: Collection[int]) -> int:
+        """Return how many layers to run; all, if that costs no more than to extrapolate.
+
+        Args:
+            stack: the name of the layers.
+            layers: how many there are.
+            limits: numbers of parameters beyond which a further layer adds something else.
+        """
         one = next(self.model.get_submodule(stack).children())
-        size = sum(parameter.numel() for parameter in one.parameters())
-        few = min(max(_FEW[0], -(-_BEYOND_BUCKETS // max(size, 1))), _FEW[-1])
+        size = max(1, sum(parameter.numel() for parameter in one.parameters()))
+        whole = sum(parameter.numel() for parameter in self.model.parameters())
+        few = min(max(_FEWEST, -(-_BEYOND_BUCKETS // size)), 12)
+        beyond = [-(-int(_BEYOND_LIMIT * limit) // size) for limit in limits if limit < whole]
+        few = max([few, *(number for number in beyond if number <= _MOST)])
         return layers if layers <= 2 * few + 1 else few
 
     @contextmanager
     def _without_memory(self) -> Iterator[None]:
-        with self.mode, _Values(self.reads), patch.object(nn.Module, "_apply", _apply):
+        with self.mode, patch.object(nn.Module, "_apply", _apply):
             yield
 
     def _shortened(self, kept: dict[str, int]) -> nn.Module:
@@ -307,7 +291,13 @@ def simulated_ranks(strategy: Strategy, components: Components) -> Iterator[None
         if isinstance(strategy, ParallelStrategy):
             strategy.init_process_group = lambda: None  # type: ignore[method-assign]
         strategy.setup_environment()
-        yield
+        # Fake tensors cannot be sent as data: what others would send is as rank 0's own.
+        with patch.multiple(
+            type(strategy.ranks),
+            broadcast=lambda ranks, data, src=0: data,
+            gather_objects=lambda ranks, data: [data] * ranks.world_size,
+        ):
+            yield
         strategy.teardown()
 
 
@@ -335,125 +325,39 @@ def simulated_group(components: Components) -> Iterator[None]:
         sys.excepthook = hook  # a process group puts its rank before each line of later errors
 
 
-def build_components(devices: int, num_nodes: int, precision: str) -> Components:
-    """Return the components of a simulation, which runs on the host, for a number of devices."""
+class SimulatedAccelerator(CPUAccelerator):
+    """The host, on whose fake tensors a step is simulated.
+
+    Attributes:
+        plans_for: the name of the accelerator that is planned for, by which an engine has its
+            defaults, such as sizes of buckets.
+    """
+
+    plans_for = "cpu"
+
+
+def build_components(
+    devices: int, num_nodes: int, precision: str, accelerator: str = "cpu"
+) -> Components:
+    """Return the components of a simulation.
+
+    Args:
+        devices: on each node.
+        num_nodes: how many nodes.
+        precision: its name.
+        accelerator: the name of the one that is planned for.
+    """
     registry = get_registry()
+    simulated = SimulatedAccelerator()
+    simulated.plans_for = accelerator
     return Components(
-        accelerator=registry.find("accelerator", "cpu").spec.build(),
+        accelerator=simulated,
         precision=registry.find("precision", precision).spec.build(),
         checkpoint_io=registry.find("checkpoint_io", "single_file").spec.build(),
         cluster_environment=registry.find("cluster_environment", "plain").spec.build(),
         devices=tuple(range(devices)),
         num_nodes=num_nodes,
     )
-
-
-class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets code read values of fake tensors.
-
-    Whole numbers that code has put into a tensor keep their values, as rank 0 has them: engines
-    compare them between ranks. Of other tensors each number is 1, by which optimizers may divide
-    (it is their count of steps), and no flag is set: gradients have not overflowed.
-    """
-
-    def __init__(self, reads: dict[str, None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.kept: Any = WeakTensorKeyDictionary()
-        self.reads = reads
-        """Lines of the user's code that read a number."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled, and each operation would enter Dynamo's guard
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kept = self.kept.get(args[0]) if args and isinstance(args[0], FakeTensor) else None
-        if func in (_ATEN._local_scalar_dense.default, _ATEN.item.default):
-            if kept is not None:
-                with _disable_current_modes():
-                    return kept.item()
-            if args[0].dtype in (torch.bool, torch.uint8):
-                return 0
-            if place := _reading_line():
-                self.reads[place] = None
-            return 1
-        result = _run_by_shape(func, args, kwargs or {})
-        if result is None:
-            result = func(*args, **(kwargs or {}))
-        if func is _ATEN.lift_fresh.default:
-            if args[0].dtype in (torch.int32, torch.int64):
-                self.kept[result] = args[0]
-        elif kept is not None and func in _KEEP_VALUES:
-            with _disable_current_modes():
-                values = func(kept, *args[1:], **(kwargs or {}))
-            for part, value in zip(tree_leaves(result), tree_leaves(values), strict=True):
-                self.kept[part] = value
-        return result
-
-
-def _run_by_shape(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what `FakeTensorMode` returns for frequent operations, in a third of the time.
-
-    It looks up each operation by a key that it computes of all arguments.
-
-    Returns:
-        None: for an operation that is left to it.
-    """
-    tensor = args[0] if args else None
-    if type(tensor) is not FakeTensor or tensor.constant is not None:
-        return None
-    mode, device = tensor.fake_mode, tensor.fake_device
-    if func in _VIEWS and not kwargs:
-        run = partial(func, *args)
-    elif func is _ATEN._to_copy.default and [*kwargs] == ["dtype"] and tensor.is_contiguous():
-        run = partial(_ATEN.empty_like.default, tensor, dtype=kwargs["dtype"])
-    elif func in _ELEMENTWISE or func in _IN_PLACE:
-        if not _have_one_shape(args) or kwargs.keys() - {"value", "alpha"}:
-            return None
-        if func in _IN_PLACE:
-            return tensor
-        run = partial(_ATEN.empty_like.default, tensor)
-    else:
-        return None
-    with in_kernel_invocation_manager(mode):
-        result = run()
-    if isinstance(result, Tensor):
-        return FakeTensor(mode, result, device)
-    return [FakeTensor(mode, part, device) for part in result]
-
-
-def _have_one_shape(args: Sequence[Any]) -> bool:
-    """Whether the tensors among these are as the first one, which is contiguous."""
-    first = args[0]
-    return (
-        first.is_floating_point()
-        and first.is_contiguous()
-        and all(
-            type(other) is FakeTensor
-            and other.fake_device == first.fake_device
-            and other.dtype == first.dtype
-            and other.shape == first.shape
-            for other in args[1:]
-            if isinstance(other, Tensor)
-        )
-    )
-
-
-def _reading_line() -> str:
-    """Return the line of the model that reads a value; "": an optimizer or an engine does."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if frame.f_code.co_name == "__torch_dispatch__":
-            name = "torch"  # a mode of ours, which the read goes through
-        if name.startswith(("torch.optim", "stratagem", "deepspeed")):
-            break
-        if name.partition(".")[0] != "torch":
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
 
 
 def needs_values(error: BaseException | None) -> bool:
@@ -463,6 +367,49 @@ def needs_values(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def in_an_optimizer(error: BaseException) -> bool:
+    """Whether an error comes from the step of an optimizer."""
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), Optimizer):
+            return True
+        trace = trace.tb_next
+    return False
+
+
+class MeasuredState(Optimizer):
+    """Keeps as many bytes for each weight as an optimizer whose step needs values.
+
+    They are measured by a step of the optimizer on a small parameter.
+
+    Args:
+        optimizer: of the model.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        groups = [{"params": group["params"]} for group in optimizer.param_groups]
+        super().__init__(groups, {})
+        with _disable_current_modes():
+            small = nn.Parameter(torch.zeros(16, 16))
+            small.grad = torch.ones(16, 16)
+            taken = inspect.signature(type(optimizer)).parameters
+            options = {k: v for k, v in optimizer.defaults.items() if k in taken}
+            one = type(optimizer)([small], **options)
+            one.step()
+            state = [kept for kept in one.state[small].values() if isinstance(kept, Tensor)]
+        self.bytes_per_weight = sum(kept.nbytes for kept in state if kept.dim()) / small.numel()
+
+    def step(self, closure: Any = None) -> None:
+        """Make the state of each parameter that has a gradient."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None and not self.state[weight]:
+                    own = getattr(weight, "_local_tensor", weight)
+                    size = round(self.bytes_per_weight * own.numel())
+                    self.state[weight]["kept"] = torch.empty(size, dtype=torch.uint8)
 
 
 class _Task(nn.Module):
@@ -613,6 +560,9 @@ def _known(prepared: PreparedModel, trained: set[int]) -> dict[Kind, Iterable[Te
 
 
 def _outermost_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(model, nn.Sequential) and _has_equal_layers(model):
+        yield "", model
+        return
     for name, part in model.named_children():
         if isinstance(part, (nn.ModuleList, nn.Sequential)):
             yield name, part
@@ -622,7 +572,7 @@ def _outermost_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _has_equal_layers(part: nn.Module) -> bool:
     layers = list(part.children())
-    return len(layers) > _FEW[0] and len({_shape_of(layer) for layer in layers}) == 1
+    return len(layers) > _FEWEST and len({_shape_of(layer) for layer in layers}) == 1
 
 
 def _shape_of(layer: nn.Module) -> tuple[Any, ...]:

@@ -115,16 +115,69 @@ class _Scalar(nn.Module):
         return output
 
 
-class _Buffered(nn.Module):
-    """A buffer of random numbers, which each forward pass uses."""
+LARGE = 2**53 + 1
+"""An integer that neither float32 nor float64 can hold."""
+
+
+class Unusual(nn.Module):
+    """What few models have, and what a strategy loses easily.
+
+    Random numbers in buffers and frozen parameters, a buffer of float64 and one of large integers,
+    which each training step changes, a weight and a buffer that are not contiguous, an attribute of
+    a parameter, a layer that stays in evaluation mode, and state of the module's own.
+
+    Attributes:
+        history: the module's own state, which grows by a number in each training step.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.first = nn.Linear(FEATURES, 8)
+        self.first.weight = nn.Parameter(torch.randn(FEATURES, 8).div_(3).t())
+        self.norm = nn.BatchNorm1d(8).requires_grad_(False).eval()
+        self.last = nn.Linear(8, 1)
+        self.last.bias.is_last = True  # type: ignore[attr-defined]
         self.register_buffer("scale", 0.5 + torch.rand(FEATURES))
-        self.net = dense()
+        self.register_buffer("fraction", 1 / (3 + torch.rand(2, 3, dtype=torch.float64)).t())
+        self.register_buffer("count", torch.tensor([LARGE, 2**24 + 1]) + torch.randint(9, (2,)))
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+        self.history: list[int] = []
+        with torch.no_grad():
+            for value in (self.norm.weight, self.norm.bias, self.norm.running_mean):
+                assert value is not None
+                value.add_(torch.rand(8) / 4)
+
+    def get_extra_state(self) -> Any:
+        """Return the history."""
+        return {"history": list(self.history)}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take it over."""
+        self.history = list(state["history"])
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.net(x * self.get_buffer("scale"))
+        """Return the outputs; in training, change the buffers and the history."""
+        if self.training and torch.is_grad_enabled():
+            with torch.no_grad():
+                self.get_buffer("count").add_(2)
+                self.get_buffer("fraction").mul_(1.1)
+            self.history.append(len(self.history))
+        hidden = self.norm(self.first(x * self.get_buffer("scale")))
+        output: Tensor = self.last(torch.tanh(hidden))
+        return output
+
+
+class _Complex(nn.Module):
+    """A parameter of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.randn(FEATURES, dtype=torch.complex64))
+        self.last = nn.Linear(2 * FEATURES, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.view_as_real(x * self.phase)
+        output: Tensor = self.last(torch.tanh(turned.flatten(1)))
         return output
 
 
@@ -185,10 +238,8 @@ def frozen() -> nn.Module:
 
 
 def batch_norm() -> nn.Module:
-    """Statistics of a batch, buffers of floats and of an integer, and one that is not saved."""
-    net = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
-    net.register_buffer("table", torch.zeros(2), persistent=False)
-    return net
+    """Statistics of a batch: buffers of floats and of an integer."""
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
 
 
 def wide() -> nn.Module:
@@ -218,7 +269,8 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "repeated": _Repeated,
     "scalar": _Scalar,
     "dropout": dropout,
-    "buffered": _Buffered,
+    "complex": _Complex,
+    "unusual": Unusual,
     "large": _Large,
     "wide": wide,
     "routed": _Routed,
@@ -249,6 +301,41 @@ def _groups(named: Any) -> list[dict[str, Any]]:
     ]
 
 
+FIRST_STEP = 2**24 + 2
+"""The step that `Counting` begins with: odd numbers after it are no numbers of float32."""
+
+
+class Counting(Optimizer):
+    """Momentum, with an integer of its own for each parameter, and a group option of its own.
+
+    Args:
+        groups: parameter groups, each with a "name" and a "scale" of its steps.
+    """
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"lr": 0.05, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step each parameter that has a gradient."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(step=FIRST_STEP, momentum_buffer=torch.zeros_like(p))
+                state["step"] += 1
+                state["momentum_buffer"].mul_(0.9).add_(p.grad)
+                p.add_(state["momentum_buffer"], alpha=-group["lr"] * group["scale"])
+
+
+def _named_groups(named: Any) -> list[dict[str, Any]]:
+    """Return the same groups, each with a name and a scale."""
+    first, second = _groups(named)
+    return [{**first, "name": "biases", "scale": 1.0}, {**second, "name": "others", "scale": 1.0}]
+
+
 OPTIMIZERS: Mapping[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda parameters: SGD(parameters, lr=0.1),
     "unit": lambda parameters: SGD(parameters, lr=1.0),
@@ -260,6 +347,7 @@ OPTIMIZERS: Mapping[str, Callable[[Any], Optimizer]] = {
 GROUPED: Mapping[str, Callable[[Any], Optimizer]] = {
     "groups": lambda named: SGD(_groups(named), lr=0.08, momentum=0.9),
     "adam_groups": lambda named: Adam(_groups(named), lr=0.02),
+    "counting": lambda named: Counting(_named_groups(named)),
 }
 """The same of optimizers that take parameters with their names."""
 
@@ -367,13 +455,17 @@ def flat(state: Mapping[str, Any]) -> dict[str, list[float]]:
     Of a large tensor, every some thousandth number.
     """
     return {
-        name: value.detach()
-        .flatten()[:: max(1, value.numel() >> 10)]
-        .to("cpu", torch.float64)
-        .tolist()
+        name: numbers(value.detach().flatten()[:: max(1, value.numel() >> 10)])
         for name, value in state.items()
         if isinstance(value, Tensor) and value.numel()
     }
+
+
+def numbers(value: Tensor) -> list[Any]:
+    """Return the numbers of a tensor as they are; two for each complex one."""
+    value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+    told: list[Any] = value.detach().flatten().cpu().tolist()
+    return told
 
 
 def initial(model: str) -> dict[str, list[float]]:

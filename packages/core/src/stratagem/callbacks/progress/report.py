@@ -145,4 +145,5 @@ def _reason(trainer: Trainer) -> str:
         return f"max_time={options.max_time:g} seconds"
     if trainer.num_training_batches == 0:
         return "there is no batch to train on"
-    return "Trainer.should_stop was set"
+    when = " before the minimum of training" if trainer.run.progress.stop_delayed else ""
+    return f"Trainer.should_stop was set{when}"

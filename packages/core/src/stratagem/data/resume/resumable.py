@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
+from types import SimpleNamespace
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -30,8 +31,8 @@ from stratagem.errors import format_value
 from stratagem.rng import (
     SeededOnce,
     generator_states,
+    generators_held_by_data,
     generators_of_data,
-    generators_of_dataset,
     generators_of_loader,
     preserve_rng_state,
     rng_state,
@@ -235,7 +236,7 @@ class Resumable:
         is_batched = loader.batch_sampler is not None
         inner = loader.batch_sampler if is_batched else loader.sampler
         with_workers = loader.num_workers > 0
-        held_by_data = generators_of_dataset(loader)
+        held_by_data = generators_held_by_data(loader)
         self._generators = (generators_of_loader if with_workers else generators_of_data)(loader)
         if with_workers and held_by_data:
             self.inexact = (
@@ -451,7 +452,7 @@ class Resumable:
         if self._indices is None:
             is_over = 0 < of <= done
             # At the end of an epoch, the state would belong to an iteration that never begins.
-            begun = (iter(()), []) if is_over else self._read_over(done, resumed)
+            begun = self._at_end() if is_over else self._read_over(done, resumed)
             if resumed is not None:
                 set_generator_states(self._generators, resumed.get("generators", ()))
             return begun
@@ -510,7 +511,7 @@ class Resumable:
         if self._stateful is not None and resumed is not None and "own" in resumed:
             self._stateful.load_state_dict(resumed["own"])
             if resumed.get("ended"):  # the last batch was short: another iteration begins anew
-                return iter(()), []
+                return self._at_end()
             return self._iterate(), []
         if resumed is not None:
             set_generator_states(self._generators, resumed.get("begun", ()))
@@ -520,6 +521,10 @@ class Resumable:
         for batch in islice(batches, done):
             last = [batch]
         return batches, last
+
+    def _at_end(self) -> tuple[Iterator[Any], list[Any]]:
+        self._fetcher = SimpleNamespace(ended=True)
+        return iter(()), []
 
     def _iterate(self) -> Iterator[Any]:
         """Return an iterator over the loader; only what says whether its data ended is kept."""

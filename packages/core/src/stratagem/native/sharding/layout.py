@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 import torch
@@ -192,8 +192,8 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
     wanted = [p for p in parameters if p.requires_grad]
     if not wanted:
         return
-    device = wanted[0].device
-    message = torch.zeros(2, len(wanted), dtype=torch.float32, device=device)
+    dtype = reduce(torch.promote_types, (p.dtype for p in wanted), torch.float32)
+    message = torch.zeros(2, len(wanted), dtype=dtype, device=wanted[0].device)
     for index, parameter in enumerate(wanted):
         if parameter.grad is not None:
             message[0, index] = parameter.grad
@@ -204,7 +204,8 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
     for index, parameter in enumerate(wanted):
         if not users[index]:
             continue
-        mean = (message[0, index] / world_size).to(parameter.dtype)
+        mean = message[0, index] / world_size
+        mean = (mean if parameter.is_complex() else mean.real).to(parameter.dtype)
         if parameter.grad is None:
             parameter.grad = mean.clone()
         else:

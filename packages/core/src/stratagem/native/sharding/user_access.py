@@ -9,8 +9,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from stratagem.errors import UserCodeError
+
+_OF_SHARDS = (
+    *("mixed torch.Tensor", "invalid python storage", "does not have a sharding strategy"),
+    "not supported for tensor subclasses",
+)
 
 
 def groups_of(part: FSDPModule) -> list[Any]:
@@ -38,6 +44,17 @@ def gather_when_called(root: FSDPModule, model: nn.Module) -> None:
 
     model.register_forward_pre_hook(before)
     model.register_forward_hook(after, always_call=True)
+
+
+def read_whole_numbers() -> None:
+    """Let `item()` and `float()` return the number over all ranks, on every rank, in this process.
+
+    By default, `float(parameter.norm())` is the norm of this rank's shard.
+    """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = lambda _, args, kwargs: (
+        args[0].detach().full_tensor().item()
+    )
 
 
 def check_changes(parts: Iterable[FSDPModule]) -> None:
@@ -86,7 +103,7 @@ def _differs_from_shard(parameter: Any, registered: Any) -> bool:
 
 def explain_shards(error: RuntimeError) -> UserCodeError | None:
     """Return a clearer error where code met shards that needs whole tensors; None for others."""
-    if not any(text in str(error) for text in ("mixed torch.Tensor", "invalid python storage")):
+    if not any(text in str(error) for text in _OF_SHARDS):
         return None
     return UserCodeError(
         "a sharded parameter (a DTensor) was used where a whole tensor is needed: outside of its "

@@ -44,8 +44,8 @@ from stratagem.native.sharding.user_access import (
     check_changes,
     explain_shards,
     gather_when_called,
+    read_whole_numbers,
 )
-from stratagem.plan.step_options import GradientClip
 from stratagem.state.shards import LazyTensor
 from stratagem.state.state_checks import check_entries
 from stratagem.state.state_dict import (
@@ -108,6 +108,9 @@ class ShardedStrategy(ParallelStrategy):
         ConfigurationError: `state_dict_type` is something else.
     """
 
+    _clip_by_value = staticmethod(clipping.clip_by_value)
+    _clip_by_norm = staticmethod(clipping.clip_by_norm)
+
     device_mesh: DeviceMesh
     """How the ranks are arranged; there once processes are launched."""
 
@@ -121,7 +124,7 @@ class ShardedStrategy(ParallelStrategy):
             components["checkpoint_io"] = "directory"
         super().__init__(**components)
         self._replicated: list[nn.Parameter] = []
-        self._holds_gradients = False
+        self._held: set[object] = set()  # roots whose backward passes communicate no gradients
         self._backwards = 0
 
     @abstractmethod
@@ -182,6 +185,7 @@ class ShardedStrategy(ParallelStrategy):
                 parameter.__dict__.update(attributes.get(name, {}))
             _gather_once(module)
             module.register_forward_hook(_reshard_without_grad)
+            read_whole_numbers()
             if isinstance(module, FSDPModule):
                 gather_when_called(module, user_module(module))
             for child in module.children():
@@ -201,7 +205,20 @@ class ShardedStrategy(ParallelStrategy):
     def no_sync(self, prepared: PreparedModel) -> AbstractContextManager[Any] | None:
         """Return a context in which gradients stay on their rank, whole, until a later backward."""
         root = prepared.module
-        return _Held(self, root) if isinstance(root, FSDPModule) else None
+        return self._hold(root) if isinstance(root, FSDPModule) else None
+
+    @contextmanager
+    def _hold(self, root: FSDPModule) -> Iterator[None]:
+        if root in self._held:  # an outer context decides
+            yield
+            return
+        self._held.add(root)
+        root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._held.remove(root)
+            root.set_requires_gradient_sync(True)
 
     def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward; gradients are reduced to shards in it."""
@@ -210,23 +227,8 @@ class ShardedStrategy(ParallelStrategy):
         if self._backwards.bit_count() == 1:  # 1, 2, 4, ...: what every step does is found at once
             check_changes(prepared.groups)
         super().backward(prepared, loss, *args, **kwargs)
-        if self._replicated and not self._holds_gradients:
+        if self._replicated and prepared.module not in self._held:
             average_gradients(self._replicated)
-
-    def clip_gradients(
-        self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
-    ) -> Tensor | None:
-        """Clip by the norm over all ranks, whatever is sharded and whatever is whole."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if clip.algorithm == "value":
-            clipping.clip_by_value(parameters, clip.value)
-            return None
-        return clipping.clip_by_norm(
-            parameters,
-            clip.value,
-            norm_type=clip.norm_type,
-            error_if_nonfinite=clip.error_if_nonfinite,
-        )
 
     def optimizer_step(
         self,
@@ -249,6 +251,11 @@ class ShardedStrategy(ParallelStrategy):
         buffers = prepared.original.buffers()
         broadcast_from_first(buffer for buffer in buffers if not isinstance(buffer, DTensor))
         yield
+
+    def end_training(self, prepared: PreparedModel) -> None:
+        """Check that the parameters which were trained are those of the model."""
+        assert isinstance(prepared, ShardedPrepared)
+        check_changes(prepared.groups)
 
     # -- state
 
@@ -345,22 +352,6 @@ def _reshard_without_grad(root: nn.Module, inputs: Any, output: Any) -> None:
         for part in root.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
-
-
-class _Held(AbstractContextManager[None]):
-    """Backward passes inside communicate no gradients."""
-
-    def __init__(self, strategy: ShardedStrategy, root: FSDPModule) -> None:
-        self._strategy = strategy
-        self._root = root
-
-    def __enter__(self) -> None:
-        self._strategy._holds_gradients = True
-        self._root.set_requires_gradient_sync(False)
-
-    def __exit__(self, *exception: object) -> None:
-        self._strategy._holds_gradients = False
-        self._root.set_requires_gradient_sync(True)
 
 
 @lru_cache

@@ -61,6 +61,7 @@ def _with_rank_state(run: Run, loader: TrainLoader, validation: list[EvaluationL
         [one.loader for one in validation],
         epoch=EpochState(run),
         rng_of=(strategy.accelerator, strategy.device),
+        module=run.module,
     )
     return FitData(loader, rank_state, validation)
 
@@ -76,7 +77,7 @@ def reopen_validation(run: Run) -> FitData:
     """Return the data of a fit with new validation loaders."""
     data, validation = run.fit_data, _open_validation(run)
     assert data is not None
-    data.rank_state.watch([one.loader for one in validation])
+    data.rank_state.validation = [one.loader for one in validation]
     return replace(data, validation=validation)
 
 

@@ -64,7 +64,7 @@ def fit(run: Run, prepared: PreparedModel, step: Step) -> None:
             run.metrics.in_step = True
             if not is_begun:
                 data.rank_state.begin_epoch()
-            is_begun = False
+            is_begun = progress.end_begun = False
             before = replace(progress)
             # What follows sees the epoch as finished: a checkpoint that is saved from here on
             # resumes with the epoch's end. A stop in the middle leaves it unfinished.
@@ -122,7 +122,7 @@ def _train_steps(
             is_due = False
         if 0 < progress.batches < end:
             run.schedulers.step_after_step(run.strategy.ranks, run.is_metric_pending)
-            if run.should_stop():
+            if run.should_stop() or _has_all_steps(run):
                 return False, False
         for micro_batches in step.micro_batches(loader, accumulate):
             progress.last_step = count = len(micro_batches)
@@ -196,13 +196,16 @@ def _divergence_check(run: Run, prepared: PreparedModel) -> DivergenceCheck | No
     )
 
 
+def _has_all_steps(run: Run) -> bool:
+    return 0 <= run.trainer.options.max_steps <= run.progress.global_step
+
+
 def _is_finished(run: Run) -> bool:
     options, progress = run.trainer.options, run.progress
-    return (
-        0 <= options.max_steps <= progress.global_step
-        or 0 <= options.max_epochs <= progress.epoch
-        or run.should_stop()
-    )
+    # The run that saved the checkpoint of a last step had yet to end its epoch.
+    has_no_end = progress.batches > 0 and not progress.end_begun
+    is_over = (_has_all_steps(run) or run.should_stop()) and not has_no_end
+    return is_over or 0 <= options.max_epochs <= progress.epoch
 
 
 def _reloads_data(run: Run) -> bool:

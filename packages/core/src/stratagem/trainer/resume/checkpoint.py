@@ -114,6 +114,7 @@ def collect_checkpoint(run: Run, weights: Weights, *, weights_only: bool) -> dic
         callbacks = {c.state_key: c.state_dict() for c in trainer.callbacks}
         for key, state in callbacks.items():
             _require_plain(state, f"the state of the callback {key}")
+        run.should_stop()  # brings the progress up to date
         checkpoint.update(
             progress=run.progress.state_dict(),
             optimizer_states=[
@@ -217,6 +218,7 @@ def restore_training(
             run.datamodule.load_state_dict(checkpoint["datamodule"])
     progress, every = run.progress, run.trainer.options.reload_dataloaders_every_n_epochs
     progress.load_state_dict(checkpoint["progress"])
+    run.trainer.should_stop |= progress.stop_delayed
     if every and progress.epoch >= every:
         # The loaders of the resumed epoch were made in an earlier one.
         run.reopen_fit_data(progress.epoch - progress.epoch % every)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from stratagem.trainer.run import Run
 
 _LATEST = ("values", "evaluation_steps", "for_loggers", "bar")
+# Of torchmetrics' Running and MinMaxMetric, which do not declare them as states.
+_UNDECLARED = ("_num_vals_seen", "min_val", "max_val")
 
 
 class EpochState:
@@ -87,9 +89,10 @@ class EpochState:
 
     def _metric_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for place, metric in _metrics_in(self._module):
-            state = {name: getattr(metric, name) for name in metric._defaults}
+            undeclared = (name for name in _UNDECLARED if name in vars(metric))
+            state = {name: getattr(metric, name) for name in (*metric._defaults, *undeclared)}
             state = map_tensors(lambda tensor: tensor.detach().cpu().clone(), state)
-            if getattr(metric, "_update_count", 1) and not find_offending_value(state):
+            if not find_offending_value(state):
                 yield place, {"updates": getattr(metric, "_update_count", 0), "state": state}
 
     # -- resuming
@@ -124,6 +127,7 @@ class EpochState:
         resumed, self._resumed = self._resumed, None
         if resumed is None:
             return
+        _extend_trackers(self._module, resumed["metrics"])
         metrics = dict(_metrics_in(self._module))
         for place, states in resumed["metrics"].items():
             if place in metrics:
@@ -145,6 +149,16 @@ def _metrics_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for place, part in module.named_modules():
         if place and hasattr(part, "compute") and isinstance(getattr(part, "_defaults", 0), dict):
             yield place, part
+
+
+def _extend_trackers(module: nn.Module, places: Iterable[str]) -> None:
+    """Give each torchmetrics.MetricTracker as many metrics as the checkpoint has of it."""
+    for tracker, part in list(module.named_modules()):
+        if hasattr(part, "increment") and hasattr(part, "_base_metric"):
+            inside = [place for place in places if place.startswith(f"{tracker}.")]
+            saved = {place[len(tracker) + 1 :].partition(".")[0] for place in inside}
+            while len(part) < len(saved):
+                part.increment()
 
 
 def _of_other_ranks(
@@ -185,7 +199,8 @@ def _restore_metric(metric: Any, states: Sequence[Mapping[str, Any]]) -> None:
             # As torchmetrics reduces over ranks.
             reduce = metric._reductions.get(name)
             values = [values[0] if reduce is None else reduce(torch.stack(values))]
-        value = values[0] if isinstance(values[0], Tensor) else [v for part in values for v in part]
+        is_list = isinstance(values[0], list)
+        value = [v for part in values for v in part] if is_list else values[0]
         setattr(metric, name, map_tensors(lambda tensor: tensor.to(metric.device), value))
     if hasattr(metric, "_update_count"):
         metric._update_count = sum(state["updates"] for state in states)

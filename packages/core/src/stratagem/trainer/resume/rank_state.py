@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from stratagem.data.sharding import has_persistent_workers
 from stratagem.rng import (
     generator_states,
+    generators_of,
     generators_of_data,
     preserve_rng_state,
     rng_state,
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
     from stratagem.interfaces.accelerator import Accelerator
     from stratagem.interfaces.ranks import Ranks
+    from stratagem.module import Module
     from stratagem.state.rank_states import RankStates
     from stratagem.trainer.loaders.train_loader import TrainLoader
     from stratagem.trainer.progress import Progress
@@ -35,10 +38,11 @@ def state_of_rank(run: Run) -> dict[str, Any]:
     return run.rank_state.state()
 
 
+@dataclass
 class RankState:
     """The state of one rank in a fit: RNG states, position in the data, and the epoch's values.
 
-    Args:
+    Attributes:
         ranks: the ranks of the run.
         progress: the progress of the run.
         loader: this rank's training loader.
@@ -46,71 +50,58 @@ class RankState:
             persistent workers.
         epoch: the values of the current epoch.
         rng_of: this rank's accelerator and device, for the device's RNG state.
+        module: the user's module, for the states of the generators that its parts hold.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        progress: Progress,
-        loader: TrainLoader,
-        validation: Sequence[Any],
-        *,
-        epoch: EpochState,
-        rng_of: tuple[Accelerator, torch.device],
-    ) -> None:
-        self._rng_of = rng_of
-        self._epoch = epoch
-        self._ranks = ranks
-        self._progress = progress
-        self._loader = loader
-        self._validation = validation
-        self._random: dict[str, Any] | None = None
-        """The RNG states to restore, until the loop restores them."""
-        self._within_epoch = False
-
-    def watch(self, validation: Sequence[Any]) -> None:
-        """Replace the validation loaders."""
-        self._validation = validation
+    ranks: Ranks
+    progress: Progress
+    loader: TrainLoader
+    validation: Sequence[Any]
+    epoch: EpochState
+    rng_of: tuple[Accelerator, torch.device]
+    module: Module
+    _resumed: dict[str, Any] | None = field(default=None, init=False)
+    """The state whose RNG states the loop has yet to restore."""
+    _within_epoch: bool = field(default=False, init=False)
 
     def state(self) -> dict[str, Any]:
         """Return the state that differs between ranks, as weights-only-safe data."""
         return {
-            "random": rng_state(*self._rng_of),
-            "loader": self._loader.state(within_epoch=not self._progress.epoch_is_done),
+            "random": rng_state(*self.rng_of),
+            "module": generator_states(generators_of(*self.module.modules())),
+            "loader": self.loader.state(within_epoch=not self.progress.epoch_is_done),
             "validation": [
                 [has_persistent_workers(loader), *generator_states(generators_of_data(loader))]
-                for loader in self._validation
+                for loader in self.validation
             ],
-            "epoch": self._epoch.state(),
+            "epoch": self.epoch.state(),
         }
 
     def keep_values(self) -> None:
         """Freeze the epoch's current values for checkpoints, because the epoch ends early."""
-        self._epoch.keep()
+        self.epoch.keep()
 
     def resume(self, states: RankStates) -> None:
         """Restore the states of the saving ranks; the checkpoint's progress is restored before.
 
         If this run has more ranks, the additional ranks keep their own RNG states.
         """
-        progress, rank = self._progress, self._ranks.global_rank
-        self._random = None
-        if rank < len(states):
-            own = states[rank]
-            self._random = own["random"]
-            self._resume_validation(own.get("validation", []))
+        progress, rank = self.progress, self.ranks.global_rank
+        self._resumed = states[rank] if rank < len(states) else None
+        if self._resumed is not None:
+            self._resume_validation(self._resumed.get("validation", []))
         self._within_epoch = progress.batches > 0 and not progress.epoch_is_done
         before = progress.batches
-        batches = self._loader.resume(states.of("loader"), before if self._within_epoch else 0)
+        batches = self.loader.resume(states.of("loader"), before if self._within_epoch else 0)
         if "epoch" in states[0]:
-            self._epoch.resume(states.of("epoch"))
+            self.epoch.resume(states.of("epoch"))
         if self._within_epoch:
             progress.batches = batches
             progress.validated = progress.validated * progress.batches // before
             progress.batches_before = progress.batches_before * progress.batches // before
 
     def _resume_validation(self, states: list[list[Any]]) -> None:
-        for loader, (had_workers, *generators) in zip(self._validation, states, strict=False):
+        for loader, (had_workers, *generators) in zip(self.validation, states, strict=False):
             if had_workers:
                 # To start them a loader draws a number, which that run had drawn before.
                 with preserve_rng_state():
@@ -119,22 +110,24 @@ class RankState:
 
     def begin_training(self) -> None:
         """Restore the RNG states and values of a checkpoint from the end of an epoch."""
-        if self._progress.epoch_is_done:
-            self._epoch.restore_epoch()
+        if self.progress.epoch_is_done:
+            self.epoch.restore_epoch()
         if not self._within_epoch:
             self._restore_rng()
 
     def begin_epoch(self) -> None:
         """Begin the current epoch after its finished batches."""
-        self._loader.begin_epoch(self._progress.epoch, self._progress.batches)
+        self.loader.begin_epoch(self.progress.epoch, self.progress.batches)
         if self._within_epoch:
             # Not before: the hook of the epoch's start has reset and logged what it does.
-            self._epoch.restore_epoch()
+            self.epoch.restore_epoch()
             self._within_epoch = False
         # Last, since the loader has drawn numbers of its own.
         self._restore_rng()
 
     def _restore_rng(self) -> None:
-        if self._random is not None:
-            set_rng_state(self._random, *self._rng_of)
-            self._random = None
+        if self._resumed is not None:
+            set_rng_state(self._resumed["random"], *self.rng_of)
+            generators = generators_of(*self.module.modules())
+            set_generator_states(generators, self._resumed.get("module", ()))
+            self._resumed = None

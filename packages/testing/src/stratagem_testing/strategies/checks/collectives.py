@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from stratagem_testing.strategies.check import CHECKS, Result, check, judge_of
 from stratagem_testing.strategies.judging import close, ratio
-from stratagem_testing.strategies.models import Learner
+from stratagem_testing.strategies.models import LARGE, Learner
 from stratagem_testing.strategies.probe import Probe
 
 REDUCTIONS: dict[str, Any] = {
@@ -40,6 +41,8 @@ def _all_reduce(probe: Probe) -> dict[str, Any]:
             reduced = ranks.all_reduce(own, op)  # type: ignore[arg-type]
             told[f"{op} of {dtype}"] = reduced.double().tolist()
             told.setdefault("changed", []).append(not torch.equal(own, before))
+    large = ranks.all_reduce(torch.tensor([LARGE, LARGE * probe.rank]), "sum")
+    told["large"] = large.tolist()
     for op in ("sum", "max", "min"):
         told[f"numbers: {op}"] = ranks.all_reduce_ints([int(v) for v in _of(probe.rank)], op)  # type: ignore[arg-type]
     return told
@@ -50,6 +53,7 @@ def _judge_reductions(found: Result) -> None:
     columns = list(zip(*(_of(rank) for rank in range(len(found.ranks))), strict=True))
     for rank, told in enumerate(found.ranks):
         assert not any(told.pop("changed")), f"all_reduce changed the tensor of rank {rank}"
+        world, large = len(found.ranks), told.pop("large")
         for what, received in told.items():
             op = what.removeprefix("numbers: ").split()[0]
             expected = [float(REDUCTIONS[op](column)) for column in columns]
@@ -58,6 +62,11 @@ def _judge_reductions(found: Result) -> None:
                 f"{name}({what}) returned {received} on rank {rank}, expected {expected}: another "
                 f"reduction than {op!r}, or not over all ranks"
             )
+        wanted = [LARGE * world, LARGE * sum(range(world))]
+        assert large == wanted, (
+            f"all_reduce(sum of int64) returned {large} on rank {rank}, expected {wanted}: "
+            "integers went through a floating-point dtype, which has no room for their last digits"
+        )
 
 
 @check("collectives/all_gather")
@@ -104,13 +113,16 @@ def _broadcast(probe: Probe) -> list[Any]:
             "more": [probe.rank] * 3,
         }
         data = ranks.broadcast(own, src)
-        received.append([data["rank"], data["values"].tolist(), list(data["more"])])
+        large = ranks.broadcast(torch.tensor([LARGE + src * (probe.rank == src)]), src)
+        received.append(
+            [data["rank"], data["values"].tolist(), list(data["more"]), *large.tolist()]
+        )
     return received
 
 
 @judge_of(_broadcast)
 def _judge_broadcast(found: Result) -> None:
-    expected = [[src, _of(src), [src] * 3] for src in range(len(found.ranks))]
+    expected = [[src, _of(src), [src] * 3, LARGE + src] for src in range(len(found.ranks))]
     for rank, received in enumerate(found.ranks):
         for src, (data, wanted) in enumerate(zip(received, expected, strict=True)):
             assert data == wanted, (
@@ -197,7 +209,7 @@ def _judge_three(found: Result) -> None:
 
 @check("collectives/no_sync")
 def _no_sync(probe: Probe) -> dict[str, Any]:
-    """A backward pass in no_sync(prepared) communicates no gradients."""
+    """A backward pass in no_sync(prepared) communicates no gradients, also after an inner one."""
     learner = Learner("dense", "sgd")
     trainer = probe.fit(learner, 8)
     strategy, prepared = trainer.strategy, trainer.run.require_prepared()
@@ -207,11 +219,20 @@ def _no_sync(probe: Probe) -> dict[str, Any]:
     # As the accumulation of the Trainer does it: forward and backward in the context.
     batch = next(iter(probe.loader(8)))
     inputs = batch[1].to(strategy.device)
-    with profile(activities=[ProfilerActivity.CPU]) as seen, context:
-        output = prepared.module("predict_step", (None, inputs), 0)
-        strategy.backward(prepared, output.square().mean())
+
+    def held() -> list[str]:
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            output = prepared.module("predict_step", (None, inputs), 0)
+            strategy.backward(prepared, output.square().mean())
+        return sorted({event.name for event in seen.events() or () if _reduces(event.name)})
+
+    with context:
+        first = held()
+        with strategy.no_sync(prepared) or nullcontext():
+            pass
+        told = {"held": first, "held after an inner one": held()}
     prepared.clear_gradients[0]()
-    return {"held": sorted({event.name for event in seen.events() or () if _reduces(event.name)})}
+    return told
 
 
 def _reduces(name: str) -> bool:
@@ -225,4 +246,10 @@ def _judge_no_sync(found: Result) -> None:
         assert not told["held"], (
             f"a backward pass within no_sync(prepared) communicated gradients on rank {rank} "
             f"({', '.join(told['held'])}): each micro-batch that is accumulated pays for it"
+        )
+        inner = told.get("held after an inner one")
+        assert not inner, (
+            f"a backward pass within no_sync(prepared) communicated gradients on rank {rank} "
+            f"({', '.join(inner)}) once another no_sync(prepared) within it had ended: put back "
+            "what there was before, and not what is usual"
         )

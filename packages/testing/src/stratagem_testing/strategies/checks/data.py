@@ -216,10 +216,17 @@ class _Watching(Learner):
 
     def __init__(self) -> None:
         super().__init__("batch_norm", "sgd")
-        first: Any = self.net
-        first[0].bias.requires_grad_(False)
+        net: Any = self.net
+        net[0].bias.requires_grad_(False)
+        net[2].eval()
+        self.put_in_training = False
         self.outputs: list[list[float]] = []
         self.evaluation_modes: list[bool] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        net: Any = self.net
+        self.put_in_training |= net[2].training
+        return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         inputs = Numbered(8).inputs.to(batch[1].device)
@@ -266,6 +273,7 @@ def _one_model(probe: Probe) -> dict[str, Any]:
     return {
         "outputs": learner.outputs,
         "training": learner.modes,
+        "put in training": learner.put_in_training,
         "changed": parameters.changed,
         "evaluation": learner.evaluation_modes,
     }
@@ -278,6 +286,11 @@ def _judge_one_model(found: Result) -> None:
         assert all(told["training"]), (
             f"rank {rank} trains a model in evaluation mode, from micro-batch "
             f"{told['training'].index(False)} on: evaluation mode was left on"
+        )
+        assert not told["put in training"], (
+            f"rank {rank} trains the layer 'net.2' in training mode after an evaluation, and the "
+            "user has put it in evaluation mode: put each module back in the mode that it had, and "
+            "do not call train() for the whole (look at evaluation and train_step)"
         )
         assert not told["changed"], (
             f"rank {rank} trains on with other parameters than before an evaluation, or with "

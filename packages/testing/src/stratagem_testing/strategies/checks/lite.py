@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from stratagem_testing.strategies.check import Result, check, judge_of
 from stratagem_testing.strategies.judging import (
+    difference,
     judge_accepted,
     judge_losses,
     judge_losses_of,
     judge_refused,
 )
-from stratagem_testing.strategies.models import OPTIMIZERS, build
+from stratagem_testing.strategies.models import LARGE, OPTIMIZERS, build
 from stratagem_testing.strategies.probe import Probe
 
 REFUSAL = "manual_backward=False in its capabilities"
@@ -86,6 +89,12 @@ def _register(name: str, about: str, **options: Any) -> None:
             return
         judge_accepted(found, "a loop under Lite")
         judge_losses(found)
+        own, expected = found.ranks[0]["own"], found.reference["own"]
+        said = difference(own, expected, 100 * found.target.tolerance) if own else ""
+        assert not (said and found.target.equal), (
+            "losses are those of single_device, and the module that was passed to Lite.setup is "
+            f"not what was trained: look at prepare, which must not copy it: {said}"
+        )
 
     @check(f"lite/{name}", judge, about=about, reference=True)
     def run(probe: Probe) -> dict[str, Any]:
@@ -101,6 +110,117 @@ _register(
     "no_backward_sync around all but the last micro-batch gives the gradient of all of them.",
     accumulate=2,
 )
+
+
+class _Nested(nn.Module):
+    """Returns more than a tensor, and counts the calls of its hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = build("dense")
+        self.calls: dict[str, int] = {}
+
+    def note(self, hook: str) -> Any:
+        """Return a hook that counts its calls, and changes nothing."""
+        self.calls[hook] = 0
+
+        def count(*arguments: Any) -> None:
+            self.calls[hook] += 1
+
+        return count
+
+    def forward(self, x: Tensor, *, scale: float) -> dict[str, Any]:
+        return {
+            "output": self.net(x) * scale,
+            "number": torch.arange(3) + LARGE,
+            "double": x.double().sum(),
+            "is positive": x > 0,
+            "pair": (x, "text"),
+            "nothing": None,
+        }
+
+
+def _kinds(data: Any) -> Any:
+    """Return what nested data is made of, with the dtypes of tensors."""
+    if isinstance(data, Mapping):
+        return {key: _kinds(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [type(data).__name__, *map(_kinds, data)]
+    return str(data.dtype) if isinstance(data, Tensor) else type(data).__name__
+
+
+@check("lite/outputs and hooks", reference=True)
+def _outputs(probe: Probe) -> dict[str, Any]:
+    """A model takes arguments by name, returns what its forward returns, and calls its hooks."""
+    lite = probe.lite()
+    if not lite.plan.capabilities.manual_backward:
+        return {}
+    net = _Nested()
+    net.register_forward_pre_hook(net.note("the model's forward pre-hook"))
+    net.register_forward_hook(net.note("the model's forward hook"))
+    net.net.register_forward_hook(net.note("a layer's forward hook"))
+    net.net.register_full_backward_hook(net.note("a layer's backward hook"))
+    model, optimizer = _set_up(lite, net, afterwards=True)
+    _, inputs, target = lite.to_device(next(iter(probe.loader(8))))
+    output = model(inputs, scale=2.0)
+    lite.backward(mse_loss(output["output"], target))
+    optimizer.step()
+    return {"kinds": _kinds(output), "hooks": net.calls}
+
+
+@judge_of(_outputs)
+def _judge_outputs(found: Result) -> None:
+    for rank, told in enumerate(found.ranks):
+        if not told:
+            continue
+        for key, expected in found.reference["kinds"].items():
+            assert told["kinds"].get(key) == expected, (
+                f"a model under Lite returned {told['kinds'].get(key)} at {key!r} on rank {rank}, "
+                f"expected {expected}, which its forward returns: look at what wrap returns"
+            )
+        for hook, count in found.reference["hooks"].items():
+            assert told["hooks"][hook] == count, (
+                f"{hook} was called {told['hooks'][hook]} time(s) in a step on rank {rank}, "
+                f"expected {count}: call modules, and not their forward functions"
+            )
+
+
+@check("lite/hooks of parameters", reference=True)
+def _parameter_hooks(probe: Probe) -> dict[str, Any]:
+    """A hook on a parameter (register_hook) is called with its gradient, or it is refused."""
+    if not probe.target.capabilities().manual_backward:
+        return {}
+
+    def train() -> dict[str, Any]:
+        lite = probe.lite()
+        net = build("dense")
+        seen: list[list[int]] = []
+        parameter: Any = next(net.parameters())
+        parameter.register_hook(lambda gradient: seen.append(list(gradient.shape)))
+        model, optimizer = _set_up(lite, net, afterwards=True)
+        told = _steps(probe, lite, net, model, optimizer)
+        return {**told, "seen": seen}
+
+    return probe.attempt(train)
+
+
+@judge_of(_parameter_hooks)
+def _judge_parameter_hooks(found: Result) -> None:
+    if not found.capabilities.manual_backward:
+        return
+    what = "a hook on the parameter '0.weight'"
+    if all(told["refused"] for told in found.ranks):
+        judge_refused(found, what, "an engine", "hook")
+        return
+    judge_accepted(found, what)
+    # Where a rank has this parameter at all.
+    counts = {len(told["seen"]) for told in found.ranks}
+    assert max(counts) == len(found.reference["seen"]), (
+        f"{what} was called {max(counts)} time(s) in {len(found.reference['seen'])} backward "
+        "passes: it was set before the model was set up. Where wrap makes a new parameter, "
+        "refuse hooks by a ConfigurationError"
+    )
+    judge_losses(found)
 
 
 class _FailedBatchError(Exception):

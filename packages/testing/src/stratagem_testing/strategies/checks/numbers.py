@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +17,9 @@ from stratagem_testing.strategies.judging import (
     judge_accepted,
     judge_losses,
     judge_refused,
+    judge_replicas,
 )
-from stratagem_testing.strategies.models import MODELS, Learner
+from stratagem_testing.strategies.models import MODELS, Learner, Unusual, flat
 from stratagem_testing.strategies.probe import Probe
 
 PRECISIONS = ("64-true", "bf16-mixed", "bf16-true")
@@ -25,9 +27,10 @@ REFUSABLE = {
     "unused": ("idle.weight",),
     "scalar": ("scale",),
     "routed": ("experts", "different parameters"),
+    "complex": ("phase", "complex64"),
 }
 """Models that a strategy may refuse, and what the refusal has to name: the parameter, mostly."""
-LOSSES = tuple(name for name in MODELS if name not in ("dropout", "buffered", "large", "wide"))
+LOSSES = tuple(name for name in MODELS if name not in ("dropout", "unusual", "large", "wide"))
 
 
 def _train(probe: Probe, model: str, optimizer: str = "momentum", **options: Any) -> dict[str, Any]:
@@ -158,20 +161,81 @@ def _judge_own(found: Result) -> None:
             raise AssertionError(f"{model}: {error}") from None
 
 
+class _Noting(Learner):
+    """Notes what is lost of what a user has set on a parameter and on a module, in words."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__("unusual", "sgd", seed)
+        self.lost: dict[str, None] = {}
+
+    def configure_optimizers(self) -> Any:
+        self.look("in configure_optimizers")
+        return super().configure_optimizers()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if isinstance(self.net, Unusual) and self.net.norm.training:
+            self.lost[
+                "the layer 'net.norm' is trained in training mode, and the user has put it in "
+                "evaluation mode: call train() for no module that was not in evaluation mode by "
+                "your doing (look at train_step, backward and prepare)"
+            ] = None
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.look("after a step")
+
+    def look(self, when: str) -> None:
+        # A rank of a divided model need not have it.
+        bias = dict(self.named_parameters()).get("net.last.bias")
+        if bias is not None and not hasattr(bias, "is_last"):
+            self.lost[
+                f"the parameter 'net.last.bias' has lost its attribute is_last {when}, by which "
+                "users choose its learning rate or weight decay: where prepare or wrap makes a new "
+                "parameter, copy what vars(parameter) has"
+            ] = None
+
+
 @check("losses/initial weights", reference=True)
 def _initial(probe: Probe) -> dict[str, Any]:
-    """Every rank trains from rank 0's weights and buffers, whatever it was seeded with."""
-    learner = Learner("buffered", "sgd", seed=probe.rank)
-    trainer = probe.fit(learner)
-    return probe.report(learner, trainer)
+    """Every rank trains from rank 0's weights and buffers, whatever it was seeded with.
+
+    Also from frozen parameters, ones that are not contiguous, and buffers of integers. Attributes
+    of parameters and the mode of each layer stay as the user has set them.
+    """
+    learner = _Noting(seed=probe.rank)
+    trainer = probe.trainer(max_epochs=1)
+    trainer.fit(learner, probe.loader(32), probe.loader(8))
+    return {
+        **probe.report(learner, trainer),
+        "lost": list(learner.lost),
+        "buffers": flat(dict(learner.net.named_buffers())),
+    }
 
 
 @judge_of(_initial)
 def _judge_initial(found: Result) -> None:
+    meaning = (
+        "ranks that were seeded differently do not train from rank 0's weights and buffers: give "
+        "every rank those before training"
+    )
+    for rank, told in enumerate(found.ranks):
+        assert not told["lost"], f"on rank {rank} {'; '.join(told['lost'])}"
+        for name, values in found.reference["buffers"].items():
+            own = told["buffers"].get(name, values)
+            assert all(map(_equal, own, values)), (
+                f"{meaning}\nafter training, the buffer 'net.{name}' is {own} on rank {rank}, "
+                f"expected {values}"
+            )
     try:
+        judge_replicas(found, found.target.tolerance)
         judge_losses(found)
+        _judge_weights(found, "unusual")
     except AssertionError as error:
-        raise AssertionError(
-            "ranks that were seeded differently do not train from rank 0's weights and buffers: "
-            f"give every rank those before training\n{error}"
-        ) from None
+        raise AssertionError(f"{meaning}\n{error}") from None
+
+
+def _equal(own: float, expected: float) -> bool:
+    """Whether two numbers are equal: integers to the last digit."""
+    if isinstance(expected, int):
+        return own == expected
+    return math.isclose(own, expected, rel_tol=1e-6)

@@ -146,25 +146,64 @@ def _two_clipped(probe: Probe) -> dict[str, Any]:
     return _train(probe, lite, *_set_up(lite, *_TWO), clip={"max_norm": 0.05})
 
 
-@_under_lite(
-    "clip by the largest",
-    "Lite.clip_gradients(norm_type=inf) clips by the largest element.",
-    "norm_type=inf did not clip by the largest element over all parameters and ranks: look at "
-    "clip.norm_type in clip_gradients",
-    "norm_type",
-    _CLIPS_ITSELF,
-)
-def _clip_by_largest(probe: Probe) -> dict[str, Any]:
+def _register_norm(name: str, norm_type: float, which: str) -> None:
+    @_under_lite(
+        name,
+        f"Lite.clip_gradients(norm_type={norm_type:g}) clips by {which}.",
+        f"norm_type={norm_type:g} did not clip by {which} over all parameters and ranks: look at "
+        "clip.norm_type in clip_gradients",
+        "norm_type",
+        _CLIPS_ITSELF,
+    )
+    def clipped(probe: Probe) -> dict[str, Any]:
+        lite = probe.lite()
+        clip = {"max_norm": 0.05, "norm_type": norm_type}
+        return _train(probe, lite, *_set_up(lite, OPTIMIZERS["sgd"]), clip=clip)
+
+
+_register_norm("clip by the largest", math.inf, "the largest element")
+_register_norm("clip by the sum", 1.0, "the sum of all absolute values")
+
+
+def _judge_clip_not_finite(found: Result) -> None:
+    if not found.capabilities.manual_backward or found.capabilities.engine_clips:
+        return  # see lite/clip
+    for rank, told in enumerate(found.ranks):
+        assert told["raised"] is not None, (
+            f"Lite.clip_gradients(error_if_nonfinite=True) raised nothing on rank {rank} for "
+            "gradients that are NaN: pass clip.error_if_nonfinite on in clip_gradients"
+        )
+        said = told["passed"]
+        assert said is None, (
+            f"Lite.clip_gradients(error_if_nonfinite=False) ended on rank {rank} in {said['kind']}"
+            f" for gradients that are NaN, expected their norm: {said['text']}"
+        )
+
+
+@check("optimizers/clip what is not finite", _judge_clip_not_finite)
+def _clip_not_finite(probe: Probe) -> dict[str, Any]:
+    """clip_gradients raises for a norm that is not finite if `error_if_nonfinite`, on all ranks."""
+    can = probe.target.capabilities()
+    if not can.manual_backward or can.engine_clips:
+        return {}
     lite = probe.lite()
-    clip = {"max_norm": 0.05, "norm_type": math.inf}
-    return _train(probe, lite, *_set_up(lite, OPTIMIZERS["sgd"]), clip=clip)
+    _, model, (optimizer,) = _set_up(lite, OPTIMIZERS["sgd"])
+    batch = lite.to_device(next(iter(probe.loader(8))))
+    # That of one rank is enough, as it is averaged over all.
+    factor = math.nan if lite.ranks.data_split[0] == 0 else 1.0
+    lite.backward(mse_loss(model(batch[1]), batch[2]) * factor)
+
+    def clip(raises: bool) -> Any:
+        return lite.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=raises)
+
+    return {"raised": probe.said(lambda: clip(True)), "passed": probe.said(lambda: clip(False))}
 
 
 @_under_lite(
     "closure",
-    "optimizer.step(closure) calls the closure, which computes the gradients.",
-    "optimizer.step(closure) did not train as the closure asks: pass it on in "
-    "optimizer_step(prepared, optimizer, closure)",
+    "optimizer.step(closure) returns the loss of the closure, which computes the gradients.",
+    "optimizer.step(closure) did not train as the closure asks, or did not return its loss: pass "
+    "it on in optimizer_step(prepared, optimizer, closure), and return what that step returns",
     "closure",
 )
 def _closure(probe: Probe) -> dict[str, Any]:
@@ -177,10 +216,10 @@ def _closure(probe: Probe) -> dict[str, Any]:
             optimizer.zero_grad()
             loss = mse_loss(model(inputs), target)
             lite.backward(loss)
-            losses.append(float(loss.detach()))
-            return loss
+            return loss.detach()
 
-        optimizer.step(closure)
+        returned = optimizer.step(closure)
+        losses.append(math.nan if returned is None else float(returned))
     return _told(probe, lite, net, losses)
 
 
@@ -341,14 +380,14 @@ class _Frozen(Learner):
         _first_layer(self, trained=False)
 
     def configure_optimizers(self) -> Optimizer:
-        return OPTIMIZERS["sgd"](list(self.parameters()))
+        return OPTIMIZERS["momentum"](list(self.parameters()))
 
 
 class _Unfreezes(Callback):
-    """Lets the second epoch train the first layer, too."""
+    """Lets the second epoch train the first layer, too, and no other one."""
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        _first_layer(module, trained=trainer.current_epoch > 0)
+        _first_layer(module, trained=trainer.current_epoch == 1)
 
 
 def _first_layer(module: nn.Module, *, trained: bool) -> None:
@@ -369,18 +408,19 @@ def _judge_unfrozen(found: Result) -> None:
     judge_accepted(found, "a layer that is unfrozen while training goes on")
     judge_losses_of(
         found,
-        "a layer that is unfrozen in the second epoch is not trained as the others are: look at "
-        "requires_grad in each step, and not once in prepare or wrap",
+        "a layer that is frozen in the first epoch, trained in the second and frozen again in the "
+        "third is stepped otherwise: look at requires_grad in each step, and not once in prepare "
+        "or wrap, and leave the gradient of what is frozen None",
     )
 
 
 @check("steps/unfrozen", _judge_unfrozen, reference=True)
 def _unfrozen(probe: Probe) -> dict[str, Any]:
-    """A layer that is unfrozen while training goes on is trained from then on, or refused."""
+    """A layer that is unfrozen, and frozen again, is trained in between, or it is refused."""
 
     def train() -> dict[str, Any]:
         learner = _Frozen()
-        return probe.report(learner, probe.fit(learner, max_epochs=2, callbacks=[_Unfreezes()]))
+        return probe.report(learner, probe.fit(learner, max_epochs=3, callbacks=[_Unfreezes()]))
 
     return probe.attempt(train)
 

@@ -20,7 +20,13 @@ from stratagem_testing.strategies.judging import (
     mean_losses,
     shown,
 )
-from stratagem_testing.strategies.models import Learner, Scheduled, flat, initial
+from stratagem_testing.strategies.models import (
+    FIRST_STEP,
+    Counting,
+    Learner,
+    Scheduled,
+    numbers,
+)
 from stratagem_testing.strategies.probe import Probe
 
 SAVED_AT, STEPS = 3, 6
@@ -85,7 +91,7 @@ def _resumed(probe: Probe, model: str = "dropout", **options: Any) -> dict[str, 
     return told
 
 
-def _judge_resumed(found: Result) -> None:
+def _judge_resumed(found: Result, tolerance: float = 1e-6) -> None:
     """Compare a run that was resumed with the run that saved and went on, rank by rank."""
     for rank, told in enumerate(found.ranks):
         saved, resumed = told["saved"], told["resumed"]
@@ -99,10 +105,10 @@ def _judge_resumed(found: Result) -> None:
         _same_losses(
             resumed["losses"],
             saved["losses"][SAVED_AT:],
-            1e-6,
+            tolerance,
             f"the run that saved for the second time then, and went on (rank {rank})",
         )
-        said = difference(resumed["weights"], saved["weights"], 1e-6)
+        said = difference(resumed["weights"], saved["weights"], tolerance)
         assert not said, (
             "the losses after a resume are those of the run that saved and went on, and the model "
             "is another one at the end: something between the optimizer and the weights was not "
@@ -139,21 +145,34 @@ def _judge_resume(found: Result) -> None:
         )
 
 
-def _register_precision(precision: str) -> None:
+def _register_precision(precision: str, tolerance: float, about: str, meaning: str = "") -> None:
     def judge(found: Result) -> None:
         if all((told["refused"] or {}).get("kind") == REFUSAL for told in found.ranks):
             return  # see precisions/
         judge_accepted(found, f"precision={precision!r} with a save and a resume")
-        _judge_resumed(found)
+        try:
+            _judge_resumed(found, tolerance)
+        except AssertionError as error:
+            raise AssertionError(f"{meaning}{error}") from None
 
-    @check(f"state/exact resume in {precision}", judge)
+    @check(f"state/exact resume in {precision}", judge, about=about)
     def run(probe: Probe) -> dict[str, Any]:
-        """The same in a low precision, in which rounding hides what was not restored."""
         return probe.attempt(lambda: _resumed(probe, "dense", precision=precision))
 
 
+_register_precision(
+    "64-true",
+    1e-12,
+    "The same in float64: nothing goes through float32 on its way to a checkpoint and back.",
+    "weights or optimizer state of float64 may have gone through float32 on their way to the "
+    "checkpoint and back (look at model_state, optimizer_state and what loads them): ",
+)
 for _precision in ("bf16-mixed", "bf16-true"):
-    _register_precision(_precision)
+    _register_precision(
+        _precision,
+        1e-6,
+        "The same in a low precision, in which rounding hides what was not restored.",
+    )
 
 
 def _same_losses(own: list[float], expected: list[float], tolerance: float, of: str) -> None:
@@ -268,35 +287,86 @@ def _judge_other_model(found: Result) -> None:
         )
 
 
+class _Options(Callback):
+    """Changes and adds options of a group of the optimizer, as user code does."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        for group in trainer.optimizers[0].param_groups[-1:]:
+            group.update(scale=0.5, note="kit")
+
+
 @check("state/round trip")
 def _round_trip(probe: Probe) -> dict[str, Any]:
-    """Model, optimizer and the strategy's own state are after a load what they were at the save."""
-    _, trainer = _train_and_save(probe, "batch_norm", optimizer="adam_groups")
-    saved = _state(trainer)
-    learner = Learner("batch_norm", "adam_groups", seed=5)
-    again = probe.trainer(max_steps=SAVED_AT)
+    """Model, optimizer and the strategy's own state are after a load what they were at the save.
+
+    So are their dtypes, buffers, integers, the options of groups, and a module's extra state.
+    """
+    try:
+        return _saved_and_loaded(probe, "counting")
+    except ConfigurationError as error:
+        # An engine may take optimizers that it knows, and no other one.
+        if Counting.__name__ not in str(error):
+            raise
+        return _saved_and_loaded(probe, "adam_groups")
+
+
+def _saved_and_loaded(probe: Probe, optimizer: str) -> dict[str, Any]:
+    first = Learner("unusual", optimizer)
+    trainer = probe.fit(first, SAMPLES, max_steps=SAVED_AT, callbacks=[_Options()])
     path = probe.folder / "saved.ckpt"
+    trainer.save_checkpoint(path)
+    told: dict[str, Any] = {
+        "saved": _state(trainer),
+        "lives": _live(first, trainer),
+        "names": _with_dtypes(Learner("unusual").state_dict()),
+        "steps": SAVED_AT + (FIRST_STEP if optimizer == "counting" else 0),
+    }
+    learner = Learner("unusual", optimizer, seed=5)
+    again = probe.trainer(max_steps=SAVED_AT)
     said = probe.said(lambda: again.fit(learner, probe.loader(SAMPLES), ckpt_path=path))
     if said:
-        return {"saved": saved, "said": said}
-    return {"saved": saved, "loaded": _state(again), "step": again.global_step, "said": None}
+        return {**told, "said": said}
+    told |= {"loaded": _state(again), "live after": _live(learner, again)}
+    return {**told, "step": again.global_step, "said": None}
 
 
 def _state(trainer: Any) -> dict[str, Any]:
     """Return everything that a checkpoint takes from the strategy, as plain numbers."""
     strategy, prepared = trainer.strategy, trainer.run.require_prepared()
-    model = flat(strategy.model_state(prepared))
     optimizers = [strategy.optimizer_state(prepared, each) for each in trainer.optimizers]
+    model = strategy.model_state(prepared)
     return {
-        "model": model,
+        # Ranks that leave saving to rank 0 may have empty tensors.
+        "model": _plain({k: v for k, v in model.items() if getattr(v, "shape", ()) != (0,)}),
         "optimizer": _plain(optimizers),
         "own": _plain(strategy.state(prepared, trainer.optimizers)),
     }
 
 
+def _live(learner: Learner, trainer: Any) -> dict[str, Any]:
+    """Return what user code sees of the model and its optimizer on this rank."""
+    buffers = {f"net.{name}": value for name, value in learner.net.named_buffers()}
+    return {
+        "the buffers": _plain(buffers),
+        "the extra state": getattr(learner.net, "history", None),
+        "optimizer.param_groups": [
+            {key: _plain(value) for key, value in group.items() if key != "params"}
+            for one in trainer.optimizers
+            for group in one.param_groups
+        ],
+    }
+
+
+def _with_dtypes(state: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        name: str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+        for name, value in state.items()
+    }
+
+
 def _plain(data: Any) -> Any:
     if isinstance(data, Tensor):
-        return data.detach().double().cpu().flatten().tolist()
+        return {"dtype": str(data.dtype), "numbers": numbers(data)}
     if isinstance(data, Mapping):
         return {str(key): _plain(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
@@ -311,11 +381,7 @@ def _judge_round_trip(found: Result) -> None:
         "optimizer": "load_optimizer_state does not restore what optimizer_state returned",
         "own": "load_state does not restore what state returned",
     }
-    model, expected = found.ranks[0]["saved"]["model"], initial("batch_norm")
-    assert model.keys() == expected.keys(), (
-        f"model_state returned the names {sorted(model)} on rank 0, expected those of the model's "
-        f"state_dict(), without buffers of persistent=False: {sorted(expected)}"
-    )
+    _judge_saved(found.ranks[0])
     for rank, told in enumerate(found.ranks):
         assert told["said"] is None, (
             f"a checkpoint of the strategy's own did not load on rank {rank}: "
@@ -333,22 +399,125 @@ def _judge_round_trip(found: Result) -> None:
                 saved = {name: value for name, value in whole.items() if not rank or name in loaded}
             where = _first_difference(saved, loaded)
             assert where is None, f"{meaning}: they differ at {where} on rank {rank}"
+        for what, expected in found.ranks[0]["lives"].items():
+            where = _first_difference(told["live after"][what], expected)
+            assert where is None, (
+                f"{what} are not after a load what they were at the save on rank {rank} (look at "
+                "load_model_state and load_optimizer_state, and at what model_state and "
+                f"optimizer_state return): they differ at {where}"
+            )
+
+
+def _judge_saved(told: Mapping[str, Any]) -> None:
+    """Compare what rank 0 saves with what there is."""
+    model, expected = told["saved"]["model"], told["names"]
+    assert model.keys() == expected.keys(), (
+        f"model_state returned the names {sorted(model)} on rank 0, expected those of the model's "
+        "state_dict(), with its extra state (get_extra_state) and without buffers of "
+        f"persistent=False: {sorted(expected)}"
+    )
+    for name, value in model.items():
+        dtype = value.get("dtype", "dict")
+        assert dtype == expected[name], (
+            f"model_state returned {name!r} in {dtype} on rank 0, expected {expected[name]}, which "
+            "the model has"
+        )
+    buffers = {k: v for k, v in told["lives"]["the buffers"].items() if k in model}
+    where = _first_difference({name: model[name] for name in buffers}, buffers)
+    assert where is None, (
+        "model_state returned other buffers on rank 0 than the model has: they went through "
+        f"another dtype, or are old ones; they differ at {where}"
+    )
+    for state in told["saved"]["optimizer"]:
+        for name, entry in state["state"].items():
+            step = entry.get("step")
+            counted = step["numbers"][0] if isinstance(step, dict) else step
+            assert counted == told["steps"], (
+                f"optimizer_state returned the 'step' of {name!r} as {counted} on rank 0, expected "
+                f"{told['steps']}, of which float32 has not all digits"
+            )
 
 
 def _first_difference(own: Any, other: Any, where: str = "") -> str | None:
     if isinstance(own, dict) and isinstance(other, dict):
         if own.keys() != other.keys():
             return f"{where or 'its keys'} ({sorted(own.keys() ^ other.keys())})"
+        if own.keys() == {"dtype", "numbers"} and own["dtype"] == other["dtype"]:
+            exact = own["dtype"] in ("torch.float64", "torch.complex128")
+            pair = own["numbers"], other["numbers"]
+            same = _same_numbers(*pair, 1e-12 if exact else 1e-6)
+            return None if same else f"{where} ({shown(pair[0])}, {shown(pair[1])})"
         inner = (_first_difference(v, other[k], f"{where}[{k!r}]") for k, v in own.items())
         return next((found for found in inner if found), None)
     if isinstance(own, list) and isinstance(other, list):
-        if own and all(isinstance(v, (int, float)) for v in [*own, *other]):
-            return None if close(own, other, 1e-6) else f"{where} ({shown(own)}, {shown(other)})"
         if len(own) != len(other):
             return f"{where} ({len(own)} and {len(other)} entries)"
         pairs = enumerate(zip(own, other, strict=True))
         inner = (_first_difference(a, b, f"{where}[{i}]") for i, (a, b) in pairs)
         return next((found for found in inner if found), None)
     if isinstance(own, (int, float)) and isinstance(other, (int, float)):
-        return None if math.isclose(own, other, rel_tol=1e-6) else f"{where} ({own}, {other})"
+        return None if _same_numbers([own], [other], 1e-6) else f"{where} ({own}, {other})"
     return None if own == other else f"{where} ({own!r}, {other!r})"
+
+
+def _same_numbers(own: list[Any], other: list[Any], tolerance: float) -> bool:
+    """Whether numbers are equal: floats up to a tolerance, integers to the last digit."""
+    if all(isinstance(value, int) for value in [*own, *other]):
+        return own == other
+    return close(own, other, tolerance)
+
+
+@check("state/in part")
+def _in_part(probe: Probe) -> dict[str, Any]:
+    """A state that lacks a name is refused before anything is loaded; strict=False loads the rest.
+
+    Also buffers, and a module's extra state.
+    """
+    learner, other = Learner("unusual", "adam"), Learner("unusual", seed=5)
+    trainer = probe.fit(learner, 8)
+    strategy, prepared = trainer.strategy, trainer.run.require_prepared()
+    part = {name: value for name, value in other.state_dict().items() if name != LEFT_OUT}
+    part["net.stranger"] = torch.zeros(1)
+
+    def now() -> Any:
+        return _plain(strategy.model_state(prepared))
+
+    before = now()
+    said = probe.said(lambda: strategy.load_model_state(prepared, part))
+    refused = now()
+    strategy.load_model_state(prepared, part, strict=False)
+    told = {"said": said, "before": before, "refused": refused, "loaded": now()}
+    return {**told, "part": _plain(part)}
+
+
+LEFT_OUT = "net.last.weight"
+"""What the state of `state/in part` lacks."""
+
+
+@judge_of(_in_part)
+def _judge_in_part(found: Result) -> None:
+    for rank, told in enumerate(found.ranks):
+        said = told["said"]
+        assert said is not None, (
+            f"load_model_state(prepared, state, strict=True) loaded a state without {LEFT_OUT!r} "
+            f"on rank {rank}, and said nothing: refuse missing and unexpected names "
+            "(stratagem.state.check_weights does)"
+        )
+        assert LEFT_OUT in said["text"], (
+            f"a state without {LEFT_OUT!r} ends on rank {rank} in an error that does not name it: "
+            f"{said['kind']}: {said['text']}"
+        )
+    told = found.ranks[0]
+    where = _first_difference(told["refused"], told["before"])
+    assert where is None, (
+        "load_model_state refused a state with strict=True, and has loaded some of it before: "
+        f"check names and shapes first (stratagem.state.check_weights); the model has changed at "
+        f"{where}"
+    )
+    part = {name: value for name, value in told["part"].items() if name in told["before"]}
+    where = _first_difference(told["loaded"], {**told["before"], **part})
+    assert where is None, (
+        "load_model_state(prepared, state, strict=False) has to load every parameter, buffer and "
+        "extra state that both have, and to leave the rest: the model's state is another one at "
+        f"{where}"
+    )

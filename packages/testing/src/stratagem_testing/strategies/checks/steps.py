@@ -20,6 +20,7 @@ from stratagem_testing.strategies.judging import (
     difference,
     judge_accepted,
     judge_losses,
+    judge_losses_of,
     judge_refused,
     mean,
     norm,
@@ -251,7 +252,13 @@ _register(
     "clip norm", "Gradients are clipped by their norm over all parameters and ranks.", 1, "norm"
 )
 _register("clip value", "Each element of the mean gradient is clipped.", 1, "value")
-_register("accumulation and clip", "Clipping comes once, after the last micro-batch.", 3, "norm")
+_register(
+    "accumulation and clip",
+    "Clipping comes once, after the last micro-batch; a tied weight counts once.",
+    3,
+    "norm",
+    model="tied",
+)
 
 
 @check("steps/several", judge_losses, reference=True)
@@ -260,6 +267,29 @@ def _several(probe: Probe) -> dict[str, Any]:
     learner = Learner("dense", "momentum")
     trainer = probe.fit(learner, 40, max_epochs=2, accumulate_grad_batches=2)
     return probe.report(learner, trainer)
+
+
+class _ZeroGradient(Learner):
+    """The gradient of the second step is zero."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * 0.0 if batch_idx == 1 else loss
+
+
+def _judge_zero(found: Result) -> None:
+    judge_losses_of(
+        found,
+        "the step after one whose gradient is zero is another one: with zeros, momentum and weight "
+        "decay go on and the optimizer counts; call optimizer_step whatever the gradients are",
+    )
+
+
+@check("steps/zero gradient", _judge_zero, reference=True)
+def _zero(probe: Probe) -> dict[str, Any]:
+    """A step whose gradients are zero is taken: momentum, weight decay and counts go on."""
+    learner = _ZeroGradient("dense", "momentum")
+    return probe.report(learner, probe.fit(learner))
 
 
 class _NotFinite(Learner):
