@@ -88,7 +88,8 @@ def draw(seed: int) -> dict[str, Any]:
             callbacks["EarlyStopping"]["stopping_threshold"] = 0.5
         if of.random() < 0.3 and not within:
             callbacks["EarlyStopping"]["check_on_train_epoch_end"] = True
-    if of.random() < 0.5:
+    # A fit that ends within an epoch is there saved with a value of the epoch before.
+    if of.random() < 0.5 and "max_steps" not in options:
         callbacks["ModelCheckpoint"] = {
             "monitor": pick(monitors),
             "mode": pick(["min", "min", "max"]),
@@ -140,7 +141,7 @@ def train(case: dict[str, Any], folder: str) -> dict[str, Any]:
     rows: dict[str, dict[str, float]] = {}
     rates: list[float] = []
 
-    class Rows(Logger):
+    class Rows(Logger):  # type: ignore[misc]  # one of two classes
         name, version, experiment = "rows", 0, None
 
         def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
@@ -149,7 +150,7 @@ def train(case: dict[str, Any], folder: str) -> dict[str, Any]:
             values = {k: float(v) for k, v in metrics.items() if k != "epoch"}
             rows.setdefault(str(step), {}).update(values)
 
-    class Net(pl.LightningModule):
+    class Net(pl.LightningModule):  # type: ignore[misc]  # one of two classes
         def __init__(self) -> None:
             super().__init__()
             middle: dict[str, Any] = {
@@ -258,7 +259,8 @@ def train(case: dict[str, Any], folder: str) -> dict[str, Any]:
             kept["best_score"] = float(callback.best_score)
         elif isinstance(callback, known.ModelCheckpoint):
             kept["best"] = Path(callback.best_model_path).name
-            kept["score"] = float(callback.best_model_score)
+            score = callback.best_model_score
+            kept["score"] = None if score is None else float(score)
             kept["files"] = sorted(path.name for path in Path(folder).glob("*.ckpt"))
         elif isinstance(callback, known.LearningRateMonitor):
             kept["lrs"] = callback.lrs
@@ -266,9 +268,12 @@ def train(case: dict[str, Any], folder: str) -> dict[str, Any]:
             found = callback.optimal_lr
             kept["found"] = None if found is None else [found.suggestion(), *found.results["lr"]]
     if "StochasticWeightAveraging" in case["callbacks"]:
-        # There the averaged weights are trained for one more step.
-        before = [row for row in rows if int(row) < trainer.num_training_batches]
-        return {"rates": rates[: trainer.num_training_batches], "rows": [rows[i] for i in before]}
+        # There the averaged weights are trained for one more step: compare all but the last epoch.
+        accumulated = case["trainer"]["accumulate_grad_batches"]
+        in_epoch = math.ceil(trainer.num_training_batches / accumulated)
+        steps = (case["trainer"]["max_epochs"] - 1) * in_epoch
+        early = {step: row for step, row in rows.items() if int(step) < steps - 1}
+        return {"rates": rates[:steps], "rows": early}
     return {
         "rates": rates,
         "rows": rows,

@@ -83,6 +83,8 @@ def test_a_stream_that_has_a_length_is_said() -> None:
 
 def test_a_value_for_loggers_that_are_not_there_is_said() -> None:
     class Logs(BoringModel):
+        asked: bool | None
+
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("a", 1.0, logger=self.asked)
             return super().training_step(batch, batch_idx)

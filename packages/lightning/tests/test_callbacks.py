@@ -338,7 +338,7 @@ def test_a_prediction_writer_is_told_which_samples_a_batch_has(pl: Any, interval
     trainer = pl.Trainer(
         accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=Writes(interval)
     )
-    trainer.predict(Predicts(), DataLoader(torch.arange(5.0), batch_size=2))
+    trainer.predict(Predicts(), DataLoader(torch.arange(5.0), batch_size=2))  # type: ignore[arg-type]
     assert told == [[0, 1], [2, 3], [4]]
 
 
@@ -354,7 +354,7 @@ def test_the_steps_of_a_fit_are_estimated_without_the_schedule_of_accumulation(p
         quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
         options = {"max_epochs": 3, **quiet, **options}
         trainer = pl.Trainer(accelerator="cpu", limit_val_batches=0, **options)
-        trainer.fit(Estimates(), DataLoader(torch.ones(4, 2)))
+        trainer.fit(Estimates(), DataLoader(torch.ones(4, 2)))  # type: ignore[arg-type]
 
     schedule = pl.callbacks.GradientAccumulationScheduler({0: 2, 1: 4})
     fit(callbacks=schedule)
