@@ -344,7 +344,6 @@ def _cells(
                 batch,
                 precision=precision,
                 devices=devices,
-                device_memory="1TB",
                 activation_checkpointing=checkpointing or None,
                 strategies=names,
                 processes=os.cpu_count() or 1,

@@ -19,6 +19,7 @@ from stratagem.interfaces.accelerator import DeviceMemory
 from stratagem.launch.rank import this_rank
 from stratagem.loggers import CSVLogger
 from stratagem.plan.memory import StepMemory, what_would_fit
+from stratagem.runtime.device_errors import explain_device_error
 
 MIB = 2**20
 
@@ -77,6 +78,13 @@ class Small(CPUAccelerator):
 
     def explain_lost_device(self, error: BaseException) -> str | None:
         return "switch it off and on" if "lost" in str(error) else None
+
+
+class Limited(CPUAccelerator):
+    """Has 1000 MiB, of which this process may hold 17."""
+
+    def device_memory(self, device: torch.device) -> DeviceMemory:
+        return DeviceMemory(1000 * MIB, 9 * MIB, 17 * MIB, 18 * MIB, ())
 
 
 class Net(Module):
@@ -152,6 +160,25 @@ def test_an_error_of_memory_says_who_held_it_and_what_would_fit(tmp_path: Path) 
     assert lines[10] == "process 4711 (python): 2.00 MiB"
     assert "  a batch of 1/2 the size with accumulate_grad_batches=2: about 13.00 MiB" in lines
     assert "activation_checkpointing=" in lines[-1]
+
+
+def test_a_process_with_a_limit_of_its_own_is_told_the_whole_step_and_what_fits_in_the_limit() -> (
+    None
+):
+    module = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False))
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(2, 512)).square().mean().backward()
+    optimizer.step()
+    del optimizer.state[module[1].weight]  # the first step ended at the second weight
+    strategy = Lite(accelerator=Limited()).strategy
+    strategy.setup_environment()
+    error = torch.OutOfMemoryError(FULL)
+    explain_device_error(error, strategy, module, [optimizer])
+    strategy.teardown()
+    assert re.search(r"2\.00 MiB +4\.00 MiB  optimizer state", str(error))
+    # Of 1000 MiB the process got 17; what was held beside the state is 11.
+    (fits,) = re.findall(r"a batch of 1/(\d+) the size .*: about ([\d.]+) MiB", str(error))
+    assert float(fits[1]) <= 17
 
 
 @pytest.mark.parametrize("where", ["set-up", "evaluation"])

@@ -30,8 +30,14 @@ from stratagem_extras.planner.decoder import PlannedDecoder
 from stratagem_extras.planner.devices import find_device, parse_size
 from stratagem_extras.planner.forked import forked_map
 from stratagem_extras.planner.meter import MemoryMeter
-from stratagem_extras.planner.plan import default_loss
-from stratagem_extras.planner.simulation import SimulatedModel, Workload, measure_step
+from stratagem_extras.planner.page import write_page
+from stratagem_extras.planner.plan import MemoryPlan, PlannedStrategy, default_loss
+from stratagem_extras.planner.simulation import (
+    PlannedMemory,
+    SimulatedModel,
+    Workload,
+    measure_step,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -540,6 +546,19 @@ def test_the_page_has_a_bar_for_each_strategy_and_loads_nothing(tmp_path: Path) 
     assert text.count("<rect") == 2 * 6
     assert "the device has 95.37 MiB" in text
     assert not re.search(r"(src|href)=|https?:|@import", text)
+
+
+def test_the_longest_names_and_bars_are_in_the_picture() -> None:
+    memory = PlannedMemory(2**39, 2**39, 2**39, 0, 2**39)
+    name = "deepspeed_stage_3_offload_nvme"
+    row = PlannedStrategy(name, memory=memory, device=memory, on_host=2**38, on_disk=2**38)
+    plan = MemoryPlan((row,), 1, 8, 1, 2**36, None, None, "32-true", 1, "cuda")
+    text = write_page(plan, {})
+    (left,) = re.findall(rf'<text x="(\d+)" y="\d+" text-anchor="end">{name}', text)
+    assert int(left) >= 6.6 * len(name)
+    ((right, label),) = re.findall(r'<text x="([\d.]+)" y="\d+">([^<]+)', text)
+    assert float(right) + 6.6 * len(label) < 1000
+    assert text.index("<line") > text.rindex("<rect")  # the device's memory, over the bars
 
 
 def test_real_steps_are_measured_beside_the_prediction(

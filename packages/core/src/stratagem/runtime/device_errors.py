@@ -110,7 +110,9 @@ def _report(
     trained = _bytes((p for p in parameters if p.requires_grad), kind)
     state = int(trained * _state_per_weight(optimizers))
     # Of a rank; "gradients" and "optimizer state" are there from the first step on.
-    whole = {**held, "gradients": trained, "optimizer state": held["optimizer state"] or state}
+    steps_first = any(0 < len(o.state) < len(o.param_groups[0]["params"]) for o in optimizers)
+    made = held["optimizer state"] if not steps_first else 0
+    whole = {**held, "gradients": trained, "optimizer state": made or state}
     held[_REST], whole[_REST] = rest, rest + requested
     has = "" if memory.total is None else f": the device has {format_size(memory.total)}"
     lines = [
@@ -127,6 +129,8 @@ def _report(
     lines += [f"{who}: {format_size(size)}" for who, size in memory.others]
     if memory.total is not None:
         capacity = memory.total - sum(size for _, size in memory.others)
+        if sum(whole.values()) < capacity:
+            capacity = memory.peak  # this process is limited to less than the device has
         weights = sum(_whole_bytes(p) for p in parameters)
         trained = sum(_whole_bytes(p) for p in parameters if p.requires_grad)
         state = int(trained * _state_per_weight(optimizers))

@@ -268,7 +268,7 @@ def _varied(options: argparse.Namespace, planned: MemoryPlan) -> dict[str, dict[
             (options.layers * times // 2, options.parameters * times / 2) for times in (1, 2, 4)
         )
         varied["parameters of the model"] = {
-            f"{parameters:.2g}": _planned(
+            f"{parameters / 1e9:.3g} billion": _planned(
                 options, layers=layers, parameters=parameters, strategy=names
             )
             for layers, parameters in sizes

@@ -22,7 +22,8 @@ PARTS = (
 Curves = Mapping[str, Mapping[str, MemoryPlan]]
 """Plans by what is varied ("devices"), and by its value ("8")."""
 
-_STYLE = "svg { min-width: 40rem; }"
+_STYLE = """svg { min-width: 52rem; }
+svg text { paint-order: stroke; stroke: var(--paper); stroke-width: 3px; }"""
 
 
 def write_page(plan: MemoryPlan, curves: Curves) -> str:
@@ -51,16 +52,16 @@ def _bars(rows: Sequence[PlannedStrategy], capacity: int) -> str:
     """Draw a bar for each strategy; one that is far too long ends in an arrow."""
     end = min(max(row.on_device for row in rows), 2.5 * capacity)
     end = max(end, 1.1 * capacity)
-    left, width, step = 210, 560, 26
+    left, width, step = 240, 360, 26
     height = step * len(rows) + 30
-    drawn = []
+    bars, texts = [], []
     for number, row in enumerate(rows):
         top, x = number * step + 22, float(left)
         name = escape(row.name)
-        drawn.append(f'<text x="{left - 8}" y="{top + 14}" text-anchor="end">{name}</text>')
+        texts.append(f'<text x="{left - 8}" y="{top + 14}" text-anchor="end">{name}</text>')
         for part, size in zip(PARTS, _sizes(row), strict=True):
             wide = min(size / end * width, left + width - x)
-            drawn.append(
+            bars.append(
                 f'<rect x="{x:.1f}" y="{top}" width="{wide:.1f}" height="18" '
                 f'fill="{color(PARTS.index(part))}">'
                 f"<title>{part} {format_size(size)}</title></rect>"
@@ -69,16 +70,17 @@ def _bars(rows: Sequence[PlannedStrategy], capacity: int) -> str:
         more = " \u2192" if row.on_device > end else ""
         host = f" + {format_size(row.on_host)} in the host" if row.on_host else ""
         host += f" + {format_size(row.on_disk)} on disk" if row.on_disk else ""
-        drawn.append(
+        texts.append(
             f'<text x="{x + 6:.1f}" y="{top + 14}">{format_size(row.on_device)}{more}{host}</text>'
         )
     line = left + capacity / end * width
-    drawn.append(
+    bars.append(
         f'<line x1="{line:.1f}" x2="{line:.1f}" y1="16" y2="{height}" stroke="var(--bad)" '
         f'stroke-dasharray="4 3"/><text x="{line:.1f}" y="12" text-anchor="middle">the device has '
         f"{format_size(capacity)}</text>"
     )
-    return _svg(1000, height, "Memory of a device by strategy", drawn)
+    # Over bars and the line, where these reach.
+    return _svg(1000, height, "Memory of a device by strategy", [*bars, *texts])
 
 
 def _curves(plans: Mapping[str, MemoryPlan], capacity: int) -> str:
