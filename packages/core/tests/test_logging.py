@@ -972,6 +972,30 @@ def test_an_epochs_value_is_of_all_its_tensors(
     assert (summary.number, summary.weight) == (expected, weight)
 
 
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (torch.min, "min"),
+        (torch.amax, "max"),
+        (max, "max"),
+        (torch.sum, "sum"),
+        (torch.mean, "mean"),
+    ],
+)
+def test_functions_that_have_a_name_are_reduced_over_ranks_as_the_name(
+    function: Any, name: str
+) -> None:
+    summaries = []
+    for reduce_fx in (function, name):
+        options = LogOptions(False, True, None, None, reduce_fx, None, True)
+        entry = MetricAccumulator("a", options, on_step=False, on_epoch=True, compiles_steps=False)
+        for number in (3.0, 1.0, 2.0):
+            entry.add(torch.tensor(number), weight=2)
+        summaries.append(entry.summary())
+    assert summaries[0] == summaries[1]
+    assert summaries[0].reduce_fx == name
+
+
 class WithoutInferenceMode(CPUAccelerator):
     """A device whose tensors do not work under inference mode."""
 

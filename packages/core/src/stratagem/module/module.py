@@ -277,7 +277,9 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
             on_epoch: if True, reduce the value over the epoch. Default: True outside of
                 `training_step`.
             reduce_fx: the reduction over the epoch: "mean" (weighted by batch size), "sum", "max",
-                "min", or a function that takes a tensor of all values.
+                "min", or a function that takes a tensor of this rank's values. The results of a
+                function are averaged over ranks, but torch.min, torch.max, torch.sum and
+                torch.mean count as the names.
             sync_dist: the reduction over ranks. None reduces values of an epoch, once at its end.
                 True also reduces values of steps, with a collective in each step. False reduces
                 neither.
@@ -285,7 +287,8 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
                 dimension of the first tensor in the batch.
             add_dataloader_idx: if True, append the loader's index to the name when several
                 evaluation loaders run.
-            rank_zero_only: if True, only this rank logs the value, which is not reduced over ranks.
+            rank_zero_only: if True, the value is not reduced over ranks: loggers receive that of
+                rank 0, and callbacks see that of their own rank.
 
         Raises:
             UserCodeError: if called outside of a run, if the value is not a single number, or if

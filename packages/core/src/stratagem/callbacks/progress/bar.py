@@ -228,15 +228,7 @@ class ProgressBar(Callback):
         self._evaluated_from = monotonic()
         self._begin(what, sum(batches_to_evaluate(trainer, trainer.run.evaluation.what)))
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        module: Module,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Refresh the bar, if a refresh is due."""
         if self._rows:
             self._rows[-1].done += 1

@@ -27,15 +27,21 @@ _MERGES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "max": torch.maximum,
     "min": torch.minimum,
 }
+_FUNCTIONS: Mapping[str, tuple[Any, ...]] = {
+    "mean": (torch.mean,),
+    "sum": (torch.sum, sum),
+    "max": (torch.max, torch.amax, max),
+    "min": (torch.min, torch.amin, min),
+}
 _START = {"mean": 0.0, "sum": 0.0, "max": -math.inf, "min": math.inf}
 _FOLD = 64
 """So many tensors are kept before they are reduced together, so that no step waits for a device."""
 
 
 def reduction(requested: Any) -> Any:
-    """Return the canonical name of a reduction; functions are returned unchanged."""
+    """Return the canonical name of a reduction; functions without a name are returned unchanged."""
     if not isinstance(requested, str):
-        return requested
+        return next((name for name, known in _FUNCTIONS.items() if requested in known), requested)
     name = requested.casefold()
     return "mean" if name == "avg" else name
 
