@@ -250,6 +250,21 @@ def test_aliases_of_a_config_stand_for_a_bounded_number_of_values(
         assert "the config has more than 100000 values" in capsys.readouterr().err
 
 
+def test_a_key_twice_in_a_config_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.yaml"
+    for text, lines in (
+        ("trainer:\n  max_epochs: 1\nmodel: {}\ntrainer:\n  devices: 1\n", "1 and 4"),
+        ("trainer: {max_epochs: 1, max_epochs: 2}\n", "1 and 1"),
+        ("trainer:\n  callbacks:\n  - class_path: A\n    class_path: B\n", "3 and 4"),
+    ):
+        config.write_text(text)
+        with pytest.raises(SystemExit):
+            TrainerCLI(Line, args=["fit", "--config", str(config)], run=True)
+        assert f"twice in one mapping, in lines {lines}: write" in capsys.readouterr().err
+
+
 def test_an_alias_of_a_config_is_what_it_stands_for() -> None:
     text = "{model: {width: &n 3, rate: 0.5}, data: {count: *n}}"
     assert parsing._load_bounded(text) == {

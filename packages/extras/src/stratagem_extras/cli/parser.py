@@ -55,6 +55,34 @@ def _check_aliases(text: str) -> None:
             )
 
 
+def _check_keys(text: str) -> None:
+    """Refuse a config in which a mapping has a key twice, since the first would have no effect.
+
+    Raises:
+        yaml.YAMLError: it is such a config, or no YAML.
+    """
+    nodes = [yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))]
+    seen: set[int] = set()  # an alias is the node that it stands for
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+            continue
+        seen.add(id(node))
+        if not isinstance(node, yaml.MappingNode):
+            nodes += node.value
+            continue
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            nodes += (key, value)
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines:
+                raise yaml.YAMLError(
+                    f"the config has the key {name!r} twice in one mapping, in lines "
+                    f"{lines[name]} and {line}: write its values under one of them"
+                )
+            lines[name] = line
+
+
 _NOISE = re.compile(
     r"\s*(-\s*)?(Does not validate against any of the Union|Subtypes: \[|Given value type: |"
     r"Expected a <class 'NoneType'>)"
@@ -66,6 +94,7 @@ _load_yaml = get_loader("yaml")
 def _load_bounded(text: str) -> Any:
     if "*" in text:
         _check_aliases(text)
+    _check_keys(text)
     return _load_yaml(text)
 
 
