@@ -40,7 +40,7 @@ _NOTHING = "nothing"
 """The recipe of None."""
 
 
-class PlanningMode(FakeTensorMode):
+class PlanningMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A `FakeTensorMode` in which code reads values, and which remembers results by shapes.
 
     Whole numbers that code has put into a tensor keep their values, as rank 0 has them: engines

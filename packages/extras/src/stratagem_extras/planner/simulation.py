@@ -402,7 +402,7 @@ class MeasuredState(Optimizer):
             state = [kept for kept in one.state[small].values() if isinstance(kept, Tensor)]
         self.bytes_per_weight = sum(kept.nbytes for kept in state if kept.dim()) / small.numel()
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # takes no loss
         """Make the state of each parameter that has a gradient."""
         for group in self.param_groups:
             for weight in group["params"]:
