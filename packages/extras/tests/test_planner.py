@@ -452,8 +452,8 @@ def test_what_is_offloaded_to_a_disk_is_not_in_the_host() -> None:
     assert host.on_disk == 0
     assert disk.on_disk == host.on_host
     assert disk.on_device == host.on_device
-    # Five buffers of 1e8 numbers, through which parameters are moved, and small ones.
-    assert disk.on_host == pytest.approx(5 * 1e8 * 2, rel=0.2)
+    # Five buffers of 1e8 numbers, through which parameters are moved, and four for the optimizer.
+    assert disk.on_host == pytest.approx(5 * 1e8 * 2 + 4 * disk.on_disk / 3, rel=0.05)
     assert plan.strategies[0] is host  # a disk is slower
     less = plan_memory(Net, batch, **options, disk_memory="1MB")
     assert [row.name for row in less.strategies if row.fits] == names[:1]
