@@ -248,26 +248,29 @@ class Scalars(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         real, imaginary = torch.view_as_real(self.turn * (x.sum() + 1j))
-        return (self.layer(x).sum().double() + real * imaginary) * self.scale
+        output: Tensor = (self.layer(x).sum().double() + real * imaginary) * self.scale
+        return output
 
 
 nesting = lite()
 alone, scalars = Scalars(), Scalars()
 scalars.load_state_dict(alone.state_dict())
 model = nesting.setup(scalars)
-mine = data(8).tensors[0][4 * rank : 4 * rank + 4]
+inputs: Any = data(8).tensors[0]
+part = inputs[4 * rank : 4 * rank + 4]
 with nesting.no_backward_sync(model):
     with nesting.no_backward_sync(model):
-        nesting.backward(model(mine))
-    nesting.backward(model(mine))
+        nesting.backward(model(part))
+    nesting.backward(model(part))
     own_gradient = scalars.scale.grad
     assert own_gradient is not None
     out["held"] = [scalars.layer.weight.grad is None, own_gradient.item()]
-nesting.backward(model(mine))
-for part in data(8).tensors[0].split(4):
-    torch.autograd.backward(1.5 * alone(part))
+nesting.backward(model(part))
+for each in inputs.split(4):
+    torch.autograd.backward(1.5 * alone(each))
 for name, parts in (("scalars", scalars), ("scalars alone", alone)):
-    gradients = [torch.view_as_real(p.grad.to(torch.complex128)) for p in (parts.scale, parts.turn)]
+    held: Any = [p.grad for p in (parts.scale, parts.turn)]
+    gradients = [torch.view_as_real(gradient.to(torch.complex128)) for gradient in held]
     out[name] = [gradient.tolist() for gradient in gradients]
 
 # -- clipping returns the norm of all ranks, whatever is whole

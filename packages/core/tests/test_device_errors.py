@@ -165,11 +165,12 @@ def test_an_error_of_memory_says_who_held_it_and_what_would_fit(tmp_path: Path) 
 def test_a_process_with_a_limit_of_its_own_is_told_the_whole_step_and_what_fits_in_the_limit() -> (
     None
 ):
-    module = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False))
+    last = nn.Linear(512, 512, bias=False)
+    module = nn.Sequential(nn.Linear(512, 512, bias=False), last)
     optimizer = torch.optim.AdamW(module.parameters())
     module(torch.ones(2, 512)).square().mean().backward()
     optimizer.step()
-    del optimizer.state[module[1].weight]  # the first step ended at the second weight
+    del optimizer.state[last.weight]  # the first step ended at the second weight
     strategy = Lite(accelerator=Limited()).strategy
     strategy.setup_environment()
     error = torch.OutOfMemoryError(FULL)
