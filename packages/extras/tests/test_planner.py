@@ -284,7 +284,7 @@ class ByNumpy(torch.optim.Optimizer):
     def __init__(self, params: Any, rate: float = 0.1) -> None:
         super().__init__(params, {"rate": rate})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # takes no loss
         for weight in self.param_groups[0]["params"]:
             if weight.grad is not None:
                 gradient = torch.from_numpy(weight.grad.numpy().copy())
@@ -594,7 +594,8 @@ def test_layers_of_a_model_that_is_a_list_itself_are_computed_again() -> None:
     def layers() -> list[nn.Module]:
         return [nn.TransformerEncoderLayer(32, 2, 128, batch_first=True) for _ in range(12)]
 
-    batch, options = torch.zeros(8, 100, 32), {"activation_checkpointing": True}
+    batch = torch.zeros(8, 100, 32)
+    options: dict[str, Any] = {"activation_checkpointing": True}
     kept = planned(lambda: nn.Sequential(*layers()), batch)
     again = planned(lambda: nn.Sequential(*layers()), batch, **options)
     assert again.memory.activations < kept.memory.activations / 5
