@@ -125,6 +125,22 @@ def test_evaluation_and_prediction_are_those_of_one_process(
     assert numbers[0]["again"] == pytest.approx(reference["again"], abs=1e-5)
 
 
+def test_an_evaluation_repeats_samples_only_for_as_many_batches(tmp_path: Path) -> None:
+    """Eleven samples are six and five, three batches each; nine are three batches and two."""
+    script = HERE / "scripts" / "uneven_evaluation.py"
+    done = run_file(script, folder=tmp_path)
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    for rank, ((mean, count, predicted), (_, repeated, again)) in enumerate(ranks):
+        assert (mean, count, repeated) == (5.0, 11.0, 10.0)
+        assert sum(predicted, []) == [float(index) for index in range(rank, 11, 2)]
+        assert sum(again, []) == [[0.0, 2.0, 4.0, 6.0, 8.0], [1.0, 3.0, 5.0, 7.0, 0.0]][rank]
+    said = (
+        "the test data loader: 1 of its samples are read twice, so that all ranks run as many "
+        "batches, and count twice. Another batch_size may avoid this"
+    )
+    assert done.stderr.count(said) == 1
+
+
 def test_a_second_fit_goes_on_with_the_shards(numbers: Ranks, reference: dict[str, Any]) -> None:
     assert close(numbers[0]["second fit"], reference["second fit"])
 

@@ -34,21 +34,17 @@ if TYPE_CHECKING:
 
 # Methods of Lightning that Stratagem does not call, by stage, and advice for each.
 _MODEL = {"configure_sharded_model": "rename it to configure_model"}
-_VALIDATION = {
-    "validation_epoch_end": "rename it to on_validation_epoch_end, and keep outputs in an attribute"
-}
+_EPOCH_END = "rename it to on_{}_epoch_end, and keep outputs in an attribute"
+_VALIDATION = {"validation_epoch_end": _EPOCH_END.format("validation")}
 _UNCALLED = {
     "fit": {
-        "training_epoch_end": "rename it to on_train_epoch_end, and keep outputs in an attribute",
+        "training_epoch_end": _EPOCH_END.format("train"),
         "training_step_end": "put it into training_step",
         **_VALIDATION,
         **_MODEL,
     },
     "validate": _VALIDATION | _MODEL,
-    "test": {
-        "test_epoch_end": "rename it to on_test_epoch_end, and keep outputs in an attribute",
-        **_MODEL,
-    },
+    "test": {"test_epoch_end": _EPOCH_END.format("test"), **_MODEL},
     "predict": _MODEL,
 }
 _NEEDED = {

@@ -49,7 +49,8 @@ class FSDPStrategy(ShardedStrategy):
     that its constructor would draw in one process: about 64 MiB of it are whole at a time.
 
     Ranks run as many batches as each other, also to evaluate: what a sampler divides is made even
-    by repeating its first samples, and an IterableDataset must yield as many batches on each rank.
+    by repeating its first samples, in an evaluation only if the numbers of batches would differ. An
+    IterableDataset must yield as many batches on each rank.
     Outside of a step's forward and backward pass, the module's parameters are this rank's shards.
     A callback may change or freeze them there, or call the model without gradients on every rank.
     A change between the forward and the backward pass would be lost, so it is an error. Read whole

@@ -137,19 +137,11 @@ def _tensor(stored: Any, offset: Any, size: Any, stride: Any) -> Tensor:
 def _tensor_v2(
     stored: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, metadata: Any = None
 ) -> Tensor:
-    return _strided(stored, offset, size, stride, stored.dtype, metadata).requires_grad_(bool(grad))
+    return _tensor_v3(stored, offset, size, stride, grad, hooks, stored.dtype, metadata)
 
 
-def _tensor_v3(
-    stored: Any,
-    offset: Any,
-    size: Any,
-    stride: Any,
-    grad: Any,
-    hooks: Any,
-    dtype: Any,
-    metadata: Any = None,
-) -> Tensor:
+def _tensor_v3(stored: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Tensor:
+    grad, _hooks, dtype, metadata = rest if len(rest) > 3 else (*rest, None)
     return _strided(stored, offset, size, stride, dtype, metadata).requires_grad_(bool(grad))
 
 
@@ -174,13 +166,8 @@ def _sparse(layout: Any, data: Any) -> Tensor:
     # Not torch's function, which makes sparse tensors whose indices lead out of them.
     if layout is torch.sparse_coo:
         indices, values = tensors
-        return torch.sparse_coo_tensor(
-            indices,
-            values,
-            size,
-            check_invariants=True,
-            is_coalesced=data[3] if len(data) > 3 else None,
-        )
+        order: Any = {"is_coalesced": data[3] if len(data) > 3 else None}
+        return torch.sparse_coo_tensor(indices, values, size, check_invariants=True, **order)
     rows, columns, values = tensors
     return torch.sparse_compressed_tensor(
         rows, columns, values, size, layout=layout, check_invariants=True

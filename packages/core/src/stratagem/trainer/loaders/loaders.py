@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from stratagem.data.combined_loader import CombinedLoader
 from stratagem.data.sharding import UNKNOWN, length_of, set_epoch
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.strategy import Strategy
+from stratagem.launch.process import print_hint_once
 from stratagem.trainer.hooks import is_users
 
 if TYPE_CHECKING:
@@ -106,6 +108,14 @@ def shard(
         index, count = ranks.data_split if training else ranks.eval_split
         # Ranks must run as many steps in training, and in evaluation where forward communicates.
         even = training or not strategy.capabilities.allows_uneven_eval
+        if even and not training:
+            repeated = _repeated_samples(source, count)
+            even = repeated != 0
+            if repeated and ranks.is_global_zero:
+                print_hint_once(
+                    f"{name}: {repeated} of its samples are read twice, so that all ranks run as "
+                    "many batches, and count twice. Another batch_size may avoid this"
+                )
         loader = divide(source, index, count, even=even, name=name, what=what)
     # A rank may have none of an evaluation's few samples, where others have some.
     nothing_for_this_rank = not training and length_of(source) > 0
@@ -115,6 +125,20 @@ def shard(
             + _why_empty(source, strategy.ranks.world_size)
         )
     return loader
+
+
+def _repeated_samples(loader: Any, count: int) -> int | None:
+    """Return how many samples ranks repeat to run equally many batches; None if it is unknown.
+
+    They repeat none if only the sizes of their last batches differ.
+    """
+    size, samples = getattr(loader, "batch_size", None), length_of(getattr(loader, "sampler", ()))
+    if not size or samples == UNKNOWN:
+        return None
+    most, fewest = math.ceil(samples / count), samples // count
+    rounds = math.floor if loader.drop_last else math.ceil
+    are_alike = fewest > 0 and rounds(most / size) == rounds(fewest / size)
+    return 0 if are_alike else int(most * count - samples)
 
 
 def limit_batches(length: float, limit: Limit, *, name: str, limit_name: str) -> float:
