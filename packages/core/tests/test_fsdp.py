@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -132,8 +133,8 @@ def test_an_evaluation_repeats_samples_only_for_as_many_batches(tmp_path: Path) 
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for rank, ((mean, count, predicted), (_, repeated, again)) in enumerate(ranks):
         assert (mean, count, repeated) == (5.0, 11.0, 10.0)
-        assert sum(predicted, []) == [float(index) for index in range(rank, 11, 2)]
-        assert sum(again, []) == [[0.0, 2.0, 4.0, 6.0, 8.0], [1.0, 3.0, 5.0, 7.0, 0.0]][rank]
+        assert list(chain(*predicted)) == [float(index) for index in range(rank, 11, 2)]
+        assert list(chain(*again)) == [[0.0, 2.0, 4.0, 6.0, 8.0], [1.0, 3.0, 5.0, 7.0, 0.0]][rank]
     said = (
         "the test data loader: 1 of its samples are read twice, so that all ranks run as many "
         "batches, and count twice. Another batch_size may avoid this"
