@@ -479,6 +479,14 @@ def test_a_process_that_ends_early_is_replaced() -> None:
     assert forked_map(end_early, 3, processes=2) == [0, 1, 2]
 
 
+def test_a_torch_for_an_accelerator_forks_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads of its autograd do not survive a fork, even on a machine without the device."""
+    processes = forked_map(lambda _: os.getpid(), 3, processes=2)
+    assert os.getpid() not in processes
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    assert forked_map(lambda _: os.getpid(), 3, processes=2) == [os.getpid()] * 3
+
+
 def test_a_process_that_has_joined_others_is_refused(tmp_path: Path) -> None:
     file = (tmp_path / "store").as_uri()
     torch.distributed.init_process_group("gloo", init_method=file, rank=0, world_size=1)

@@ -20,8 +20,8 @@ def forked_map(function: Callable[[int], Result], count: int, processes: int) ->
     """Return `function(0), ..., function(count - 1)`, computed in forked processes.
 
     The function is inherited, and so may hold anything. What it returns is pickled. The caller's
-    process computes the results itself if it cannot fork or has an accelerator, whose threads do
-    not survive a fork, and if a forked process ends early.
+    process computes the results itself if it cannot fork, if torch was built for an accelerator,
+    since threads of autograd do not survive a fork then, and if a forked process ends early.
 
     Args:
         function: called with each number once.
@@ -34,7 +34,7 @@ def forked_map(function: Callable[[int], Result], count: int, processes: int) ->
     """
     processes = min(processes, count)
     can_fork = "fork" in multiprocessing.get_all_start_methods()
-    if processes > 1 and can_fork and not torch.accelerator.is_available():
+    if processes > 1 and can_fork and torch.accelerator.current_accelerator() is None:
         try:
             with ProcessPoolExecutor(
                 processes, multiprocessing.get_context("fork"), _begin, (function,)
