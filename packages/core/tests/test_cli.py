@@ -988,9 +988,10 @@ def test_checkpoint_inspect_refuses_what_is_no_checkpoint(program: Program) -> N
     assert said == (
         "'notes.txt' is not a whole checkpoint of any installed format: directory, single_file\n"
     )
-    assert program("checkpoint", "inspect", "nowhere.ckpt", code=1).stderr == (
-        "no checkpoint 'nowhere.ckpt'; the folder '.' contains no checkpoints\n"
-    )
+    for options in ((), ("--format", "single_file")):
+        assert program("checkpoint", "inspect", "nowhere.ckpt", *options, code=1).stderr == (
+            "no checkpoint 'nowhere.ckpt'; the folder '.' contains no checkpoints\n"
+        )
 
 
 def test_checkpoint_verify_tells_whole_files_from_others(program: Program) -> None:

@@ -61,7 +61,6 @@ def describe_checkpoint(path: str | Path, *, verify: bool = False) -> Descriptio
         OSError: the checkpoint cannot be read.
     """
     path = paths.to_location(path)
-    check_exists(path)
     if isinstance(path, Path) and path.is_dir():
         directory = read_directory(path)
         if verify:
@@ -138,6 +137,7 @@ def verify(path: str | os.PathLike[str]) -> Description:
         CheckpointCorruptError: the file is damaged, or not a checkpoint.
         OSError: the checkpoint cannot be read.
     """
+    check_exists(paths.to_location(os.fspath(path)))
     return describe_checkpoint(os.fspath(path), verify=True)
 
 

@@ -14,11 +14,11 @@ from stratagem.cli.console import parser_of, print_table
 from stratagem.errors import (
     CheckpointError,
     CheckpointFormatError,
-    CheckpointNotFoundError,
     UnknownNameError,
     format_names,
     format_text,
 )
+from stratagem.storage import paths
 
 if TYPE_CHECKING:
     from stratagem.interfaces.checkpoint_io import CheckpointIO
@@ -120,10 +120,10 @@ def _described(
         return find_format(path, name)
     try:
         return describe_checkpoint(path, verify=verify)
-    except (CheckpointFormatError, CheckpointNotFoundError):
-        if name:
+    except (CheckpointFormatError, FileNotFoundError):
+        if name and paths.exists(paths.to_location(path)):
             raise
-        return find_format(path)
+        return find_format(path, name)
 
 
 def _facts_of_another(path: str, name: str, checkpoint_io: CheckpointIO) -> dict[str, Any]:
