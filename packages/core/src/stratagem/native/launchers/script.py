@@ -37,8 +37,8 @@ class ScriptLauncher(Launcher):
             RankFailedError: another rank failed.
         """
         if not ScriptLauncher._started and not rank.has_parent():
-            ScriptLauncher._started = True
             self._start_ranks(plan)
+            ScriptLauncher._started = True
         return run_as_rank(function, *args, **kwargs)
 
     def _start_ranks(self, plan: RunPlan) -> None:
