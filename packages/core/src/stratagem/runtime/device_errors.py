@@ -110,8 +110,8 @@ def _report(
     trained = _bytes((p for p in parameters if p.requires_grad), kind)
     state = int(trained * _state_per_weight(optimizers))
     # Of a rank; "gradients" and "optimizer state" are there from the first step on.
-    steps_first = any(0 < len(o.state) < len(o.param_groups[0]["params"]) for o in optimizers)
-    made = held["optimizer state"] if not steps_first else 0
+    in_first_step = any(0 < len(o.state) < len(o.param_groups[0]["params"]) for o in optimizers)
+    made = held["optimizer state"] if not in_first_step else 0
     whole = {**held, "gradients": trained, "optimizer state": made or state}
     held[_REST], whole[_REST] = rest, rest + requested
     has = "" if memory.total is None else f": the device has {format_size(memory.total)}"
@@ -131,10 +131,10 @@ def _report(
         capacity = memory.total - sum(size for _, size in memory.others)
         if sum(whole.values()) < capacity:
             capacity = memory.peak  # this process is limited to less than the device has
-        weights = sum(_whole_bytes(p) for p in parameters)
-        trained = sum(_whole_bytes(p) for p in parameters if p.requires_grad)
-        state = int(trained * _state_per_weight(optimizers))
-        need = StepMemory(weights, trained, state, held["buffers"], rest + requested)
+        weights = sum(_whole_bytes(p) for p in parameters)  # of all ranks
+        gradients = sum(_whole_bytes(p) for p in parameters if p.requires_grad)
+        moments = int(gradients * _state_per_weight(optimizers))
+        need = StepMemory(weights, gradients, moments, held["buffers"], rest + requested)
         lines += _advice(strategy, need, capacity)
     return "\n".join(filter(None, (*lines, _BESIDES, strategy.accelerator.memory_advice)))
 
