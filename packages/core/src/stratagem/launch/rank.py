@@ -100,6 +100,11 @@ def own_variables() -> None:
     os.environ[OWNER_VARIABLE] = f"{os.getpid()}:{os.environ.get('MASTER_PORT', '')}"
 
 
+def owns_variables() -> bool:
+    """Whether this process has set the launch's environment variables itself."""
+    return os.environ.get(OWNER_VARIABLE, "").partition(":")[0] == str(os.getpid())
+
+
 def forget_foreign_variables(of_rank: Iterable[str]) -> None:
     """Remove a launch's environment variables if this process inherited them from a rank.
 

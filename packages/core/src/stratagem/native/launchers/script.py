@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.launcher import Launcher, Result
@@ -24,9 +24,6 @@ class ScriptLauncher(Launcher):
     they are ranks already. All of them take part in whatever the script does afterwards.
     """
 
-    _started: ClassVar[bool] = False
-    """Whether this process has started its ranks; it does so once."""
-
     def launch(
         self, plan: RunPlan, function: Callable[..., Result], *args: Any, **kwargs: Any
     ) -> Result:
@@ -36,9 +33,8 @@ class ScriptLauncher(Launcher):
             ConfigurationError: there is no script to run again, or this process is a further rank.
             RankFailedError: another rank failed.
         """
-        if not ScriptLauncher._started and not rank.has_parent():
+        if not rank.has_parent() and not rank.owns_variables():
             self._start_ranks(plan)
-            ScriptLauncher._started = True
         return run_as_rank(function, *args, **kwargs)
 
     def _start_ranks(self, plan: RunPlan) -> None:
@@ -78,11 +74,11 @@ class ScriptLauncher(Launcher):
             for local_rank in range(count)
         }
         own = environments.pop(node_rank * count)
-        os.environ.update({k: v for k, v in own.items() if k != "OMP_NUM_THREADS"})
-        rank.own_variables()
         if environments:
             command = Command(command=[sys.executable, *sys.orig_argv[1:]], cwd=STARTED_IN)
             Watch.start(command, environments, plan.world_size)
+        os.environ.update({k: v for k, v in own.items() if k != "OMP_NUM_THREADS"})
+        rank.own_variables()
         if listener is not None:
             # After the others have started, who would inherit the number and not the socket.
             os.environ[rank.LISTEN_FD_VARIABLE] = str(listener.detach())
