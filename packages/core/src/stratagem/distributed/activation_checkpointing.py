@@ -95,9 +95,9 @@ def _chosen(model: nn.Module, choice: Any, layers: list[nn.Module]) -> list[nn.M
         kinds = (nn.ModuleList, nn.Sequential)
         lists = [part for part in parts if isinstance(part, kinds)]
         # Not of stages, of which one is a list of layers, nor around the only list.
-        if isinstance(model, kinds) and len(model) > 1:
-            if len({isinstance(child, kinds) for child in model}) == 1:
-                lists.append(model)
+        stages = [isinstance(child, kinds) for child in model] if isinstance(model, kinds) else []
+        if len(stages) > 1 and len(set(stages)) == 1:
+            lists.append(model)
         found = layers or [child for part in lists for child in part]
         # A layer in a checkpointed layer would run a third time.
         inner = {id(sub) for part in found for sub in part.modules() if sub is not part}

@@ -55,12 +55,9 @@ class ScriptLauncher(Launcher):
         count = plan.processes_per_node
         node_rank = int(environ.get("NODE_RANK", "0"))
         address = environ.get("MASTER_ADDR", "127.0.0.1") if plan.num_nodes > 1 else "127.0.0.1"
-        listener = None
-        if "MASTER_PORT" in environ and plan.num_nodes > 1:
-            main_port = int(environ["MASTER_PORT"])
-        else:
-            listener = network.listen()
-            main_port = listener.getsockname()[1]
+        is_given = "MASTER_PORT" in environ and plan.num_nodes > 1
+        listener = None if is_given else network.listen()
+        main_port = listener.getsockname()[1] if listener else int(environ["MASTER_PORT"])
 
         environments = {
             node_rank * count + local_rank: rank_environment(
