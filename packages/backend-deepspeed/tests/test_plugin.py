@@ -51,3 +51,19 @@ def test_deepspeed_is_not_imported_until_ranks_are_there() -> None:
         "Trainer(accelerator='cpu', strategy='deepspeed_stage_3', devices=2, logger=False)\n"
         "sys.exit('deepspeed is imported' if 'deepspeed' in sys.modules else 0)\n"
     )
+
+
+def test_an_engine_compiles_no_kernel_of_an_optimizer_that_it_does_not_use() -> None:
+    run(
+        "import sys, torch\n"
+        "from stratagem_deepspeed.library import import_deepspeed\n"
+        "compile = torch.compile\n"
+        "import_deepspeed('cpu')\n"
+        "from deepspeed.runtime.zero.muon import muon_optimizer, original_muon\n"
+        "assert 'torch._inductor.compile_fx' not in sys.modules\n"
+        "assert torch.compile is compile\n"
+        "torch.compiler.set_stance('force_eager')  # without a C++ compiler\n"
+        "update = original_muon.zeropower_via_newtonschulz5(torch.ones(2, 3), 3)\n"
+        "assert update.shape == (2, 3)\n"
+        "assert 'torch._inductor.compile_fx' in sys.modules  # by torch.compile\n"
+    )

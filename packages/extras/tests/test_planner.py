@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import multiprocessing
-import os
 import re
 import subprocess
 import sys
@@ -28,10 +26,10 @@ from stratagem_extras.planner import simulation
 from stratagem_extras.planner.command import plan
 from stratagem_extras.planner.decoder import PlannedDecoder
 from stratagem_extras.planner.devices import find_device, parse_size
-from stratagem_extras.planner.forked import forked_map
+from stratagem_extras.planner.fake_mode import PlanningMode
 from stratagem_extras.planner.meter import MemoryMeter
 from stratagem_extras.planner.page import write_page
-from stratagem_extras.planner.plan import MemoryPlan, PlannedStrategy, default_loss
+from stratagem_extras.planner.plan import MemoryPlan, PlannedStrategy, Planner, default_loss
 from stratagem_extras.planner.simulation import (
     PlannedMemory,
     SimulatedModel,
@@ -459,32 +457,69 @@ def test_what_is_offloaded_to_a_disk_is_not_in_the_host() -> None:
     assert [row.name for row in less.strategies if row.fits] == names[:1]
 
 
-def test_strategies_are_simulated_in_several_processes() -> None:
-    names = ["ddp", "fsdp", "fsdp_cpu_offload", "deepspeed_stage_1"]
-    options = {"devices": 2, "device_memory": "1GB", "strategies": names}
-    one = plan_memory(Net, torch.zeros(5, 10), **options)
-    assert plan_memory(Net, torch.zeros(5, 10), **options, processes=2) == one
-    with pytest.raises(ConfigurationError, match="processes=0: expected a whole number"):
-        plan_memory(Net, torch.zeros(5, 10), processes=0)
+def test_a_step_is_simulated_once_for_strategies_that_keep_states_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulate, names = SimulatedModel.simulate_step, []
+
+    def noted(model: SimulatedModel, strategy: Any, workload: Workload) -> Any:
+        names.append(type(strategy).__name__)
+        return simulate(model, strategy, workload)
+
+    monkeypatch.setattr(SimulatedModel, "simulate_step", noted)
+    planner = Planner(Net, torch.zeros(5, 10), precision="bf16-mixed")
+    options: dict[str, Any] = {"devices": 2, "device": "A10"}
+    plan = planner.plan(**options, strategies=["fsdp", "fsdp_cpu_offload", "fsdp_shard_grad_op"])
+    assert names == ["SingleDeviceStrategy", "FSDPStrategy", "FSDPStrategy"]
+    whole, offloaded = (one(plan, name) for name in ("fsdp", "fsdp_cpu_offload"))
+    assert offloaded.memory == whole.memory
+    assert offloaded.on_host > 0 == whole.on_host
+    engine = ["deepspeed_stage_3_offload", "deepspeed_stage_3_offload_nvme"]
+    assert all(row.memory for row in planner.plan(devices=2, strategies=engine).strategies)
+    assert names[3:] == ["DeepSpeedStrategy"]
+    planner.plan(devices=4, strategies=engine[:1])
+    assert names[4:] == ["DeepSpeedStrategy"]
 
 
-def end_early(number: int) -> int:
-    """End the process, unless it is the caller's."""
-    if multiprocessing.parent_process() is not None:
-        os._exit(1)
-    return number
+def one(plan: MemoryPlan, name: str) -> PlannedStrategy:
+    """Return the row of a strategy."""
+    (row,) = (row for row in plan.strategies if row.name == name)
+    return row
 
 
-def test_a_process_that_ends_early_is_replaced() -> None:
-    assert forked_map(end_early, 3, processes=2) == [0, 1, 2]
+def test_a_planner_plans_one_machine_after_the_other() -> None:
+    planner = Planner(Net, torch.zeros(5, 10))
+    for devices in (2, 4):
+        options: dict[str, Any] = {"devices": devices, "device": "A10"}
+        options["strategies"] = ["ddp", "fsdp"]
+        assert planner.plan(**options) == plan_memory(Net, torch.zeros(5, 10), **options)
 
 
-def test_a_torch_for_an_accelerator_forks_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The threads of its autograd do not survive a fork, even on a machine without the device."""
-    processes = forked_map(lambda _: os.getpid(), 3, processes=2)
-    assert os.getpid() not in processes
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    assert forked_map(lambda _: os.getpid(), 3, processes=2) == [os.getpid()] * 3
+def test_an_operation_on_equal_shapes_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run: list[Any] = []
+    by_base = PlanningMode._by_base
+
+    def noted(mode: PlanningMode, func: Any, *arguments: Any) -> Any:
+        run.append(func)
+        return by_base(mode, func, *arguments)
+
+    monkeypatch.setattr(PlanningMode, "_by_base", noted)
+
+    def step() -> list[Tensor]:
+        flat = torch.zeros(10_007)
+        parts = flat[:5003], flat[5003:10_006]
+        sums = [part.view(5003, 1) + 1 for part in parts]
+        normed = torch.native_layer_norm(sums[0], (1,), None, None, 1e-5)
+        return [*sums, *normed, torch.tensor(0.0) + 1]
+
+    with PlanningMode():
+        first = step()
+        known = len(run)
+        second = step()
+    assert run[known:] == []
+    for one_result, other in zip(first, second, strict=True):
+        assert one_result.shape == other.shape
+        assert one_result.untyped_storage().nbytes() == other.untyped_storage().nbytes()
 
 
 def test_a_process_that_has_joined_others_is_refused(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from stratagem.discovery import version_of
@@ -69,7 +70,7 @@ def import_deepspeed(device_type: str) -> Any:
         nvml = os.environ.get(_NVML)
         import deepspeed
         from deepspeed.accelerator import get_accelerator
-        from deepspeed.utils import numa
+        from deepspeed.utils import numa, nvtx
 
         kind = get_accelerator().device_name()
         if nvml is None:
@@ -87,7 +88,31 @@ def import_deepspeed(device_type: str) -> Any:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # An engine on the CPU asks a dozen times, and starts a program each time.
         numa.get_numa_cores = functools.cache(numa.get_numa_cores)
+        # Ranges for NVIDIA's profiler, which it opens around each of its functions.
+        nvtx.enable_nvtx = device_type != "cpu"
+        _import_muon()
     return deepspeed
+
+
+def _import_muon() -> None:
+    """Import DeepSpeed's Muon, which each engine does, without `torch.compile`.
+
+    The decorator would import all of torch's compiler, which takes a second. The optimizer's
+    functions are compiled when they are first called.
+    """
+    import torch
+
+    compile_now = torch.compile
+
+    def compile_later(function: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = functools.cache(functools.partial(compile_now, function))
+        return functools.wraps(function)(lambda *given, **named: compiled()(*given, **named))
+
+    torch.compile = compile_later  # type: ignore[assignment]
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    finally:
+        torch.compile = compile_now
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import importlib
 import json
-import os
 import re
 import shutil
 import sys
@@ -19,7 +18,7 @@ from stratagem.cli import at_least, parser_of, print_table
 from stratagem.errors import ConfigurationError, StratagemError, format_size, format_text
 
 if TYPE_CHECKING:
-    from stratagem_extras.planner.plan import MemoryPlan, PlannedStrategy
+    from stratagem_extras.planner.plan import MemoryPlan, PlannedStrategy, Planner
 
 _DESCRIPTION = """Show which strategies a model would fit with, without using the memory.
 
@@ -33,9 +32,6 @@ fills at most 90% of a device. "simulated" rows ran the strategy's own step on t
 memory; "computed" rows follow what the strategy says of itself.
 The exit code is 1 if nothing fits, 2 if the plan cannot be made.
 """
-
-_MOST_PROCESSES = 4
-"""Each takes some hundred MiB, and imports DeepSpeed."""
 
 _WIDE = 200
 """Columns of a terminal in which working memory is shown in its parts."""
@@ -90,9 +86,7 @@ def parser_of_plan() -> argparse.ArgumentParser:
         action="store_true",
         help="take two real steps of each strategy that runs here, and print what they held",
     )
-    parser.add_argument(
-        "--html", metavar="FILE", type=Path, help="write charts as one file, which takes a minute"
-    )
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write charts as one file")
     sizes = parser.add_argument_group("a decoder that is not written yet")
     sizes.add_argument("--parameters", type=at_least(1.0), metavar="N")
     sizes.add_argument("--layers", type=at_least(1), metavar="N")
@@ -107,11 +101,13 @@ def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         raise ConfigurationError(
             f"--html {options.html}: expected a file in a folder that exists: make the folder first"
         )
-    planned = _planned(options)
+    planner = _planner(options)
+    planned = _planned(planner, options, options.strategy, options.devices)
     if options.html is not None:
         from stratagem_extras.planner.page import write_page
 
-        options.html.write_text(write_page(planned, _varied(options, planned)), encoding="utf-8")
+        curves = _varied(planner, options, planned)
+        options.html.write_text(write_page(planned, curves), encoding="utf-8")
     if options.json:
         print(json.dumps(_as_json(planned), indent=2))
         return int(planned.best is None)
@@ -209,27 +205,32 @@ def _reason(planned: MemoryPlan, best: PlannedStrategy) -> str:
     return f"of {len(fitting)} strategies that fit, {best.name} {fastest}divides least"
 
 
-def _planned(options: argparse.Namespace, **changes: Any) -> MemoryPlan:
-    """Return the plan, with other arguments of the command or other strategies."""
-    from stratagem_extras.planner.plan import plan_memory
+def _planner(options: argparse.Namespace) -> Planner:
+    from stratagem_extras.planner.plan import Planner
 
-    options = argparse.Namespace(**{**vars(options), **changes})
     model, batch = model_and_batch(options)
-    return plan_memory(
+    return Planner(
         model,
         batch,
         optimizer=options.optimizer,
         precision=options.precision,
-        devices=options.devices,
+        accumulate_grad_batches=options.accumulate_grad_batches,
+        activation_checkpointing=options.activation_checkpointing,
+    )
+
+
+def _planned(
+    planner: Planner, options: argparse.Namespace, strategies: Sequence[str], devices: int
+) -> MemoryPlan:
+    """Return the plan for the command's nodes, each with so many devices."""
+    return planner.plan(
+        devices=devices,
         num_nodes=options.num_nodes,
         device=options.device,
         device_memory=options.device_memory,
         host_memory=options.host_memory,
         disk_memory=options.disk_memory,
-        accumulate_grad_batches=options.accumulate_grad_batches,
-        activation_checkpointing=options.activation_checkpointing,
-        strategies=options.strategy,
-        processes=min(_MOST_PROCESSES, os.cpu_count() or 1),
+        strategies=strategies,
     )
 
 
@@ -249,28 +250,34 @@ def _measured(
     return measured(arguments, row.name)
 
 
-def _varied(options: argparse.Namespace, planned: MemoryPlan) -> dict[str, dict[str, MemoryPlan]]:
+def _varied(
+    planner: Planner, options: argparse.Namespace, planned: MemoryPlan
+) -> dict[str, dict[str, MemoryPlan]]:
     """Return plans of the first strategies with other devices, and other sizes of a decoder."""
     names = [row.name for row in planned.strategies if row.memory is not None][:_DRAWN]
+
+    def with_sizes(**sizes: float) -> MemoryPlan:
+        changed = argparse.Namespace(**{**vars(options), **sizes})
+        other = planner if changed == options else _planner(changed)
+        return _planned(other, options, names, options.devices)
+
     devices = sorted({2, 4, 8, 16, options.devices} - {1})
     varied = {
         "number of devices on a node": {
-            str(number): _planned(options, devices=number, strategy=names) for number in devices
+            str(number): _planned(planner, options, names, number) for number in devices
         }
     }
     if options.model is None:
         if not options.batch:
             varied["sequence length"] = {
-                str(length): _planned(options, sequence=length, strategy=names)
+                str(length): with_sizes(sequence=length)
                 for length in (options.sequence // 2, options.sequence, 2 * options.sequence)
             }
         sizes = (
             (options.layers * times // 2, options.parameters * times / 2) for times in (1, 2, 4)
         )
         varied["parameters of the model"] = {
-            f"{parameters / 1e9:.3g} billion": _planned(
-                options, layers=layers, parameters=parameters, strategy=names
-            )
+            f"{parameters / 1e9:.3g} billion": with_sizes(layers=layers, parameters=parameters)
             for layers, parameters in sizes
         }
     return varied

@@ -25,7 +25,6 @@ from stratagem.discovery import StrategySpec, get_registry, nearest_of
 from stratagem.errors import ConfigurationError, format_names, format_text
 from stratagem.strategies import ActivationCheckpointing, StepMemory, Strategy
 from stratagem_extras.planner.devices import Device, find_device, parse_size
-from stratagem_extras.planner.forked import forked_map
 from stratagem_extras.planner.simulation import (
     MeasuredState,
     PlannedMemory,
@@ -146,9 +145,10 @@ class MemoryPlan:
             host: bytes of the host's memory on each node; None: it is not compared.
             disk: bytes of the disk on each node; None: it is not compared.
         """
-        sizes = (capacity, host, disk)
+        device = Device("", self.accelerator, capacity)
+        machines = _Machines(device, self.devices, self.num_nodes, host, disk)
         rows = (row for row in self.strategies if row.memory is not None)
-        return next((row for row in rows if _fits(row, sizes, self.devices)), None)
+        return next(filter(machines.fit, rows), None)
 
     @property
     def call(self) -> str:
@@ -185,7 +185,6 @@ def plan_memory(
     accumulate_grad_batches: int = 1,
     activation_checkpointing: ActivationCheckpointing = None,
     strategies: Sequence[str] = (),
-    processes: int = 1,
 ) -> MemoryPlan:
     """Return the memory use of each installed strategy, without using that memory.
 
@@ -214,8 +213,6 @@ def plan_memory(
         activation_checkpointing: as for `FSDPStrategy`, here under every strategy: True computes
             the activations of layers again in backward.
         strategies: names; all that are installed by default.
-        processes: how many forked processes simulate strategies at the same time. Without `fork`,
-            and on a machine with an accelerator, this process does so alone.
 
     Raises:
         ConfigurationError: an argument is none of the above, or the model cannot be built or
@@ -229,76 +226,47 @@ def plan_memory(
         >>> [row.name for row in plan.strategies if row.fits], plan.parameters
         (['ddp', 'fsdp'], 1001000)
     """
-    for name, value in (
-        ("devices", devices),
-        ("num_nodes", num_nodes),
-        ("accumulate_grad_batches", accumulate_grad_batches),
-        ("processes", processes),
-    ):
-        if not isinstance(value, int) or value < 1:
-            raise ConfigurationError(f"{name}={value!r}: expected a whole number of at least 1")
-    planned_for = _device(device, device_memory, devices)
-    host = None if host_memory is None else parse_size(host_memory)
-    if host is None and device is None:
-        host = _host_memory()
-    disk = None if disk_memory is None else parse_size(disk_memory)
-    workload = Workload(
-        batch if callable(batch) else partial(first_batch, batch),
-        loss or default_loss,
-        optimizer_maker(optimizer),
-        accumulate_grad_batches,
+    planner = Planner(
+        model,
+        batch,
+        loss=loss,
+        optimizer=optimizer,
+        precision=precision,
+        accumulate_grad_batches=accumulate_grad_batches,
+        activation_checkpointing=activation_checkpointing,
     )
-    with warnings.catch_warnings(), _quiet(), _older_objects_kept():
-        warnings.simplefilter("ignore")  # of models that are not really trained
-        simulated = _simulated(model, activation_checkpointing)
-        planner = _Planner(simulated, workload, planned_for, precision, devices, num_nodes)
-        groups = _groups(strategies)
-        rows = forked_map(lambda number: planner.row(*groups[number]), len(groups), processes)
-    if not strategies:
-        rows = _without_copies(rows, [spec for spec, _ in groups])
-    flops = max(memory.flops for memory in planner.alone.values())
-    sizes = (planned_for.memory, host, disk)
-    judged = [_judged(row, planned_for, sizes, devices, num_nodes, flops) for row in rows]
-    if devices * num_nodes > 1:
-        judged = [row for row in judged if row.name != "single_device"]
-    return MemoryPlan(
-        tuple(sorted(judged, key=_cost)),
-        sum(p.numel() for p in planner.model.model.parameters()),
-        devices,
-        num_nodes,
-        planned_for.memory,
-        host,
-        disk,
-        precision,
-        accumulate_grad_batches,
-        planned_for.accelerator,
-        planner.notes,
+    return planner.plan(
+        devices=devices,
+        num_nodes=num_nodes,
+        device=device,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        disk_memory=disk_memory,
+        strategies=strategies,
     )
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch from logging the errors of operations on fake tensors, which are raised too."""
+def _planning() -> Iterator[None]:
+    """Keep quiet, and let collections of garbage, which engines ask for, pass over older objects.
+
+    Models that are not really trained cause warnings. Torch logs errors of operations on fake
+    tensors, which are raised too.
+    """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
+    freezes = not gc.get_freeze_count()  # else the caller has done so already
+    if freezes:
+        gc.collect()
+        gc.freeze()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         log.disabled = before
-
-
-@contextmanager
-def _older_objects_kept() -> Iterator[None]:
-    """Let collections of garbage pass over what exists: engines ask for many collections."""
-    if gc.get_freeze_count():
-        yield  # the caller has done so already
-        return
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
 
 
 def first_batch(batch: Any) -> Any:
@@ -329,31 +297,125 @@ def _simulated(
         ) from error
 
 
-class _Planner:
-    """Plans one strategy after the other."""
+@dataclass(frozen=True)
+class _Machines:
+    """What a plan is for.
+
+    Attributes:
+        device: of which each node has as many as `devices`.
+        devices: on each node.
+        nodes: how many.
+        host, disk: bytes of a node; None: not compared.
+    """
+
+    device: Device
+    devices: int
+    nodes: int
+    host: int | None
+    disk: int | None
+
+    @property
+    def kind(self) -> str:
+        """The name of the accelerator; "auto" where only the memory is known."""
+        return self.device.accelerator
+
+    def fit(self, row: PlannedStrategy) -> bool:
+        """Whether a rank fits in its device, and those of a node in its host and on its disk."""
+        places = (
+            (row.on_device, self.device.memory),
+            (row.on_host * self.devices, self.host),
+            (row.on_disk * self.devices, self.disk),
+        )
+        return all(size is None or held <= StepMemory.USABLE * size for held, size in places)
+
+
+class Planner:
+    """Plans one model for one machine after the other.
+
+    Args:
+        model, batch, loss, optimizer, precision, accumulate_grad_batches, activation_checkpointing:
+            as for `plan_memory`.
+
+    Raises:
+        ConfigurationError: as `plan_memory`.
+    """
 
     def __init__(
         self,
-        model: SimulatedModel,
-        workload: Workload,
-        device: Device,
-        precision: str,
-        devices: int,
-        num_nodes: int,
+        model: nn.Module | Callable[[], nn.Module],
+        batch: Any,
+        *,
+        loss: Callable[[nn.Module, Any], Tensor] | None = None,
+        optimizer: str | Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+        precision: str = "32-true",
+        accumulate_grad_batches: int = 1,
+        activation_checkpointing: ActivationCheckpointing = None,
     ) -> None:
-        self.model, self.workload, self.device = model, workload, device
-        self.precision, self.devices, self.num_nodes = precision, devices, num_nodes
+        _check_numbers(accumulate_grad_batches=accumulate_grad_batches)
+        self.precision = precision
+        self.workload = Workload(
+            batch if callable(batch) else partial(first_batch, batch),
+            loss or default_loss,
+            optimizer_maker(optimizer),
+            accumulate_grad_batches,
+        )
         self.notes: tuple[str, ...] = ()
         self.has_activations = True
         """Whether a step of the model can be run without values."""
-        try:
-            self.alone = self._alone(model.simulate_step)
-        except ConfigurationError:
-            raise
-        except Exception as error:
-            self.alone = self._without_values(error)
-        reads = model.mode.reads
+        self._steps: dict[Any, dict[str, PlannedMemory]] = {}
+        """Simulated steps, by all that they depend on."""
+        with _planning():
+            self.model = _simulated(model, activation_checkpointing)
+            try:
+                self.alone = self._alone(self.model.simulate_step)
+            except ConfigurationError:
+                raise
+            except Exception as error:
+                self.alone = self._without_values(error)
+        reads = self.model.mode.reads
         self.notes += tuple(f"{place} reads a value of a tensor: 1 here" for place in reads)
+
+    def plan(
+        self,
+        *,
+        devices: int = 1,
+        num_nodes: int = 1,
+        device: str | None = None,
+        device_memory: float | str | None = None,
+        host_memory: float | str | None = None,
+        disk_memory: float | str | None = None,
+        strategies: Sequence[str] = (),
+    ) -> MemoryPlan:
+        """Return the plan for a machine; see `plan_memory`."""
+        _check_numbers(devices=devices, num_nodes=num_nodes)
+        host = None if host_memory is None else parse_size(host_memory)
+        if host is None and device is None:
+            host = _host_memory()
+        disk = None if disk_memory is None else parse_size(disk_memory)
+        found = _device(device, device_memory, devices)
+        machines = _Machines(found, devices, num_nodes, host, disk)
+        groups = _groups(strategies)
+        with _planning():
+            rows = [self._row(spec, alike, machines) for spec, alike in groups]
+        if not strategies:
+            rows = _without_copies(rows, [spec for spec, _ in groups])
+        flops = max(memory.flops for memory in self.alone.values())
+        judged = [_judged(row, machines, flops) for row in rows]
+        if devices * num_nodes > 1:
+            judged = [row for row in judged if row.name != "single_device"]
+        return MemoryPlan(
+            tuple(sorted(judged, key=_cost)),
+            sum(p.numel() for p in self.model.model.parameters()),
+            devices,
+            num_nodes,
+            found.memory,
+            host,
+            disk,
+            self.precision,
+            self.workload.micro_batches,
+            found.accelerator,
+            self.notes,
+        )
 
     def _without_values(self, error: Exception) -> dict[str, PlannedMemory]:
         """Return the phases of a step in one process, without what has raised an error."""
@@ -383,12 +445,14 @@ class _Planner:
                 raise
             return self._without_values(other)
 
-    def row(self, spec: StrategySpec, alike: tuple[str, ...]) -> PlannedStrategy:
+    def _row(
+        self, spec: StrategySpec, alike: tuple[str, ...], machines: _Machines
+    ) -> PlannedStrategy:
         """Return the memory use of a strategy."""
         gc.freeze()  # what is there stays there
-        capabilities, ranks = spec.capabilities, self.devices * self.num_nodes
+        capabilities, ranks = spec.capabilities, machines.devices * machines.nodes
         runs_on = capabilities.accelerators
-        kind = "cpu" if self.device.accelerator == "auto" else self.device.accelerator
+        kind = "cpu" if machines.kind == "auto" else machines.kind
         if runs_on is not None and kind not in runs_on:
             why = f"runs on {format_names(sorted(runs_on))}, not on {kind}"
             return PlannedStrategy(spec.name, alike, why_not=why)
@@ -396,23 +460,23 @@ class _Planner:
             why = f"a {kind} takes strategies that were made for it alone"
             return PlannedStrategy(spec.name, alike, why_not=why)
         how = "simulated" if self.has_activations else "computed"
+        # A CPU offloads to itself.
+        row = partial(_row_of, spec, alike, spec.offloads if machines.kind != "cpu" else ())
         if spec.name == "single_device":
-            return self._planned(spec.build(), spec, alike, self.alone, how)
+            return row(spec.build(), self.alone, how)
         if capabilities.one_process and ranks > 1:
             why = "one process drives all devices, which cannot be simulated"
             return PlannedStrategy(spec.name, alike, why_not=why)
-        components = build_components(
-            self.devices,
-            self.num_nodes,
-            self.precision,
-            # A device of which only the memory is known is not the host.
-            "cuda" if self.device.accelerator == "auto" else kind,
-        )
+        # A device of which only the memory is known is not the host.
+        planned_for = "cuda" if machines.kind == "auto" else kind
+        components = build_components(machines.devices, machines.nodes, self.precision, planned_for)
         try:
             if self.has_activations:
+                key = _simulated_as(spec), machines.devices, machines.nodes, planned_for
                 with simulated_ranks(strategy := spec.build(), components):
-                    phases = self.model.simulate_step(strategy, self.workload)
-                return self._planned(strategy, spec, alike, phases, how)
+                    if key not in self._steps:
+                        self._steps[key] = self.model.simulate_step(strategy, self.workload)
+                return row(strategy, self._steps[key], how)
         except ConfigurationError as error:
             return PlannedStrategy(spec.name, alike, why_not=format_text(str(error), 400))
         # What needs real tensors, such as DistributedDataParallel, is computed instead.
@@ -425,7 +489,7 @@ class _Planner:
         except Exception as error:
             why = format_text(f"{type(error).__name__}: {error}", 200)
             return PlannedStrategy(spec.name, alike, why_not=why)
-        return self._planned(strategy, spec, alike, phases, "computed")
+        return row(strategy, phases, "computed")
 
     def _estimated(self, strategy: Strategy, spec: StrategySpec) -> dict[str, PlannedMemory]:
         """Return a strategy's estimate; what it adds to a step in one process is communication."""
@@ -446,39 +510,55 @@ class _Planner:
         with simulated_ranks(strategy, build_components(1, 1, self.precision)):
             return simulate(strategy, self.workload)
 
-    def _planned(
-        self,
-        strategy: Strategy,
-        spec: StrategySpec,
-        alike: tuple[str, ...],
-        phases: dict[str, PlannedMemory],
-        how: str,
-    ) -> PlannedStrategy:
-        """Return a row for the moments at which a rank, and its device, hold most."""
-        # A CPU offloads to itself.
-        offloads = spec.offloads if self.device.accelerator != "cpu" else ()
-        # Those that are gathered for a step are on the device.
-        kept = min(memory.parameters for memory in phases.values())
 
-        def off(memory: PlannedMemory) -> dict[str, int]:
-            held = {part: getattr(memory, part) for part in offloads}
-            return {**held, "parameters": kept} if "parameters" in held else held
+def _check_numbers(**values: int) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int) or value < 1:
+            raise ConfigurationError(f"{name}={value!r}: expected a whole number of at least 1")
 
-        def device(memory: PlannedMemory) -> PlannedMemory:
-            rest = {part: getattr(memory, part) - size for part, size in off(memory).items()}
-            return replace(memory, **rest)
 
-        places = [_host_and_disk(strategy, off(memory)) for memory in phases.values()]
-        return PlannedStrategy(
-            spec.name,
-            alike,
-            spec.shards,
-            max(phases.values(), key=_total),
-            max(map(device, phases.values()), key=_total),
-            how,
-            on_host=max(host for host, _ in places),
-            on_disk=max(disk for _, disk in places),
-        )
+def _simulated_as(spec: StrategySpec) -> str:
+    """Return what a simulation of a strategy depends on.
+
+    A strategy names by `placement_arguments` those arguments that say where tensors are kept, and
+    by which a simulation does not differ, since it keeps all of them in the host.
+    """
+    placements = getattr(spec.load(), "placement_arguments", ())
+    options = {k: v for k, v in _options(spec).items() if k not in placements}
+    return f"{spec.target}({options!r})"
+
+
+def _row_of(
+    spec: StrategySpec,
+    alike: tuple[str, ...],
+    offloads: Sequence[str],
+    strategy: Strategy,
+    phases: dict[str, PlannedMemory],
+    how: str,
+) -> PlannedStrategy:
+    """Return a row for the moments at which a rank, and its device, hold most."""
+    # Those that are gathered for a step are on the device.
+    kept = min(memory.parameters for memory in phases.values())
+
+    def off(memory: PlannedMemory) -> dict[str, int]:
+        held = {part: getattr(memory, part) for part in offloads}
+        return {**held, "parameters": kept} if "parameters" in held else held
+
+    def device(memory: PlannedMemory) -> PlannedMemory:
+        rest = {part: getattr(memory, part) - size for part, size in off(memory).items()}
+        return replace(memory, **rest)
+
+    places = [_host_and_disk(strategy, off(memory)) for memory in phases.values()]
+    return PlannedStrategy(
+        spec.name,
+        alike,
+        spec.shards,
+        max(phases.values(), key=_total),
+        max(map(device, phases.values()), key=_total),
+        how,
+        on_host=max(host for host, _ in places),
+        on_disk=max(disk for _, disk in places),
+    )
 
 
 def _host_and_disk(strategy: Strategy, offloaded: dict[str, int]) -> tuple[int, int]:
@@ -635,32 +715,18 @@ def _options(spec: StrategySpec) -> dict[str, Any]:
     return {k: v for k, v in options.items() if k not in known or known[k].default != v}
 
 
-def _fits(row: PlannedStrategy, sizes: tuple[int, int | None, int | None], devices: int) -> bool:
-    """Whether a row fits in a device, and its ranks in the host and on the disk of a node."""
-    capacity, host, disk = sizes
-    in_host = host is None or row.on_host * devices <= StepMemory.USABLE * host
-    on_disk = disk is None or row.on_disk * devices <= StepMemory.USABLE * disk
-    return row.on_device <= StepMemory.USABLE * capacity and in_host and on_disk
-
-
-def _judged(
-    row: PlannedStrategy,
-    device: Device,
-    sizes: tuple[int, int | None, int | None],
-    devices: int,
-    num_nodes: int,
-    flops: int,
-) -> PlannedStrategy:
+def _judged(row: PlannedStrategy, machines: _Machines, flops: int) -> PlannedStrategy:
     if row.memory is None:
         return row
-    fits = _fits(row, sizes, devices)
     seconds = None
+    device = machines.device
     if device.flops:
-        link = device.link if num_nodes == 1 else min(device.link, _FROM_NODE_TO_NODE)
+        link = device.link if machines.nodes == 1 else min(device.link, _FROM_NODE_TO_NODE)
         # Ranks communicate while they compute. Offloads are waited for.
         beside = max(flops / (_EFFICIENCY * device.flops), row.memory.sent / link)
-        seconds = beside + 2 * row.on_host / _TO_HOST + 2 * row.on_disk * devices / _TO_DISK
-    return replace(row, fits=fits, seconds=seconds)
+        to_disk = 2 * row.on_disk * machines.devices / _TO_DISK
+        seconds = beside + 2 * row.on_host / _TO_HOST + to_disk
+    return replace(row, fits=machines.fit(row), seconds=seconds)
 
 
 def _cost(row: PlannedStrategy) -> tuple[Any, ...]:

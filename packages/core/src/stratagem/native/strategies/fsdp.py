@@ -110,6 +110,7 @@ class FSDPStrategy(ShardedStrategy):
     """
 
     capabilities = FSDP
+    placement_arguments = ("cpu_offload",)  # in which equally planned steps may differ
 
     def __init__(
         self,
@@ -208,10 +209,8 @@ class FSDPStrategy(ShardedStrategy):
                 "needs several ranks, received 1: pass devices=2 or more, or another "
                 "sharding_strategy"
             )
-        sizes = self.replicas_and_shards or (
-            self.components.num_nodes,
-            len(self.components.devices),
-        )
+        nodes, devices = self.components.num_nodes, len(self.components.devices)
+        sizes = self.replicas_and_shards or (nodes, devices)
         if sizes[0] * sizes[1] != world_size:
             raise ConfigurationError(
                 f"device_mesh={sizes!r} is for {sizes[0]} x {sizes[1]} = {sizes[0] * sizes[1]} "
