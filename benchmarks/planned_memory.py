@@ -3,7 +3,9 @@
     python benchmarks/planned_memory.py                                # all: about an hour
     python benchmarks/planned_memory.py --models decoder lstm --strategies fsdp --precisions 32-true
     python benchmarks/planned_memory.py --results cells.jsonl               # a part, kept in a file
-    python benchmarks/planned_memory.py --results cells.jsonl --write docs/planning.md
+    python benchmarks/planned_memory.py --results cells.jsonl --write docs/guides/planning.md
+
+The last puts the kept cells into the tables of a page, beside those that the page has already.
 
 For each model, strategy and precision it takes two steps on CPUs, with two processes where the
 strategy takes several, and counts the bytes of their tensors at the maximum of the second step. It
@@ -27,10 +29,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 MARK = "measured "
 BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
 """Between these lines of a page are the tables that this script has written."""
+CHECKPOINTED = ", activation checkpointing"
+"""The end of the title of a table."""
 STRATEGIES = (
     "single_device",
     "ddp",
@@ -44,6 +49,7 @@ STRATEGIES = (
     "deepspeed_stage_3",
     "deepspeed_stage_2_offload",
     "deepspeed_stage_3_offload",
+    "model_parallel",
 )
 
 
@@ -253,6 +259,38 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 }
 
 
+def divide_layers() -> None:
+    """Let "model_parallel" divide pairs of linear layers between two ranks."""
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    from stratagem import StrategyRegistry
+    from stratagem.strategies import ModelParallelStrategy
+
+    def divide(model: nn.Module, mesh: DeviceMesh) -> None:
+        for part in model.modules():
+            first, second = "", ""
+            if isinstance(part, nn.TransformerEncoderLayer):
+                first, second = "linear1", "linear2"
+            elif isinstance(part, nn.Sequential) and isinstance(part[0], nn.Linear):
+                first, second = "0", "2"
+            if first:
+                ways = {first: ColwiseParallel(), second: RowwiseParallel()}
+                parallelize_module(part, mesh["tensor_parallel"], ways)
+
+    StrategyRegistry.register(
+        "model_parallel",
+        ModelParallelStrategy,
+        description="pairs of linear layers divided",
+        override=True,
+        tensor_parallel_size=2,
+        parallelize_fn=divide,
+    )
+
+
 def measure(model: str, strategy: str, precision: str, checkpointing: str) -> None:
     """Take real steps on this rank, and print on rank 0 what they held."""
     from stratagem import Lite
@@ -260,6 +298,7 @@ def measure(model: str, strategy: str, precision: str, checkpointing: str) -> No
     from stratagem_extras.planner.plan import default_loss
     from stratagem_extras.planner.simulation import Workload, measure_step
 
+    divide_layers()
     build, batch = MODELS[model]
     devices = 1 if strategy == "single_device" else 2
     lite = Lite(accelerator="cpu", strategy=strategy, devices=devices, precision=precision)
@@ -304,7 +343,9 @@ def main() -> None:
     parser.add_argument(
         "--results", type=Path, help="a file to which a line is added for each cell"
     )
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the tables of --results")
+    parser.add_argument(
+        "--write", type=Path, metavar="PAGE", help="put --results into a page's tables"
+    )
     parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -325,7 +366,7 @@ def main() -> None:
             if options.results:
                 with options.results.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(cell) + "\n")
-    print("\n" + _closeness(cells))
+    print("\n" + _closeness([_ratio(cell) for cell in cells if "why_not" not in cell]))
 
 
 def _cells(
@@ -334,6 +375,7 @@ def _cells(
     """Plan a model, then measure it under one strategy after the other."""
     from stratagem import plan_memory
 
+    divide_layers()
     build, batch = MODELS[model]
     rows: dict[str, Any] = {}
     for devices in (1, 2):
@@ -346,7 +388,6 @@ def _cells(
                 devices=devices,
                 activation_checkpointing=checkpointing or None,
                 strategies=names,
-                processes=os.cpu_count() or 1,
             )
             rows |= {row.name: row for row in plan.strategies}
     for strategy in strategies:
@@ -379,42 +420,52 @@ def _ratio(cell: dict[str, Any]) -> float:
     return float(cell["predicted"] / cell["measured"])
 
 
-def _closeness(cells: Sequence[dict[str, Any]]) -> str:
-    ratios = [_ratio(cell) for cell in cells if "why_not" not in cell]
+def _closeness(ratios: Sequence[float]) -> str:
     close = [sum(abs(ratio - 1) <= within for ratio in ratios) for within in (0.1, 0.2)]
     return f"{close[0]} of {len(ratios)} cells are within 10%, and {close[1]} within 20%."
 
 
 def _write(page: Path, results: Path) -> None:
-    """Put a table for each precision into a page; of equal cells the last one counts."""
-    cells = {}
+    """Put cells into the tables of a page, and keep its other cells."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    written, _, after = rest.partition(END)
+    tables = _figures_of(written)
     for line in results.read_text(encoding="utf-8").splitlines():
         cell = json.loads(line)
-        key = cell["precision"], cell["checkpointing"], cell["strategy"], cell["model"]
-        cells[key] = cell
-    kinds = sorted({(precision, again) for precision, again, _, _ in cells})
+        title = cell["precision"] + (CHECKPOINTED if cell["checkpointing"] else "")
+        tables.setdefault(title, {})[cell["strategy"], cell["model"]] = _figure(cell)
     parts = []
-    for precision, again in kinds:
-        own = {key[2:]: cell for key, cell in cells.items() if key[:2] == (precision, again)}
-        models = [model for model in MODELS if any(key[1] == model for key in own)]
-        title = f"### {precision}{', activation checkpointing' if again else ''}"
+    for title, figures in sorted(tables.items()):
+        models = [model for model in MODELS if any(key[1] == model for key in figures)]
         lines = [f"| strategy | {' | '.join(models)} |", "|---" * (len(models) + 1) + "|"]
         for strategy in STRATEGIES:
-            texts = [_figure(own.get((strategy, model))) for model in models]
+            texts = [figures.get((strategy, model), "") for model in models]
             if any(texts):
                 lines.append(f"| `{strategy}` | {' | '.join(texts)} |")
-        parts.append("\n\n".join((title, _closeness([*own.values()]), "\n".join(lines))))
-    text = page.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    tables = "\n\n".join(parts)
-    page.write_text(f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}", encoding="utf-8")
+        ratios = [float(text) for text in figures.values() if text not in ("", "-")]
+        parts.append("\n\n".join((f"### {title}", _closeness(ratios), "\n".join(lines))))
+    text = "\n\n".join(parts)
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
 
 
-def _figure(cell: dict[str, Any] | None) -> str:
-    """Return the ratio; "-" where the strategy does not run, "" where nothing was measured."""
-    if cell is None:
-        return ""
+def _figures_of(text: str) -> dict[str, dict[tuple[str, str], str]]:
+    """Return what tables of `_write` say, by their titles, of each strategy and model."""
+    tables: dict[str, dict[tuple[str, str], str]] = {}
+    figures: dict[tuple[str, str], str] = {}
+    models: list[str] = []
+    for line in text.splitlines():
+        first, *cells = [part.strip(" `") for part in line.split("|")[1:-1]] or [""]
+        if line.startswith("### "):
+            figures = tables.setdefault(line.removeprefix("### "), {})
+        elif first == "strategy":
+            models = cells
+        elif first in STRATEGIES:
+            figures |= {(first, model): cell for model, cell in zip(models, cells, strict=True)}
+    return tables
+
+
+def _figure(cell: dict[str, Any]) -> str:
+    """Return the ratio; "-" where the strategy does not run."""
     return "-" if "why_not" in cell else f"{_ratio(cell):.2f}"
 
 
