@@ -178,6 +178,24 @@ def swap_buffers(config: Mapping[str, Any], offloaded: Mapping[str, int]) -> tup
     return host, disk
 
 
+def buffers_on_device(config: Mapping[str, Any], largest: int) -> int:
+    """Return the bytes that an engine with an optimizer in the host keeps on the device for it.
+
+    Gradients pass through them: at stage 3 through a bucket, below it one parameter at a time.
+
+    Args:
+        config: the engine's.
+        largest: elements of the largest parameter.
+    """
+    if offload_device(config, "offload_optimizer") is None:
+        return 0
+    elements = largest
+    if stage_of(config) == 3:
+        has_bucket = config[ZERO].get("contiguous_gradients", True)
+        elements = int(config[ZERO]["reduce_bucket_size"]) if has_bucket else 0
+    return elements * (4 if _trains_in_float32(config) else 2)
+
+
 def limits_of(config: Mapping[str, Any], ranks: int) -> list[int]:
     """Return the most parameters of a model that an engine handles at a time, in several respects.
 

@@ -31,6 +31,7 @@ from stratagem.strategies import (
 )
 from stratagem_deepspeed.config import (
     Facts,
+    buffers_on_device,
     engine_config,
     limits_of,
     offload_device,
@@ -252,6 +253,14 @@ class DeepSpeedStrategy(ParallelStrategy):
             offloaded: bytes of "parameters", "gradients" and "optimizer" that the spec offloads.
         """
         return swap_buffers(self._config(), offloaded)
+
+    def kept_on_device(self, largest: int) -> int:
+        """Return the bytes of an offloaded optimizer that stay on the device, for `stratagem plan`.
+
+        Args:
+            largest: elements of the largest parameter.
+        """
+        return buffers_on_device(self._config(), largest)
 
     @property
     def parameter_limits(self) -> list[int]:

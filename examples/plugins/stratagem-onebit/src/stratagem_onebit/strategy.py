@@ -5,8 +5,9 @@ Training of Speech DNNs*, Interspeech 2014. Each rank sends the signs of its gra
 has not sent so far (the residual), and the mean size of each parameter's elements.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.errors import ConfigurationError
-from stratagem.strategies import ParallelStrategy, PreparedModel, user_module
+from stratagem.strategies import ParallelStrategy, PreparedModel, StepMemory, user_module
 from stratagem_onebit.plugin import CAPABILITIES
+
+_EXCHANGED = 6.6
+"""Bytes that an exchange works on, over those of the parameters; measured in a step."""
 
 
 class OneBitStrategy(ParallelStrategy):
@@ -49,6 +53,20 @@ class OneBitStrategy(ParallelStrategy):
                 )
         module.load_state_dict(self.ranks.broadcast(module.state_dict()))
         return module
+
+    def estimate_memory(
+        self, phases: Mapping[str, StepMemory], shards: Collection[str]
+    ) -> dict[str, StepMemory]:
+        """Return the same with the residual, and with what an exchange after backward works on."""
+        residual = max(memory.parameters for memory in phases.values())
+        estimated = super().estimate_memory(phases, shards)
+        gradients = max(memory.gradients for memory in phases.values())
+        for phase, memory in estimated.items():
+            estimated[phase] = replace(memory, optimizer=memory.optimizer + residual)
+        working = int(_EXCHANGED * residual)
+        exchange = replace(estimated["step"], gradients=gradients, working=working)
+        estimated["backward"] = max(estimated["backward"], exchange, key=lambda held: held.total)
+        return estimated
 
     @contextmanager
     def no_sync(self, prepared: PreparedModel) -> Iterator[None]:

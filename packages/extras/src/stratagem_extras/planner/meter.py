@@ -35,6 +35,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         known: returns the tensors that are parameters, gradients, and so on; called by `start` and
             by `close`.
+        with_gloo: count the copy that gloo makes of what it scatters, in a simulated group.
 
     Attributes:
         live: bytes of the tensors that are alive.
@@ -56,10 +57,13 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self, known: Callable[[], Mapping[Kind, Iterable[Tensor]]] = dict[Kind, Iterable[Tensor]]
+        self,
+        known: Callable[[], Mapping[Kind, Iterable[Tensor]]] = dict[Kind, Iterable[Tensor]],
+        *,
+        with_gloo: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.known = known
+        self.known, self.with_gloo = known, with_gloo
         self.live = 0
         self.peak = 0
         self.parts: dict[Kind, int] = {}
@@ -163,6 +167,12 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = max((leaf.numel() * leaf.element_size() for leaf in given), default=0)
         self.sent += size * (2 if "allreduce" in func.__name__ else 1)
         self._note_communication([*given, *leaves])
+        if self.with_gloo and "reduce_scatter" in func.__name__:
+            copied = next(self._next)
+            self._seen[copied] = "communication"
+            self._change(copied, size)
+            self._change(copied, 0)
+            del self._sizes[copied]
 
     def _count_copy(self, func: Any, leaves: Any, args: Any, kwargs: Any, result: Any) -> None:
         self._note_communication([*tree_leaves((args, kwargs)), *leaves])

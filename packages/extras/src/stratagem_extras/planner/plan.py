@@ -461,7 +461,9 @@ class Planner:
             return PlannedStrategy(spec.name, alike, why_not=why)
         how = "simulated" if self.has_activations else "computed"
         # A CPU offloads to itself.
-        row = partial(_row_of, spec, alike, spec.offloads if machines.kind != "cpu" else ())
+        offloads = spec.offloads if machines.kind != "cpu" else ()
+        largest = max(parameter.numel() for parameter in self.model.model.parameters())
+        row = partial(_row_of, spec, alike, offloads, largest)
         if spec.name == "single_device":
             return row(spec.build(), self.alone, how)
         if capabilities.one_process and ranks > 1:
@@ -532,16 +534,24 @@ def _row_of(
     spec: StrategySpec,
     alike: tuple[str, ...],
     offloads: Sequence[str],
+    largest: int,
     strategy: Strategy,
     phases: dict[str, PlannedMemory],
     how: str,
 ) -> PlannedStrategy:
-    """Return a row for the moments at which a rank, and its device, hold most."""
+    """Return a row for the moments at which a rank, and its device, hold most.
+
+    A strategy says by a method `kept_on_device` how many bytes of an offloaded optimizer's state
+    are on the device, for a model whose largest parameter has so many elements.
+    """
+    on_device = getattr(strategy, "kept_on_device", lambda largest: 0)(largest)
     # Those that are gathered for a step are on the device.
     kept = min(memory.parameters for memory in phases.values())
 
     def off(memory: PlannedMemory) -> dict[str, int]:
         held = {part: getattr(memory, part) for part in offloads}
+        if "optimizer" in held:
+            held["optimizer"] = max(0, held["optimizer"] - on_device)
         return {**held, "parameters": kept} if "parameters" in held else held
 
     def device(memory: PlannedMemory) -> PlannedMemory:

@@ -118,7 +118,10 @@ def measure_step(
     """
     prepared: list[PreparedModel] = []
     trained: set[int] = set()
-    meter = MemoryMeter(lambda: _known(prepared[0], trained) if prepared else {})
+    meter = MemoryMeter(
+        lambda: _known(prepared[0], trained) if prepared else {},
+        with_gloo=getattr(strategy.accelerator, "plans_for", "") == "cpu",
+    )
     with meter:
         task = _Task(model(), workload.loss)
         meter.add(task.parameters())
