@@ -802,11 +802,6 @@ REFUSED = {
         "command 'strategies': stratagem-core has the command 'strategies', which wins: give "
         "this one another name",
     ),
-    "above_core": (
-        offering(("checkpoint", "greeting_commands:greet")),
-        "command 'checkpoint': stratagem-core has the command 'checkpoint inspect', which wins: "
-        "give this one another name",
-    ),
     "below_core": (
         offering(("run fast", "greeting_commands:greet")),
         "command 'run fast': stratagem-core has the command 'run', which wins: give this one "
@@ -1083,13 +1078,13 @@ def test_checkpoint_commands_import_no_torch(program: Program) -> None:
     assert program.python("-c", code).stdout.endswith("\n0 False\n")
 
 
-def test_ctrl_c_ends_a_command_of_core_without_a_traceback(
+def test_ctrl_c_ends_a_command_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(path: str, *, verify: bool) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("stratagem.cli.checkpoint.describe_checkpoint", interrupted)
+    monkeypatch.setattr("stratagem.checkpoint.describe_checkpoint", interrupted)
     assert run_command(["checkpoint", "verify", "model.ckpt"]) == 130
     assert capsys.readouterr() == ("", "")
 
