@@ -75,7 +75,8 @@ class Mean(nn.Module):
         self.total = self.total + value
 
     def compute(self) -> torch.Tensor:
-        return self.total + torch.cat(self.values).sum()
+        computed: torch.Tensor = self.total + torch.cat(self.values).sum()
+        return computed
 
 
 class Net(Module):
@@ -187,7 +188,11 @@ def test_an_entry_of_another_kind_ends_in_an_error_of_ours_or_in_training(
         (("ranks", 0, "epoch", "metrics", "mean", "state", "total"), 1, "total'] is 1, expected a"),
         (("ranks", 0, "epoch", "metrics", "mean", "state", "compute"), 1, "no such 'compute'"),
         (("progress", "stop_delayed"), "x", "progress['stop_delayed'] is 'x', expected a bool"),
-        (("callbacks", "EarlyStopping(val, min)", "wait_count"), "x", "the state's 'wait_count'"),
+        (
+            ("callbacks", "EarlyStopping(val, min)", "wait_count"),
+            "x",
+            "EarlyStopping's 'wait_count'",
+        ),
     ],
 )
 def test_the_error_names_the_entry(tmp_path: Path, place: Place, value: Any, said: str) -> None:
@@ -204,7 +209,7 @@ def test_the_error_names_the_entry(tmp_path: Path, place: Place, value: Any, sai
 @pytest.mark.parametrize(
     ("place", "value", "said"),
     [
-        (("loader", 0, "batches"), -1, "'s batches"),
+        (("loader", 0, "batches"), -1, "['batches'] is -1, expected a number from 0 on"),
         (("loader", 0, "random", "python"), "x", "a loader cannot load its state"),
         (("loader", 0, "loader", "batch_size"), 0, "batch_size'] is 0, expected a number from 1"),
     ],

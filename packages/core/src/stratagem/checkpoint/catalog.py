@@ -57,7 +57,7 @@ def describe_checkpoint(path: str | Path, *, verify: bool = False) -> Descriptio
     Raises:
         CheckpointNotFoundError, CheckpointCorruptError: the path has no complete checkpoint.
         OSError: the checkpoint cannot be read.
-    
+
     Example:
         >>> import tempfile
         >>> from stratagem.checkpoint import SingleFileCheckpointIO, describe_checkpoint

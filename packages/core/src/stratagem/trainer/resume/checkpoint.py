@@ -213,7 +213,7 @@ def restore_training(
             with naming(path), as_mismatch(f"the callback {callback.state_key}"):
                 saved_by_it = states[callback.state_key]
                 if type(callback).__module__.startswith("stratagem"):
-                    check_kinds(callback.state_dict(), saved_by_it, "the state's")
+                    check_kinds(callback.state_dict(), saved_by_it, f"{type(callback).__name__}'s")
                 callback.load_state_dict(saved_by_it)
     _warn_of_missing(states, run.trainer, path)
     if run.datamodule is not None and "datamodule" in checkpoint:
