@@ -254,3 +254,9 @@ def test_its_accelerator_passes_the_kit(check: str, server: Server) -> None:
     options = {"tolerance": 1e-5, "devices": 2}
     component = Component(kind="accelerator", name="sim", options=options, search_path=(str(HERE),))
     assert server.failure(component, check) == ""
+
+
+def test_the_search_for_a_batch_size_starts_at_what_is_predicted_to_fit(tmp_path: Path) -> None:
+    result = json.loads(run("batch_size.py", tmp_path).splitlines()[-1])
+    first, predicted, *_ = result["tried"]
+    assert (first, predicted) == (2, result["found"])

@@ -46,9 +46,15 @@ _CONSTANTS = {int, float, bool, str, type(None), torch.Size, torch.dtype, torch.
 _CONSTANTS |= {torch.memory_format, torch.layout}
 _recipes: dict[Any, Any] = {}
 """How to make the result of an operation of some arguments; None: only by running it."""
-_WHOLE = {torch.bool, torch.int32, torch.int64}
-_FEW = 100_000
-"""Of so many real numbers results are computed."""
+_OF_RANKS = {
+    _ATEN.as_strided.default,
+    _ATEN.view.default,
+    _ATEN.select.int,
+    _ATEN.eq.Scalar,
+    _ATEN.nonzero.default,
+}
+"""Operations by which a mesh of devices, whose ranks are real numbers, finds its own."""
+_MOST_RANKS = 100_000
 _UNTRIED = "untried"
 _NOTHING = "nothing"
 """The recipe of None."""
@@ -91,7 +97,7 @@ class PlanningMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._note_reading()
             return args[0].shape == args[1].shape
         kwargs = kwargs or {}
-        if not types and func is not _LIFT and _is_of_numbers(func, (args, kwargs)):
+        if func in _OF_RANKS and _is_of_ranks(args[0]):
             with _disable_current_modes():
                 return func(*args, **kwargs)
         result = _way_to_run(func)(self, func, types, args, kwargs)
@@ -223,14 +229,9 @@ def _way_to_run(func: Any) -> Callable[..., Any]:
     return PlanningMode._by_shapes
 
 
-def _is_of_numbers(func: Any, arguments: Any) -> bool:
-    """Whether an operation only reads a few real whole numbers, such as the ranks of a mesh."""
-    given = [value for value in tree_leaves(arguments) if isinstance(value, Tensor)]
-    return (
-        bool(given)
-        and not func._schema.is_mutable
-        and all(value.dtype in _WHOLE and value.numel() <= _FEW for value in given)
-    )
+def _is_of_ranks(value: Any) -> bool:
+    whole = (torch.bool, torch.int32, torch.int64)
+    return type(value) is Tensor and value.dtype in whole and value.numel() <= _MOST_RANKS
 
 
 def _is_plain(value: Any) -> bool:

@@ -87,7 +87,7 @@ def predicted_size(trainer: Trainer, model: Module, loader: Any, size: int) -> i
     """Return how many samples a batch may have by a plan; 0: that is not known.
 
     A plan is made of a batch and of one that is twice as large. What the second holds more is of
-    its samples.
+    its samples. A third one is of the size that follows, and corrects it.
 
     Args:
         trainer: of one device.
@@ -95,30 +95,35 @@ def predicted_size(trainer: Trainer, model: Module, loader: Any, size: int) -> i
         loader: of batches of `size` samples, of which one is read.
         size: the number of samples.
     """
-    found = trainer.strategy.accelerator.availability()
-    if (capacity := found.memory) is None or not found.indexed:
+    device = trainer.strategy.accelerator.availability()
+    if (capacity := device.memory) is None or not device.indexed:
         return 0  # a host that is full ends the process
     from stratagem.strategies import StepMemory
     from stratagem_extras.planner.plan import plan_memory
 
     batch = next(iter(loader))
+
+    def held(times: int) -> int:
+        plan = plan_memory(
+            model,
+            lambda: tree_map(lambda part: _repeated(part, size, times), batch),
+            precision=trainer.plan.precision.name,
+            device_memory=capacity,
+            strategies=["single_device"],
+        )
+        return plan.strategies[0].on_device
+
+    found, room = 0, StepMemory.USABLE * capacity
     try:
-        plans = [
-            plan_memory(
-                model,
-                tree_map(lambda part: _repeated(part, size, times), batch),  # noqa: B023
-                precision=trainer.plan.precision.name,
-                device_memory=capacity,
-                strategies=["single_device"],
-            )
-            for times in (1, 2)
-        ]
+        one = held(1)
+        for _ in range(2):  # samples of a small batch may not be in what a step holds most
+            times = found or 2
+            if (more := held(times) - one) <= 0:
+                break
+            found = max(2, 1 + int((times - 1) * (room - one) / more))
     except ConfigurationError as error:  # no plan can be made of this model
         _log.debug("no batch size is predicted: %s", error)
-        return 0
-    held, more = (plan.strategies[0].on_device for plan in plans)
-    room = int(StepMemory.USABLE * capacity) - held
-    return size + (size * room // (more - held) if more > held else 0)
+    return size * found
 
 
 def _repeated(part: Any, size: int, times: int) -> Any:
