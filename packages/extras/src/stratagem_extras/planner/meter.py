@@ -35,13 +35,16 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         known: returns the tensors that are parameters, gradients, and so on; called by `start` and
             by `close`.
-        with_gloo: count the copy that gloo makes of what it scatters, in a simulated group.
+        with_gloo: count in `scatter_peak` the copy that gloo makes of what it scatters; for a
+            simulated group, which makes none.
 
     Attributes:
         live: bytes of the tensors that are alive.
         peak: the maximum of `live` since `start`.
         parts: bytes at the peak by kind, after `close`: of what `known` has returned, and of the
             rest what `note_activations` has seen, and what collectives read or wrote.
+        scatter_peak, scatter_parts: the same at the moments when collectives scatter, with gloo's
+            copy; 0 and nothing without `with_gloo`.
         sent: bytes that collectives move: of an all-reduce twice its tensor, since it scatters and
             gathers; of the others the whole tensor.
         flops: floating-point operations of matrix products, convolutions and attention.
@@ -67,6 +70,8 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
         self.parts: dict[Kind, int] = {}
+        self.scatter_peak = 0
+        self.scatter_parts: dict[Kind, int] = {}
         self.sent = 0
         self.flops = 0
         self._numbers: dict[int, int] = {}
@@ -76,6 +81,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._next = itertools.count()
         self._at_peak: dict[int, int] = {}
         """The same at the maximum."""
+        self._at_scatter: dict[int, int] = {}
         self._is_rising = False
         self._kinds: dict[int, Kind] = {}
         self._kept: dict[int, Kind] = {}
@@ -89,7 +95,8 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def start(self) -> None:
         """Forget the maximum so far."""
-        self.peak = self.live
+        self.peak, self.scatter_peak = self.live, 0
+        self._at_scatter = {}
         self._is_rising = True
         self._kinds = self._known_kinds()
 
@@ -127,10 +134,8 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Fill in `parts` from the tensors that are known now and were known at `start`."""
         self._note_peak()
         kinds = {**self._seen, **self._kept, **self._kinds, **self._known_kinds()}
-        self.parts = {}
-        for number, size in self._at_peak.items():
-            if kind := kinds.get(number):
-                self.parts[kind] = self.parts.get(kind, 0) + size
+        self.parts = _by_kind(self._at_peak, kinds)
+        self.scatter_parts = _by_kind(self._at_scatter, kinds)
 
     def __enter__(self) -> MemoryMeter:
         """Begin to count."""
@@ -167,12 +172,15 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = max((leaf.numel() * leaf.element_size() for leaf in given), default=0)
         self.sent += size * (2 if "allreduce" in func.__name__ else 1)
         self._note_communication([*given, *leaves])
-        if self.with_gloo and "reduce_scatter" in func.__name__:
-            copied = next(self._next)
-            self._seen[copied] = "communication"
-            self._change(copied, size)
-            self._change(copied, 0)
-            del self._sizes[copied]
+        if (
+            self.with_gloo
+            and "reduce_scatter" in func.__name__
+            and self.live + size > self.scatter_peak
+        ):
+            copy = next(self._next)
+            self._seen[copy] = "communication"
+            self.scatter_peak = self.live + size
+            self._at_scatter = {**self._sizes, copy: size}
 
     def _count_copy(self, func: Any, leaves: Any, args: Any, kwargs: Any, result: Any) -> None:
         self._note_communication([*tree_leaves((args, kwargs)), *leaves])
@@ -242,6 +250,14 @@ def _count_of(func: Any) -> Callable[..., None] | None:
     if func.namespace in _COPIES_OF_COLLECTIVES:
         return MemoryMeter._count_copy
     return MemoryMeter._count_flops if func.overloadpacket in flop_registry else None
+
+
+def _by_kind(sizes: Mapping[int, int], kinds: Mapping[int, Kind]) -> dict[Kind, int]:
+    parts: dict[Kind, int] = {}
+    for number, size in sizes.items():
+        if kind := kinds.get(number):
+            parts[kind] = parts.get(kind, 0) + size
+    return parts
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:

@@ -7,7 +7,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -114,7 +114,7 @@ def measure_step(
         model: returns the model, which is changed.
 
     Returns:
-        For "forward", "backward" and "step".
+        For "forward", "backward" and "step"; and for "scatter", if gloo is simulated.
     """
     prepared: list[PreparedModel] = []
     trained: set[int] = set()
@@ -451,20 +451,26 @@ class _Step(TrainStep):
             meter.note_activations()
         meter.close()
         if self.phase:
-            known = {kind: meter.parts.get(kind, 0) for kind in _KINDS}
-            memory = PlannedMemory(
-                **known,
-                working=max(0, meter.peak - sum(known.values())),
-                activations=meter.parts.get("activations", 0),
-                communication=meter.parts.get("communication", 0),
-            )
-            before = self.held.get(self.phase, memory)
-            self.held[self.phase] = max(before, memory, key=_total)
+            self._note(self.phase, meter.peak, meter.parts)
+        if meter.scatter_peak:
+            # By itself: with further layers it grows by something else than the rest of a phase.
+            self._note("scatter", meter.scatter_peak, meter.scatter_parts)
         self.phase = phase
         meter.start()
         if not phase:
             self.sent += meter.sent
             self.flops += meter.flops
+
+    def _note(self, phase: str, peak: int, parts: Mapping[Kind, int]) -> None:
+        known = {kind: parts.get(kind, 0) for kind in _KINDS}
+        memory = PlannedMemory(
+            **known,
+            working=max(0, peak - sum(known.values())),
+            activations=parts.get("activations", 0),
+            communication=parts.get("communication", 0),
+        )
+        before = self.held.get(phase, memory)
+        self.held[phase] = max(before, memory, key=_total)
 
     def begin(self, micro_batch: Any) -> Any:
         self.enter("forward")
