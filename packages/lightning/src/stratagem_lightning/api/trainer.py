@@ -6,6 +6,7 @@ import ast
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -38,7 +39,7 @@ from stratagem_lightning.api.core.numbers import (
     seed_workers_once,
     shard_for_one_rank,
 )
-from stratagem_lightning.api.core.overrides import refuse_uncalled_overrides
+from stratagem_lightning.api.core.overrides import check_dataloader_idx, refuse_uncalled_overrides
 from stratagem_lightning.api.core.shorthands import expand_shorthands, replace_half_on_cpu
 from stratagem_lightning.api.core.states import TrainerState
 from stratagem_lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardLogger
@@ -102,6 +103,18 @@ class _Option:
         else:
             # A subclass, before it calls `__init__`, which has the last word.
             vars(of)[self._name] = value
+
+
+class _MaxEpochs(_Option):
+    """`max_epochs`, which is None until the first fit if it was not passed, as in Lightning."""
+
+    def __get__(self, of: Any, owner: type) -> Any:
+        is_open = of is not None and vars(of).get("_max_epochs_is_open")
+        return None if is_open else super().__get__(of, owner)
+
+    def __set__(self, of: Any, value: Any) -> None:
+        vars(of)["_max_epochs_is_open"] = False
+        super().__set__(of, value)
 
 
 def _taking_arguments_of(base: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -205,6 +218,12 @@ class Trainer(trainer.Trainer):
         belongs_to(self.strategy, self)
         _say_what_one_means(options)
         self._arguments = options
+        self._max_epochs_is_open = options.get("max_epochs") is None and not quick
+        self._fit_step: Step | None = None
+        self._last_batch_idx = -1
+        """The index of the last fit's last batch in its epoch."""
+        self._ended_early = False
+        """Whether `on_train_batch_start` ended the last fit's last epoch."""
 
     # -- the four runs
 
@@ -226,7 +245,9 @@ class Trainer(trainer.Trainer):
         """
         path = self._last_if_there(ckpt_path, "fit")
         self._begin(model, datamodule)
-        super().fit(model, train_dataloaders, val_dataloaders, datamodule, path)
+        self._max_epochs_is_open = False
+        with self._exiting_on_interrupt():
+            super().fit(model, train_dataloaders, val_dataloaders, datamodule, path)
 
     def validate(  # type: ignore[override]  # in Lightning's order
         self,
@@ -247,7 +268,8 @@ class Trainer(trainer.Trainer):
         path = self._best_if_left_out(model, ckpt_path, "validate")
         self._begin(model, datamodule)
         printed = verbose and "validate" not in self._loops
-        values = super().validate(model, dataloaders, datamodule, path, printed)
+        with self._exiting_on_interrupt():
+            values = super().validate(model, dataloaders, datamodule, path, printed)
         return self._logged(values, "validate", verbose)
 
     def test(  # type: ignore[override]  # in Lightning's order
@@ -263,7 +285,8 @@ class Trainer(trainer.Trainer):
         path = self._best_if_left_out(model, ckpt_path, "test")
         self._begin(model, datamodule)
         printed = verbose and "test" not in self._loops
-        values = super().test(model, dataloaders, datamodule, path, printed)
+        with self._exiting_on_interrupt():
+            values = super().test(model, dataloaders, datamodule, path, printed)
         return self._logged(values, "test", verbose)
 
     def predict(
@@ -278,7 +301,22 @@ class Trainer(trainer.Trainer):
         """Predict; as `stratagem.Trainer.predict`, with `model` and `ckpt_path` of `validate`."""
         path = self._best_if_left_out(model, ckpt_path, "predict")
         self._begin(model, datamodule)
-        return super().predict(model, dataloaders, datamodule, return_predictions, path)
+        with self._exiting_on_interrupt():
+            return super().predict(model, dataloaders, datamodule, return_predictions, path)
+
+    @contextmanager
+    def _exiting_on_interrupt(self) -> Iterator[None]:
+        """Let Ctrl-C end a script by SystemExit, as Lightning does; not a notebook.
+
+        Raises:
+            SystemExit: with the code 1, in the place of a KeyboardInterrupt.
+        """
+        try:
+            yield
+        except KeyboardInterrupt as interrupt:
+            if self.plan.request.interactive:
+                raise
+            raise SystemExit(1) from interrupt
 
     def _begin(self, model: Any, datamodule: Any) -> None:
         """Do what Lightning does at the start of a run, and refuse what it alone would call."""
@@ -295,8 +333,9 @@ class Trainer(trainer.Trainer):
         count_batches_for_schedulers(run)
         draw_at_reload(run)
         if dataloader_iter.takes_dataloader_iter(run.module.training_step):
-            return dataloader_iter.ReadingStep(run, prepared)
-        step = super().make_train_step(run, prepared)
+            self._fit_step = dataloader_iter.ReadingStep(run, prepared)
+            return self._fit_step
+        self._fit_step = step = super().make_train_step(run, prepared)
         step.counts_each_loss = True
         return divide_by_whole_window(step, run)
 
@@ -322,7 +361,14 @@ class Trainer(trainer.Trainer):
         count: float,
         takes: int,
     ) -> BatchFeed:
-        """Return the feed of batches to a step, also to a step that takes `dataloader_iter`."""
+        """Return the feed of batches to a step, also to a step that takes `dataloader_iter`.
+
+        Raises:
+            UserRuntimeError: the step or a hook of an evaluation cannot tell its loaders apart.
+        """
+        what = self.run.evaluation.what
+        if what:
+            check_dataloader_idx(self.run.module, what, len(self.run.evaluation_loaders[what]))
         if dataloader_iter.takes_dataloader_iter(step):
             return dataloader_iter.IterFeed(dataloader_iter.DataLoaderIter(batches, count))
         return super().make_batch_feed(step, batches, count, takes)
@@ -335,7 +381,16 @@ class Trainer(trainer.Trainer):
         else:
             advice.warn_of_validation(job)
             advice.warn_of_default_epochs(self._arguments)
-        return super()._run_on_rank(job)
+        try:
+            return super()._run_on_rank(job)
+        finally:
+            if self._fit_step is not None:
+                step = self._fit_step
+                # A batch that ended the epoch at its start is the last one, too.
+                self._ended_early = step._begun == 0 and step.batch_idx > 0
+                self._last_batch_idx = step.last_batch_idx + self._ended_early
+                # It holds the graph of the last loss.
+                self._fit_step = None
 
     def _logged(
         self, results: list[dict[str, float]], stage: str, verbose: bool
@@ -401,7 +456,7 @@ class Trainer(trainer.Trainer):
 
     # -- its options
 
-    max_epochs = _Option()
+    max_epochs = _MaxEpochs()
     min_epochs = _Option()
     max_steps = _Option()
     min_steps = _Option()
@@ -636,8 +691,10 @@ class Trainer(trainer.Trainer):
     @property
     def is_last_batch(self) -> bool:
         """Whether the present training batch is the last of its epoch, as far as known."""
-        step = None if self._run is None else self._run.step
-        return step is not None and step.batch_idx + 1 >= self.num_training_batches
+        if self._run is None or self._run.stage != "fit":
+            return False
+        ended_early = self._run.step is None and self._ended_early
+        return ended_early or self.fit_loop.batch_idx + 1 >= self.num_training_batches
 
     @property
     def batches_that_trained(self) -> int:
