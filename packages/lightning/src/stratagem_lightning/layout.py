@@ -100,7 +100,7 @@ _ACCELERATORS = _names(
     {
         "stratagem.accelerators": "HPUAccelerator TPUAccelerator=XLAAccelerator XLAAccelerator",
         f"{_API}.accelerators.cuda": "CUDAAccelerator",
-        f"{_API}.placeholders": "MPSAccelerator",
+        f"{_API}.accelerators.mps": "MPSAccelerator",
         f"{_API}.accelerators.accelerator": "Accelerator AcceleratorRegistry "
         "ACCELERATOR_REGISTRY=AcceleratorRegistry CPUAccelerator find_usable_cuda_devices",
     }
@@ -284,7 +284,7 @@ _ENVIRONMENT_LEAVES = {
     "torchelastic": "TorchElasticEnvironment",
 }
 _PLUGINS = {**_PRECISION, **_IO}
-_LAYER_SYNC = _names({f"{_API}.placeholders": "LayerSync TorchSyncBatchNorm"})
+_LAYER_SYNC = _names({f"{_API}.plugins.layer_sync": "LayerSync TorchSyncBatchNorm"})
 _COLLECTIVES = _names(
     {
         f"{_API}.placeholders": "Collective SingleDeviceCollective",

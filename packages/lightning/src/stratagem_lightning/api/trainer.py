@@ -43,6 +43,7 @@ from stratagem_lightning.api.core.overrides import check_dataloader_idx, refuse_
 from stratagem_lightning.api.core.shorthands import expand_shorthands, replace_half_on_cpu
 from stratagem_lightning.api.core.states import TrainerState
 from stratagem_lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardLogger
+from stratagem_lightning.api.plugins.layer_sync import expand_layer_sync
 from stratagem_lightning.api.strategies.single_device import belongs_to
 
 if TYPE_CHECKING:
@@ -182,7 +183,8 @@ class Trainer(trainer.Trainer):
     def __init__(self, **options: Any) -> None:
         self._loops: dict[str, EvaluationLoop] = {}
         passed = {n: v for n, v in options.items() if v is not None or n not in _OWN_DEFAULTS}
-        options = replace_half_on_cpu(expand_shorthands({**_of_environment(), **passed}))
+        options = expand_layer_sync(expand_shorthands({**_of_environment(), **passed}))
+        options = replace_half_on_cpu(options)
         self.barebones = bool(options.pop("barebones", False))
         if self.barebones:
             options = _of_barebones(options)
