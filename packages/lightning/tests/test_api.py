@@ -119,7 +119,7 @@ def test_fabric_calls_with_what_a_callback_takes_and_leaves_out_what_is_no_metho
     noting = Noting()
     fabric = Fabric(accelerator="cpu", devices=1, callbacks=noting, loggers=noting)
     fabric.call("on_end", loss=1.0, step=2)
-    with pytest.warns(UserWarning, match="expected a method, and Noting.not_a_method is a int"):
+    with pytest.warns(UserWarning, match="Skipping the callback `Noting.not_a_method`: expected a"):
         fabric.call("not_a_method")
     fabric.log("loss", 2, step=7)
     fabric.log_dict({"loss": 3, "acc": 0.5}, step=8)
@@ -143,13 +143,11 @@ def test_fabric_makes_tensors_and_models_in_their_final_format() -> None:
 def test_fabric_refuses_loaders_that_it_has_set_up_and_functions_without_an_argument() -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     ready = fabric.setup_dataloaders(loader(2))
-    with pytest.raises(
-        ConfigurationError, match="received one that it has returned before: set up each"
-    ):
+    with pytest.raises(ConfigurationError, match="A dataloader should be passed only once"):
         fabric.setup_dataloaders(ready)
-    with pytest.raises(ConfigurationError, match="expected a loader, received none"):
+    with pytest.raises(ConfigurationError, match="requires at least one dataloader, received none"):
         fabric.setup_dataloaders()
-    with pytest.raises(TypeError, match="received one without arguments: give it one"):
+    with pytest.raises(TypeError, match="needs to take at least one argument"):
         fabric.launch(lambda: None)
 
 
@@ -163,7 +161,7 @@ def test_a_module_logs_and_goes_backward_through_fabric() -> None:
             return super().training_step(batch, batch_idx)
 
     module = Logging()
-    with pytest.warns(UserWarning, match="Logging has neither a Trainer nor a Fabric yet"):
+    with pytest.warns(UserWarning, match="reference is not registered on Logging yet"):
         module.training_step(torch.ones(1, 32), 0)
     assert (module.global_rank, module.local_rank, module.logger) == (0, 0, None)
     model = fabric.setup(module)

@@ -346,9 +346,9 @@ def test_synchronized_layers_are_reverted_with_their_values() -> None:
     model.eval()
     expected = model(data)
     weight = model[1].weight
-    synchronized = plugin.apply(model)
+    synchronized: Any = plugin.apply(model)
     assert isinstance(synchronized[1], torch.nn.SyncBatchNorm)
-    reverted = plugin.revert(synchronized)
+    reverted: Any = plugin.revert(synchronized)
     assert not isinstance(reverted[1], torch.nn.SyncBatchNorm)
     assert reverted[1].weight is weight
     assert torch.equal(reverted(data), expected)

@@ -209,7 +209,7 @@ _MODULES = _names(
 )
 _MIXINS = _names({"stratagem.module": "HyperparametersMixin=HyperParametersMixin"})
 _TRAINER = _names({f"{_API}.trainer": "Trainer"})
-_TUNER = _names({"stratagem_extras.tuner": "Tuner"})
+_TUNER = _names({f"{_API}.tuner": "Tuner"})
 _FABRIC = _names({f"{_API}.fabric": "Fabric is_wrapped"})
 _CALLBACK = {"Callback": _CALLBACKS["Callback"]}
 _SEED_EVERYTHING = {"seed_everything": _SEED["seed_everything"]}

@@ -45,6 +45,7 @@ from stratagem_lightning.api.core.states import TrainerState
 from stratagem_lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardLogger
 from stratagem_lightning.api.plugins.layer_sync import expand_layer_sync
 from stratagem_lightning.api.strategies.single_device import belongs_to
+from stratagem_lightning.api.utilities.phrases import in_lightnings_words
 
 if TYPE_CHECKING:
     from stratagem.strategies import PreparedModel
@@ -180,6 +181,7 @@ class Trainer(trainer.Trainer):
         return not (writes and self._state.stage == "predict")
 
     @_taking_arguments_of(trainer.Trainer)
+    @in_lightnings_words
     def __init__(self, **options: Any) -> None:
         self._loops: dict[str, EvaluationLoop] = {}
         passed = {n: v for n, v in options.items() if v is not None or n not in _OWN_DEFAULTS}
@@ -229,6 +231,7 @@ class Trainer(trainer.Trainer):
 
     # -- the four runs
 
+    @in_lightnings_words
     def fit(
         self,
         model: Any,
@@ -251,6 +254,7 @@ class Trainer(trainer.Trainer):
         with self._exiting_on_interrupt():
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, path)
 
+    @in_lightnings_words
     def validate(  # type: ignore[override]  # in Lightning's order
         self,
         model: Any = None,
@@ -274,6 +278,7 @@ class Trainer(trainer.Trainer):
             values = super().validate(model, dataloaders, datamodule, path, printed)
         return self._logged(values, "validate", verbose)
 
+    @in_lightnings_words
     def test(  # type: ignore[override]  # in Lightning's order
         self,
         model: Any = None,
@@ -291,6 +296,7 @@ class Trainer(trainer.Trainer):
             values = super().test(model, dataloaders, datamodule, path, printed)
         return self._logged(values, "test", verbose)
 
+    @in_lightnings_words
     def predict(
         self,
         model: Any = None,
@@ -319,6 +325,11 @@ class Trainer(trainer.Trainer):
             if self.plan.request.interactive:
                 raise
             raise SystemExit(1) from interrupt
+
+    @in_lightnings_words
+    def save_checkpoint(self, *args: Any, **options: Any) -> None:
+        """Save a checkpoint; as `stratagem.Trainer.save_checkpoint`."""
+        super().save_checkpoint(*args, **options)
 
     def _begin(self, model: Any, datamodule: Any) -> None:
         """Do what Lightning does at the start of a run, and refuse what it alone would call."""

@@ -37,7 +37,8 @@ class TorchSyncBatchNorm(LayerSync):
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Return the model with `torch.nn.SyncBatchNorm` for its layers of batch norm."""
-        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
+        converted: nn.Module = convert(model)
         return converted
 
     def revert(self, model: nn.Module) -> nn.Module:
