@@ -279,8 +279,8 @@ def test_validation_comes_after_a_time(time: Any, monkeypatch: pytest.MonkeyPatc
         ),
         (
             {"val_check_interval": "soon"},
-            "val_check_interval='soon': expected a timedelta, 'DD:HH:MM:SS', a dict of its "
-            "arguments, or seconds",
+            "val_check_interval='soon': expected a timedelta, text of the format DD:HH:MM:SS, a "
+            "dict of its arguments, or seconds",
         ),
         (
             {"val_check_interval": timedelta(0)},

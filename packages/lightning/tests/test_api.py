@@ -528,7 +528,7 @@ def test_precisions_have_lightnings_methods() -> None:
         assert torch.ones(1).dtype is torch.bfloat16
     with pytest.raises(ConfigurationError, match=r"FSDPPrecision\('64-true'\): expected one of"):
         FSDPPrecision("64-true")
-    with pytest.raises(ConfigurationError, match="expected no scaler, since bfloat16 has"):
+    with pytest.raises(ConfigurationError, match="does not use a scaler"):
         MixedPrecision("bf16-mixed", scaler=object())
 
 
@@ -720,7 +720,7 @@ def test_helpers_of_lightnings_users_say_what_is_wrong() -> None:
         lightning_setattr(model, "learning_rate", 0.1)
     with pytest.raises(ConfigurationError, match=r"expected what torch\.compile has "):
         from_compiled(nn.Linear(1, 1))
-    with pytest.warns(UserWarning, match=r"DataLoader has length 0: is that what you want\?"):
+    with pytest.warns(UserWarning, match=r"returned 0 length. Is that what you want\?"):
         assert has_len(loader(0))
 
 
@@ -1022,3 +1022,17 @@ def test_no_gpus_mean_the_cpu_and_no_devices_are_refused() -> None:
 def test_arguments_of_fabric_given_twice_are_refused() -> None:
     with pytest.raises(TypeError, match="multiple values for argument 'accelerator'"):
         Fabric("cpu", accelerator="cpu")
+
+
+def test_a_logger_of_tensorboard_may_compute_its_name_and_version(tmp_path: Path) -> None:
+    class Own(TensorBoardLogger):
+        @property
+        def name(self) -> str:
+            return "computed"
+
+        @property
+        def version(self) -> str:
+            return "seven"
+
+    assert Path(Own(tmp_path).log_dir) == tmp_path / "computed" / "seven"
+    assert TensorBoardLogger(tmp_path, name="given").name == "given"

@@ -12,10 +12,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from stratagem import Callback
-from stratagem.callbacks import DeviceStatsMonitor, LearningRateMonitor
+from stratagem.callbacks import (
+    DeviceStatsMonitor,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+)
 from stratagem.checkpoint import SingleFileCheckpointIO as TorchCheckpointIO
 from stratagem.errors import ConfigurationError, StratagemError, UserCodeError
 from stratagem_extras.tuner import BatchSizeFinder, LearningRateFinder
+from stratagem_lightning.api.callbacks.early_stopping import EarlyStopping
 from stratagem_lightning.api.callbacks.model_checkpoint import ModelCheckpoint
 from stratagem_lightning.api.core.module import LightningModule
 from stratagem_lightning.api.demos.boring_classes import BoringModel, RandomDataset
@@ -25,6 +30,7 @@ from stratagem_lightning.api.plugins.environments import LightningEnvironment
 from stratagem_lightning.api.trainer import Trainer
 from stratagem_lightning.api.tuner import Tuner
 from stratagem_lightning.api.utilities import phrases
+from stratagem_lightning.api.utilities.seed import seed_everything
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::stratagem_lightning.api.utilities.warnings.PossibleUserWarning",
@@ -320,6 +326,30 @@ CASES: list[tuple[str, type[Exception], Callable[[], Any]]] = [
         ValueError,
         lambda: Tuner(make()).scale_batch_size(sized(), method="none"),
     ),
+    ("`mode` can be 'min' or 'max' but got up", ValueError, lambda: EarlyStopping("a", mode="up")),
+    (
+        "`mode` can be 'min' or 'max' but got up",
+        ValueError,
+        lambda: ModelCheckpoint(mode="up"),  # type: ignore[arg-type]
+    ),
+    (
+        "Invalid value for save_top_k. Must be >= -1",
+        ValueError,
+        lambda: ModelCheckpoint(save_top_k=-2),
+    ),
+    (
+        "Invalid value for every_n_epochs. Must be >= 0",
+        ValueError,
+        lambda: ModelCheckpoint(every_n_epochs=-2),
+    ),
+    (
+        "`accumulate_grad_batches` and are using the `GradientAccumulationScheduler`",
+        ValueError,
+        lambda: make(
+            accumulate_grad_batches=2, callbacks=GradientAccumulationScheduler(scheduling={0: 2})
+        ),
+    ),
+    ("10000000000 is not in bounds", ValueError, lambda: seed_everything(10**10)),
     ("A model should be passed only once to the `setup` method", ValueError, twice_set_up),
     (
         "`list` values cannot be logged",

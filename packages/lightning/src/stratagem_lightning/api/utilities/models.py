@@ -88,7 +88,7 @@ def grad_norm(
     """
     kind = float(norm_type)
     if kind <= 0:
-        raise ValueError(f"norm_type={norm_type!r}: expected a number above 0, or 'inf'")
+        raise ValueError(f"`norm_type` must be a positive number or 'inf', received {norm_type!r}")
     prefix = f"grad_{kind}_norm"
     norms: dict[str, Any] = {
         f"{prefix}{group_separator}{name}": parameter.grad.data.norm(kind)

@@ -80,7 +80,8 @@ def _required(model: Any, name: str) -> list[Any]:
     if holders := _holders(model, name):
         return holders
     raise AttributeError(
-        f"neither {type(model).__name__}, its hparams nor its DataModule has {name!r}"
+        f"{name!r} is neither stored in the model namespace nor the `hparams` namespace/dict, nor "
+        f"the datamodule. The model is a {type(model).__name__}"
     )
 
 

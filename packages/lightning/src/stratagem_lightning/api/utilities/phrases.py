@@ -183,6 +183,18 @@ PHRASES = (
         r"LearningRateMonitor logs a value for each parameter group, and several",
         "A single `Optimizer` cannot have multiple parameter groups with identical `name` values",
     ),
+    Phrase(
+        r"(?:EarlyStopping|ModelCheckpoint)\(mode='(\w+)'\)",
+        r"`mode` can be 'min' or 'max' but got \1",
+    ),
+    Phrase(r"ModelCheckpoint\((save_top_k)=-", r"Invalid value for \1. Must be >= -1"),
+    Phrase(r"ModelCheckpoint\((every_n_\w+)=-", r"Invalid value for \1. Must be >= 0"),
+    Phrase(
+        r"accumulate_grad_batches=\d+ beside",
+        "You have set `accumulate_grad_batches` and are using the `GradientAccumulationScheduler` "
+        "callback",
+    ),
+    Phrase(r"seed=(\S+): expected a whole number from 0", r"\1 is not in bounds"),
     # -- the Tuner
     Phrase(
         r"lr_find takes one optimizer",
