@@ -62,7 +62,11 @@ from stratagem_lightning.api.trainer import Trainer
 from stratagem_lightning.api.utilities.data import has_len
 from stratagem_lightning.api.utilities.loading import get_filesystem, is_dir
 from stratagem_lightning.api.utilities.models import from_compiled, grad_norm
-from stratagem_lightning.api.utilities.parsing import lightning_setattr
+from stratagem_lightning.api.utilities.parsing import (
+    lightning_getattr,
+    lightning_hasattr,
+    lightning_setattr,
+)
 from stratagem_lightning.api.utilities.samplers import (
     DistributedSamplerWrapper,
     UnrepeatedDistributedSampler,
@@ -1036,3 +1040,15 @@ def test_a_logger_of_tensorboard_may_compute_its_name_and_version(tmp_path: Path
 
     assert Path(Own(tmp_path).log_dir) == tmp_path / "computed" / "seven"
     assert TensorBoardLogger(tmp_path, name="given").name == "given"
+
+
+def test_a_hyperparameter_is_found_in_an_object_of_the_users_class() -> None:
+    class Settings:
+        learning_rate = 0.5
+
+    model = type("Own", (BoringModel,), {"hparams": Settings()})()
+    assert lightning_hasattr(model, "learning_rate")
+    assert lightning_getattr(model, "learning_rate") == 0.5
+    lightning_setattr(model, "learning_rate", 0.1)
+    assert lightning_getattr(model, "learning_rate") == 0.1
+    assert not lightning_hasattr(model, "width")

@@ -258,6 +258,13 @@ def test_several_loaders_need_the_argument_that_tells_them_apart(stage: str) -> 
         run_stage(stage, model_with(name, has, 2))
 
 
+def test_a_predict_step_that_is_none_is_refused() -> None:
+    model = BoringModel()
+    vars(model)["predict_step"] = None
+    with pytest.raises(UserCodeError, match="`predict_step` cannot be None to run"):
+        Trainer(**QUIET).predict(model)
+
+
 def test_a_single_loader_passes_no_index() -> None:
     def needs(self: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None: ...
     def needs_other(self: Any, batch: Any, batch_idx: int, dl_idx: int) -> None: ...

@@ -17,7 +17,7 @@ from stratagem import callbacks as own, storage, trainer
 from stratagem.accelerators import Accelerator
 from stratagem.checkpoint import find_all
 from stratagem.data import CombinedLoader
-from stratagem.errors import ConfigurationError, MissingPackageError
+from stratagem.errors import ConfigurationError, MissingPackageError, UserCodeError
 from stratagem.launch import rank_zero_info, rank_zero_warn
 from stratagem.loggers import Logger
 from stratagem.profilers import Profiler
@@ -307,6 +307,11 @@ class Trainer(trainer.Trainer):
         weights_only: bool | None = None,
     ) -> Any:
         """Predict; as `stratagem.Trainer.predict`, with `model` and `ckpt_path` of `validate`."""
+        if model is not None and getattr(model, "predict_step", model) is None:
+            raise UserCodeError(
+                f"`predict_step` cannot be None to run `Trainer.predict`: define it in "
+                f"{type(model).__name__}, or leave the attribute alone"
+            )
         path = self._best_if_left_out(model, ckpt_path, "predict")
         self._begin(model, datamodule)
         with self._exiting_on_interrupt():
