@@ -530,7 +530,7 @@ def test_precisions_have_lightnings_methods() -> None:
     assert whole.convert_module(torch.nn.Linear(1, 1)).weight.dtype is torch.float32
     with DeepSpeedPrecision("bf16-true").module_init_context():
         assert torch.ones(1).dtype is torch.bfloat16
-    with pytest.raises(ConfigurationError, match=r"is not supported in FSDP. `precision` must be one of"):
+    with pytest.raises(ConfigurationError, match="is not supported in FSDP. `precision` must"):
         FSDPPrecision("64-true")
     with pytest.raises(ConfigurationError, match="does not use a scaler"):
         MixedPrecision("bf16-mixed", scaler=object())
