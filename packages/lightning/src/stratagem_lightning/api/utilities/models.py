@@ -41,8 +41,8 @@ def is_overridden(
         found = [base for base in _PARENTS if isinstance(instance, base)]
         if not found:
             raise ValueError(
-                f"{type(instance).__name__}: expected a Module, a DataModule or a Callback, or the "
-                "argument parent"
+                f"Expected a parent: {type(instance).__name__} is no Module, DataModule or "
+                "Callback, so pass the argument parent"
             )
         parent = found[0]
     own, base = getattr(instance, method_name, None), getattr(parent, method_name, None)
