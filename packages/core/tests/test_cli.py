@@ -769,7 +769,7 @@ def test_commands_of_plugins_are_listed_and_not_imported(greeting: Program) -> N
 
 def test_a_command_of_core_asks_no_plugin_for_its_commands(program: Program) -> None:
     program.install("clumsy", offering(before="raise RuntimeError('dropped it')"))
-    for arguments in (["strategies"], ["explain"], ["checkpoint", "verify", "--help"]):
+    for arguments in (["strategies"], ["explain"], ["run", "--help"]):
         assert "dropped it" not in program(*arguments).stderr
 
 
@@ -801,11 +801,6 @@ REFUSED = {
         offering(("strategies", "greeting_commands:greet")),
         "command 'strategies': stratagem-core has the command 'strategies', which wins: give "
         "this one another name",
-    ),
-    "above_core": (
-        offering(("checkpoint", "greeting_commands:greet")),
-        "command 'checkpoint': stratagem-core has the command 'checkpoint inspect', which wins: "
-        "give this one another name",
     ),
     "below_core": (
         offering(("run fast", "greeting_commands:greet")),
@@ -1083,13 +1078,13 @@ def test_checkpoint_commands_import_no_torch(program: Program) -> None:
     assert program.python("-c", code).stdout.endswith("\n0 False\n")
 
 
-def test_ctrl_c_ends_a_command_of_core_without_a_traceback(
+def test_ctrl_c_ends_a_command_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(path: str, *, verify: bool) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("stratagem.cli.checkpoint.describe_checkpoint", interrupted)
+    monkeypatch.setattr("stratagem.checkpoint.describe_checkpoint", interrupted)
     assert run_command(["checkpoint", "verify", "model.ckpt"]) == 130
     assert capsys.readouterr() == ("", "")
 

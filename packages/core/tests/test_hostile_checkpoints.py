@@ -30,6 +30,7 @@ from stratagem.checkpoint import (
 )
 from stratagem.checkpoint.catalog import find_all
 from stratagem.errors import CheckpointContentError, CheckpointCorruptError
+from stratagem.trainer.progress import Progress
 
 MANIFEST = b'{"format_version":2,"piece_size":67108864,"stratagem":"0","torch":"2","contents":[]}'
 CONTENTS = {"weights": torch.arange(50.0)}
@@ -513,20 +514,40 @@ def test_a_part_of_another_kind_of_numbers_is_refused(directory: Path) -> None:
 # ---------------------------------------------------------------- what a Trainer saved
 
 
+WHOLE: dict[str, Any] = {
+    "state_dict": {},
+    "progress": Progress().state_dict(),
+    "optimizer_states": [],
+    "lr_schedulers": [],
+    "precision": {},
+    "callbacks": {},
+}
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("progress", "x", "its progress is 'x', expected a dict"),
-        ("ranks", 5, "its ranks is 5, expected a list or dict"),
-        ("optimizer_states", {}, "its optimizer_states is a dict, expected a list"),
-        ("precision", 3, "its precision is 3, expected a dict"),
-        ("callbacks", [], "its callbacks is a list, expected a dict"),
-        ("epoch", "q", "its epoch is 'q', expected a number from 0 on"),
-        ("format_version", "2", "its format_version is '2', expected a number from 0 on"),
-        ("progress", {"batches": -3}, "its progress['epoch'] is None, expected a number from 0 on"),
+        ("progress", "x", "progress is 'x', expected a dict"),
+        ("ranks", 5, "ranks is 5, expected a list or a dict"),
+        ("optimizer_states", {}, "optimizer_states is a dict, expected a list"),
+        ("precision", 3, "precision is 3, expected a dict"),
+        ("callbacks", [], "callbacks is a list, expected a dict"),
+        ("epoch", "q", "epoch is 'q', expected a number from 0 on"),
+        ("format_version", "2", "format_version is '2', expected a number from 0 on"),
+        (
+            "progress",
+            {**Progress().state_dict(), "batches": -3},
+            "progress['batches'] is -3, expected a number from 0 on",
+        ),
     ],
 )
 def test_an_entry_of_another_kind_is_refused_by_its_name(name: str, value: Any, said: str) -> None:
     with pytest.raises(CheckpointCorruptError) as caught:
-        trainer_format.check_trainer_checkpoint({"state_dict": {}, name: value}, "run.ckpt")
+        trainer_format.check_trainer_checkpoint({**WHOLE, name: value}, "run.ckpt")
     assert str(caught.value) == f"'run.ckpt' is damaged: {said}"
+
+
+def test_a_checkpoint_of_a_training_that_lacks_a_part_is_refused() -> None:
+    lacking = {name: value for name, value in WHOLE.items() if name != "callbacks"}
+    with pytest.raises(CheckpointCorruptError, match=r"is damaged: it lacks callbacks$"):
+        trainer_format.check_trainer_checkpoint(lacking, "run.ckpt")

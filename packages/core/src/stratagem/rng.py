@@ -20,29 +20,6 @@ from stratagem.errors import ConfigurationError
 if TYPE_CHECKING:
     from stratagem.interfaces.accelerator import Accelerator
 
-__all__ = [
-    "SEED_VARIABLE",
-    "WORKERS_VARIABLE",
-    "SeededOnce",
-    "WorkerSeed",
-    "chosen_seed",
-    "generator_states",
-    "generators_held_by_data",
-    "generators_of",
-    "generators_of_data",
-    "generators_of_loader",
-    "inherit_rng",
-    "inherited_rng",
-    "preserve_rng_state",
-    "rng_state",
-    "seed_devices_by",
-    "seed_everything",
-    "seed_host",
-    "seeds_workers",
-    "set_generator_states",
-    "set_rng_state",
-]
-
 SEED_VARIABLE = "STRATAGEM_SEED"
 WORKERS_VARIABLE = "STRATAGEM_SEED_WORKERS"
 
@@ -228,6 +205,29 @@ def set_rng_state(
         kind, own = state["device"]
         if kind == device.type:
             accelerator.set_rng_state(device, own)
+
+
+def try_rng_state(
+    state: dict[str, Any], generators: Sequence[Any] = (), states: Sequence[Any] = ()
+) -> None:
+    """Raise if states from a checkpoint cannot be restored; nothing changes.
+
+    Args:
+        state: would be given to `set_rng_state`.
+        generators, states: would be given to `set_generator_states`.
+
+    Raises:
+        AttributeError, LookupError, OverflowError, TypeError, ValueError: a state is another thing.
+    """
+    before = generator_states(generators)
+    try:
+        with preserve_rng_state():
+            set_rng_state(state)
+            set_generator_states(generators, states)
+    except RuntimeError as error:  # torch's, of the size of a state
+        raise ValueError(str(error)) from error
+    finally:
+        set_generator_states(generators, before)
 
 
 def inherited_rng() -> dict[str, Any]:

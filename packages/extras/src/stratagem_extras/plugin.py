@@ -88,6 +88,16 @@ COMMANDS = (
     ("test", "cli.commands:test", "Test a model that a config file describes."),
     ("predict", "cli.commands:predict", "Predict with a model that a config file describes."),
     (
+        "checkpoint inspect",
+        "checkpoints.inspection:inspect",
+        "Show who saved a checkpoint, under what, and what is in it.",
+    ),
+    (
+        "checkpoint verify",
+        "checkpoints.inspection:verify",
+        "Read checkpoints whole and compare them with their checksums.",
+    ),
+    (
         "checkpoint consolidate",
         "checkpoints.commands:consolidate",
         "Make one file of a checkpoint that is a directory.",

@@ -9,8 +9,10 @@ from stratagem.discovery.exports import exporter
 if TYPE_CHECKING:
     from stratagem.checkpoint.catalog import (
         SUFFIX as SUFFIX,
+        Description as Description,
+        check_exists as check_exists,
+        describe_checkpoint as describe_checkpoint,
         find_all as find_all,
-        find_format as find_format,
     )
     from stratagem.checkpoint.trainer_format import (
         FORMAT_VERSION as FORMAT_VERSION,

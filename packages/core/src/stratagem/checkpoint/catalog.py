@@ -20,15 +20,13 @@ from stratagem.checkpoint.archive import (
 from stratagem.checkpoint.directory import MANIFEST, read_directory, verify_files
 from stratagem.errors import (
     CheckpointError,
-    CheckpointFormatError,
     CheckpointNotFoundError,
-    format_text,
     format_value,
 )
 from stratagem.storage import paths
 
 if TYPE_CHECKING:
-    from stratagem.interfaces.checkpoint_io import CheckpointIO
+    pass
 
 
 @dataclass(frozen=True)
@@ -59,6 +57,14 @@ def describe_checkpoint(path: str | Path, *, verify: bool = False) -> Descriptio
     Raises:
         CheckpointNotFoundError, CheckpointCorruptError: the path has no complete checkpoint.
         OSError: the checkpoint cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> from stratagem.checkpoint import SingleFileCheckpointIO, describe_checkpoint
+        >>> path = f"{tempfile.mkdtemp()}/a.ckpt"
+        >>> SingleFileCheckpointIO().save_checkpoint({"step": 1}, path)
+        >>> describe_checkpoint(path, verify=True).files
+        1
     """
     path = paths.to_location(path)
     if isinstance(path, Path) and path.is_dir():
@@ -81,68 +87,21 @@ def describe_checkpoint(path: str | Path, *, verify: bool = False) -> Descriptio
     return Description(archive.size, 1, archive.checksum, archive.manifest)
 
 
-def find_format(path: str | Path, name: str = "") -> tuple[str, CheckpointIO]:
-    """Return the checkpoint format that can load a checkpoint, as (name, object).
-
-    Args:
-        path: the path of the checkpoint, in a form that the format accepts.
-        name: the name of a format, which is returned without a check. With "", each installed
-            format tries to load the checkpoint.
-
-    Raises:
-        UnknownNameError: no format has that name.
-        CheckpointNotFoundError: the path does not exist.
-        CheckpointFormatError: no installed format can load the checkpoint. The error gives the
-            reason for each format.
-
-    Example:
-        >>> import tempfile
-        >>> from stratagem.checkpoint import SingleFileCheckpointIO, find_format
-        >>> path = f"{tempfile.mkdtemp()}/a.ckpt"
-        >>> SingleFileCheckpointIO().save_checkpoint({"step": 1}, path)
-        >>> find_format(path, "single_file")[0]
-        'single_file'
-    """
-    from stratagem.discovery.registry import get_registry
-
-    if name:
-        return name, get_registry().find("checkpoint_io", name).spec.build()
-    refusals = []
-    for candidate in get_registry().candidates("checkpoint_io"):
-        # The boundary at which any failure of a format becomes a line of the error.
-        try:
-            checkpoint_io: CheckpointIO = candidate.spec.build()
-            if checkpoint_io.asynchronous:
-                continue  # it writes in another one
-            checkpoint_io.load_checkpoint(path)
-            return candidate.spec.name, checkpoint_io
-        except CheckpointFormatError:
-            refusals.append(candidate.spec.name)
-        except Exception as error:
-            refusals.append(f"{candidate.spec.name} ({format_text(str(error), 300)})")
-    check_exists(paths.to_location(os.fspath(path)))
-    raise CheckpointFormatError(
-        f"{str(path)!r} is not a whole checkpoint of any installed format: {', '.join(refusals)}"
-    )
-
-
 SUFFIX = ".ckpt"
 
 
-def verify(path: str | os.PathLike[str]) -> Description:
-    """Read a checkpoint whole and compare it with its checksums, if it has any.
+def check_exists(path: paths.Location) -> None:
+    """Raise if nothing is at a path.
 
     Raises:
-        CheckpointNotFoundError: the path does not exist.
-        CheckpointCorruptError: the file is damaged, or not a checkpoint.
-        OSError: the checkpoint cannot be read.
+        CheckpointNotFoundError: names the checkpoints beside the path.
+
+    Example:
+        >>> import tempfile
+        >>> from stratagem.checkpoint import check_exists
+        >>> from stratagem.storage import to_location
+        >>> check_exists(to_location(tempfile.mkdtemp()))
     """
-    check_exists(paths.to_location(os.fspath(path)))
-    return describe_checkpoint(os.fspath(path), verify=True)
-
-
-def check_exists(path: paths.Location) -> None:
-    """Raise CheckpointNotFoundError, with the checkpoints beside it, if nothing is at the path."""
     if paths.exists(path):
         return
     folder = paths.parent(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stratagem import __version__
+from stratagem.checkpoint.forms import Count, misfit
 from stratagem.discovery.entry_points import DISABLE_VARIABLE
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import (
@@ -23,27 +24,38 @@ FORMAT_VERSION = 2
 """The version of the table of keys in `stratagem.trainer.resume.checkpoint`."""
 
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    "format_version": (int,),
-    "run": (str,),
-    "epoch": (int,),
-    "global_step": (int,),
-    "state_dict": (dict,),
-    "hyper_parameters": (dict,),
-    "hparams_name": (str,),
-    "hparams_configs": (list,),
-    "datamodule_hyper_parameters": (dict,),
-    "datamodule_hparams_name": (str,),
-    "datamodule_hparams_configs": (list,),
-    "progress": (dict,),
-    "optimizer_states": (list,),
-    "lr_schedulers": (list,),
-    "precision": (dict,),
-    "callbacks": (dict,),
-    "ranks": (list, dict),
+_FORM = {
+    "format_version?": Count,
+    "run?": str,
+    "epoch?": Count,
+    "global_step?": Count,
+    "state_dict?": dict,
+    "hyper_parameters?": dict,
+    "hparams_name?": str,
+    "hparams_configs?": list,
+    "datamodule_hyper_parameters?": dict,
+    "datamodule_hparams_name?": str,
+    "datamodule_hparams_configs?": list,
+    "ranks?": ([dict], {"first": dict, "changes": object, "ends": object}),
 }
-_COUNTS = ("epoch", "global_step", "batches", "validated")
-"""The counts in the progress."""
+_TRAINING_FORM = {
+    "progress": {
+        "epoch": Count,
+        "global_step": Count,
+        "batches": Count,
+        "epoch_is_done": bool,
+        "validated": Count,
+        "batches_before?": Count,
+        "last_step?": Count,
+        "end_begun?": bool,
+        "stop_delayed?": bool,
+    },
+    "optimizer_states": list,
+    "lr_schedulers": list,
+    "precision": dict,
+    "callbacks": {str: object},
+}
+"""Of a checkpoint with more than weights."""
 
 
 def check_trainer_checkpoint(
@@ -64,12 +76,9 @@ def check_trainer_checkpoint(
     """
     if "format_version" not in checkpoint:
         checkpoint = _converted(checkpoint, str(path))
-    for name, kinds in _KINDS.items():
-        _check_kind(path, name, checkpoint.get(name, kinds[0]()), kinds)
-    progress = checkpoint.get("progress")
-    if progress is not None:
-        for name in _COUNTS:
-            _check_kind(path, f"progress[{name!r}]", progress.get(name), (int,))
+    form = {**_FORM, **(_TRAINING_FORM if "progress" in checkpoint else {})}
+    if fault := misfit(checkpoint, form, ""):
+        raise CheckpointCorruptError(f"{str(path)!r} is damaged: {fault}")
     version = checkpoint.get("format_version", FORMAT_VERSION)
     if version != FORMAT_VERSION:
         advice = "upgrade stratagem-core" if version > FORMAT_VERSION else "no release wrote it"
@@ -106,14 +115,3 @@ def _converted(checkpoint: dict[str, Any], path: str) -> dict[str, Any]:
             f"to be read. {' '.join(registry.possible_providers('lightning'))}"
         )
     return checkpoint
-
-
-def _check_kind(
-    path: paths.Location | str, name: str, value: object, kinds: tuple[type, ...]
-) -> None:
-    if not isinstance(value, kinds) or (isinstance(value, int) and value < 0):
-        expected = " or ".join(kind.__name__ for kind in kinds)
-        raise CheckpointCorruptError(
-            f"{str(path)!r} is damaged: its {name} is {format_value(value)}, expected "
-            + ("a number from 0 on" if kinds == (int,) else f"a {expected}")
-        )

@@ -52,19 +52,11 @@ COMMANDS = {
     ),
     "explain": ("stratagem.cli.explain:run", "Show what a request would use, and why."),
     "doctor": ("stratagem.cli.doctor:run", "Show what is installed and what is wrong with it."),
-    "checkpoint inspect": (
-        "stratagem.cli.checkpoint:inspect",
-        "Show who saved a checkpoint, under what, and what is in it.",
-    ),
-    "checkpoint verify": (
-        "stratagem.cli.checkpoint:verify",
-        "Read checkpoints whole and compare them with their checksums.",
-    ),
 }
 """Core's commands: what users type, the function that runs it, and the line for `--help`.
 
 Weights-only-safe data, like the commands of plugins (`stratagem.discovery.Command`), but read
-before pluggy is imported. A name has one word or two."""
+before pluggy is imported."""
 
 _SHORT = ("strategies", "explain", "doctor")
 """Commands that mostly import modules, so that garbage collection finds nothing to free."""
@@ -110,14 +102,13 @@ def run_command(arguments: Sequence[str]) -> int:
     Raises:
         SystemExit: the arguments of the command are wrong (exit code 2), or ask for help.
     """
-    for words in (2, 1):
-        if found := COMMANDS.get(" ".join(arguments[:words])):
+    try:
+        if found := COMMANDS.get(" ".join(arguments[:1])):
             module, _, function = found[0].partition(":")
             run: Run = getattr(importlib.import_module(module), function)
-            try:
-                return run(arguments[words:])
-            except KeyboardInterrupt:
-                return 130  # as a shell reports Ctrl-C
-    from stratagem.cli.program import run_other
+            return run(arguments[1:])
+        from stratagem.cli.program import run_other
 
-    return run_other(arguments)
+        return run_other(arguments)
+    except KeyboardInterrupt:
+        return 130  # as a shell reports Ctrl-C

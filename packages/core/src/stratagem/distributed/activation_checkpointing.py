@@ -93,7 +93,7 @@ def _chosen(model: nn.Module, choice: Any, layers: list[nn.Module]) -> list[nn.M
     parts = [part for part in model.modules() if part is not model]
     if choice is True:
         kinds = (nn.ModuleList, nn.Sequential)
-        lists = [part for part in parts if isinstance(part, kinds)]
+        lists: list[Any] = [part for part in parts if isinstance(part, kinds)]
         # Not of stages, of which one is a list of layers, nor around the only list.
         stages = [isinstance(child, kinds) for child in model] if isinstance(model, kinds) else []
         if len(stages) > 1 and len(set(stages)) == 1:

@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 
+from stratagem.checkpoint.forms import Count
 from stratagem.data.sharding import UNKNOWN, is_iterable, length_of, set_epoch
 from stratagem.interfaces.accelerator import Accelerator
-from stratagem.rng import rng_state, set_rng_state
+from stratagem.rng import rng_state, set_rng_state, try_rng_state
 from stratagem.state.rank_states import RankStates
+
+FORM = {"epoch": Count, "batches": Count, "random": dict, "loader": dict}
+"""The form of `LiteDataLoader.state_dict`."""
 
 
 class Reading:
@@ -173,7 +177,7 @@ class LiteDataLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from this rank's `state_dict`, with an unchanged number of ranks."""
-        self.resume(RankStates([state] * (self._rank + 1)))
+        self.resume(RankStates([state] * (self._rank + 1), FORM))
 
     def resume(self, states: RankStates) -> None:
         """Resume from the state dicts of all ranks.
@@ -187,6 +191,7 @@ class LiteDataLoader:
         if self._rank < len(states):
             # Set them again when the iteration begins, so that it draws the same random numbers.
             random = states[self._rank]["random"]
+            try_rng_state(random)
             set_rng_state(random, *self._rng_of)
             self._random = random if batches else None
 

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from stratagem.checkpoint.forms import Count, require_form
 from stratagem.data.sharding import divides_data
-from stratagem.errors import CheckpointMismatchError, ConfigurationError, format_names
+from stratagem.errors import CheckpointMismatchError, ConfigurationError, format_names, naming
 from stratagem.lite.module import LiteModule
-from stratagem.rng import rng_state, set_rng_state
+from stratagem.rng import rng_state, set_rng_state, try_rng_state
 from stratagem.runtime.optimizer import LiteOptimizer
 from stratagem.runtime.prepare import Compile
 from stratagem.state.rank_states import RankStates, gather_states
+from stratagem.state.state_checks import as_mismatch
 from stratagem.storage import paths
 
 if TYPE_CHECKING:
@@ -156,6 +158,8 @@ def save_state(lite: Lite, folder: str | os.PathLike[str]) -> None:
 def load_state(lite: Lite, folder: str | os.PathLike[str]) -> None:
     """Load a state saved by `save_state`; see `Lite.load_state`."""
     left = lite.load(paths.join(paths.parse_user_path(folder), _FILE), lite._objects.state())
+    with naming(folder):
+        require_form(left, {_RANDOM: (list, dict), _MICRO_BATCHES: Count}, "")
     random, lite._micro_batches = RankStates(left.pop(_RANDOM)), left.pop(_MICRO_BATCHES)
     if left:
         raise CheckpointMismatchError(
@@ -163,4 +167,6 @@ def load_state(lite: Lite, folder: str | os.PathLike[str]) -> None:
             "was set up: set up the objects of the run that saved it, in the same order"
         )
     if lite.global_rank < len(random):
+        with naming(folder), as_mismatch("a random number generator"):
+            try_rng_state(random[lite.global_rank])
         set_rng_state(random[lite.global_rank], lite.strategy.accelerator, lite.device)

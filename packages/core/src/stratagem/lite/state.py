@@ -12,13 +12,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from stratagem.errors import CheckpointMismatchError, format_names, naming
 from stratagem.interfaces.strategy import Strategy
-from stratagem.lite.dataloader import LiteDataLoader
+from stratagem.lite.dataloader import FORM as LOADER_FORM, LiteDataLoader
 from stratagem.lite.module import LiteModule
 from stratagem.runtime.checkpoint_writer import load_strategy_state, model_state, strategy_state
 from stratagem.runtime.optimizer import LiteOptimizer
 from stratagem.state.rank_states import RankStates, gather_states
 from stratagem.state.shards import read_whole
-from stratagem.state.state_checks import load_scheduler_state
+from stratagem.state.state_checks import as_mismatch, load_scheduler_state
 
 STRATEGY_STATE = "stratagem.strategy_state"
 """The entry for the strategy's own state of each model, by the model's name in the dict."""
@@ -123,7 +123,8 @@ def restore(
             with naming(path):
                 strategy.load_optimizer_state(target.prepared, target.optimizer, value)
         elif isinstance(target, LiteDataLoader):
-            target.resume(RankStates(value))
+            with naming(path), as_mismatch("a loader"):
+                target.resume(RankStates(value, LOADER_FORM))
         elif isinstance(target, LRScheduler):
             with naming(path):
                 load_scheduler_state(target, read_whole(value))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
+from stratagem.checkpoint.forms import Form, require_form
 from stratagem.errors import CheckpointCorruptError
 from stratagem.state import safe_data
 
@@ -65,16 +66,20 @@ class RankStates(Sequence[State]):
 
     Args:
         saved: as `gather_states` returned it on rank 0.
+        form: of each state, or of its entry.
         key: of the entry of each state that is meant; None: all of it.
     """
 
-    def __init__(self, saved: dict[str, Any] | list[State], key: str | None = None) -> None:
+    def __init__(
+        self, saved: dict[str, Any] | list[State], form: Form = object, key: str | None = None
+    ) -> None:
         self._saved = saved
+        self._form = form
         self._key = key
 
-    def of(self, key: str) -> RankStates:
-        """Return one entry of each state."""
-        return RankStates(self._saved, key)
+    def of(self, key: str, form: Form = object) -> RankStates:
+        """Return one entry of each state, which has this form."""
+        return RankStates(self._saved, form, key)
 
     def __len__(self) -> int:
         return len(self._saved["ends"] if isinstance(self._saved, dict) else self._saved)
@@ -88,13 +93,17 @@ class RankStates(Sequence[State]):
 
         Raises:
             CheckpointCorruptError: it cannot be read.
+            CheckpointMismatchError: it has another form.
         """
         if isinstance(rank, slice):
             return [self[each] for each in range(*rank.indices(len(self)))]
         if not 0 <= rank < len(self):
             raise IndexError(f"there are the states of {len(self)} ranks, not of rank {rank}")
-        state = self._state(rank)
-        return state if self._key is None else state[self._key]
+        state, name = self._state(rank), f"state of rank {rank}"
+        if self._key is not None:
+            state, name = state[self._key], f"{self._key} of rank {rank}"
+        require_form(state, self._form, name)
+        return state
 
     def _state(self, rank: int) -> State:
         if not isinstance(self._saved, dict):

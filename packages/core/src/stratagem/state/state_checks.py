@@ -118,15 +118,19 @@ def check_entries(
                 raise _mismatch(value, what, f"the shape {shape}")
 
 
-def check_options(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Check the options of a saved parameter group against the optimizer's options.
+def check_kinds(own: Mapping[str, Any], saved: Mapping[str, Any], what: str) -> None:
+    """Compare the kinds of saved values with those of the current values; None is of any kind.
+
+    Args:
+        own, saved: by name; only names that both have are compared.
+        what: what they are, for the error, such as "the group option".
 
     Raises:
-        CheckpointMismatchError: an option has another kind; names it.
+        CheckpointMismatchError: a value has another kind; names it.
     """
     for key in own.keys() & saved.keys() - {"params"}:
         if expected := _expected(own[key], saved[key]):
-            raise _mismatch(saved[key], f"the group option {key!r}", expected)
+            raise _mismatch(saved[key], f"{what} {key!r}", expected)
 
 
 def load_scheduler_state(scheduler: Any, state: Any) -> None:
@@ -192,7 +196,10 @@ def _expected(own: Any, saved: Any) -> str:
         is_alike = isinstance(saved, Mapping) and all(map(_is_number, (*saved, *saved.values())))
         return "" if is_alike else "a dict of numbers"
     if isinstance(own, Mapping):
-        return "" if isinstance(saved, Mapping) else "a dict"
+        if not isinstance(saved, Mapping):
+            return "a dict"
+        of = (_expected(own[key], saved[key]) for key in own.keys() & saved.keys())
+        return next(filter(None, of), "")
     if isinstance(own, (list, tuple)):
         if not isinstance(saved, (list, tuple)):
             return "a list"

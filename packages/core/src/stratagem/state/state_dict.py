@@ -20,8 +20,8 @@ from stratagem.state.shards import LazyTensor
 from stratagem.state.state_checks import (
     as_mismatch,
     check_entries,
+    check_kinds,
     check_optimizer_form,
-    check_options,
 )
 
 _WRAPPER = "_orig_mod."
@@ -129,7 +129,7 @@ def _merged(
             f"lacks {', '.join(sorted(missing))}: {type(optimizer).__name__} has "
             f"{', '.join(here)}. Use the optimizer that it was saved with"
         )
-    check_options(own, saved)
+    check_kinds(own, saved, "the group option")
     return {**own, **saved, "params": own["params"]}
 
 

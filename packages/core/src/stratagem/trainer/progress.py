@@ -50,8 +50,7 @@ class Progress:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the fields; if the end of the epoch had begun, go to the next epoch."""
         # Older checkpoints lack some.
-        older = {"batches_before": 0, "last_step": 0, "stop_delayed": False}
-        complete = {**older, "end_begun": state["epoch_is_done"], **state}
+        complete = {**asdict(Progress()), "end_begun": state["epoch_is_done"], **state}
         for name in vars(self):
             setattr(self, name, complete[name])
         if self.epoch_is_done and self.end_begun:

@@ -16,7 +16,6 @@ from stratagem.checkpoint import (
     CheckpointIO,
     check_trainer_checkpoint,
     consolidate_checkpoint,
-    find_format,
 )
 from stratagem.discovery import get_registry, require_package
 from stratagem.errors import (
@@ -30,6 +29,7 @@ from stratagem.errors import (
     format_text,
 )
 from stratagem.storage import DurableDirectory, sync_directory
+from stratagem_extras.checkpoints.inspection import find_format
 
 _OF_TRAINER = "state_dict"
 # Counts of steps, which differ between any two checkpoints of one run.

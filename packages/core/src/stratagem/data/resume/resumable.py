@@ -14,6 +14,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from stratagem.checkpoint.forms import Count, Nothing, Positive, require_form
 from stratagem.data.index_sequence import RULES, TORCH, IndexSequence, draw_all
 from stratagem.data.resume.resumable_sampler import (
     ResumableSampler,
@@ -39,7 +40,28 @@ from stratagem.rng import (
     seed_host,
     set_generator_states,
     set_rng_state,
+    try_rng_state,
 )
+
+_MAYBE = (Nothing, Count)
+_FORM = {
+    "shard?": Count,
+    "shards?": Positive,
+    "batch_size?": Positive,
+    "had_workers?": bool,
+    "order?": str,
+    "seed?": (Nothing, int),
+    "first?": _MAYBE,
+    "rule?": (Nothing, str),
+    "length?": _MAYBE,
+    "kinds?": {str: str},
+    "generators?": list,
+    "deal?": (Nothing, {"seed": (Nothing, int), "samples": Count, "batches": Count}),
+    "start?": {"python": list, "torch": object, "generators": list},
+    "own?": object,
+    "ended?": bool,
+    "begun?": list,
+}
 
 
 @dataclass(frozen=True)
@@ -318,6 +340,9 @@ class Resumable:
         # This rank's state first, since each state is decoded on access.
         tried = chain(states[self._rank : self._rank + 1], states)
         own = next((s for s in tried if s.get("shard", 0) == self._shard[0]), None)
+        for saved in (first, own or first):
+            require_form(saved, _FORM, f"position in {self._name}")
+        self._try(own or first)
         if isinstance(self._order, Order) and first.get("order") == self._order.kind:
             self._take_seed(first.get("seed"))
         if batches == 0:
@@ -351,9 +376,15 @@ class Resumable:
                 "deal": asdict(Reshard(before.seed, samples, converted)),
                 "first": first.get("first") if is_same_order else None,
                 "began": [before.samples, first.get("shard", 0), shards, batch_size],
-                "generators": [] if own is None else own["generators"],
+                "generators": [] if own is None else own.get("generators", ()),
             }
         return converted
+
+    def _try(self, saved: dict[str, Any]) -> None:
+        """Raise if RNG states cannot be restored; they are restored when the epoch begins."""
+        start = saved.get("start") or rng_state()
+        for states in (start.get("generators"), saved.get("generators"), saved.get("begun")):
+            try_rng_state(start, self._generators, states or ())
 
     def _check_same_order(self, first: dict[str, Any], read: int) -> bool:
         """Return whether the epoch's order may be the same; warn if it certainly differs.
@@ -488,7 +519,7 @@ class Resumable:
         self._indices.prime()
         if not began and resumed.get("first") not in (None, self._indices.first):
             self._warn_of_order()
-        set_generator_states(self._generators, resumed["generators"])
+        set_generator_states(self._generators, resumed.get("generators", ()))
         return batches, []
 
     def _warn_of_order(self) -> None:

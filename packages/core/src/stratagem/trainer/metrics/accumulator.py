@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from stratagem.data.pytree import widest_float
+from stratagem.errors import format_value
 from stratagem.interfaces.ranks import Ranks
 from stratagem.module.module import LogOptions
 
@@ -234,6 +235,8 @@ class MetricAccumulator:
         )
         entry.is_restored = True
         fx = entry.reduce_fx
+        if fx and fx not in REDUCTIONS:
+            raise ValueError(f"{name!r} is reduced by {format_value(fx)}, which is not known")
         for state in states:
             entry.number = _merge(fx or "mean", entry.number, state["number"])
             entry.weight += state["weight"]

@@ -44,9 +44,9 @@ from stratagem.runtime.checkpoint_writer import (
 )
 from stratagem.state.rank_states import RankStates, gather_states
 from stratagem.state.safe_data import find_offending_value
-from stratagem.state.state_checks import as_mismatch
+from stratagem.state.state_checks import as_mismatch, check_kinds
 from stratagem.state.state_dict import with_names
-from stratagem.trainer.resume.rank_state import state_of_rank
+from stratagem.trainer.resume.rank_state import FORM as RANK_FORM, state_of_rank
 
 if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import PreparedModel
@@ -211,7 +211,10 @@ def restore_training(
     for callback in run.trainer.callbacks:
         if callback.state_key in states:
             with naming(path), as_mismatch(f"the callback {callback.state_key}"):
-                callback.load_state_dict(states[callback.state_key])
+                saved_by_it = states[callback.state_key]
+                if type(callback).__module__.startswith("stratagem"):
+                    check_kinds(callback.state_dict(), saved_by_it, f"{type(callback).__name__}'s")
+                callback.load_state_dict(saved_by_it)
     _warn_of_missing(states, run.trainer, path)
     if run.datamodule is not None and "datamodule" in checkpoint:
         with naming(path), as_mismatch("the DataModule"):
@@ -224,7 +227,7 @@ def restore_training(
         run.reopen_fit_data(progress.epoch - progress.epoch % every)
     if "ranks" in checkpoint and run.rank_state is not None:
         with naming(path), as_mismatch("the data, the random numbers or the epoch of a rank"):
-            run.rank_state.resume(RankStates(checkpoint["ranks"]))
+            run.rank_state.resume(RankStates(checkpoint["ranks"], RANK_FORM))
     # Last, because it may depend on all other state.
     own = checkpoint.get("strategy_state", {})
     load_strategy_state(strategy, prepared, prepared.optimizers, own)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from stratagem.checkpoint.forms import Count, Nothing, Scalar, require_form
 from stratagem.data.pytree import map_tensors
 from stratagem.state.safe_data import find_offending_value
 from stratagem.trainer.metrics.accumulator import MetricAccumulator
@@ -16,6 +17,32 @@ from stratagem.trainer.metrics.accumulator import MetricAccumulator
 if TYPE_CHECKING:
     from stratagem.interfaces.ranks import Ranks
     from stratagem.trainer.run import Run
+
+_FLAG = (bool, Nothing)
+FORM = {
+    "split": [Count, Count],
+    "logged": {
+        str: {
+            "options": [*[_FLAG] * 4, (str, *_FLAG), _FLAG, _FLAG],
+            "on": [bool, bool],
+            "number": float,
+            "weight": float,
+            "values": [float],
+            "metric?": str,
+        }
+    },
+    "metrics": {str: {"updates": Count, "state": {str: object}}},
+    "latest": {
+        "values": {str: Scalar},
+        "evaluation_steps": {str: Scalar},
+        "for_loggers": {str: object},
+        "bar": {str: Scalar},
+    },
+    "row?": {str: Scalar},
+    "schedulers": {"seen": int, "of_validation": [str]},
+    "validated": Count,
+}
+"""The form of `EpochState.state`."""
 
 _LATEST = ("values", "evaluation_steps", "for_loggers", "bar")
 # Of torchmetrics' Running and MinMaxMetric, which do not declare them as states.
@@ -120,7 +147,19 @@ class EpochState:
         else:
             own["logged"] = {name: [state] for name, state in own["logged"].items()}
             own["metrics"] = {place: [state] for place, state in own["metrics"].items()}
+        metrics = dict(_metrics_in(self._module))
+        for place in metrics.keys() & own["metrics"].keys():
+            for state in own["metrics"][place]:
+                _check_metric(metrics[place], state["state"], place)
+        own["logged"] = {name: self._restored(name, of) for name, of in own["logged"].items()}
         self._resumed = own
+
+    def _restored(
+        self, name: str, states: Sequence[Mapping[str, Any]]
+    ) -> tuple[MetricAccumulator, str | None]:
+        """Return what was logged under a name, and the place of its metric in the Module."""
+        entry = MetricAccumulator.restored(name, states, compiles_steps=self._compiles_steps)
+        return entry, states[0].get("metric")
 
     def restore_epoch(self) -> None:
         """Restore the partial reductions of the resumed epoch, replacing the current ones."""
@@ -134,9 +173,7 @@ class EpochState:
                 _restore_metric(metrics[place], states)
         parts = dict(self._module.named_modules())
         entries = {}
-        for name, states in resumed["logged"].items():
-            entry = MetricAccumulator.restored(name, states, compiles_steps=self._compiles_steps)
-            place = states[0].get("metric")
+        for name, (entry, place) in resumed["logged"].items():
             if place:
                 entry.metric = parts.get(place)
             if place is None or entry.metric is not None:
@@ -189,6 +226,21 @@ def _of_other_ranks(
     for name in sorted(objects):
         together[0][name] = together[0].pop(name, [objects[name]])
     return together
+
+
+def _check_metric(metric: Any, state: Mapping[str, Any], place: str) -> None:
+    """Raise if the state of a torchmetrics object has other attributes, or of another kind."""
+    form = {
+        name: [Tensor] if isinstance(own, list) else type(own)
+        for name, own in vars(metric).items()
+        if name in (*metric._defaults, *_UNDECLARED)
+    }
+    require_form(state, form, place)
+    for name, value in state.items():
+        own = getattr(metric, name) if name in form else None
+        is_other = isinstance(own, Tensor) and own.is_floating_point() != value.is_floating_point()
+        if name not in form or is_other:
+            raise ValueError(f"the {type(metric).__name__} at {place!r} has no such {name!r}")
 
 
 def _restore_metric(metric: Any, states: Sequence[Mapping[str, Any]]) -> None:

@@ -15,7 +15,9 @@ from stratagem.rng import (
     rng_state,
     set_generator_states,
     set_rng_state,
+    try_rng_state,
 )
+from stratagem.trainer.resume.epoch_state import FORM as EPOCH_FORM, EpochState
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +28,11 @@ if TYPE_CHECKING:
     from stratagem.state.rank_states import RankStates
     from stratagem.trainer.loaders.train_loader import TrainLoader
     from stratagem.trainer.progress import Progress
-    from stratagem.trainer.resume.epoch_state import EpochState
     from stratagem.trainer.run import Run
+
+
+FORM = {"random": dict, "module?": list, "loader": dict, "validation?": [list], "epoch?": dict}
+"""The form of `RankState.state`."""
 
 
 def state_of_rank(run: Run) -> dict[str, Any]:
@@ -89,12 +94,14 @@ class RankState:
         progress, rank = self.progress, self.ranks.global_rank
         self._resumed = states[rank] if rank < len(states) else None
         if self._resumed is not None:
+            generators = generators_of(*self.module.modules())
+            try_rng_state(self._resumed["random"], generators, self._resumed.get("module", ()))
             self._resume_validation(self._resumed.get("validation", []))
         self._within_epoch = progress.batches > 0 and not progress.epoch_is_done
         before = progress.batches
         batches = self.loader.resume(states.of("loader"), before if self._within_epoch else 0)
         if "epoch" in states[0]:
-            self.epoch.resume(states.of("epoch"))
+            self.epoch.resume(states.of("epoch", EPOCH_FORM))
         if self._within_epoch:
             progress.batches = batches
             progress.validated = progress.validated * progress.batches // before
@@ -102,7 +109,8 @@ class RankState:
 
     def _resume_validation(self, states: list[list[Any]]) -> None:
         for loader, (had_workers, *generators) in zip(self.validation, states, strict=False):
-            if had_workers:
+            try_rng_state(rng_state(), generators_of_data(loader), generators)
+            if had_workers is True:
                 # To start them a loader draws a number, which that run had drawn before.
                 with preserve_rng_state():
                     iter(loader)

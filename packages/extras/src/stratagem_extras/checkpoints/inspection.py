@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratagem.checkpoint.catalog import Description, describe_checkpoint, find_format
-from stratagem.cli.console import parser_of, print_table
+from stratagem import storage
+from stratagem.checkpoint import Description, check_exists, describe_checkpoint
+from stratagem.cli import parser_of, print_table
+from stratagem.discovery import get_registry
 from stratagem.errors import (
     CheckpointError,
     CheckpointFormatError,
@@ -18,10 +22,9 @@ from stratagem.errors import (
     format_names,
     format_text,
 )
-from stratagem.storage import paths
 
 if TYPE_CHECKING:
-    from stratagem.interfaces.checkpoint_io import CheckpointIO
+    from stratagem.checkpoint import CheckpointIO
 
 _INSPECT = """Show who saved a checkpoint, under what, and what is in it.
 
@@ -121,9 +124,52 @@ def _described(
     try:
         return describe_checkpoint(path, verify=verify)
     except (CheckpointFormatError, FileNotFoundError):
-        if name and paths.exists(paths.to_location(path)):
+        if name and storage.exists(storage.to_location(path)):
             raise
         return find_format(path, name)
+
+
+def find_format(path: str | Path, name: str = "") -> tuple[str, CheckpointIO]:
+    """Return the checkpoint format that can load a checkpoint, as (name, object).
+
+    Args:
+        path: the path of the checkpoint, in a form that the format accepts.
+        name: the name of a format, which is returned without a check. With "", each installed
+            format tries to load the checkpoint.
+
+    Raises:
+        UnknownNameError: no format has that name.
+        CheckpointNotFoundError: the path does not exist.
+        CheckpointFormatError: no installed format can load the checkpoint. The error gives the
+            reason for each format.
+
+    Example:
+        >>> import tempfile
+        >>> from stratagem.checkpoint import SingleFileCheckpointIO
+        >>> path = f"{tempfile.mkdtemp()}/a.ckpt"
+        >>> SingleFileCheckpointIO().save_checkpoint({"step": 1}, path)
+        >>> find_format(path, "single_file")[0]
+        'single_file'
+    """
+    if name:
+        return name, get_registry().find("checkpoint_io", name).spec.build()
+    refusals = []
+    for candidate in get_registry().candidates("checkpoint_io"):
+        # The boundary at which any failure of a format becomes a line of the error.
+        try:
+            checkpoint_io: CheckpointIO = candidate.spec.build()
+            if checkpoint_io.asynchronous:
+                continue  # it writes in another one
+            checkpoint_io.load_checkpoint(path)
+            return candidate.spec.name, checkpoint_io
+        except CheckpointFormatError:
+            refusals.append(candidate.spec.name)
+        except Exception as error:
+            refusals.append(f"{candidate.spec.name} ({format_text(str(error), 300)})")
+    check_exists(storage.to_location(os.fspath(path)))
+    raise CheckpointFormatError(
+        f"{str(path)!r} is not a whole checkpoint of any installed format: {', '.join(refusals)}"
+    )
 
 
 def _facts_of_another(path: str, name: str, checkpoint_io: CheckpointIO) -> dict[str, Any]:
