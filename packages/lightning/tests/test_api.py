@@ -1031,11 +1031,11 @@ def test_arguments_of_fabric_given_twice_are_refused() -> None:
 def test_a_logger_of_tensorboard_may_compute_its_name_and_version(tmp_path: Path) -> None:
     class Own(TensorBoardLogger):
         @property
-        def name(self) -> str:
+        def name(self) -> str:  # type: ignore[override]
             return "computed"
 
         @property
-        def version(self) -> str:
+        def version(self) -> str:  # type: ignore[override]
             return "seven"
 
     assert Path(Own(tmp_path).log_dir) == tmp_path / "computed" / "seven"

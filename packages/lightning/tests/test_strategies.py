@@ -310,8 +310,13 @@ def test_an_mps_accelerator_can_be_made_and_asked_on_any_machine() -> None:
     assert MPSAccelerator.is_available() == torch.backends.mps.is_available()
     assert MPSAccelerator.get_parallel_devices(1) == [torch.device("mps", 0)]
     made.setup_device(torch.device("mps"))
-    with pytest.raises(ValueError, match="Device should be MPS, received cpu"):
-        made.setup_device(torch.device("cpu"))
+    for one, other, what in (
+        (made, "cpu", "MPS, received cpu"),
+        (CUDAAccelerator(), "cpu", "CUDA, received cpu"),
+        (CPUAccelerator(), "cuda:1", "CPU, received cuda:1"),
+    ):
+        with pytest.raises(ValueError, match=f"Device should be {what}"):
+            one.setup_device(torch.device(other))
 
 
 def test_layer_sync_of_torch_is_short_for_sync_batchnorm() -> None:

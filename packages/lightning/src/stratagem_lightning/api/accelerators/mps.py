@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from stratagem import accelerators
-from stratagem.errors import ConfigurationError
 from stratagem.plan import parse_devices
+from stratagem_lightning.api.accelerators.accelerator import check_device_type
 from stratagem_lightning.api.instance_check import InstanceCheck, of_class
 
 # Served by the backend that provides it; an error names the one to install.
@@ -21,13 +21,8 @@ class MPSAccelerator(_MPSAccelerator, metaclass=InstanceCheck):  # type: ignore[
     is_instance = of_class(_MPSAccelerator)
 
     def setup_device(self, device: torch.device) -> None:
-        """Check that it is the one device of this type.
-
-        Raises:
-            ConfigurationError: it is another device.
-        """
-        if device.type != "mps":
-            raise ConfigurationError(f"Device should be MPS, received {device}: pass 'mps:0'")
+        """Select the device, which must be of this type."""
+        check_device_type(device, "mps")
         super().setup_device(device)
 
     @staticmethod
