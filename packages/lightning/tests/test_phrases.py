@@ -23,7 +23,11 @@ from stratagem_extras.tuner import BatchSizeFinder, LearningRateFinder
 from stratagem_lightning.api.callbacks.early_stopping import EarlyStopping
 from stratagem_lightning.api.callbacks.model_checkpoint import ModelCheckpoint
 from stratagem_lightning.api.core.module import LightningModule
-from stratagem_lightning.api.demos.boring_classes import BoringModel, RandomDataset
+from stratagem_lightning.api.demos.boring_classes import (
+    BoringDataModule,
+    BoringModel,
+    RandomDataset,
+)
 from stratagem_lightning.api.fabric import Fabric
 from stratagem_lightning.api.loggers import CSVLogger
 from stratagem_lightning.api.plugins.environments import LightningEnvironment
@@ -35,6 +39,7 @@ from stratagem_lightning.api.utilities.seed import seed_everything
 pytestmark = pytest.mark.filterwarnings(
     "ignore::stratagem_lightning.api.utilities.warnings.PossibleUserWarning",
     "ignore:1 of the optimizers:UserWarning",
+    "ignore:`LightningModule.to_torchscript` has been deprecated",
 )
 
 
@@ -70,6 +75,13 @@ class WithoutData(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> None: ...
 
     def configure_optimizers(self) -> None: ...
+
+
+def with_two_values_of_a_hyperparameter() -> None:
+    model, data = BoringModel(), BoringDataModule()
+    model.save_hyperparameters({"width": 1})
+    data.save_hyperparameters({"width": 2})
+    make(logger=True, max_steps=1).fit(model, datamodule=data)
 
 
 class Same(Callback):
@@ -350,6 +362,32 @@ CASES: list[tuple[str, type[Exception], Callable[[], Any]]] = [
         ),
     ),
     ("10000000000 is not in bounds", ValueError, lambda: seed_everything(10**10)),
+    (
+        "The provided lr scheduler doesn't follow PyTorch's LRScheduler API",
+        UserCodeError,
+        lambda: fit(configure_optimizers=returning(lambda one: ([one], [object()]))),
+    ),
+    (
+        "`Trainer(gradient_clip_val=0.1)` and have passed `clip_gradients(gradient_clip_val=0.2)`",
+        StratagemError,
+        lambda: fit(
+            {"gradient_clip_val": 0.1},
+            configure_gradient_clipping=lambda self, optimizer, *_: self.clip_gradients(
+                optimizer, gradient_clip_val=0.2
+            ),
+        ),
+    ),
+    ("Error while merging hparams: ", RuntimeError, with_two_values_of_a_hyperparameter),
+    (
+        "The 'method' parameter only supports 'script' or 'trace'",
+        ValueError,
+        lambda: BoringModel().to_torchscript(method="other"),
+    ),
+    (
+        "requires either `example_inputs` or `model.example_input_array`",
+        ValueError,
+        lambda: BoringModel().to_torchscript(method="trace"),
+    ),
     ("A model should be passed only once to the `setup` method", ValueError, twice_set_up),
     (
         "`list` values cannot be logged",

@@ -17,7 +17,7 @@ from stratagem.module import Module
 from stratagem_lightning.api.core.saving import of_file
 from stratagem_lightning.api.utilities.data import first_of_one
 from stratagem_lightning.api.utilities.exceptions import StateDictError
-from stratagem_lightning.api.utilities.phrases import with_phrase
+from stratagem_lightning.api.utilities.phrases import in_lightnings_words, with_phrase
 from stratagem_lightning.api.utilities.warnings import rank_zero_deprecation
 
 if TYPE_CHECKING:
@@ -204,6 +204,7 @@ class LightningModule(Module):
         gathered = super().all_gather(data, sync_grads=sync_grads)
         return first_of_one(gathered, self.trainer.world_size)
 
+    @in_lightnings_words
     def to_torchscript(self, *args: Any, **options: Any) -> Any:
         """Return the model as TorchScript; as `Module.to_torchscript`, with Lightning's warning."""
         rank_zero_deprecation(

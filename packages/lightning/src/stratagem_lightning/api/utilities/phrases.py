@@ -160,6 +160,33 @@ PHRASES = (
         "accumulation is not supported for manual optimization",
     ),
     Phrase(r"\S+optimizer_step did not call its closure", "The closure hasn't been executed"),
+    Phrase(
+        r"\S+ returned .* in the place of a scheduler: expected an object with step",
+        "The provided lr scheduler doesn't follow PyTorch's LRScheduler API",
+    ),
+    Phrase(
+        r"self.clip_gradients\(gradient_clip_val=(\S+)\) and Trainer\(gradient_clip_val=(\S+)\)",
+        r"You have set `Trainer(gradient_clip_val=\2)` and have passed "
+        r"`clip_gradients(gradient_clip_val=\1)`",
+    ),
+    Phrase(
+        r"the model and the DataModule both have the hyperparameter",
+        "Error while merging hparams: the keys are present in both the LightningModule's and "
+        "LightningDataModule's hparams but have different values.",
+        RuntimeError,
+    ),
+    # -- exports
+    Phrase(
+        r"to_torchscript\(method=.*expected 'script' or 'trace'",
+        "The 'method' parameter only supports 'script' or 'trace'",
+        ValueError,
+    ),
+    Phrase(
+        r"\S+to_torchscript\(method='trace'\) needs inputs",
+        "Choosing method=`trace` requires either `example_inputs` or `model.example_input_array` "
+        "to be defined.",
+        ValueError,
+    ),
     # -- steps
     Phrase(
         r"\S+training_step returned a (dict|\w*Mapping)",
