@@ -443,7 +443,8 @@ def peer_tests(session: nox.Session) -> None:
     # Theirs in an environment of its own, since both answer to its name.
     pip = (theirs, "-m", "pip", "install", "-q", f"lightning=={PEER_TESTS}", *needed)
     session.run(*pip, external=True)
-    session.install(*needed, *AS_LIGHTNING)
+    # Modules of its tests make a CUDAAccelerator and an MPSAccelerator.
+    session.install(*needed, *AS_LIGHTNING, "./packages/backend-mps")
     for arguments in (
         ("select", str(source), str(work)),
         ("run", str(work), "peer", "--python", theirs),

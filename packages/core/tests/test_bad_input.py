@@ -396,7 +396,7 @@ def test_a_fraction_is_taken_of_a_length_only() -> None:
 
 WHOLE = "expected a whole number of at least"
 BATCHES = "expected a number of batches of at least 0 (int), or a fraction from 0.0 to 1.0 (float)"
-TIME = "expected a timedelta, 'DD:HH:MM:SS', a dict of its arguments, or seconds"
+TIME = "expected a timedelta, text of the format DD:HH:MM:SS, a dict of its arguments, or seconds"
 
 
 @pytest.mark.parametrize(

@@ -1259,7 +1259,7 @@ def test_early_stopping_says_what_improves_and_passes_over_what_is_not_logged(
         "stratagem: EarlyStopping: score is 1",
         "stratagem: EarlyStopping: score improved from 1 to 0.5",
     ]
-    assert there.stopping_reason == "EarlyStopping: score has not improved on 0.5 (patience=2)"
+    assert there.stopping_reason == "EarlyStopping: score did not improve on 0.5 (patience=2)"
     assert missing.stopping_reason == ""
 
 

@@ -88,7 +88,7 @@ class Net(Module):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         noise = torch.rand(1, generator=self.generator)
-        loss = (self.net(batch) + noise).square().mean()
+        loss: torch.Tensor = (self.net(batch) + noise).square().mean()
         self.mean.update(loss.detach())
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         self.log("most", loss, reduce_fx=lambda v: v.max(), on_epoch=True, on_step=False)

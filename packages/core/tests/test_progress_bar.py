@@ -196,7 +196,7 @@ def test_a_log_has_a_line_for_every_epoch(capsys: pytest.CaptureFixture[str]) ->
         ({"limit_train_batches": 0}, "0 epochs, 0 steps: there is no batch to train on"),
         (
             {"callbacks": EarlyStopping("loss_epoch", patience=1), "max_epochs": 9},
-            "2 epochs, 6 steps: EarlyStopping: loss_epoch has not improved on 4.5 (patience=1)",
+            "2 epochs, 6 steps: EarlyStopping: loss_epoch did not improve on 4.5 (patience=1)",
         ),
     ],
 )

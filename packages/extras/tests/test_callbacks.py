@@ -312,7 +312,7 @@ def test_learning_rates_are_those_of_the_next_step(tmp_path: Path) -> None:
             return torch.optim.ASGD(self.parameters())
 
     monitor = LearningRateMonitor(log_momentum=True)
-    with pytest.warns(RuntimeWarning, match="logs 0.0 for ASGD, which takes no momentum"):
+    with pytest.warns(RuntimeWarning, match="do not have momentum. ASGD: leave"):
         trainer(monitor, logger=logger, max_epochs=1).fit(Plain(), loader())
     assert monitor.last_momentum_values == {"lr-ASGD-momentum": 0.0}
 
@@ -591,7 +591,11 @@ def test_accumulation_changes_with_the_epoch() -> None:
     assert schedule.going_to_accumulate_grad_batches()
     with pytest.raises(ConfigurationError, match="accumulate_grad_batches=4 beside 1"):
         trainer(schedule, accumulate_grad_batches=4)
-    for wrong, what in (({}, "at least one epoch"), ({0: 0}, "number of batches 0")):
+    for wrong, what in (
+        ({}, "at least one epoch"),
+        ({0: 0}, "Accumulation factor should be an int of at least 1, received 0"),
+        ({-1: 2}, "Epoch should be an int of at least 0, received -1"),
+    ):
         with pytest.raises(ConfigurationError, match=what):
             GradientAccumulationScheduler(wrong)
 

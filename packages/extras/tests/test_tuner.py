@@ -187,7 +187,7 @@ def test_what_cannot_be_scaled_is_refused() -> None:
 
     with pytest.raises(ValueError, match="a bug"):
         tuner.scale_batch_size(Broken())
-    with pytest.warns(UserWarning, match="tries nothing in a fast_dev_run"):
+    with pytest.warns(UserWarning, match="since `fast_dev_run` is enabled"):
         assert Tuner(trainer(fast_dev_run=True)).scale_batch_size(Net()) is None
 
 

@@ -38,7 +38,8 @@ def test_a_seed_that_nobody_gave_is_said_once(
     no_seed: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.warns(
-        UserWarning, match=r"received no seed and takes 0: pass one, or set PL_GLOBAL_SEED"
+        UserWarning,
+        match=r"No seed found: .* takes 0. Pass a seed, or set PL_GLOBAL_SEED",
     ):
         seed.seed_everything()
     with warnings.catch_warnings():

@@ -145,11 +145,8 @@ def test_every_name_that_is_served_is_there(lightning: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("module", "name", "instead"),
     [
-        ("pytorch.accelerators", "MPSAccelerator", "stratagem-backend-mps"),
-        ("fabric.accelerators.mps", "MPSAccelerator", "stratagem-backend-mps"),
         ("pytorch.loggers", "LitLogger", "CSVLogger, TensorBoardLogger or WandbLogger"),
         ("fabric.plugins.collectives", "Collective", "Fabric.all_gather, all_reduce"),
-        ("pytorch.plugins.layer_sync", "TorchSyncBatchNorm", "Trainer(sync_batchnorm=True)"),
         ("pytorch.plugins.io", "HPUCheckpointIO", "a CheckpointIO of stratagem.checkpoint"),
         ("pytorch.plugins.precision.hpu", "HPUPrecisionPlugin", "accelerator='hpu'"),
         ("pytorch.plugins.precision.tpu_bf16", "TPUBf16PrecisionPlugin", "accelerator='tpu'"),

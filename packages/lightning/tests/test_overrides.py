@@ -219,3 +219,59 @@ def test_a_writer_of_a_csv_loggers_own_gets_rows_and_hyperparameters(tmp_path: P
     assert writer.parameters == {"width": 3}
     assert writer.saves >= 1
     assert not Path(logger.log_dir, "metrics.csv").exists()
+
+
+STEP_OF = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+HOOKS_OF = {"validate": "on_validation", "test": "on_test", "predict": "on_predict"}
+
+
+def model_with(name: str, method: Callable[..., Any], loaders: int) -> LightningModule:
+    def step(self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+    own = {f"{one}_dataloader": lambda self: _data(loaders) for one in ("val", "test", "predict")}
+    model: LightningModule = type(
+        "Mine", (BoringModel,), {**dict.fromkeys(STEP_OF.values(), step), name: method, **own}
+    )()
+    return model
+
+
+def _data(loaders: int) -> Any:
+    return [BoringModel().val_dataloader() for _ in range(loaders)]
+
+
+def run_stage(stage: str, model: LightningModule) -> None:
+    options = {**QUIET, "limit_val_batches": 1, "limit_test_batches": 1, "limit_predict_batches": 1}
+    getattr(Trainer(**options), stage)(model)
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_several_loaders_need_the_argument_that_tells_them_apart(stage: str) -> None:
+    start, end = (f"{HOOKS_OF[stage]}_batch_{at}" for at in ("start", "end"))
+    for name, lacks, has in (
+        (STEP_OF[stage], lambda s, batch, batch_idx: None, lambda s, b, i, dataloader_idx: None),
+        (start, lambda s, batch, batch_idx: None, lambda s, batch, *rest: None),
+        (end, lambda s, outputs, batch, i: None, lambda s, o, b, i, dataloader_idx=0: None),
+    ):
+        said = rf"no `dataloader_idx` argument in `Mine.{name}\(\)`"
+        with pytest.raises(RuntimeError, match=said):
+            run_stage(stage, model_with(name, lacks, 2))
+        run_stage(stage, model_with(name, has, 2))
+
+
+def test_a_predict_step_that_is_none_is_refused() -> None:
+    model = BoringModel()
+    vars(model)["predict_step"] = None
+    with pytest.raises(UserCodeError, match="`predict_step` cannot be None to run"):
+        Trainer(**QUIET).predict(model)
+
+
+def test_a_single_loader_passes_no_index() -> None:
+    def needs(self: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None: ...
+    def needs_other(self: Any, batch: Any, batch_idx: int, dl_idx: int) -> None: ...
+    def has_default(self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+    with pytest.raises(RuntimeError, match="only a single `val_dataloader`, but have included"):
+        run_stage("validate", model_with("validation_step", needs, 1))
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'dl_idx'"):
+        run_stage("validate", model_with("validation_step", needs_other, 1))
+    run_stage("validate", model_with("validation_step", has_default, 1))

@@ -23,12 +23,15 @@ from stratagem.strategies import (
 )
 from stratagem_lightning.api.accelerators.accelerator import CPUAccelerator
 from stratagem_lightning.api.accelerators.cuda import CUDAAccelerator
+from stratagem_lightning.api.accelerators.mps import MPSAccelerator
 from stratagem_lightning.api.fabric import Fabric
 from stratagem_lightning.api.plugins import precision as precisions
 from stratagem_lightning.api.plugins.checkpoint_io import AsyncCheckpointIO
+from stratagem_lightning.api.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from stratagem_lightning.api.plugins.precision import DoublePrecision
 from stratagem_lightning.api.strategies.fsdp import FSDPStrategy
 from stratagem_lightning.api.strategies.single_device import SingleDeviceStrategy
+from stratagem_lightning.api.trainer import Trainer as LightningTrainer
 
 # -- the device of one
 
@@ -91,7 +94,7 @@ def test_fsdp_takes_lightnings_arguments() -> None:
     assert FSDPStrategy(activation_checkpointing=[Block]).activation_checkpointing == {Block}
     with pytest.raises(
         ConfigurationError,
-        match=r"activation_checkpointing_policy=.*two names of one argument: leave one out",
+        match="you cannot set both `activation_checkpointing` and",
     ):
         FSDPStrategy(activation_checkpointing={Block}, activation_checkpointing_policy={Block})
     with pytest.raises(ConfigurationError, match=r"use_orig_params=False\): expected True"):
@@ -295,3 +298,62 @@ print(Trainer(accelerator="cpu", logger=False).strategy.root_device)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "cpu"
+
+
+def test_an_mps_accelerator_can_be_made_and_asked_on_any_machine() -> None:
+    from stratagem_mps.accelerator import MPSAccelerator as OfBackend
+
+    made = MPSAccelerator()
+    assert isinstance(made, OfBackend)
+    assert isinstance(OfBackend(), MPSAccelerator)
+    assert MPSAccelerator.auto_device_count() == 1
+    assert MPSAccelerator.is_available() == torch.backends.mps.is_available()
+    assert MPSAccelerator.get_parallel_devices(1) == [torch.device("mps", 0)]
+    made.setup_device(torch.device("mps"))
+    for one, other, what in (
+        (made, "cpu", "MPS, received cpu"),
+        (CUDAAccelerator(), "cpu", "CUDA, received cpu"),
+        (CPUAccelerator(), "cuda:1", "CPU, received cuda:1"),
+    ):
+        with pytest.raises(ValueError, match=f"Device should be {what}"):
+            one.setup_device(torch.device(other))
+
+
+def test_layer_sync_of_torch_is_short_for_sync_batchnorm() -> None:
+    options: dict[str, Any] = {"accelerator": "cpu", "logger": False}
+    plugin = TorchSyncBatchNorm()
+    for one in (
+        LightningTrainer(plugins=plugin, **options),
+        LightningTrainer(plugins=[plugin], **options),
+    ):
+        assert one._arguments["sync_batchnorm"]
+    assert "sync_batchnorm" not in LightningTrainer(**options)._arguments
+
+    class Own(LayerSync):
+        def apply(self, model: torch.nn.Module) -> torch.nn.Module:
+            return model
+
+        revert = apply
+
+    with pytest.raises(
+        ConfigurationError, match=r"expected TorchSyncBatchNorm\(\) of the LayerSync"
+    ):
+        LightningTrainer(plugins=[Own()], **options)
+    with pytest.raises(ConfigurationError, match="and provided a `LayerSync` plugin, but this is"):
+        LightningTrainer(plugins=[Own()], sync_batchnorm=True, **options)
+
+
+def test_synchronized_layers_are_reverted_with_their_values() -> None:
+    plugin = TorchSyncBatchNorm()
+    model = torch.nn.Sequential(torch.nn.Conv1d(2, 3, 1), torch.nn.BatchNorm1d(3))
+    data = torch.randn(4, 2, 5)
+    model(data)
+    model.eval()
+    expected = model(data)
+    weight = model[1].weight
+    synchronized: Any = plugin.apply(model)
+    assert isinstance(synchronized[1], torch.nn.SyncBatchNorm)
+    reverted: Any = plugin.revert(synchronized)
+    assert not isinstance(reverted[1], torch.nn.SyncBatchNorm)
+    assert reverted[1].weight is weight
+    assert torch.equal(reverted(data), expected)

@@ -354,3 +354,61 @@ def test_values_are_logged_by_lightnings_arguments_in_its_order() -> None:
     trainer = quiet()
     assert trainer.validate(Logs(), numbers(4), verbose=False) == [{"a": 5.0, "b": 1.0}]
     assert trainer.progress_bar_metrics == {"a": 5.0}
+
+
+def test_max_epochs_is_none_until_the_first_fit_needs_it() -> None:
+    one = quiet()
+    assert one.max_epochs is None
+    assert one.fit_loop.max_epochs is None
+    one.max_epochs = 2
+    assert one.fit_loop.max_epochs == 2
+    limited = quiet(max_steps=1)
+    assert limited.max_epochs is None
+    assert not limited.fit_loop.done
+    limited.fit(Net(), numbers(4))
+    assert limited.max_epochs == -1
+    assert quiet(max_epochs=3).max_epochs == 3
+    assert quiet(fast_dev_run=True).max_epochs == 1
+
+
+def test_after_a_fit_the_loop_tells_its_last_batch() -> None:
+    class Ends(Net):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> Any:
+            return -1 if batch_idx == 3 else None
+
+    one = quiet(max_epochs=2)
+    one.fit(Net(), numbers(10))
+    assert one.fit_loop.batch_idx == 4
+    assert one.fit_loop.total_batch_idx == 9
+    assert one.is_last_batch
+    early = quiet(max_epochs=2)
+    early.fit(Ends(), numbers(10))
+    assert early.fit_loop.batch_idx == 3
+    assert early.is_last_batch
+    assert early.global_step == 6
+    part = quiet(max_steps=2)
+    part.fit(Net(), numbers(10))
+    assert part.fit_loop.batch_idx == 1
+    assert not part.is_last_batch
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate"])
+def test_ctrl_c_ends_a_script_and_leaves_a_notebook(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pressed(Net):
+        def on_fit_start(self) -> None:
+            raise KeyboardInterrupt
+
+        on_validation_start = on_fit_start
+
+    script = quiet(max_steps=1)
+    with pytest.raises(SystemExit) as ended:
+        getattr(script, stage)(Pressed(), numbers(4))
+    assert ended.value.code == 1
+    assert isinstance(ended.value.__cause__, KeyboardInterrupt)
+    assert script.interrupted
+    monkeypatch.setattr("sys.ps1", ">>>", raising=False)
+    notebook = quiet(max_steps=1)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(notebook, stage)(Pressed(), numbers(4))

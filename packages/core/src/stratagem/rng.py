@@ -193,9 +193,8 @@ def set_rng_state(
         accelerator, device: as in `rng_state`.
     """
     version, words, gauss = state["python"]
-    if isinstance(words, torch.Tensor):  # 0.1.0 saved a list
-        words = (words.to(torch.int64) & 0xFFFFFFFF).tolist()
-    random.setstate((version, tuple(words), gauss))
+    words = torch.as_tensor(words, dtype=torch.int64) & 0xFFFFFFFF  # older ones: a list
+    random.setstate((version, tuple(words.tolist()), gauss))
     torch.set_rng_state(state["torch"])
     if "numpy" in state and "numpy" in sys.modules:
         kind, keys, position, has_gauss, cached = state["numpy"]

@@ -100,7 +100,7 @@ _ACCELERATORS = _names(
     {
         "stratagem.accelerators": "HPUAccelerator TPUAccelerator=XLAAccelerator XLAAccelerator",
         f"{_API}.accelerators.cuda": "CUDAAccelerator",
-        f"{_API}.placeholders": "MPSAccelerator",
+        f"{_API}.accelerators.mps": "MPSAccelerator",
         f"{_API}.accelerators.accelerator": "Accelerator AcceleratorRegistry "
         "ACCELERATOR_REGISTRY=AcceleratorRegistry CPUAccelerator find_usable_cuda_devices",
     }
@@ -209,7 +209,7 @@ _MODULES = _names(
 )
 _MIXINS = _names({"stratagem.module": "HyperparametersMixin=HyperParametersMixin"})
 _TRAINER = _names({f"{_API}.trainer": "Trainer"})
-_TUNER = _names({"stratagem_extras.tuner": "Tuner"})
+_TUNER = _names({f"{_API}.tuner": "Tuner"})
 _FABRIC = _names({f"{_API}.fabric": "Fabric is_wrapped"})
 _CALLBACK = {"Callback": _CALLBACKS["Callback"]}
 _SEED_EVERYTHING = {"seed_everything": _SEED["seed_everything"]}
@@ -284,7 +284,7 @@ _ENVIRONMENT_LEAVES = {
     "torchelastic": "TorchElasticEnvironment",
 }
 _PLUGINS = {**_PRECISION, **_IO}
-_LAYER_SYNC = _names({f"{_API}.placeholders": "LayerSync TorchSyncBatchNorm"})
+_LAYER_SYNC = _names({f"{_API}.plugins.layer_sync": "LayerSync TorchSyncBatchNorm"})
 _COLLECTIVES = _names(
     {
         f"{_API}.placeholders": "Collective SingleDeviceCollective",

@@ -147,19 +147,19 @@ class EarlyStopping(Callback):
         sign = 1.0 if self.mode == "min" else -1.0
         ended = "", ""
         for kind, factor, what in (
-            ("stopping_threshold", sign, "better"),
-            ("divergence_threshold", -sign, "worse"),
+            ("stopping_threshold", sign, "Stopping threshold"),
+            ("divergence_threshold", -sign, "Divergence threshold"),
         ):
             limit = getattr(self, kind)
             if limit is not None and factor * score < factor * limit:
-                ended = kind, f"{self.monitor} is {score:.4g}, {what} than {limit:g}"
+                ended = kind, f"{what} reached: {self.monitor} is {score:.4g}, beyond {limit:g}"
         if sign * score < sign * self.best_score - self.min_delta:
             self.best_score = score
             self.wait_count = 0
             return ended
         self.wait_count += 1
         if self.wait_count >= self.patience and not ended[0]:
-            best = f"{self.monitor} has not improved on {self.best_score:.4g}"
+            best = f"{self.monitor} did not improve on {self.best_score:.4g}"
             return "patience_exhausted", f"{best} (patience={self.patience})"
         return ended
 

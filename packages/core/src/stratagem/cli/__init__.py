@@ -46,10 +46,7 @@ Run = Callable[[Sequence[str]], int]
 
 COMMANDS = {
     "run": ("stratagem.cli.run:run", "Run a script in several processes, one for each device."),
-    "strategies": (
-        "stratagem.cli.strategies:run",
-        "List all strategies and what can be used here.",
-    ),
+    "strategies": ("stratagem.cli.strategies:run", "List strategies, and what is usable here."),
     "explain": ("stratagem.cli.explain:run", "Show what a request would use, and why."),
     "doctor": ("stratagem.cli.doctor:run", "Show what is installed and what is wrong with it."),
 }

@@ -18,7 +18,7 @@ from stratagem.plan.components import probe_accelerator
 from stratagem.plan.plan import RunRequest
 from stratagem.plan.resolution import resolve
 
-SUMMARY = "List all strategies and what can be used here."
+SUMMARY = "List strategies, and what is usable here."
 
 _WIDE = 110
 """The width of a terminal from which on the listing has a column of distributions."""

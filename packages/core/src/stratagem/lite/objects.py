@@ -158,15 +158,15 @@ def save_state(lite: Lite, folder: str | os.PathLike[str]) -> None:
 def load_state(lite: Lite, folder: str | os.PathLike[str]) -> None:
     """Load a state saved by `save_state`; see `Lite.load_state`."""
     left = lite.load(paths.join(paths.parse_user_path(folder), _FILE), lite._objects.state())
-    with naming(folder):
+    with naming(folder), as_mismatch("a random number generator"):
         require_form(left, {_RANDOM: (list, dict), _MICRO_BATCHES: Count}, "")
-    random, lite._micro_batches = RankStates(left.pop(_RANDOM)), left.pop(_MICRO_BATCHES)
+        random, lite._micro_batches = RankStates(left.pop(_RANDOM)), left.pop(_MICRO_BATCHES)
+        if lite.global_rank < len(random):
+            try_rng_state(random[lite.global_rank])
     if left:
         raise CheckpointMismatchError(
             f"{os.fspath(folder)!r} has the state of {format_names(left, 20)}, and no such object "
             "was set up: set up the objects of the run that saved it, in the same order"
         )
     if lite.global_rank < len(random):
-        with naming(folder), as_mismatch("a random number generator"):
-            try_rng_state(random[lite.global_rank])
         set_rng_state(random[lite.global_rank], lite.strategy.accelerator, lite.device)

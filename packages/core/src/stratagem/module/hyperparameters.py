@@ -25,7 +25,7 @@ class HyperParameters(dict[str, Any]):
             return self[name]
         except KeyError:
             raise AttributeError(
-                f"there is no hyperparameter {name!r}; there are {', '.join(self) or 'none'}"
+                f"hparams has no attribute {name!r}; there are {', '.join(self) or 'none'}"
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:

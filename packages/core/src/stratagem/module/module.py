@@ -445,7 +445,7 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
             load_weights(model, checkpoint["state_dict"], strict=strict)
         if not checkpoint["state_dict"] and any(True for _ in model.parameters()):
             rank_zero_warn(
-                f"{str(checkpoint_path)!r} holds no weights: the model keeps those that "
+                f"{str(checkpoint_path)!r} contains no parameters: the model keeps those that "
                 "__init__ has given it"
             )
         return model if map_location is None else model.to(map_location)

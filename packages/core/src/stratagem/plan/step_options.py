@@ -250,6 +250,6 @@ def seconds(value: Any, name: str = "max_time") -> float | None:
     except (TypeError, ValueError, OverflowError):
         pass  # other keys or values, or more days than a timedelta holds
     raise ConfigurationError(
-        f"{name}={value!r}: expected a timedelta, 'DD:HH:MM:SS', a dict of its arguments, or "
-        "seconds"
+        f"{name}={value!r}: expected a timedelta, text of the format DD:HH:MM:SS, a dict of its "
+        "arguments, or seconds"
     )

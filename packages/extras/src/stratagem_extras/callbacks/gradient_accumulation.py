@@ -42,11 +42,11 @@ class GradientAccumulationScheduler(Callback):
                 "{0: 8, 4: 4}"
             )
         for epoch, count in scheduling.items():
-            for what, number, least in (("epoch", epoch, 0), ("number of batches", count, 1)):
+            for what, number, least in (("Epoch", epoch, 0), ("Accumulation factor", count, 1)):
                 if isinstance(number, bool) or not isinstance(number, int) or number < least:
                     raise ConfigurationError(
                         f"GradientAccumulationScheduler(scheduling={dict(scheduling)!r}): {what} "
-                        f"{number!r}, expected a whole number of at least {least}"
+                        f"should be an int of at least {least}, received {number!r}"
                     )
         self.scheduling = {0: 1, **scheduling}
         self.accumulation = self.scheduling

@@ -57,8 +57,8 @@ class BasePredictionWriter(Callback):
     ) -> None:
         if write_interval not in ("batch", "epoch", "batch_and_epoch"):
             raise ConfigurationError(
-                f"{type(self).__name__}(write_interval={write_interval!r}): expected 'batch', "
-                "'epoch' or 'batch_and_epoch'"
+                f"{type(self).__name__}: `write_interval` should be one of ['batch', 'epoch', "
+                f"'batch_and_epoch'], received {write_interval!r}"
             )
         self.interval = write_interval
         self._recorders: list[_RecordedIndices | None] = []

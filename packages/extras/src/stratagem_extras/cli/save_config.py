@@ -50,7 +50,7 @@ class SaveConfigCallback(Callback):
         overridden = type(self).save_config is not SaveConfigCallback.save_config
         if not save_to_log_dir and not overridden:
             raise ConfigurationError(
-                "SaveConfigCallback(save_to_log_dir=False) saves nothing: override save_config, or "
+                "`save_to_log_dir=False` only makes sense if you override save_config: do so, or "
                 "leave save_to_log_dir as it is"
             )
 

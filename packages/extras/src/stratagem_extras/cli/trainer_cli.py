@@ -257,8 +257,8 @@ class TrainerCLI:
         options = {**(self._get(self.config_init, "trainer") or {}), **kwargs}
         if "callbacks" not in options:
             warnings.warn(
-                f"{self.trainer_class.__name__} takes no callbacks, so that those of the config, "
-                "and the one that saves it, are left out",
+                f"The `{self.trainer_class.__name__}` class does not expose the `callbacks` "
+                "argument, so those of the config, and the one that saves it, are left out",
                 stacklevel=2,
             )
             return self.trainer_class(**options)
@@ -310,8 +310,9 @@ class TrainerCLI:
         of_scheduler = [self._described_in_config(k, parser.schedulers) for k in schedulers]
         if self.model.defines("configure_optimizers"):
             warnings.warn(
-                f"{type(self.model).__name__} has configure_optimizers of its own, in whose place "
-                "the optimizer of the command line is taken: leave one of the two out",
+                f"`{type(self.model).__name__}.configure_optimizers` will be overridden by "
+                f"`{type(self).__name__}.configure_optimizers`, which takes the optimizer of the "
+                "command line: leave one of the two out",
                 stacklevel=3,
             )
         optimizer = instantiate_class(self.model.parameters(), described[0])

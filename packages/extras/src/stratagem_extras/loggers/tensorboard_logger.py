@@ -72,7 +72,7 @@ class TensorBoardLogger(SDKLogger):
         super().__init__(prefix)
         owner = type(self).__name__
         self.save_dir = local_folder(owner, os.path.expandvars(save_dir or "."))
-        self.name = name or ""
+        self._name = name or ""
         self.sub_dir = "" if sub_dir is None else os.path.expandvars(str(sub_dir))
         self._folder = VersionFolder(owner, self.save_dir / self.name, version)
         self._log_graph = log_graph
@@ -83,6 +83,11 @@ class TensorBoardLogger(SDKLogger):
     def root_dir(self) -> str:
         """The folder of this experiment."""
         return str(self._folder.root)
+
+    @property
+    def name(self) -> str:  # type: ignore[override]  # a subclass may compute it
+        """The folder of this experiment, in `save_dir`."""
+        return self._name
 
     @property
     def version(self) -> int | str:  # type: ignore[override]  # chosen when it is asked for

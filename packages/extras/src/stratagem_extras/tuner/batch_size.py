@@ -28,6 +28,7 @@ def search(
     margin: float,
     most: int,
     predict: Callable[[int], int] = int,
+    always_has_margin: bool = False,
 ) -> int | None:
     """Return the largest size that fits, or None if the search found no such size.
 
@@ -41,6 +42,7 @@ def search(
         most: largest size to try.
         predict: called with the first size that fits; returns the largest size that is expected to
             fit, and the search goes on from there. By default nothing is expected.
+        always_has_margin: whether "binsearch" takes the margin off, even if memory never ran out.
 
     Example:
         >>> def fits(size):
@@ -59,7 +61,7 @@ def search(
         else:
             good = tried
             if tried < size or tried >= most:
-                return good  # there is no more data, or it is not to be larger
+                break  # there is no more data, or it is not to be larger
         if bad is None:
             expected = predict(size) if size == start else 0
             size *= 2
@@ -78,7 +80,7 @@ def search(
             break
         else:
             size = (good + bad) // 2
-    if good is None or bad is None or mode == "power":
+    if good is None or mode == "power" or not (bad or always_has_margin):
         return good
     return max(1, int(good * (1.0 - margin)))
 

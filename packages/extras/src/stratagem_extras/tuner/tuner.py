@@ -122,7 +122,9 @@ class Tuner:
 
     def _scale(self, job: _Job, steps: int, limits: dict[str, Any]) -> int | None:
         if self._trainer.options.fast_dev_run:
-            warnings.warn("scale_batch_size tries nothing in a fast_dev_run", stacklevel=3)
+            warnings.warn(
+                "Skipping batch size scaler since `fast_dev_run` is enabled.", stacklevel=3
+            )
             return None
         before = [_get(holder, job.name) for holder in job.holders]
         found = None
@@ -291,7 +293,9 @@ class Tuner:
     ) -> LRFinder | None:
         trainer = self._trainer
         if trainer.options.fast_dev_run:
-            warnings.warn("lr_find tries nothing in a fast_dev_run", stacklevel=3)
+            warnings.warn(
+                "Skipping learning rate finder since `fast_dev_run` is enabled.", stacklevel=3
+            )
             return None
         changes = _changes_for("fit", finder.num_training)
         with trials(trainer, job.model, (loaders, job.datamodule), **changes) as tried:

@@ -156,8 +156,8 @@ class LightningCLI(TrainerCLI):
         """
         if args is not None and sys.argv[1:]:
             rank_zero_warn(
-                f"{type(self).__name__}(args=...) takes the place of the command line, which is "
-                f"not read: {' '.join(sys.argv[1:])}"
+                f"LightningCLI's args parameter takes the place of the command line, which is not "
+                f"read: {' '.join(sys.argv[1:])}"
             )
         super().parse_arguments(parser, args)
 

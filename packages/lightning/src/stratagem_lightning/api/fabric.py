@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -18,6 +18,15 @@ from stratagem_lightning.api.core.shorthands import expand_shorthands, replace_h
 from stratagem_lightning.api.strategies.filtering import Filter, filtered
 from stratagem_lightning.api.strategies.single_device import SingleDeviceStrategy
 from stratagem_lightning.api.utilities.data import first_of_one
+from stratagem_lightning.api.utilities.phrases import in_lightnings_words
+
+
+def _refuse_set_up(optimizers: Iterable[Any], method: str) -> None:
+    if any(isinstance(optimizer, LiteOptimizer) for optimizer in optimizers):
+        raise ConfigurationError(
+            f"An optimizer should be passed only once to the `{method}` method, received one that "
+            "it has returned before: pass the optimizer as it was made"
+        )
 
 
 def is_wrapped(obj: object) -> bool:
@@ -40,6 +49,7 @@ class Fabric(Lite):
             arguments = ()
         super().__init__(*arguments, **options)
 
+    @in_lightnings_words
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write several values to every logger, on rank 0; as Fabric's, by keyword."""
         if self.is_global_zero:
@@ -92,8 +102,8 @@ class Fabric(Lite):
                 method(*args, **_taken(method, kwargs))
                 continue
             warnings.warn(
-                f"call({hook_name!r}): expected a method, and {type(callback).__name__}."
-                f"{hook_name} is a {type(method).__name__}: it is left out",
+                f"Skipping the callback `{type(callback).__name__}.{hook_name}`: expected a "
+                f"method, received a {type(method).__name__}",
                 stacklevel=2,
             )
 
@@ -113,6 +123,7 @@ class Fabric(Lite):
         prepared: LiteModule = model[0] if isinstance(model, tuple) else model
         return prepared
 
+    @in_lightnings_words
     def setup(  # type: ignore[override]  # the model comes first, as Fabric's
         self, module: Any, *optimizers: Any, **options: Any
     ) -> Any:
@@ -122,6 +133,7 @@ class Fabric(Lite):
             module: a LightningModule logs through this Fabric from now on.
             *optimizers, **options: as there.
         """
+        _refuse_set_up(optimizers, "setup")
         result = super().setup(module, *optimizers, **options)
         if isinstance(module, LightningModule):
             module.fabric = self
@@ -164,6 +176,15 @@ class Fabric(Lite):
             error_if_nonfinite=error_if_nonfinite,
         )
 
+    def setup_optimizers(self, *optimizers: Any) -> Any:
+        """Prepare optimizers of models that were set up; as `Lite.setup_optimizers`.
+
+        Raises:
+            ConfigurationError: one was set up before.
+        """
+        _refuse_set_up(optimizers, "setup_optimizers")
+        return super().setup_optimizers(*optimizers)
+
     def setup_dataloaders(self, *dataloaders: Any, **options: Any) -> Any:
         """Prepare data loaders; as `Lite.setup_dataloaders`.
 
@@ -172,12 +193,12 @@ class Fabric(Lite):
         """
         if not dataloaders:
             raise ConfigurationError(
-                "setup_dataloaders(): expected a loader, received none: pass one"
+                "`setup_dataloaders` requires at least one dataloader, received none: pass one"
             )
         if any(isinstance(loader, LiteDataLoader) for loader in dataloaders):
             raise ConfigurationError(
-                "setup_dataloaders: expected loaders as they were made, received one that it has "
-                "returned before: set up each of them once"
+                "A dataloader should be passed only once to the `setup_dataloaders` method, "
+                "received one that it has returned before: pass loaders as they were made"
             )
         return super().setup_dataloaders(*dataloaders, **options)
 
@@ -193,10 +214,15 @@ class Fabric(Lite):
         Raises:
             TypeError: the function takes no argument, and is to be given this object.
         """
+        if function is not None and not callable(function):
+            raise TypeError(
+                f"launch({function!r}): the first argument needs to be a callable, such as "
+                "fabric.launch(main), without calling it"
+            )
         if function is not None and not inspect.signature(function).parameters:
             raise TypeError(
-                f"launch({function}): expected a function whose first argument is the Fabric of "
-                "its rank, received one without arguments: give it one"
+                f"launch({function}): the function needs to take at least one argument, the "
+                "Fabric of its rank; received one without arguments"
             )
         return super().launch(function, *args, **kwargs)
 

@@ -118,6 +118,8 @@ class ExperimentWriter:
 class TensorBoardLogger(tensorboard_logger.TensorBoardLogger):
     """A TensorBoardLogger of the folder `lightning_logs`.
 
+    A subclass may override the properties `name` and `version`, of which the folder is made.
+
     Args:
         save_dir, name, version, **options: of `stratagem.loggers.TensorBoardLogger`.
         root_dir: another name for `save_dir`, as Fabric has it.
@@ -133,6 +135,8 @@ class TensorBoardLogger(tensorboard_logger.TensorBoardLogger):
         **options: Any,
     ) -> None:
         folder = _one_folder(type(self).__name__, save_dir, root_dir)
+        if type(self).version is not tensorboard_logger.TensorBoardLogger.version:
+            version = self.version
         super().__init__(folder, name, version, **options)
 
     def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:

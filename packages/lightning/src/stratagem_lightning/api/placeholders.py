@@ -19,9 +19,7 @@ INSTEAD = {
     "CustomTimeColumn": _COLUMNS,
     "HPUCheckpointIO": _CHECKPOINTS,
     "HPUPrecisionPlugin": "precision='bf16-mixed' with accelerator='hpu'",
-    "LayerSync": "Trainer(sync_batchnorm=True)",
     "LitLogger": "CSVLogger, TensorBoardLogger or WandbLogger",
-    "MPSAccelerator": "accelerator='mps' (pip install stratagem-backend-mps)",
     "MetricsTextColumn": _COLUMNS,
     "ProcessingSpeedColumn": _COLUMNS,
     "ServableModule": _SERVE,
@@ -32,7 +30,6 @@ INSTEAD = {
     "TPUBf16PrecisionPlugin": _TPU,
     "TPUPrecision": _TPU,
     "TPUPrecisionPlugin": _TPU,
-    "TorchSyncBatchNorm": "Trainer(sync_batchnorm=True)",
     "TrainingSpikeException": _SPIKE,
     "XLABf16Precision": _TPU,
     "XLABf16PrecisionPlugin": _TPU,
@@ -49,8 +46,8 @@ class Placeholder(type):
     """The type of a class that nothing is an instance of, and that cannot be made.
 
     Example:
-        >>> from stratagem_lightning.pytorch.accelerators import MPSAccelerator
-        >>> isinstance("anything", MPSAccelerator)
+        >>> from stratagem_lightning.pytorch.loggers import LitLogger
+        >>> isinstance("anything", LitLogger)
         False
     """
 

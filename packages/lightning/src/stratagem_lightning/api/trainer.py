@@ -6,6 +6,7 @@ import ast
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -16,7 +17,7 @@ from stratagem import callbacks as own, storage, trainer
 from stratagem.accelerators import Accelerator
 from stratagem.checkpoint import find_all
 from stratagem.data import CombinedLoader
-from stratagem.errors import ConfigurationError, MissingPackageError
+from stratagem.errors import ConfigurationError, MissingPackageError, UserCodeError
 from stratagem.launch import rank_zero_info, rank_zero_warn
 from stratagem.loggers import Logger
 from stratagem.profilers import Profiler
@@ -38,11 +39,13 @@ from stratagem_lightning.api.core.numbers import (
     seed_workers_once,
     shard_for_one_rank,
 )
-from stratagem_lightning.api.core.overrides import refuse_uncalled_overrides
+from stratagem_lightning.api.core.overrides import check_dataloader_idx, refuse_uncalled_overrides
 from stratagem_lightning.api.core.shorthands import expand_shorthands, replace_half_on_cpu
 from stratagem_lightning.api.core.states import TrainerState
 from stratagem_lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardLogger
+from stratagem_lightning.api.plugins.layer_sync import expand_layer_sync
 from stratagem_lightning.api.strategies.single_device import belongs_to
+from stratagem_lightning.api.utilities.phrases import in_lightnings_words
 
 if TYPE_CHECKING:
     from stratagem.strategies import PreparedModel
@@ -102,6 +105,18 @@ class _Option:
         else:
             # A subclass, before it calls `__init__`, which has the last word.
             vars(of)[self._name] = value
+
+
+class _MaxEpochs(_Option):
+    """`max_epochs`, which is None until the first fit if it was not passed, as in Lightning."""
+
+    def __get__(self, of: Any, owner: type) -> Any:
+        is_open = of is not None and vars(of).get("_max_epochs_is_open")
+        return None if is_open else super().__get__(of, owner)
+
+    def __set__(self, of: Any, value: Any) -> None:
+        vars(of)["_max_epochs_is_open"] = False
+        super().__set__(of, value)
 
 
 def _taking_arguments_of(base: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -166,10 +181,12 @@ class Trainer(trainer.Trainer):
         return not (writes and self._state.stage == "predict")
 
     @_taking_arguments_of(trainer.Trainer)
+    @in_lightnings_words
     def __init__(self, **options: Any) -> None:
         self._loops: dict[str, EvaluationLoop] = {}
         passed = {n: v for n, v in options.items() if v is not None or n not in _OWN_DEFAULTS}
-        options = replace_half_on_cpu(expand_shorthands({**_of_environment(), **passed}))
+        options = expand_layer_sync(expand_shorthands({**_of_environment(), **passed}))
+        options = replace_half_on_cpu(options)
         self.barebones = bool(options.pop("barebones", False))
         if self.barebones:
             options = _of_barebones(options)
@@ -205,9 +222,16 @@ class Trainer(trainer.Trainer):
         belongs_to(self.strategy, self)
         _say_what_one_means(options)
         self._arguments = options
+        self._max_epochs_is_open = options.get("max_epochs") is None and not quick
+        self._fit_step: Step | None = None
+        self._last_batch_idx = -1
+        """The index of the last fit's last batch in its epoch."""
+        self._ended_early = False
+        """Whether `on_train_batch_start` ended the last fit's last epoch."""
 
     # -- the four runs
 
+    @in_lightnings_words
     def fit(
         self,
         model: Any,
@@ -226,8 +250,11 @@ class Trainer(trainer.Trainer):
         """
         path = self._last_if_there(ckpt_path, "fit")
         self._begin(model, datamodule)
-        super().fit(model, train_dataloaders, val_dataloaders, datamodule, path)
+        self._max_epochs_is_open = False
+        with self._exiting_on_interrupt():
+            super().fit(model, train_dataloaders, val_dataloaders, datamodule, path)
 
+    @in_lightnings_words
     def validate(  # type: ignore[override]  # in Lightning's order
         self,
         model: Any = None,
@@ -247,9 +274,11 @@ class Trainer(trainer.Trainer):
         path = self._best_if_left_out(model, ckpt_path, "validate")
         self._begin(model, datamodule)
         printed = verbose and "validate" not in self._loops
-        values = super().validate(model, dataloaders, datamodule, path, printed)
+        with self._exiting_on_interrupt():
+            values = super().validate(model, dataloaders, datamodule, path, printed)
         return self._logged(values, "validate", verbose)
 
+    @in_lightnings_words
     def test(  # type: ignore[override]  # in Lightning's order
         self,
         model: Any = None,
@@ -263,9 +292,11 @@ class Trainer(trainer.Trainer):
         path = self._best_if_left_out(model, ckpt_path, "test")
         self._begin(model, datamodule)
         printed = verbose and "test" not in self._loops
-        values = super().test(model, dataloaders, datamodule, path, printed)
+        with self._exiting_on_interrupt():
+            values = super().test(model, dataloaders, datamodule, path, printed)
         return self._logged(values, "test", verbose)
 
+    @in_lightnings_words
     def predict(
         self,
         model: Any = None,
@@ -276,9 +307,34 @@ class Trainer(trainer.Trainer):
         weights_only: bool | None = None,
     ) -> Any:
         """Predict; as `stratagem.Trainer.predict`, with `model` and `ckpt_path` of `validate`."""
+        if model is not None and getattr(model, "predict_step", model) is None:
+            raise UserCodeError(
+                f"`predict_step` cannot be None to run `Trainer.predict`: define it in "
+                f"{type(model).__name__}, or leave the attribute alone"
+            )
         path = self._best_if_left_out(model, ckpt_path, "predict")
         self._begin(model, datamodule)
-        return super().predict(model, dataloaders, datamodule, return_predictions, path)
+        with self._exiting_on_interrupt():
+            return super().predict(model, dataloaders, datamodule, return_predictions, path)
+
+    @contextmanager
+    def _exiting_on_interrupt(self) -> Iterator[None]:
+        """Let Ctrl-C end a script by SystemExit, as Lightning does; not a notebook.
+
+        Raises:
+            SystemExit: with the code 1, in the place of a KeyboardInterrupt.
+        """
+        try:
+            yield
+        except KeyboardInterrupt as interrupt:
+            if self.plan.request.interactive:
+                raise
+            raise SystemExit(1) from interrupt
+
+    @in_lightnings_words
+    def save_checkpoint(self, *args: Any, **options: Any) -> None:
+        """Save a checkpoint; as `stratagem.Trainer.save_checkpoint`."""
+        super().save_checkpoint(*args, **options)
 
     def _begin(self, model: Any, datamodule: Any) -> None:
         """Do what Lightning does at the start of a run, and refuse what it alone would call."""
@@ -295,8 +351,9 @@ class Trainer(trainer.Trainer):
         count_batches_for_schedulers(run)
         draw_at_reload(run)
         if dataloader_iter.takes_dataloader_iter(run.module.training_step):
-            return dataloader_iter.ReadingStep(run, prepared)
-        step = super().make_train_step(run, prepared)
+            self._fit_step = dataloader_iter.ReadingStep(run, prepared)
+            return self._fit_step
+        self._fit_step = step = super().make_train_step(run, prepared)
         step.counts_each_loss = True
         return divide_by_whole_window(step, run)
 
@@ -322,7 +379,14 @@ class Trainer(trainer.Trainer):
         count: float,
         takes: int,
     ) -> BatchFeed:
-        """Return the feed of batches to a step, also to a step that takes `dataloader_iter`."""
+        """Return the feed of batches to a step, also to a step that takes `dataloader_iter`.
+
+        Raises:
+            UserRuntimeError: the step or a hook of an evaluation cannot tell its loaders apart.
+        """
+        what = self.run.evaluation.what
+        if what:
+            check_dataloader_idx(self.run.module, what, len(self.run.evaluation_loaders[what]))
         if dataloader_iter.takes_dataloader_iter(step):
             return dataloader_iter.IterFeed(dataloader_iter.DataLoaderIter(batches, count))
         return super().make_batch_feed(step, batches, count, takes)
@@ -335,7 +399,16 @@ class Trainer(trainer.Trainer):
         else:
             advice.warn_of_validation(job)
             advice.warn_of_default_epochs(self._arguments)
-        return super()._run_on_rank(job)
+        try:
+            return super()._run_on_rank(job)
+        finally:
+            if self._fit_step is not None:
+                step = self._fit_step
+                # A batch that ended the epoch at its start is the last one, too.
+                self._ended_early = step._begun == 0 and step.batch_idx > 0
+                self._last_batch_idx = step.last_batch_idx + self._ended_early
+                # It holds the graph of the last loss.
+                self._fit_step = None
 
     def _logged(
         self, results: list[dict[str, float]], stage: str, verbose: bool
@@ -401,7 +474,7 @@ class Trainer(trainer.Trainer):
 
     # -- its options
 
-    max_epochs = _Option()
+    max_epochs = _MaxEpochs()
     min_epochs = _Option()
     max_steps = _Option()
     min_steps = _Option()
@@ -636,8 +709,10 @@ class Trainer(trainer.Trainer):
     @property
     def is_last_batch(self) -> bool:
         """Whether the present training batch is the last of its epoch, as far as known."""
-        step = None if self._run is None else self._run.step
-        return step is not None and step.batch_idx + 1 >= self.num_training_batches
+        if self._run is None or self._run.stage != "fit":
+            return False
+        ended_early = self._run.step is None and self._ended_early
+        return ended_early or self.fit_loop.batch_idx + 1 >= self.num_training_batches
 
     @property
     def batches_that_trained(self) -> int:

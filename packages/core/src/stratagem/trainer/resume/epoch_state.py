@@ -149,8 +149,9 @@ class EpochState:
             own["metrics"] = {place: [state] for place, state in own["metrics"].items()}
         metrics = dict(_metrics_in(self._module))
         for place in metrics.keys() & own["metrics"].keys():
-            for state in own["metrics"][place]:
-                _check_metric(metrics[place], state["state"], place)
+            states_of_it = [state["state"] for state in own["metrics"][place]]
+            for state in states_of_it:
+                _check_metric(metrics[place], state, states_of_it[0], place)
         own["logged"] = {name: self._restored(name, of) for name, of in own["logged"].items()}
         self._resumed = own
 
@@ -228,8 +229,17 @@ def _of_other_ranks(
     return together
 
 
-def _check_metric(metric: Any, state: Mapping[str, Any], place: str) -> None:
-    """Raise if the state of a torchmetrics object has other attributes, or of another kind."""
+def _check_metric(
+    metric: Any, state: Mapping[str, Any], first: Mapping[str, Any], place: str
+) -> None:
+    """Raise if the state of a torchmetrics object has other attributes, or of another kind.
+
+    Args:
+        metric: will be restored.
+        state: of one rank.
+        first: of the first rank; tensors of both have one shape.
+        place: of the metric in the Module.
+    """
     form = {
         name: [Tensor] if isinstance(own, list) else type(own)
         for name, own in vars(metric).items()
@@ -238,7 +248,9 @@ def _check_metric(metric: Any, state: Mapping[str, Any], place: str) -> None:
     require_form(state, form, place)
     for name, value in state.items():
         own = getattr(metric, name) if name in form else None
-        is_other = isinstance(own, Tensor) and own.is_floating_point() != value.is_floating_point()
+        is_other = isinstance(own, Tensor) and (
+            own.is_floating_point() != value.is_floating_point() or value.shape != first[name].shape
+        )
         if name not in form or is_other:
             raise ValueError(f"the {type(metric).__name__} at {place!r} has no such {name!r}")
 

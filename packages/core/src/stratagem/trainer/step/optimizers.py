@@ -70,9 +70,9 @@ def configure(module: Module) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     schedulers: list[Any] = []
     if returned is None and not module.needs_optimizer:
         rank_zero_warn(
-            f"{who} returned None: no step is taken or counted in this fit, so that values of "
-            "steps are not logged and no checkpoint is saved. Return an optimizer if the model is "
-            "to train"
+            f"{who} returned None: this fit will run with no optimizer. No step is taken or "
+            "counted, so values of steps are not logged and no checkpoint is saved. Return an "
+            "optimizer if the model is to train"
         )
         return [], []
     if isinstance(returned, Optimizer):

@@ -111,6 +111,20 @@ class Accelerator(accelerators.Accelerator, metaclass=InstanceCheck):
         return self.get_device_stats(device)
 
 
+def check_device_type(device: torch.device, kind: str) -> None:
+    """Check the type of a device that an accelerator is given.
+
+    Args:
+        device: the device.
+        kind: the type that is expected.
+
+    Raises:
+        ConfigurationError: the device is of another type.
+    """
+    if device.type != kind:
+        raise ConfigurationError(f"Device should be {kind.upper()}, received {device}")
+
+
 class _AcceleratorRegistry:
     """Accelerators by name, for code that registers Lightning's kind of them at run time."""
 
@@ -173,6 +187,11 @@ class CPUAccelerator(accelerators.CPUAccelerator, metaclass=InstanceCheck):
     """The processor."""
 
     is_instance = of_class(accelerators.CPUAccelerator)
+
+    def setup_device(self, device: torch.device) -> None:
+        """Select the device, which must be of this type."""
+        check_device_type(device, "cpu")
+        super().setup_device(device)
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> int:

@@ -8,6 +8,7 @@ import torch
 
 from stratagem import accelerators
 from stratagem.plan import parse_devices
+from stratagem_lightning.api.accelerators.accelerator import check_device_type
 from stratagem_lightning.api.instance_check import InstanceCheck, of_class
 
 # Served by the backend that provides it; an error names the one to install.
@@ -18,6 +19,11 @@ class CUDAAccelerator(_CUDAAccelerator, metaclass=InstanceCheck):  # type: ignor
     """NVIDIA GPUs."""
 
     is_instance = of_class(_CUDAAccelerator)
+
+    def setup_device(self, device: torch.device) -> None:
+        """Select the device, which must be of this type."""
+        check_device_type(device, "cuda")
+        super().setup_device(device)
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> list[int]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stratagem import callbacks
+from stratagem_lightning.api.utilities.phrases import in_lightnings_words
 
 
 class EarlyStoppingReason(IntEnum):
@@ -34,6 +35,7 @@ class EarlyStopping(callbacks.EarlyStopping):
         'NOT_STOPPED'
     """
 
+    @in_lightnings_words
     def __init__(self, *args: Any, log_rank_zero_only: bool = False, **options: Any) -> None:
         super().__init__(*args, **options)
 

@@ -15,6 +15,7 @@ from stratagem import callbacks
 from stratagem.callbacks import filled
 from stratagem.checkpoint import SUFFIX
 from stratagem.errors import ConfigurationError
+from stratagem_lightning.api.utilities.phrases import in_lightnings_words
 
 if TYPE_CHECKING:
     from stratagem.module import Module
@@ -61,6 +62,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
     FILE_EXTENSION = SUFFIX
     _set_path = ""
 
+    @in_lightnings_words
     def __init__(
         self,
         dirpath: str | Path | None = None,

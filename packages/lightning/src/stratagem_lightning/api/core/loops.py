@@ -149,6 +149,19 @@ class EpochLoop(_View):
 
     @property
     def batch_idx(self) -> int:
+        """The index in its epoch of the present or last training batch; -1 before the first."""
+        run = self.trainer._run
+        if run is not None and run.stage == "fit" and run.step is None:
+            return int(self.trainer._last_batch_idx)
+        return self._position
+
+    @property
+    def total_batch_idx(self) -> int:
+        """The index over all epochs of the present or last training batch; -1 before the first."""
+        return int(self.trainer._progress.batches_before) + self._position
+
+    @property
+    def _position(self) -> int:
         """The index in this epoch of the present or last training batch; -1 before the first."""
         run, done = self.trainer._run, int(self.trainer.batches_that_trained)
         step = None if run is None else run.step
@@ -194,7 +207,7 @@ class FitLoop:
 
     def __getattr__(self, name: str) -> Any:
         if name in _LIMITS and "trainer" in vars(self):
-            return getattr(self.trainer.options, name)
+            return getattr(self.trainer, name)
         if name == "trainer":  # a copy, before it has one
             raise AttributeError(name)
         raise AttributeError(
@@ -237,7 +250,7 @@ class FitLoop:
     @property
     def total_batch_idx(self) -> int:
         """The index over all epochs of the present or last training batch; -1 before the first."""
-        return int(self.trainer._progress.batches_before) + self.batch_idx
+        return self.epoch_loop.total_batch_idx
 
     @property
     def max_batches(self) -> float:
@@ -252,5 +265,5 @@ class FitLoop:
             of.should_stop
             or of.limit_train_batches == 0
             or -1 < of.max_steps <= of.global_step
-            or -1 < of.max_epochs <= of.current_epoch
+            or -1 < of.options.max_epochs <= of.current_epoch
         )

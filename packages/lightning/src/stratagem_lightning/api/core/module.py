@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stratagem.errors import CheckpointMismatchError
+from stratagem.errors import CheckpointMismatchError, StratagemError
 from stratagem.launch import rank_zero_warn
 from stratagem.module import Module
 from stratagem_lightning.api.core.saving import of_file
 from stratagem_lightning.api.utilities.data import first_of_one
 from stratagem_lightning.api.utilities.exceptions import StateDictError
+from stratagem_lightning.api.utilities.phrases import in_lightnings_words, with_phrase
 from stratagem_lightning.api.utilities.warnings import rank_zero_deprecation
 
 if TYPE_CHECKING:
@@ -68,8 +70,8 @@ class LightningModule(Module):
             super()._log_outside_of_a_run(name, value)
         if self.fabric is None:
             rank_zero_warn(
-                f"self.log({name!r}, ...): {type(self).__name__} has neither a Trainer nor a Fabric"
-                " yet, so that nothing is logged"
+                f"You are trying to `self.log()` {name!r} but the `self.trainer` reference is not "
+                f"registered on {type(self).__name__} yet, nor a Fabric: nothing is logged"
             )
             return
         self.fabric.log(name, value)
@@ -105,19 +107,22 @@ class LightningModule(Module):
                 f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured: "
                 "pass one, as in Trainer(logger=CSVLogger(...))"
             )
-        super().log(
-            name,
-            value,
-            prog_bar,
-            logger is not False,
-            on_step,
-            on_epoch,
-            reduce_fx,
-            sync_dist,
-            batch_size,
-            add_dataloader_idx,
-            rank_zero_only,
-        )
+        try:
+            super().log(
+                name,
+                value,
+                prog_bar,
+                logger is not False,
+                on_step,
+                on_epoch,
+                reduce_fx,
+                sync_dist,
+                batch_size,
+                add_dataloader_idx,
+                rank_zero_only,
+            )
+        except StratagemError as error:
+            raise with_phrase(error, "log") from error.__cause__
         if on_epoch and on_step is not False:
             self._show_step_value(name)
 
@@ -135,7 +140,12 @@ class LightningModule(Module):
 
     def _refuse_options(self, message: str) -> None:
         """Warn, as Lightning does: the options are left out."""
-        rank_zero_warn(f"{message}; the others are ignored", RuntimeWarning)
+        found = re.search(r"with \[(.*?)\]", message)
+        keys = f"{{{found[1]}}}" if found else "names that are not known"
+        said = (
+            f"Found unsupported keys in the lr scheduler dict: {keys}. They are ignored. {message}"
+        )
+        rank_zero_warn(said, RuntimeWarning)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, or a list of them, of the Trainer or of Fabric.
@@ -194,6 +204,7 @@ class LightningModule(Module):
         gathered = super().all_gather(data, sync_grads=sync_grads)
         return first_of_one(gathered, self.trainer.world_size)
 
+    @in_lightnings_words
     def to_torchscript(self, *args: Any, **options: Any) -> Any:
         """Return the model as TorchScript; as `Module.to_torchscript`, with Lightning's warning."""
         rank_zero_deprecation(

@@ -1,12 +1,21 @@
-"""Methods that user code overrides, that Lightning calls, and that are not called here."""
+"""Overridden methods that Lightning refuses, or calls where Stratagem does not."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
+from typing import TYPE_CHECKING, Any
 
 from stratagem.errors import UserCodeError
+from stratagem.trainer import is_users
+from stratagem_lightning.api.utilities.exceptions import UserRuntimeError, UserTypeError
+
+if TYPE_CHECKING:
+    from stratagem.module import Module
+
+_STEPS = {"validation": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
 def refuse_uncalled_overrides(objects: Iterable[object]) -> None:
@@ -48,6 +57,54 @@ def refuse_uncalled_overrides(objects: Iterable[object]) -> None:
                     "Lightning calls and Stratagem does not: the run would differ silently. Move "
                     "the code into a hook (such as on_validation_end) or a method that both have"
                 )
+
+
+def check_dataloader_idx(module: Module, what: str, loaders: int) -> None:
+    """Check that a module's step and hooks take `dataloader_idx` if there are several loaders.
+
+    Args:
+        module: the model.
+        what: "validation", "test" or "predict".
+        loaders: the number of loaders.
+
+    Raises:
+        UserRuntimeError: one does not take it, or requires it although there is a single loader.
+        UserTypeError: one requires an argument under another name.
+
+    Example:
+        >>> from stratagem_lightning.pytorch.demos.boring_classes import BoringModel
+        >>> check_dataloader_idx(BoringModel(), "validation", 1)
+    """
+    loader = f"{what.replace('validation', 'val')}_dataloader"
+    step = _STEPS[what]
+    usual = {step: 2, f"on_{what}_batch_start": 2, f"on_{what}_batch_end": 3}
+    for name, arguments in usual.items():
+        method = getattr(module, name, None)
+        if method is None or not is_users(module, name):
+            continue
+        parameters = inspect.signature(method).parameters
+        takes: Any = parameters.get("dataloader_idx")
+        where = f"{type(module).__name__}.{name}()"
+        if loaders == 1 and takes is not None and takes.default is takes.empty:
+            raise UserRuntimeError(
+                f"You provided only a single `{loader}`, but have included `dataloader_idx` in "
+                f"`{where}`. Remove the argument, or give it a default: `dataloader_idx=0`"
+            )
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        positional = [one for one in parameters.values() if one.kind in kinds]
+        required = [one.name for one in positional if one.default is one.empty]
+        if loaders == 1 and takes is None and len(required) > arguments:
+            raise UserTypeError(
+                f"{where} missing 1 required positional argument: {required[arguments]!r}. The "
+                "index of the loader is passed as `dataloader_idx`: call the argument so"
+            )
+        takes_all = any(one.kind is one.VAR_POSITIONAL for one in parameters.values())
+        reads_itself = name == step and "dataloader_iter" in parameters
+        if loaders > 1 and takes is None and not takes_all and not reads_itself:
+            raise UserRuntimeError(
+                f"You provided multiple `{loader}`, but no `dataloader_idx` argument in "
+                f"`{where}`, so it cannot tell them apart. Add `dataloader_idx=0` to its signature"
+            )
 
 
 def _is_ours(kind: type) -> bool:

@@ -38,8 +38,8 @@ def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: b
         plain = value.name if isinstance(value, Enum) else as_plain(value)
         if _is_text_of_an_object(value, plain):
             rank_zero_warn(
-                f"{name!r} is left out of {str(path)!r}: a {type(value).__name__} cannot be read "
-                "back from YAML; pass it to the model again when it is loaded"
+                f"Skipping {name!r} parameter in {str(path)!r}: a {type(value).__name__} cannot be "
+                "read back from YAML; pass it to the model again when it is loaded"
             )
         else:
             kept[name] = plain

@@ -151,10 +151,15 @@ class MixedPrecision(Precision, own.MixedPrecision):
         return Float16MixedPrecision.__new__(Float16MixedPrecision)
 
     def __init__(self, precision: str, device: str = "cuda", scaler: Any = None) -> None:
+        if precision not in ("16-mixed", "bf16-mixed"):
+            raise ConfigurationError(
+                f"Passed `MixedPrecision(precision={precision!r})`. Precision must be '16-mixed' "
+                "or 'bf16-mixed'"
+            )
         if precision == "bf16-mixed" and scaler is not None:
             raise ConfigurationError(
-                "MixedPrecision('bf16-mixed', scaler=...): expected no scaler, since bfloat16 has "
-                "the range of float32: leave it out, or pass '16-mixed'"
+                "`precision='bf16-mixed'` does not use a scaler, since bfloat16 has the range of "
+                "float32: leave it out, or pass '16-mixed'"
             )
         super().__init__(precision, **({} if scaler is None else {"scaler": scaler}))
         self.device = device
@@ -200,7 +205,11 @@ class FSDPPrecision(Precision):
 def _check(who: str, precision: str) -> None:
     if precision not in _OF_SHARDING:
         expected = ", ".join(map(repr, _OF_SHARDING))
-        raise ConfigurationError(f"{who}({precision!r}): expected one of {expected}")
+        engine = who.removesuffix("Precision")
+        raise ConfigurationError(
+            f"`precision={precision!r}` is not supported in {engine}. `precision` must be one of "
+            f"{expected}"
+        )
 
 
 class DeepSpeedPrecision(Precision, own.EnginePrecision):

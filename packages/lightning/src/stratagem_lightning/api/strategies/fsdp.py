@@ -66,9 +66,8 @@ class FSDPStrategy(strategies.FSDPStrategy, metaclass=InstanceCheck):
                 )
         if activation_checkpointing is not None and activation_checkpointing_policy is not None:
             raise ConfigurationError(
-                f"FSDPStrategy(activation_checkpointing={activation_checkpointing!r}, "
-                f"activation_checkpointing_policy={activation_checkpointing_policy!r}): "
-                "two names of one argument: leave one out"
+                "FSDPStrategy: you cannot set both `activation_checkpointing` and "
+                "`activation_checkpointing_policy`, which are two names of one argument"
             )
         super().__init__(
             mixed_precision=_as_policy(mixed_precision),

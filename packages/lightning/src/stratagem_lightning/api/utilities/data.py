@@ -91,7 +91,7 @@ def has_len(dataloader: object) -> bool:
     """Whether a loader has a length; warns if it is 0, or may be wrong."""
     length = sized_len(dataloader)
     if length == 0:
-        rank_zero_warn(f"{type(dataloader).__name__} has length 0: is that what you want?")
+        rank_zero_warn(f"`{type(dataloader).__name__}` returned 0 length. Is that what you want?")
     if length is not None and has_iterable_dataset(dataloader):
         rank_zero_warn(
             "the loader has a length although its dataset is an IterableDataset: with several "
@@ -110,7 +110,10 @@ def has_len_all_ranks(dataloader: object, strategy: Any, allow_zero_length: bool
     if length is None:
         return False
     longest = int(strategy.ranks.all_reduce(torch.tensor(float(length)), "max"))
-    if longest and not length and not allow_zero_length:
+    if not longest:
+        rank_zero_warn("Total length of `DataLoader` across ranks is zero. Is that what you want?")
+        return True
+    if not length and not allow_zero_length:
         raise ConfigurationError(
             f"the loader is empty on rank {strategy.ranks.global_rank}, and another rank's is not"
         )
@@ -124,7 +127,7 @@ def suggested_max_num_workers(local_world_size: int) -> int:
         local_world_size: processes of this machine that read.
     """
     if local_world_size < 1:
-        raise ValueError(f"local_world_size={local_world_size}: expected at least 1")
+        raise ValueError(f"`local_world_size` should be >= 1, received {local_world_size}")
     return max(1, available_cores() // local_world_size - 1)
 
 
@@ -157,7 +160,8 @@ def convert_tensors_to_scalars(data: Any) -> Any:
     def number(tensor: torch.Tensor) -> Any:
         if tensor.numel() != 1:
             raise ValueError(
-                f"the tensor has {tensor.numel()} elements, expected one that can be a number"
+                f"The tensor does not contain a single element, but {tensor.numel()}: pass one "
+                "that can be a number"
             )
         return tensor.item()
 

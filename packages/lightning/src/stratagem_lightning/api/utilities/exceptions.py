@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stratagem.errors import CheckpointMismatchError, StratagemError
+from stratagem.errors import CheckpointMismatchError, StratagemError, UserCodeError
 
 MisconfigurationException = StratagemError
 """Every error that Stratagem raises on purpose: what Lightning calls a misconfiguration is here a
@@ -30,3 +30,11 @@ class StateDictError(CheckpointMismatchError, RuntimeError):
 
 class SIGTERMException(SystemExit):
     """A run was ended by SIGTERM; for scripts that name it in `except`."""
+
+
+class UserRuntimeError(UserCodeError, RuntimeError):
+    """An error in a user's class that Lightning reports by a RuntimeError."""
+
+
+class UserTypeError(UserCodeError, TypeError):
+    """An error in a user's class that Lightning reports by a TypeError."""

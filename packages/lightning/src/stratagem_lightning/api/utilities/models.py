@@ -41,8 +41,8 @@ def is_overridden(
         found = [base for base in _PARENTS if isinstance(instance, base)]
         if not found:
             raise ValueError(
-                f"{type(instance).__name__}: expected a Module, a DataModule or a Callback, or the "
-                "argument parent"
+                f"Expected a parent: {type(instance).__name__} is no Module, DataModule or "
+                "Callback, so pass the argument parent"
             )
         parent = found[0]
     own, base = getattr(instance, method_name, None), getattr(parent, method_name, None)
@@ -88,7 +88,7 @@ def grad_norm(
     """
     kind = float(norm_type)
     if kind <= 0:
-        raise ValueError(f"norm_type={norm_type!r}: expected a number above 0, or 'inf'")
+        raise ValueError(f"`norm_type` must be a positive number or 'inf', received {norm_type!r}")
     prefix = f"grad_{kind}_norm"
     norms: dict[str, Any] = {
         f"{prefix}{group_separator}{name}": parameter.grad.data.norm(kind)

@@ -41,8 +41,9 @@ def _holders(model: Any, name: str) -> list[Any]:
     holders = [model] if hasattr(model, name) else []
     hparams = getattr(model, "hparams", None)
     if hparams is not None:
-        names = hparams if isinstance(hparams, Mapping) else vars(hparams)
-        holders += [hparams] if name in names else []
+        is_dict = isinstance(hparams, Mapping)
+        has_name = name in hparams if is_dict else hasattr(hparams, name)
+        holders += [hparams] if has_name else []
     trainer = vars(model).get("_trainer")
     datamodule = None if trainer is None else trainer.datamodule
     return [*holders, datamodule] if hasattr(datamodule, name) else holders
@@ -80,7 +81,8 @@ def _required(model: Any, name: str) -> list[Any]:
     if holders := _holders(model, name):
         return holders
     raise AttributeError(
-        f"neither {type(model).__name__}, its hparams nor its DataModule has {name!r}"
+        f"{name!r} is neither stored in the model namespace nor the `hparams` namespace/dict, nor "
+        f"the datamodule. The model is a {type(model).__name__}"
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from stratagem import rng
 from stratagem.errors import ConfigurationError
 from stratagem.launch import rank_zero_only, rank_zero_warn
+from stratagem_lightning.api.utilities.phrases import in_lightnings_words
 
 SEED_VARIABLE = "PL_GLOBAL_SEED"
 WORKERS_VARIABLE = "PL_SEED_WORKERS"
@@ -24,6 +25,7 @@ if not logging.getLogger("lightning.fabric").level:
     logging.getLogger("lightning.fabric").setLevel(logging.INFO)
 
 
+@in_lightnings_words
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
     """Seed Python, NumPy and torch; return the seed.
 
@@ -38,11 +40,13 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     """
     if seed is None and (text := os.environ.get(SEED_VARIABLE)):
         if not text.isdigit():
-            raise ConfigurationError(f"expected a number in {SEED_VARIABLE}, received {text!r}")
+            raise ConfigurationError(
+                f"Invalid seed specified: expected a number in {SEED_VARIABLE}, received {text!r}"
+            )
         seed = int(text)
     if seed is None and verbose and rng.SEED_VARIABLE not in os.environ:
         rank_zero_warn(
-            f"seed_everything() received no seed and takes 0: pass one, or set {SEED_VARIABLE}"
+            f"No seed found: seed_everything() takes 0. Pass a seed, or set {SEED_VARIABLE}"
         )
     seed = rng.seed_everything(seed, workers=workers)
     if verbose and _log.isEnabledFor(logging.INFO):
