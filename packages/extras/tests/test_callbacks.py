@@ -677,7 +677,9 @@ def test_predictions_of_several_loaders_and_of_what_has_no_indices() -> None:
     assert indices[0][0] == [0, 1, 2, 3]
     assert indices[1] == [None]
     assert writer.batches == []
-    with pytest.raises(ConfigurationError, match="write_interval='step'"):
+    with pytest.raises(
+        ConfigurationError, match="`write_interval` should be one of .*, received 'step'"
+    ):
         Writer("step")
 
 

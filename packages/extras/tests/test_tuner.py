@@ -246,7 +246,7 @@ def test_what_cannot_be_swept_is_refused() -> None:
         tuner.lr_find(Several())
     with pytest.warns(UserWarning, match="suggests nothing"):
         tuner.lr_find(Net(), num_training=3)
-    with pytest.warns(UserWarning, match="tries nothing"):
+    with pytest.warns(UserWarning, match="Skipping learning rate finder since `fast_dev_run`"):
         assert Tuner(trainer(fast_dev_run=True)).lr_find(Net()) is None
 
 
