@@ -678,7 +678,7 @@ def test_predictions_of_several_loaders_and_of_what_has_no_indices() -> None:
     assert indices[1] == [None]
     assert writer.batches == []
     with pytest.raises(
-        ConfigurationError, match="`write_interval` should be one of .*, received 'step'"
+        ConfigurationError, match=r"`write_interval` should be one of .*, received 'step'"
     ):
         Writer("step")
 
