@@ -1084,7 +1084,7 @@ def test_ctrl_c_ends_a_command_without_a_traceback(
     def interrupted(path: str, *, verify: bool) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("stratagem.checkpoint.describe_checkpoint", interrupted)
+    monkeypatch.setattr("stratagem_extras.checkpoints.inspection.describe_checkpoint", interrupted)
     assert run_command(["checkpoint", "verify", "model.ckpt"]) == 130
     assert capsys.readouterr() == ("", "")
 

@@ -258,7 +258,7 @@ MISTAKES = [
         lambda _: on_cpu(gradient_clip_val="big"),
         ("'big'", "a number above 0, or None"),
     ),
-    Mistake("time", lambda _: on_cpu(max_time="1 hour"), ("'1 hour'", "'DD:HH:MM:SS'")),
+    Mistake("time", lambda _: on_cpu(max_time="1 hour"), ("'1 hour'", "DD:HH:MM:SS")),
     Mistake("fast_dev_run", lambda _: on_cpu(fast_dev_run="yes"), ("'yes'", "True, False")),
     Mistake(
         "mode", lambda _: any_of(EarlyStopping, "loss", mode="lower"), ("'lower'", "'min' or 'max'")

@@ -20,6 +20,21 @@ from stratagem.errors import ConfigurationError
 if TYPE_CHECKING:
     from stratagem.interfaces.accelerator import Accelerator
 
+__all__ = [
+    "SEED_VARIABLE",
+    "SeededOnce",
+    "chosen_seed",
+    "generator_states",
+    "generators_of",
+    "preserve_rng_state",
+    "rng_state",
+    "seed_devices_by",
+    "seed_everything",
+    "seeds_workers",
+    "set_generator_states",
+    "set_rng_state",
+]
+
 SEED_VARIABLE = "STRATAGEM_SEED"
 WORKERS_VARIABLE = "STRATAGEM_SEED_WORKERS"
 

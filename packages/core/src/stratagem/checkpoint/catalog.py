@@ -39,6 +39,14 @@ class Description:
         checksum: 32 hexadecimal digits, the checksum of the file or of the directory's manifest,
             which contains the checksums of the other files; None for a checkpoint without one.
         manifest: the manifest; None for a checkpoint of plain torch.
+
+    Example:
+        >>> import tempfile
+        >>> from stratagem.checkpoint import SingleFileCheckpointIO, describe_checkpoint
+        >>> path = f"{tempfile.mkdtemp()}/a.ckpt"
+        >>> SingleFileCheckpointIO().save_checkpoint({"step": 1}, path)
+        >>> describe_checkpoint(path).manifest.contents
+        ('step',)
     """
 
     size: int
@@ -100,7 +108,8 @@ def check_exists(path: paths.Location) -> None:
         >>> import tempfile
         >>> from stratagem.checkpoint import check_exists
         >>> from stratagem.storage import to_location
-        >>> check_exists(to_location(tempfile.mkdtemp()))
+        >>> check_exists(to_location(tempfile.mkdtemp())) is None
+        True
     """
     if paths.exists(path):
         return

@@ -25,30 +25,17 @@ FORMAT_VERSION = 2
 
 
 _FORM = {
-    "format_version?": Count,
-    "run?": str,
-    "epoch?": Count,
-    "global_step?": Count,
-    "state_dict?": dict,
-    "hyper_parameters?": dict,
-    "hparams_name?": str,
-    "hparams_configs?": list,
-    "datamodule_hyper_parameters?": dict,
-    "datamodule_hparams_name?": str,
-    "datamodule_hparams_configs?": list,
+    **dict.fromkeys(("format_version?", "epoch?", "global_step?"), Count),
+    **dict.fromkeys(("run?", "hparams_name?", "datamodule_hparams_name?"), str),
+    **dict.fromkeys(("state_dict?", "hyper_parameters?", "datamodule_hyper_parameters?"), dict),
+    **dict.fromkeys(("hparams_configs?", "datamodule_hparams_configs?"), list),
     "ranks?": ([dict], {"first": dict, "changes": object, "ends": object}),
 }
 _TRAINING_FORM = {
     "progress": {
-        "epoch": Count,
-        "global_step": Count,
-        "batches": Count,
-        "epoch_is_done": bool,
-        "validated": Count,
-        "batches_before?": Count,
-        "last_step?": Count,
-        "end_begun?": bool,
-        "stop_delayed?": bool,
+        **dict.fromkeys(("epoch", "global_step", "batches", "validated"), Count),
+        **dict.fromkeys(("batches_before?", "last_step?"), Count),
+        **dict.fromkeys(("epoch_is_done", "end_begun?", "stop_delayed?"), bool),
     },
     "optimizer_states": list,
     "lr_schedulers": list,
