@@ -1,5 +1,6 @@
 """The program's commands that look and list, run as a user runs them, with real plugins beside."""
 
+import fcntl
 import os
 import platform
 import subprocess
@@ -163,18 +164,17 @@ def test_a_reader_that_has_enough_is_no_error(program: Program) -> None:
 
 
 def test_a_reader_that_has_enough_in_the_middle_is_no_error(program: Program) -> None:
-    command = [sys.executable, "-u", "-m", "stratagem", "doctor"]
+    readable, writable = os.pipe()
+    # Less than doctor writes, so that it waits for the reader.
+    fcntl.fcntl(writable, fcntl.F_SETPIPE_SZ, 4096)
+    command = [sys.executable, "-u", "-m", "stratagem", "doctor", "--json"]
     with subprocess.Popen(
-        command,
-        env=program.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        command, env=program.environment(), stdout=writable, stderr=subprocess.PIPE, text=True
     ) as doctor:
-        assert doctor.stdout is not None
+        os.close(writable)
+        assert os.read(readable, 1) == b"{"
+        os.close(readable)
         assert doctor.stderr is not None
-        doctor.stdout.readline()
-        doctor.stdout.close()
         assert doctor.stderr.read() == ""
     assert doctor.returncode == 1
 
