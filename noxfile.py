@@ -564,9 +564,11 @@ def resumes(session: nox.Session) -> None:
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """10,000 checkpoints made to harm, others each time; not in CI, where 500 are."""
+    """10,000 checkpoints made to harm, others each time, and all changed entries of two runs."""
     session.install(TORCH)
-    session.install("./packages/core", *tools("hypothesis", "numpy", "pytest"))
-    file = "packages/core/tests/test_fuzz_checkpoints.py"
+    session.install("./packages/core", "./packages/extras", *tools("hypothesis", "numpy", "pytest"))
+    files = [
+        f"packages/core/tests/test_{name}.py" for name in ("fuzz_checkpoints", "hostile_progress")
+    ]
     cases = {"STRATAGEM_FUZZ_CASES": "10000"}
-    session.run("pytest", "-s", file, *session.posargs, env=cases)
+    session.run("pytest", "-s", *files, *session.posargs, env=cases)

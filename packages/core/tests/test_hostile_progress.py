@@ -162,7 +162,8 @@ def test_an_entry_of_another_kind_ends_in_an_error_of_ours_or_in_training(
     others = {k: v for k, v in saved.items() if k not in ("state_dict", "optimizer_states")}
     cases = [(place, value) for place in places(others) for value in VALUES]
     refused = 0
-    for place, value in random.Random(steps).sample(cases, min(CASES // 2, len(cases))):
+    drawn = random.Random(steps).sample(cases, min(CASES // 2, len(cases)))
+    for place, value in drawn:
         storage.save_checkpoint(with_value(saved, place, VALUES[value]), changed)
         try:
             with warnings.catch_warnings():
@@ -172,7 +173,7 @@ def test_an_entry_of_another_kind_ends_in_an_error_of_ours_or_in_training(
             refused += 1
         except Exception as error:
             pytest.fail(f"{value} at {place}: {type(error).__name__}: {error}")
-    assert refused > CASES // 4, "few of the changed entries were looked at"
+    assert refused > len(drawn) // 2, "few of the changed entries were looked at"
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ _WORDS: dict[Any, str] = {
 _LEAST = {int: -(2**63), Count: 0, Positive: 1}
 
 
-def require_form(value: Any, form: Form, name: str) -> None:
-    """Compare data from a checkpoint with their form.
+def require_form(value: Any, form: Form, name: str) -> Any:
+    """Compare data from a checkpoint with their form, and return the data.
 
     Args:
         value: the data.
@@ -57,6 +57,7 @@ def require_form(value: Any, form: Form, name: str) -> None:
     """
     if fault := misfit(value, form, name):
         raise CheckpointMismatchError(fault)
+    return value
 
 
 def misfit(value: Any, form: Form, name: str) -> str:

@@ -102,8 +102,7 @@ class RankStates(Sequence[State]):
         state, name = self._state(rank), f"state of rank {rank}"
         if self._key is not None:
             state, name = state[self._key], f"{self._key} of rank {rank}"
-        require_form(state, self._form, name)
-        return state
+        return require_form(state, self._form, name)  # type: ignore[no-any-return]
 
     def _state(self, rank: int) -> State:
         if not isinstance(self._saved, dict):

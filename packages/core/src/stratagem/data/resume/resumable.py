@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain, islice
 from types import SimpleNamespace
 from typing import Any
@@ -336,12 +337,11 @@ class Resumable:
         Returns:
             The same position as a number of this loader's batches.
         """
-        first = states[0]
+        checked = partial(require_form, form=_FORM, name=f"position in {self._name}")
+        first = checked(states[0])
         # This rank's state first, since each state is decoded on access.
-        tried = chain(states[self._rank : self._rank + 1], states)
+        tried = map(checked, chain(states[self._rank : self._rank + 1], states))
         own = next((s for s in tried if s.get("shard", 0) == self._shard[0]), None)
-        for saved in (first, own or first):
-            require_form(saved, _FORM, f"position in {self._name}")
         self._try(own or first)
         if isinstance(self._order, Order) and first.get("order") == self._order.kind:
             self._take_seed(first.get("seed"))
