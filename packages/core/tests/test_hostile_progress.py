@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from stratagem import Lite, Module, Trainer
-from stratagem.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from stratagem.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer
 from stratagem.checkpoint import SingleFileCheckpointIO
 from stratagem.errors import CheckpointError, StratagemError
 
@@ -205,6 +205,35 @@ def test_the_error_names_the_entry(tmp_path: Path, place: Place, value: Any, sai
         trainer(tmp_path, 15).fit(Net(), *loaders(), ckpt_path=changed)
     assert said in str(caught.value)
     assert str(changed) in str(caught.value)
+
+
+class Verdict(Callback):
+    """Its state has another kind after training than before."""
+
+    def __init__(self) -> None:
+        self.verdict: int | str = 0
+
+    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+        self.verdict = "good"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"verdict": self.verdict}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.verdict = state["verdict"]
+
+
+def test_the_state_of_a_strangers_callback_may_change_its_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Verdict, "__module__", "stratagem_strangers.verdict")
+    first, second = trainer(tmp_path, 8), trainer(tmp_path, 8)
+    for each in (first, second):
+        each.callbacks.append(Verdict())
+    first.fit(Net(), *loaders())
+    first.save_checkpoint(tmp_path / "ended.ckpt")
+    second.fit(Net(), *loaders(), ckpt_path=tmp_path / "ended.ckpt")
+    assert second.callbacks[-1].state_dict() == {"verdict": "good"}
 
 
 @pytest.mark.parametrize(

@@ -312,7 +312,9 @@ def test_learning_rates_are_those_of_the_next_step(tmp_path: Path) -> None:
             return torch.optim.ASGD(self.parameters())
 
     monitor = LearningRateMonitor(log_momentum=True)
-    with pytest.warns(RuntimeWarning, match="do not have momentum. ASGD: leave"):
+    with pytest.warns(
+        RuntimeWarning, match="logs 0.0 for ASGD: these optimizers do not have momentum"
+    ):
         trainer(monitor, logger=logger, max_epochs=1).fit(Plain(), loader())
     assert monitor.last_momentum_values == {"lr-ASGD-momentum": 0.0}
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from stratagem.checkpoint.archive import (
     Manifest,
@@ -24,9 +24,6 @@ from stratagem.errors import (
     format_value,
 )
 from stratagem.storage import paths
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -63,8 +60,8 @@ def describe_checkpoint(path: str | Path, *, verify: bool = False) -> Descriptio
         verify: whether to read the whole checkpoint and compare it with its checksums.
 
     Raises:
-        CheckpointNotFoundError, CheckpointCorruptError: the path has no complete checkpoint.
-        OSError: the checkpoint cannot be read.
+        CheckpointCorruptError: the path has no complete checkpoint.
+        OSError: the checkpoint cannot be read; a FileNotFoundError if nothing is at the path.
 
     Example:
         >>> import tempfile

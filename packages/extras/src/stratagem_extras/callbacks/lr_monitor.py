@@ -187,7 +187,7 @@ def _warn_of_none(trainer: Trainer) -> None:
     ]
     if without:
         rank_zero_warn(
-            "LearningRateMonitor(log_momentum=True) logs 0.0, since these optimizers do not have "
-            f"momentum. {', '.join(without)}: leave log_momentum out, or take another optimizer",
+            f"LearningRateMonitor(log_momentum=True) logs 0.0 for {', '.join(without)}: these "
+            "optimizers do not have momentum. Leave log_momentum out, or take another optimizer",
             category=RuntimeWarning,
         )

@@ -65,8 +65,8 @@ class StochasticWeightAveraging(Callback):
             f"swa_lrs={swa_lrs!r}: expected numbers above 0": (
                 bool(rates) and all(rate > 0 for rate in rates)
             ),
-            f"swa_epoch_start={swa_epoch_start!r}: expected a >0 integer or a float between 0 and "
-            "1": (0 <= swa_epoch_start <= 1 if is_part else swa_epoch_start >= 1),
+            f"swa_epoch_start={swa_epoch_start!r}: expected an int above 0, or a float between 0 "
+            "and 1": (0 <= swa_epoch_start <= 1 if is_part else swa_epoch_start >= 1),
             f"annealing_epochs={annealing_epochs!r}: expected at least 0": annealing_epochs >= 0,
             f"annealing_strategy={annealing_strategy!r}: expected 'cos' or 'linear'": (
                 annealing_strategy in ("cos", "linear")

@@ -55,6 +55,10 @@ if TYPE_CHECKING:
     from stratagem.trainer.trainer import Trainer
 
 
+_OF_ONE_FORM = ("stratagem", "stratagem_extras")
+"""The packages whose callbacks have states of one form; those of others may change their kinds."""
+
+
 class Weights(NamedTuple):
     """The state of a model for a checkpoint.
 
@@ -212,7 +216,7 @@ def restore_training(
         if callback.state_key in states:
             with naming(path), as_mismatch(f"the callback {callback.state_key}"):
                 saved_by_it = states[callback.state_key]
-                if type(callback).__module__.startswith("stratagem"):
+                if type(callback).__module__.partition(".")[0] in _OF_ONE_FORM:
                     check_kinds(callback.state_dict(), saved_by_it, f"{type(callback).__name__}'s")
                 callback.load_state_dict(saved_by_it)
     _warn_of_missing(states, run.trainer, path)
