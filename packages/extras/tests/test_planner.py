@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -814,6 +815,50 @@ def test_memory_that_is_freed_or_shared_is_not_counted_twice() -> None:
         other = torch.zeros(10)
     assert (meter.live, meter.peak) == (40, 40)
     assert other.shape == (10,)
+
+
+def test_a_meter_counts_fake_tensors_as_real_ones_without_a_second_dispatch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def counts() -> tuple[int, ...]:
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        with MemoryMeter() as meter:
+            loss = layer(torch.ones(3, 5, 16)).var()
+            live = meter.live
+            meter.start()
+            loss.backward()
+        return live, meter.live, meter.peak, meter.flops
+
+    real = counts()
+    assert min(real) > 0
+    monkeypatch.delattr(MemoryMeter, "__torch_dispatch__")
+    with PlanningMode():
+        assert counts() == real
+
+
+def test_stage_3_is_simulated_in_less_time_and_holds_and_sends_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    coordinator = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
+    parameters, looked_up = coordinator.iter_params, []
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        looked_up.append(arguments)
+        return parameters(*arguments, **options)
+
+    monkeypatch.setattr(coordinator, "iter_params", noted)
+
+    def memory() -> PlannedMemory:
+        looked_up.clear()
+        planned_memory = planned(Net, torch.zeros(5, 10), "deepspeed_stage_3", devices=2).memory
+        assert isinstance(planned_memory, PlannedMemory)
+        return planned_memory
+
+    fast, times = memory(), len(looked_up)
+    monkeypatch.setattr("stratagem_deepspeed.engine.simulated_sharding", nullcontext)
+    assert memory() == fast
+    assert len(looked_up) > 10 * times
+    assert coordinator.iter_params is noted
 
 
 def test_sizes_and_devices_are_read_as_people_write_them() -> None:

@@ -17,6 +17,7 @@ from stratagem.data import map_tensors
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.strategies import Ranks
 from stratagem_deepspeed.config import stage_of
+from stratagem_deepspeed.library import is_simulated, simulated_sharding
 
 
 class EngineModule(nn.Module):
@@ -94,7 +95,8 @@ class EngineModule(nn.Module):
         """Replace `torch.nn.functional.linear` by the function of stage 3."""
         before, nn.functional.linear = nn.functional.linear, self._linear or nn.functional.linear
         try:
-            yield
+            with simulated_sharding() if is_simulated() else contextlib.nullcontext():
+                yield
         finally:
             nn.functional.linear = before
 

@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest.mock import patch
 
 from stratagem.discovery import version_of
 from stratagem.errors import ConfigurationError
@@ -197,6 +198,38 @@ def simulated_kernels() -> Iterator[None]:
         yield
     finally:
         CPUAdamBuilder.load, cpuinfo.get_cpu_info = load, processor
+
+
+@contextlib.contextmanager
+def simulated_sharding() -> Iterator[None]:
+    """Let stage 3 find its parameters, and compare numbers between ranks, in less time.
+
+    The tensors, and what is communicated, stay the same. Of the time of a simulated step at stage 3
+    these take nearly half.
+    """
+    import torch
+    import torch.distributed as dist
+    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator, utils
+
+    all_parameters = coordinator.iter_params
+
+    def parameters(module: Any, recurse: bool = False) -> Any:
+        if recurse:
+            return all_parameters(module, recurse)
+        own = [p for p in module._parameters.values() if p is not None]
+        return dict.fromkeys((*own, *module._external_params.values()))
+
+    def numbers_of_rank_0(numbers: list[int]) -> list[int]:
+        dist.broadcast(torch.empty(len(numbers), dtype=torch.long), src=0)
+        return numbers
+
+    with (
+        patch.object(coordinator, "iter_params", parameters),
+        patch.object(utils, "get_lst_from_rank0", numbers_of_rank_0),
+        # Each look at a module asks for it, and to miss an attribute takes a module long.
+        patch.object(torch.nn.Module, "_z3_leaf", False, create=True),
+    ):
+        yield
 
 
 class _NoKernel:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 _ATEN = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 _READS = {_ATEN._local_scalar_dense.default, _ATEN.item.default}
 _EQUAL = _ATEN.equal.default
 _LIFT = _ATEN.lift_fresh.default
@@ -72,7 +73,11 @@ class PlanningMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         reads: lines of the user's code that have read a number of a tensor.
+        note: called with each operation, its arguments and its result, but not with those that
+            an operation runs itself; None: nothing is called.
     """
+
+    note: Callable[[Any, Any, Any, Any], None] | None = None
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -91,12 +96,28 @@ class PlanningMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         """Return the result of an operation."""
+        if func is _DEVICE:  # most operations ask for it
+            return args[0].device
+        kwargs = kwargs or {}
+        if (note := self.note) is None:
+            return self._run(func, types, args, kwargs)
+        self.note = None
+        try:
+            result = self._run(func, types, args, kwargs)
+            if result is NotImplemented:  # the class of its arguments runs it
+                with self:
+                    result = func(*args, **kwargs)
+        finally:
+            self.note = note
+        note(func, args, kwargs, result)
+        return result
+
+    def _run(self, func: Any, types: Sequence[type], args: Any, kwargs: Any) -> Any:
         if func in _READS:
             return self._read(args[0])
         if func is _EQUAL:
             self._note_reading()
             return args[0].shape == args[1].shape
-        kwargs = kwargs or {}
         if func in _OF_RANKS and _is_of_ranks(args[0]):
             with _disable_current_modes():
                 return func(*args, **kwargs)
@@ -157,7 +178,7 @@ class PlanningMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         if not _is_plain(args[0]):
             return self._by_base(func, types, args, kwargs)
-        with in_kernel_invocation_manager(self):
+        with torch._C._DisableTorchDispatch():
             result = func(*args, **kwargs)
         device = args[0].fake_device
         if isinstance(result, Tensor):
@@ -297,14 +318,12 @@ def _recipe(result: Any, tensors: Sequence[FakeTensor]) -> Any:
 
 def _reading_line() -> str:
     """Return the line of the model that reads a value; "": an optimizer or an engine does."""
-    frame = sys._getframe(3)
+    frame = sys._getframe()
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if frame.f_code.co_name == "__torch_dispatch__":
-            name = "torch"  # a mode of ours, which the read goes through
-        if name.startswith(("torch.optim", "stratagem", "deepspeed")):
+        if name.startswith(("torch.optim", "stratagem", "deepspeed")) and name != __name__:
             break
-        if name.partition(".")[0] != "torch":
+        if name.partition(".")[0] != "torch" and name != __name__:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

@@ -5,23 +5,24 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from stratagem_extras.planner.fake_mode import PlanningMode
 
 Kind = Literal["parameters", "gradients", "optimizer", "buffers", "activations", "communication"]
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 _COPIES_OF_COLLECTIVES = ("fsdp",)
 """Operations of FSDP that fill buffers of collectives, and take parameters out of them."""
-_DEVICE = torch.ops.prim.device.default
 _FREED_BY_RESIZE = torch.UntypedStorage.resize_
 
 
@@ -76,6 +77,8 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops = 0
         self._numbers: dict[int, int] = {}
         """A number of each storage by its address, which another one may have later."""
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """To each storage, by its address, until it is freed."""
         self._sizes: dict[int, int] = {}
         """Bytes of each storage, by its number."""
         self._next = itertools.count()
@@ -88,6 +91,8 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen: dict[int, Kind] = {}
         """What else a storage is for, by its number."""
         self._resizes = patch.object(torch.UntypedStorage, "resize_", self._resize())
+        self._mode: PlanningMode | None = None
+        """The mode that calls `note`, faster than a mode of our own would be called."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -140,12 +145,20 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> MemoryMeter:
         """Begin to count."""
         self._resizes.start()
-        super().__enter__()  # type: ignore[no-untyped-call]
+        mode = _get_current_dispatch_mode()
+        if isinstance(mode, PlanningMode):
+            self._mode, mode.note = mode, self.note
+        else:
+            super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         """End the count."""
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        if self._mode is not None:
+            self._mode.note = None
+            self._mode = None
+        else:
+            super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._resizes.stop()
         self.close()
 
@@ -157,14 +170,16 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operation, and count what it returns."""
-        if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # most operations ask for it
         result = func(*args, **(kwargs or {}))
+        self.note(func, args, kwargs or {}, result)
+        return result
+
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Count what an operation has returned."""
         leaves = [result] if isinstance(result, Tensor) else tree_leaves(result)
         self.add(leaves)
         if (count := _count_of(func)) is not None:
-            count(self, func, leaves, args, kwargs or {}, result)
-        return result
+            count(self, func, leaves, args, kwargs, result)
 
     def _count_collective(self, func: Any, leaves: Any, args: Any, *others: Any) -> None:
         given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
@@ -200,12 +215,13 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = self._numbers.get(address)
         if number is None:
             number = self._numbers[address] = next(self._next)
-            weakref.finalize(storage, self._free, address)
+            self._references[address] = weakref.ref(storage, partial(self._free, address))
         elif self._sizes[number] == size:
             return
         self._change(number, size)
 
-    def _free(self, address: int) -> None:
+    def _free(self, address: int, _: object) -> None:
+        del self._references[address]
         number = self._numbers.pop(address)
         self._change(number, 0)
         del self._sizes[number]
@@ -261,5 +277,6 @@ def _by_kind(sizes: Mapping[int, int], kinds: Mapping[int, Kind]) -> dict[Kind, 
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local.untyped_storage()
+    if type(tensor) is not FakeTensor:
+        tensor = getattr(tensor, "_local_tensor", tensor)
+    return tensor.untyped_storage()

@@ -257,7 +257,6 @@ def _planning() -> Iterator[None]:
     before, log.disabled = log.disabled, True
     freezes = not gc.get_freeze_count()  # else the caller has done so already
     if freezes:
-        gc.collect()
         gc.freeze()
     try:
         with warnings.catch_warnings():
