@@ -95,13 +95,25 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         "has a list of 2 as the state of weight",
     ),
     "names of entries": (lambda state: state["state"]["weight"].update({3: 4}), "state of weight"),
-    "no state": (lambda state: state.pop("state"), "no state of an optimizer; expected a dict of"),
-    "state of a list": (lambda state: state.update(state=[]), "no state of an optimizer"),
-    "no groups": (lambda state: state.pop("param_groups"), "no state of an optimizer"),
-    "groups of a number": (lambda state: state.update(param_groups=3), "no state of an optimizer"),
-    "group of a list": (lambda state: state.update(param_groups=[[]]), "no state of an optimizer"),
-    "params of a number": (set_option(params=4), "no state of an optimizer"),
-    "params of lists": (set_option(params=[["a"]]), "no state of an optimizer"),
+    "no state": (lambda state: state.pop("state"), "the state of an optimizer lacks state"),
+    "state of a list": (
+        lambda state: state.update(state=[]),
+        r"the state of an optimizer\['state'\] is a list, expected a dict",
+    ),
+    "no groups": (lambda state: state.pop("param_groups"), "of an optimizer lacks param_groups"),
+    "groups of a number": (
+        lambda state: state.update(param_groups=3),
+        r"optimizer\['param_groups'\] is 3, expected a list",
+    ),
+    "group of a list": (
+        lambda state: state.update(param_groups=[[]]),
+        r"\['param_groups'\]\[0\] is a list, expected a dict",
+    ),
+    "params of a number": (set_option(params=4), r"\['params'\] is 4, expected a list"),
+    "params of lists": (
+        set_option(params=[["a"]]),
+        r"\['params'\]\[0\] is a list, expected a str or a whole number",
+    ),
     "rate of a text": (set_option(lr="1"), "'1' as the group option 'lr', expected a number"),
     "rate of none": (set_option(lr=None), "None as the group option 'lr', expected a number"),
     "no rate": (set_option(lr=float("nan")), "nan as the group option 'lr', expected a number"),
@@ -131,7 +143,7 @@ def test_numbers_of_parameters_that_no_group_has_are_refused() -> None:
     state["state"][7] = state["state"][1]
     with pytest.raises(CheckpointMismatchError, match="state of the parameters 7, which are in"):
         with_names(optimizer, model, state)
-    with pytest.raises(CheckpointMismatchError, match="no state of an optimizer"):
+    with pytest.raises(CheckpointMismatchError, match="the state of an optimizer lacks state"):
         with_names(optimizer, model, {"param_groups": 3})
 
 

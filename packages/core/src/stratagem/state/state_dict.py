@@ -15,14 +15,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stratagem.checkpoint.forms import require_form
 from stratagem.errors import CheckpointMismatchError, format_names, format_text
 from stratagem.state.shards import LazyTensor
-from stratagem.state.state_checks import (
-    as_mismatch,
-    check_entries,
-    check_kinds,
-    check_optimizer_form,
-)
+from stratagem.state.state_checks import OPTIMIZER_FORM, as_mismatch, check_entries, check_kinds
 
 _WRAPPER = "_orig_mod."
 """What torch.compile(module) puts before the names of a module; models here have none of it."""
@@ -89,7 +85,7 @@ def with_names(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]
     Raises:
         CheckpointMismatchError: its groups have other sizes.
     """
-    check_optimizer_form(state)
+    require_form(state, OPTIMIZER_FORM, "the state of an optimizer")
     saved = [list(group["params"]) for group in state["param_groups"]]
     if not any(isinstance(each, int) for group in saved for each in group):
         return state
@@ -200,7 +196,7 @@ def optimizer_state_without_wrapper(state: Mapping[str, Any]) -> Mapping[str, An
     Raises:
         CheckpointMismatchError: it is something else.
     """
-    check_optimizer_form(state)
+    require_form(state, OPTIMIZER_FORM, "the state of an optimizer")
     groups = state["param_groups"]
     if not any(_WRAPPER in name for group in groups for name in group["params"]):
         return state

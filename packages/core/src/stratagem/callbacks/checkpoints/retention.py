@@ -7,8 +7,10 @@ from collections.abc import Callable
 from copy import copy
 from typing import Any, Literal
 
-from stratagem.errors import CheckpointCorruptError, format_value
+from stratagem.checkpoint.forms import require_form
 from stratagem.storage import paths
+
+_FORM = {"best_k_models": {str: float}, "latest": [str], "nonfinite?": str}
 
 
 class RetentionPolicy:
@@ -123,22 +125,12 @@ class RetentionPolicy:
             locate: a function that returns a checkpoint's current path, or None if it is gone.
 
         Raises:
-            CheckpointCorruptError: the state does not have the form that `state_dict` returns.
+            CheckpointMismatchError: the state does not have the form that `state_dict` returns.
         """
-        models, latest = state.get("best_k_models"), state.get("latest")
-        if (
-            not isinstance(models, dict)
-            or not isinstance(latest, list)
-            or not all(isinstance(value, (int, float)) for value in models.values())
-        ):
-            raise CheckpointCorruptError(
-                "the checkpoint's state of ModelCheckpoint is damaged: expected best_k_models, "
-                f"numbers by name, and latest, a list of names; received "
-                f"{format_value(models)} and {format_value(latest)}"
-            )
-        best = [(locate(name), value) for name, value in models.items()]
+        require_form(state, _FORM, "the state of ModelCheckpoint")
+        best = [(locate(name), value) for name, value in state["best_k_models"].items()]
         self.best = {path: value for path, value in best if path is not None}
-        self.latest = [path for path in map(locate, latest) if path is not None]
+        self.latest = [path for path in map(locate, state["latest"]) if path is not None]
         nonfinite = state.get("nonfinite")
         self.nonfinite = (locate(nonfinite) or "") if nonfinite else ""
 
