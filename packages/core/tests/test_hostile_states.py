@@ -19,7 +19,7 @@ from stratagem import Lite
 from stratagem.checkpoint import SingleFileCheckpointIO
 from stratagem.errors import CheckpointMismatchError
 from stratagem.state.state_checks import load_scheduler_state
-from stratagem.state.state_dict import load_named_state, named_state, with_names
+from stratagem.state.state_dict import load_named_state, load_weights, named_state, with_names
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "ASGD": torch.optim.ASGD,
@@ -287,3 +287,17 @@ def test_lite_refuses_the_state_of_a_scheduler(tmp_path: Path) -> None:
     lite.save(tmp_path / "one.ckpt", {"schedule": {"step": 3}})
     with pytest.raises(CheckpointMismatchError, match="'step' of the scheduler StepLR"):
         lite.load(tmp_path / "one.ckpt", {"schedule": scheduled("step")})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({7: torch.zeros(1)}, "the state by names has the key 7, expected a str"),
+        ({"weight": "x"}, r"these have another shape: weight 'x' \(the model has \(1, 3\)\)"),
+        ({"bias": {"a": 1}}, r"bias a dict \(the model has \(1,\)\)"),
+    ],
+)
+def test_weights_of_other_kinds_are_refused_by_name(changed: dict[Any, Any], message: str) -> None:
+    model = nn.Linear(3, 1)
+    with pytest.raises(CheckpointMismatchError, match=message):
+        load_weights(model, {**model.state_dict(), **changed})

@@ -59,11 +59,8 @@ class UnevenInputs:
         self.remember(micro_batches)
         own = len(micro_batches)
         # The text of a tensor has its first and last numbers.
-        first = (
-            zlib.crc32(repr(micro_batches).encode(errors="replace"))
-            if self._is_first and own
-            else 0
-        )
+        text = repr(micro_batches) if self._is_first and own else ""
+        first = zlib.crc32(text.encode(errors="replace"))
         most, fewest, *firsts = self._ranks.all_reduce_ints([own, -own, first, -first], "max")
         if self._is_first and firsts[0] == -firsts[1] != 0 and self._ranks.is_global_zero:
             print_hint(
