@@ -102,6 +102,7 @@ TORCH_TESTS = [
     "packages/core/tests/test_fsdp.py",
     "packages/core/tests/test_lite.py",
     "packages/core/tests/test_saved_before.py",
+    "packages/extras/tests/test_planner.py",
     "tests/test_readme.py",
 ]
 WHEEL_TESTS = ["tests/test_broken_plugins.py", "tests/test_third_party.py", "tests/test_wheels.py"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import re
 import subprocess
@@ -39,6 +39,10 @@ from stratagem_extras.planner.simulation import (
 )
 
 ROOT = Path(__file__).resolve().parents[3]
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("stratagem_deepspeed") is None,
+    reason="DeepSpeed is not installed; `nox -s tests` has it",
+)
 
 
 class Net(nn.Module):
@@ -112,9 +116,12 @@ def test_more_layers_hold_what_each_further_one_adds() -> None:
     [
         ("tied", ["ddp", "ddp_sharded"]),
         ("tied", ["fsdp", "fsdp_shard_grad_op"]),
-        ("tied", ["deepspeed_stage_1", "deepspeed_stage_3"]),
-        ("tied", ["deepspeed_stage_2", "deepspeed_stage_2_offload", "model_parallel"]),
+        ("tied", ["model_parallel"]),
         ("resnet", ["fsdp"]),
+        pytest.param("tied", ["deepspeed_stage_1", "deepspeed_stage_3"], marks=needs_deepspeed),
+        pytest.param(
+            "tied", ["deepspeed_stage_2", "deepspeed_stage_2_offload"], marks=needs_deepspeed
+        ),
     ],
 )
 def test_a_plan_for_two_ranks_is_what_they_hold(model: str, strategies: list[str]) -> None:
@@ -184,6 +191,10 @@ class Recurrent(nn.Module):
 @pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
     reason="torch was built without oneDNN; `nox -s tests` has it on x86",
+)
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.9."),
+    reason="the workspace of this oneDNN is larger by a quarter; `nox -s tests` has a newer one",
 )
 def test_an_lstm_keeps_a_workspace_for_backward() -> None:
     batch = torch.zeros(16, 200, 64)
@@ -277,7 +288,12 @@ def test_seventy_billion_parameters_are_planned_in_little_memory(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "strategies", [["single_device"], ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_3"]]
+    "strategies",
+    [
+        ["single_device"],
+        ["ddp", "fsdp"],
+        pytest.param(["deepspeed_stage_1", "deepspeed_stage_3"], marks=needs_deepspeed),
+    ],
 )
 def test_layers_that_are_extrapolated_hold_what_they_hold_when_they_run(
     strategies: list[str], monkeypatch: pytest.MonkeyPatch
@@ -300,6 +316,7 @@ def test_layers_that_are_extrapolated_hold_what_they_hold_when_they_run(
         assert (memory.sent, memory.flops) == (whole.sent, whole.flops)
 
 
+@needs_deepspeed
 @pytest.mark.parametrize(("parameters", "layers"), [(5e8, 24), (2.4e9, 24)])
 def test_an_engine_on_a_gpu_has_the_buckets_of_a_gpu(parameters: float, layers: int) -> None:
     decoder = partial(PlannedDecoder, parameters, layers=layers, hidden=1024, vocabulary=1000)
@@ -452,8 +469,8 @@ def test_a_strategy_that_cannot_be_planned_is_listed_with_its_reason() -> None:
     assert rows["dp"].why_not == "one process drives all devices, which cannot be simulated"
     tpu = planned(Net, torch.zeros(5, 10), "ddp", devices=2, device="TPU v5e")
     assert tpu.why_not == "a tpu takes strategies that were made for it alone"
-    hpu = planned(Net, torch.zeros(5, 10), "hpu_parallel", devices=2, device="A10")
-    assert hpu.why_not == "runs on hpu, not on cuda"
+    xla = planned(Net, torch.zeros(5, 10), "xla", devices=2, device="A10")
+    assert xla.why_not == "runs on tpu, not on cuda"
 
 
 class Indices(Net):
@@ -520,6 +537,7 @@ def test_working_memory_has_its_parts() -> None:
     assert fsdp.activations == pytest.approx(alone.activations, rel=0.1)
 
 
+@needs_deepspeed
 def test_what_is_offloaded_to_a_disk_is_not_in_the_host() -> None:
     names = ["deepspeed_stage_3_offload", "deepspeed_stage_3_offload_nvme"]
     options = {"devices": 2, "device": "A10", "precision": "bf16-mixed", "strategies": names}
@@ -545,6 +563,7 @@ def test_what_is_offloaded_to_a_disk_is_not_in_the_host() -> None:
     assert [row.name for row in less.strategies if row.fits] == names[:1]
 
 
+@needs_deepspeed
 def test_a_step_is_simulated_once_for_strategies_that_keep_states_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -836,6 +855,7 @@ def test_a_meter_counts_fake_tensors_as_real_ones_without_a_second_dispatch(
         assert counts() == real
 
 
+@needs_deepspeed
 def test_stage_3_is_simulated_in_less_time_and_holds_and_sends_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

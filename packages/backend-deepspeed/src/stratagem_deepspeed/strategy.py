@@ -133,8 +133,6 @@ class DeepSpeedStrategy(ParallelStrategy):
     """
 
     capabilities = DEEPSPEED
-    placement_arguments = ("offload_optimizer_device", "offload_params_device")
-    """Arguments by which a step does not differ in `stratagem plan`: its NVMe is the host."""
 
     def __init__(
         self,

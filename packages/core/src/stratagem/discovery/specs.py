@@ -110,6 +110,9 @@ class StrategySpec(ComponentSpec):
     state). Stratagem uses it to predict whether a model fits in device memory."""
     offloads: tuple[str, ...] = ()
     """The parts kept in host memory: some of the same names."""
+    placement_arguments: tuple[str, ...] = ()
+    """The names of the arguments that choose where tensors are kept, such as "cpu_offload".
+    `stratagem plan` runs one step for strategies that differ in these arguments alone."""
     incompatible_because: Objection | None = None
     """A function that returns why the strategy cannot be used in a plan that selects it. `bind` of
     its class checks the same."""

@@ -169,6 +169,7 @@ _COMPONENTS: tuple[ComponentSpec, ...] = (
             init_args=arguments,
             shards=shards,
             offloads=_ALL if "cpu_offload" in arguments else (),
+            placement_arguments=("cpu_offload",),
         )
         for name, arguments, shards, summary in _FSDP_ROWS
     ),

@@ -111,8 +111,7 @@ def what_would_fit(
         if not helps or alike in known:
             continue
         known.add(alike)
-        held = need.on_device(spec, ranks)
-        if held <= capacity:
+        if (held := need.on_device(spec, ranks)) <= capacity:
             where = f" with devices={ranks}" if ranks > 1 else ""
             lines.append(f"strategy={spec.name!r}{where}: about {format_size(held)}")
     fixed = need.parameters + need.gradients + need.optimizer + need.buffers

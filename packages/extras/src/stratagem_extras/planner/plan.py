@@ -519,13 +519,8 @@ def _check_numbers(**values: int) -> None:
 
 
 def _simulated_as(spec: StrategySpec) -> str:
-    """Return what a simulation of a strategy depends on.
-
-    A strategy names by `placement_arguments` those arguments that say where tensors are kept, and
-    by which a simulation does not differ, since it keeps all of them in the host.
-    """
-    placements = getattr(spec.load(), "placement_arguments", ())
-    options = {k: v for k, v in _options(spec).items() if k not in placements}
+    """Return what a simulation of a strategy depends on: it keeps all tensors in the host."""
+    options = {k: v for k, v in _options(spec).items() if k not in spec.placement_arguments}
     return f"{spec.target}({options!r})"
 
 

@@ -46,6 +46,9 @@ from stratagem.strategies import (
 from stratagem_extras.planner.fake_mode import PlanningMode
 from stratagem_extras.planner.meter import Kind, MemoryMeter
 
+if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::broadcast_", "Meta"):
+    import torch.distributed._tools.fake_collectives  # which registers them, up to torch 2.9
+
 _KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "buffers")
 _WITHOUT_VALUES = (
     DataDependentOutputException,

@@ -110,7 +110,6 @@ class FSDPStrategy(ShardedStrategy):
     """
 
     capabilities = FSDP
-    placement_arguments = ("cpu_offload",)  # in which equally planned steps may differ
 
     def __init__(
         self,
