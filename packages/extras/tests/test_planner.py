@@ -288,19 +288,19 @@ def test_seventy_billion_parameters_are_planned_in_little_memory(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "strategies",
+    ("devices", "strategies"),
     [
-        ["single_device"],
-        ["ddp", "fsdp"],
-        pytest.param(["deepspeed_stage_1", "deepspeed_stage_3"], marks=needs_deepspeed),
+        (1, ["single_device"]),
+        (4, ["ddp", "fsdp"]),
+        pytest.param(4, ["deepspeed_stage_1", "deepspeed_stage_3"], marks=needs_deepspeed),
     ],
 )
 def test_layers_that_are_extrapolated_hold_what_they_hold_when_they_run(
-    strategies: list[str], monkeypatch: pytest.MonkeyPatch
+    devices: int, strategies: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def plan() -> list[Any]:
         # An engine has buckets of 1e7 numbers on the host, and 5 layers as many.
-        options = {"devices": len(strategies), "precision": "bf16-mixed"}
+        options = {"devices": devices, "precision": "bf16-mixed"}
         rows = plan_memory(
             lambda: Net(30, 512), torch.zeros(50, 10), **options, strategies=strategies
         )
