@@ -15,7 +15,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from unittest.mock import patch
 
 from stratagem.discovery import version_of
 from stratagem.errors import ConfigurationError
@@ -207,6 +206,8 @@ def simulated_sharding() -> Iterator[None]:
     The tensors, and what is communicated, stay the same. Of the time of a simulated step at stage 3
     these take nearly half.
     """
+    from unittest.mock import patch
+
     import torch
     import torch.distributed as dist
     from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator, utils
