@@ -292,7 +292,7 @@ def test_lite_refuses_the_state_of_a_scheduler(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({7: torch.zeros(1)}, "the state by names has the key 7, expected a str"),
+        ({0: torch.zeros(1)}, "the state by names has the key 0, expected a str"),
         ({"weight": "x"}, r"these have another shape: weight 'x' \(the model has \(1, 3\)\)"),
         ({"bias": {"a": 1}}, r"bias a dict \(the model has \(1,\)\)"),
     ],
