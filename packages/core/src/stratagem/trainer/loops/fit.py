@@ -82,6 +82,7 @@ def fit(run: Run, prepared: PreparedModel, step: Step) -> None:
             progress.next_epoch()
         if run.trainer.should_stop:
             _stop_together(run)
+        run.strategy.end_training(prepared)
         with module.logging_to(None):
             hooks.call("on_train_end")
     except RuntimeError as error:
@@ -89,7 +90,6 @@ def fit(run: Run, prepared: PreparedModel, step: Step) -> None:
         if explained is None:
             raise
         raise explained from error
-    run.strategy.end_training(prepared)
 
 
 def _end_epoch(run: Run) -> None:

@@ -346,13 +346,13 @@ class _NoLoss(TrainStep):
 
 
 class _TakesOneMore(Callback):
-    """Takes a step without a loss at the end of a fit, before `Strategy.end_training`."""
+    """Takes a step without a loss at the end of the epoch."""
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
         self.found: dict[str, Any] = {}
 
-    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
         """Compare the weights before and after the step."""
         step, before = _NoLoss(), self._probe.weights(trainer)
         batches = list(self._probe.loader(16))
