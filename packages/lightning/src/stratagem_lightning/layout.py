@@ -86,10 +86,11 @@ _STRATEGIES = _names(
     {
         "stratagem.strategies": "DDPStrategy DeepSpeedStrategy HPUParallelStrategy "
         "ModelParallelStrategy ParallelStrategy SingleDeviceStrategy SingleHPUStrategy "
-        "SingleDeviceXLAStrategy=SingleXLAStrategy SingleTPUStrategy=SingleXLAStrategy Strategy "
+        "SingleDeviceXLAStrategy=SingleXLAStrategy Strategy "
         "XLAFSDPStrategy XLAStrategy StrategyRegistry STRATEGY_REGISTRY=StrategyRegistry "
         "DataParallelStrategy",
         f"{_API}.strategies.fsdp": "FSDPStrategy",
+        f"{_API}.tpu": "SingleTPUStrategy",
     }
 )
 _FABRIC_STRATEGIES = {
@@ -98,7 +99,8 @@ _FABRIC_STRATEGIES = {
 }
 _ACCELERATORS = _names(
     {
-        "stratagem.accelerators": "HPUAccelerator TPUAccelerator=XLAAccelerator XLAAccelerator",
+        "stratagem.accelerators": "HPUAccelerator XLAAccelerator",
+        f"{_API}.tpu": "TPUAccelerator",
         f"{_API}.accelerators.cuda": "CUDAAccelerator",
         f"{_API}.accelerators.mps": "MPSAccelerator",
         f"{_API}.accelerators.accelerator": "Accelerator AcceleratorRegistry "
@@ -110,13 +112,13 @@ _PRECISION = _names(
         "stratagem.precision": "BitsandbytesPrecision TransformerEnginePrecision "
         "BitsandbytesPrecisionPlugin=BitsandbytesPrecision "
         "TransformerEnginePrecisionPlugin=TransformerEnginePrecision",
-        f"{_API}.placeholders": "HPUPrecisionPlugin TPUBf16Precision TPUBf16PrecisionPlugin "
-        "TPUPrecision TPUPrecisionPlugin XLABf16Precision XLABf16PrecisionPlugin XLAPrecision "
-        "XLAPrecisionPlugin",
+        f"{_API}.placeholders": "HPUPrecisionPlugin",
         f"{_API}.plugins.precision": "DeepSpeedPrecision DeepSpeedPrecisionPlugin "
         "DoublePrecision DoublePrecisionPlugin FSDPPrecision "
         "FSDPPrecisionPlugin HalfPrecision HalfPrecisionPlugin "
-        "FSDPMixedPrecisionPlugin MixedPrecision MixedPrecisionPlugin Precision PrecisionPlugin",
+        "FSDPMixedPrecisionPlugin MixedPrecision MixedPrecisionPlugin Precision PrecisionPlugin "
+        "TPUBf16Precision TPUBf16PrecisionPlugin TPUPrecision TPUPrecisionPlugin XLABf16Precision "
+        "XLABf16PrecisionPlugin XLAPrecision XLAPrecisionPlugin",
     }
 )
 _ENVIRONMENTS = _names(

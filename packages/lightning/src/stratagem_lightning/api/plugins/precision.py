@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import fsdp
 from torch.optim import Optimizer
 
 from stratagem import precision as own
 from stratagem.errors import ConfigurationError
+from stratagem.launch import rank_zero_warn
 from stratagem.precision import default_dtype
-from stratagem_lightning.api.instance_check import InstanceCheck, of_class
-from stratagem_lightning.api.utilities.warnings import rank_zero_deprecation
+from stratagem_lightning.api.instance_check import InstanceCheck, of_class, renamed
+from stratagem_lightning.api.plugins.torch_xla import require_torch_xla
 
 
 class Precision(own.Precision, metaclass=InstanceCheck):
@@ -173,6 +176,7 @@ class _TruePrecision(Precision, own.TruePrecision):
     """One dtype throughout."""
 
 
+_OF_XLA = ("32-true", "16-true", "bf16-true")
 _OF_SHARDING = ("32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
 
 
@@ -198,8 +202,35 @@ class FSDPPrecision(Precision):
         """Return the one that computes so."""
         _check("FSDPPrecision", precision)
         if precision.endswith("mixed"):
-            return MixedPrecision(precision, scaler=scaler)
-        return _TruePrecision(precision)
+            made: Any = MixedPrecision(precision, scaler=scaler)
+        else:
+            made = _TruePrecision(precision)
+        made.__class__ = _sharding(type(made))
+        return made
+
+
+@cache
+def _sharding(kind: Any) -> Any:
+    """Return a class of precisions with the dtypes that FSDP1 is told."""
+    return type(kind)(kind.__name__, (_Dtypes, kind), {"__module__": __name__})
+
+
+class _Dtypes:
+    """What FSDP1 is told of a precision."""
+
+    name: str
+
+    @property
+    def mixed_precision_config(self) -> Any:
+        """The dtypes as a `torch.distributed.fsdp.MixedPrecision`."""
+        if self.name in ("16-true", "bf16-true"):
+            rank_zero_warn(
+                f"FSDP with `{self.name}` enables computation in lower precision; with this "
+                "`MixedPrecision`, FSDP1 keeps a full-precision copy of the parameters"
+            )
+        dtypes = {"32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
+        dtype = dtypes[self.name.partition("-")[0]]
+        return fsdp.MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
 
 
 def _check(who: str, precision: str) -> None:
@@ -246,24 +277,49 @@ class DeepSpeedPrecision(Precision, own.EnginePrecision):
         model.backward(tensor, *args, **kwargs)
 
 
-def _earlier(name: str, kind: Any) -> Any:
-    """Return a class under the name that it had before: making one warns."""
+class XLAPrecision(Precision):
+    """The precision of that name on XLA devices.
 
-    def make(cls: Any, *args: Any, **options: Any) -> Any:
-        if cls is not earlier:
-            return kind.__new__(cls, *args, **options)  # a user's subclass
-        rank_zero_deprecation(f"The `{name}` is deprecated: its name is `{kind.__name__}` now")
-        return kind(*args, **options)
+    Args:
+        precision: "32-true", "16-true" or "bf16-true".
 
-    inherited = {"is_instance": kind.is_instance, "__module__": __name__, "__doc__": kind.__doc__}
-    earlier = type(kind)(name, (kind,), {**inherited, "__new__": make})
+    Raises:
+        ConfigurationError: it is none of these.
+        MissingPackageError: torch_xla is not installed.
+    """
+
+    is_instance = of_class(own.TruePrecision, *_OF_XLA)
+
+    def __new__(cls, precision: str = "32-true") -> Any:
+        """Return the one that computes so."""
+        require_torch_xla("XLAPrecision")
+        if precision not in _OF_XLA:
+            raise ConfigurationError(
+                f"`precision={precision!r}` is not supported in XLA. `precision` must be one of "
+                f"{', '.join(map(repr, _OF_XLA))}"
+            )
+        return _TruePrecision(precision)
+
+
+def _of_bfloat16(name: str) -> Any:
+    """Return the earlier class of `XLAPrecision("bf16-true")`."""
+    earlier = renamed(name, XLAPrecision)
+    make = earlier.__new__
+    earlier.__new__ = lambda cls: make(cls, "bf16-true")
     return earlier
 
 
-PrecisionPlugin = _earlier("PrecisionPlugin", Precision)
-DoublePrecisionPlugin = _earlier("DoublePrecisionPlugin", DoublePrecision)
-HalfPrecisionPlugin = _earlier("HalfPrecisionPlugin", HalfPrecision)
-MixedPrecisionPlugin = _earlier("MixedPrecisionPlugin", MixedPrecision)
-FSDPPrecisionPlugin = _earlier("FSDPPrecisionPlugin", FSDPPrecision)
-DeepSpeedPrecisionPlugin = _earlier("DeepSpeedPrecisionPlugin", DeepSpeedPrecision)
-FSDPMixedPrecisionPlugin = _earlier("FSDPMixedPrecisionPlugin", MixedPrecision)
+PrecisionPlugin = renamed("PrecisionPlugin", Precision)
+DoublePrecisionPlugin = renamed("DoublePrecisionPlugin", DoublePrecision)
+HalfPrecisionPlugin = renamed("HalfPrecisionPlugin", HalfPrecision)
+MixedPrecisionPlugin = renamed("MixedPrecisionPlugin", MixedPrecision)
+FSDPPrecisionPlugin = renamed("FSDPPrecisionPlugin", FSDPPrecision)
+DeepSpeedPrecisionPlugin = renamed("DeepSpeedPrecisionPlugin", DeepSpeedPrecision)
+FSDPMixedPrecisionPlugin = renamed("FSDPMixedPrecisionPlugin", MixedPrecision)
+XLAPrecisionPlugin = renamed("XLAPrecisionPlugin", XLAPrecision)
+TPUPrecision = renamed("TPUPrecision", XLAPrecision)
+TPUPrecisionPlugin = renamed("TPUPrecisionPlugin", XLAPrecision)
+TPUBf16Precision = _of_bfloat16("TPUBf16Precision")
+TPUBf16PrecisionPlugin = _of_bfloat16("TPUBf16PrecisionPlugin")
+XLABf16Precision = _of_bfloat16("XLABf16Precision")
+XLABf16PrecisionPlugin = _of_bfloat16("XLABf16PrecisionPlugin")
