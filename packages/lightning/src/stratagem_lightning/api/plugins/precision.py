@@ -202,11 +202,8 @@ class FSDPPrecision(Precision):
         """Return the one that computes so."""
         _check("FSDPPrecision", precision)
         if precision.endswith("mixed"):
-            made: Any = MixedPrecision(precision, scaler=scaler)
-        else:
-            made = _TruePrecision(precision)
-        made.__class__ = _sharding(type(made))
-        return made
+            return _sharding(type(MixedPrecision(precision)))(precision, scaler=scaler)
+        return _sharding(_TruePrecision)(precision)
 
 
 @cache
