@@ -162,7 +162,7 @@ def test_profilers_are_given_by_name() -> None:
 
 @pytest.mark.parametrize("kind", [SimpleProfiler, AdvancedProfiler])
 def test_actions_that_do_not_match_are_refused(kind: type[Profiler]) -> None:
-    with pytest.raises(UserCodeError, match="'sleep' ends, which has not begun"):
+    with pytest.raises(UserCodeError, match=r"action \(sleep\) which was never started"):
         kind().stop("sleep")
     profiler = SimpleProfiler()
     profiler.start("sleep")

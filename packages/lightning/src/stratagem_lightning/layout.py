@@ -25,10 +25,12 @@ def _names(homes: Mapping[str, str]) -> dict[str, str]:
 _CALLBACKS = _names(
     {
         "stratagem.callbacks": "BackboneFinetuning BaseFinetuning Callback "
-        "DeviceStatsMonitor EMAWeightAveraging GradientAccumulationScheduler "
+        "DeviceStatsMonitor EMAWeightAveraging "
         "LambdaCallback LearningRateMonitor ModelPruning ModelSummary "
         "OnExceptionCheckpoint RichModelSummary=ModelSummary "
-        "StochasticWeightAveraging ThroughputMonitor Timer WeightAveraging",
+        "StochasticWeightAveraging ThroughputMonitor WeightAveraging",
+        f"{_API}.callbacks.accumulation": "GradientAccumulationScheduler",
+        f"{_API}.callbacks.timer": "Timer",
         f"{_API}.callbacks.prediction_writer": "BasePredictionWriter",
         f"{_API}.callbacks.progress": "ProgressBar",
         f"{_API}.callbacks.tqdm_bar": "TQDMProgressBar",
@@ -77,8 +79,8 @@ _PROGRESS = _names(
 )
 _PROFILERS = _names(
     {
-        "stratagem.profilers": "AdvancedProfiler PassThroughProfiler Profiler PyTorchProfiler "
-        "SimpleProfiler",
+        "stratagem.profilers": "PassThroughProfiler Profiler",
+        f"{_API}.profilers": "AdvancedProfiler PyTorchProfiler SimpleProfiler",
         f"{_API}.placeholders": "XLAProfiler",
     }
 )
@@ -171,15 +173,14 @@ _MEMORY = _names(
 _PARSING = _names(
     {
         f"{_HELPERS}.data": "AttributeDict",
-        f"{_HELPERS}.parsing": "clean_namespace get_init_args is_picklable lightning_getattr "
+        f"{_HELPERS}.parsing": "clean_namespace collect_init_args get_init_args is_picklable lightning_getattr "
         "lightning_hasattr lightning_setattr parse_class_init_keys",
     }
 )
 _ENUMS = _names({f"{_API}.core.states": "GradClipAlgorithmType LightningEnum"})
 _THROUGHPUT = _names(
     {
-        "stratagem_extras.callbacks.throughput": "Throughput",
-        f"{_API}.callbacks.throughput": "ThroughputMonitor measure_flops",
+        f"{_API}.callbacks.throughput": "Throughput ThroughputMonitor measure_flops",
     }
 )
 _SUMMARY = _names(
@@ -435,7 +436,10 @@ _PYTORCH: _Layout = {
     },
     "pytorch.utilities.combined_loader": _COMBINED,
     "pytorch.utilities.compile": _some(_MODELS, "from_compiled to_uncompiled"),
-    "pytorch.utilities.data": _DATA,
+    "pytorch.utilities.data": {
+        **_DATA,
+        **_names({f"{_HELPERS}.data": "warning_cache"}),
+    },
     "pytorch.utilities.enums": _ENUMS,
     "pytorch.utilities.exceptions": _EXCEPTIONS,
     "pytorch.utilities.grads": {"grad_norm": _MODELS["grad_norm"]},

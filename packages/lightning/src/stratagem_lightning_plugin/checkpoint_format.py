@@ -9,6 +9,7 @@ taken over: it names files, and begins anew. Lightning keeps no RNG states and n
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -91,12 +92,11 @@ def _callbacks(states: Mapping[Any, Any]) -> dict[str, Any]:
     """Return the states of callbacks by the keys that they have here."""
     taken: dict[str, Any] = {}
     for key, state in states.items():
-        name, brace, arguments = str(key).partition("{")
+        name = str(key).partition("{")[0]
         if name in _BUILT_IN or not isinstance(state, Mapping):
             continue
         if name == "EarlyStopping":
-            given = _literal(brace + arguments)
-            taken[f"EarlyStopping({given.get('monitor')}, {given.get('mode')})"] = {
+            taken[_own_key(str(key))] = {
                 "best_score": float(state.get("best_score", "nan")),
                 "wait_count": state.get("wait_count", 0),
                 "stopped_epoch": state.get("stopped_epoch", 0),
@@ -104,6 +104,33 @@ def _callbacks(states: Mapping[Any, Any]) -> dict[str, Any]:
         else:
             taken[str(key)] = state
     return taken
+
+
+def with_own_keys(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a Trainer's checkpoint whose EarlyStopping had the key that Lightning has for it.
+
+    None: it has no such key.
+
+    Example:
+        >>> saved = {"callbacks": {"EarlyStopping{'monitor': 'loss', 'mode': 'min'}": {}}}
+        >>> with_own_keys(saved)
+        {'callbacks': {'EarlyStopping(loss, min)': {}}}
+    """
+    states = checkpoint.get("callbacks")
+    if not isinstance(states, Mapping) or not any(map(_is_theirs, states)):
+        return None
+    own = {_own_key(key) if _is_theirs(key) else key: state for key, state in states.items()}
+    return {**checkpoint, "callbacks": own}
+
+
+def _is_theirs(key: object) -> bool:
+    return isinstance(key, str) and key.startswith("EarlyStopping{")
+
+
+def _own_key(key: str) -> str:
+    """Return the key of Stratagem's EarlyStopping for that of Lightning's."""
+    given = _literal(key.removeprefix("EarlyStopping"))
+    return f"EarlyStopping({given.get('monitor')}, {given.get('mode')})"
 
 
 def _literal(text: str) -> Mapping[str, Any]:
@@ -144,7 +171,7 @@ def to_lightning(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         "callbacks": {
             key: state
             for key, state in checkpoint.get("callbacks", {}).items()
-            if key.partition("(")[0] not in (*_BUILT_IN, "EarlyStopping")
+            if re.split("[({]", key)[0] not in (*_BUILT_IN, "EarlyStopping")
         },
         "loops": {name: _loop(name, progress) for name in _LOOPS},
     }

@@ -305,17 +305,19 @@ class ModelPruning(Callback):
     def _say(self, amount: int | float, before: Mapping[str, int]) -> None:
         sizes = {name: mask.numel() for name, mask in self._masks.items()}
         gone, total, kind = self._gone(), sum(sizes.values()), self._method.__name__
-        then, now = (_part(sum(pruned.values()), total) for pruned in (before, gone))
+        then, now = (_part(sum(pruned.values()), total, f"/{total}") for pruned in (before, gone))
         rank_zero_info(f"Applied `{kind}`. Pruned: {then} -> {now}")
         for name, size in sizes.items() if self._verbose > 1 else ():
+            owner, attribute = self._pruned[name]
             then, now = (_part(pruned.get(name, 0), size) for pruned in (before, gone))
             rank_zero_info(
-                f"Applied `{kind}` to `{name}` with amount={amount}. Pruned: {then} -> {now}"
+                f"Applied `{kind}` to `{owner!r}.{attribute}` with amount={amount}. Pruned: {then} "
+                f"-> {now}"
             )
 
 
-def _part(pruned: int, total: int) -> str:
-    return f"{pruned}/{total} ({pruned / total:.2%})"
+def _part(pruned: int, total: int, of: str = "") -> str:
+    return f"{pruned}{of} ({pruned / total:.2%})"
 
 
 def _mask_of(holder: nn.Module) -> Tensor:

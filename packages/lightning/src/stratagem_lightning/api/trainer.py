@@ -170,6 +170,8 @@ class Trainer(trainer.Trainer):
         50
     """
 
+    _warns_of_log_interval = True
+
     @property
     def _reads_before_hooks(self) -> bool:  # type: ignore[override]
         """Whether iterators are made before the hooks that start a loop, as in Lightning.
@@ -224,6 +226,8 @@ class Trainer(trainer.Trainer):
         self._arguments = options
         self._max_epochs_is_open = options.get("max_epochs") is None and not quick
         self._fit_step: Step | None = None
+        self._is_past_epoch = False
+        """Whether the last fit ended within an epoch, which counts as a whole one then."""
         self._last_batch_idx = -1
         """The index of the last fit's last batch in its epoch."""
         self._ended_early = False
@@ -250,9 +254,10 @@ class Trainer(trainer.Trainer):
         """
         path = self._last_if_there(ckpt_path, "fit")
         self._begin(model, datamodule)
-        self._max_epochs_is_open = False
+        self._max_epochs_is_open = self._is_past_epoch = False
         with self._exiting_on_interrupt():
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, path)
+        self._is_past_epoch = self._progress.batches > 0 and not self._progress.epoch_is_done
 
     @in_lightnings_words
     def validate(  # type: ignore[override]  # in Lightning's order
@@ -312,6 +317,11 @@ class Trainer(trainer.Trainer):
                 f"`predict_step` cannot be None to run `Trainer.predict`: define it in "
                 f"{type(model).__name__}, or leave the attribute alone"
             )
+        if model is not None and getattr(model, "forward", model) is None:
+            raise UserCodeError(
+                f"`Trainer.predict` requires `forward` method to run: define it in "
+                f"{type(model).__name__}, or leave the attribute alone"
+            )
         path = self._best_if_left_out(model, ckpt_path, "predict")
         self._begin(model, datamodule)
         with self._exiting_on_interrupt():
@@ -348,6 +358,8 @@ class Trainer(trainer.Trainer):
         Also of one whose `training_step` takes `dataloader_iter`.
         """
         advice.warn_of_eval_mode(run)
+        advice.warn_of_log_interval(run)
+        advice.warn_of_unused_schedules(run)
         count_batches_for_schedulers(run)
         draw_at_reload(run)
         if dataloader_iter.takes_dataloader_iter(run.module.training_step):
@@ -362,6 +374,8 @@ class Trainer(trainer.Trainer):
     ) -> Any:
         """Return a loader that reads one rank's part of the data, in Lightning's order."""
         advice.warn_of_loader(loader, what)
+        if self.plan.launcher.name == "spawn":
+            advice.warn_of_workers_that_start_again(loader, what)
         loader = seed_workers_once(loader, self.global_rank)
         if not self._divides_data:
             return loader
@@ -661,6 +675,11 @@ class Trainer(trainer.Trainer):
     # -- its state
 
     @property
+    def current_epoch(self) -> int:
+        """The epoch, counted from 0; after a fit, the number of epochs that it has begun."""
+        return self._progress.epoch + self._is_past_epoch
+
+    @property
     def ckpt_path(self) -> str | None:
         """The checkpoint that the present run has loaded, or the last one; the request before."""
         if self._run is None:
@@ -838,13 +857,12 @@ def _of_barebones(options: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigurationError: one of them was requested.
     """
-    defaults = inspect.signature(trainer.Trainer.__init__).parameters
     for name, off in _BAREBONES.items():
         requested = options.get(name)
-        if requested is not None and requested not in (defaults[name].default, off):
+        if requested is not None and requested != off:
             raise ConfigurationError(
-                f"barebones=True turns off what does not train, and {name}={requested!r} asks for "
-                "it: leave one of the two out"
+                "barebones=True turns off what does not train, and "
+                f"`Trainer({name}={requested!r})` was passed: leave one of the two out"
             )
     return {**options, **_BAREBONES}
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.errors import CheckpointMismatchError, StratagemError
+from stratagem.errors import CheckpointMismatchError, ConfigurationError, StratagemError
 from stratagem.launch import rank_zero_warn
 from stratagem.module import Module
+from stratagem.trainer import is_users
 from stratagem_lightning.api.core.saving import of_file
 from stratagem_lightning.api.utilities.data import first_of_one
 from stratagem_lightning.api.utilities.exceptions import StateDictError
@@ -102,6 +105,8 @@ class LightningModule(Module):
             enable_graph, metric_attribute: not needed here: no value keeps its graph.
             sync_dist_group: not needed here: a value is reduced over all ranks.
         """
+        if logger is False and self.fabric is not None:
+            return
         if logger and self.__dict__["_metrics"] is not None and not self.loggers:
             rank_zero_warn(
                 f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured: "
@@ -146,6 +151,31 @@ class LightningModule(Module):
             f"Found unsupported keys in the lr scheduler dict: {keys}. They are ignored. {message}"
         )
         rank_zero_warn(said, RuntimeWarning)
+
+    def save_hyperparameters(
+        self,
+        *args: Any,
+        ignore: str | Sequence[str] | None = None,
+        frame: FrameType | None = None,
+        logger: bool = True,
+    ) -> None:
+        """Record the arguments of `__init__`; as `Module.save_hyperparameters`.
+
+        Warns of modules among them: a checkpoint has their weights anyway.
+        """
+        here = inspect.currentframe()
+        frame = here.f_back if frame is None and here is not None else frame
+        try:
+            super().save_hyperparameters(*args, ignore=ignore, frame=frame, logger=logger)
+        except StratagemError as error:
+            raise with_phrase(error, "save_hyperparameters") from error.__cause__
+        for name, value in self.hparams.items():
+            if isinstance(value, nn.Module):
+                rank_zero_warn(
+                    f"Attribute {name!r} is an instance of `nn.Module` and is already saved during "
+                    "checkpointing. Leave it out of the hyperparameters: "
+                    f"self.save_hyperparameters(ignore=[{name!r}])"
+                )
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, or a list of them, of the Trainer or of Fabric.
@@ -239,7 +269,7 @@ class LightningModule(Module):
             StateDictError: the weights are another model's; a RuntimeError too.
         """
         try:
-            return super().load_from_checkpoint(
+            model = super().load_from_checkpoint(
                 checkpoint_path,
                 map_location=_device_for(map_location),
                 strict=strict,
@@ -248,6 +278,14 @@ class LightningModule(Module):
             )
         except CheckpointMismatchError as error:
             raise StateDictError.of(error) from error
+        own = model.strict_loading
+        # Set by the user, not the default.
+        if strict not in (None, own) and own is not None and is_users(model, "strict_loading"):
+            raise ConfigurationError(
+                f"load_from_checkpoint(strict={strict}) is in conflict with "
+                f"`{cls.__name__}.strict_loading={own}`: pass the same value, or leave one out"
+            )
+        return model
 
 
 def _device_for(map_location: Any) -> Any:

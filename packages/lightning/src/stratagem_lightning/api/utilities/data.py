@@ -11,8 +11,9 @@ from torch.utils.data import IterableDataset
 
 from stratagem.data import map_tensors, move_to_device
 from stratagem.errors import ConfigurationError
-from stratagem.launch import available_cores, rank_zero_warn
+from stratagem.launch import available_cores
 from stratagem.module import HyperParameters
+from stratagem_lightning.api.utilities.warnings import WarningCache
 
 
 def first_of_one(gathered: Any, world_size: int) -> Any:
@@ -27,8 +28,21 @@ def first_of_one(gathered: Any, world_size: int) -> Any:
     return map_tensors(lambda tensor: tensor.squeeze(0), gathered)
 
 
+warning_cache = WarningCache()
+"""What was said once of batches."""
+
+
 class AttributeDict(HyperParameters):
     """A dict whose values are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}; it has "
+                f"{', '.join(map(str, self))}"
+            ) from None
 
     def __repr__(self) -> str:
         width = max((len(str(key)) for key in self), default=0) + 3
@@ -49,7 +63,7 @@ def extract_batch_size(batch: Any) -> int:
         if isinstance(leaf, torch.Tensor)
     ]
     if any(size != sizes[0] for size in sizes):
-        rank_zero_warn(
+        warning_cache.warn(
             "Trying to infer the `batch_size` from an ambiguous collection: its tensors have "
             f"different first dimensions. The batch size we found is {sizes[0]}. Pass it, as in "
             "self.log(..., batch_size=batch_size)"

@@ -74,8 +74,8 @@ PHRASES = (
         "callbacks list",
     ),
     Phrase(
-        r"several callbacks have the state_key",
-        "Found more than one stateful callback of the same type. In the current configuration, "
+        r"several (\w+) have the state_key",
+        r"Found more than one stateful callback of type `\1`. In the current configuration, "
         "these callbacks share the state_key",
         RuntimeError,
     ),
@@ -222,6 +222,17 @@ PHRASES = (
         "callback",
     ),
     Phrase(r"seed=(\S+): expected a whole number from 0", r"\1 is not in bounds"),
+    Phrase(r"Timer\(interval='(\w+)'\)", r"Unsupported parameter value `\1`"),
+    # -- profilers
+    Phrase(r"Attempt(?:ed|ing) to st", "", ValueError),
+    Phrase(r"Throughput.update\(lengths", "", RuntimeError),
+    Phrase(r"Found invalid table_kwargs key", "", KeyError),
+    # -- hyperparameters
+    Phrase(
+        r"save_hyperparameters\(.*?\): \S+ is no argument",
+        "Primitives (<class 'bool'>, <class 'int'>, <class 'float'>, <class 'str'>) are not allowed.",
+        ValueError,
+    ),
     # -- the Tuner
     Phrase(
         r"lr_find takes one optimizer",
@@ -300,9 +311,8 @@ def with_phrase(error: StratagemError, method: str) -> Exception:
         if found is None:
             continue
         theirs = found.expand(phrase.theirs).replace("METHOD", method)
-        if theirs in text:
-            return error
-        error.args = (f"{text}. Lightning's message: {theirs}", *error.args[1:])
+        if theirs not in text:
+            error.args = (f"{text}. Lightning's message: {theirs}", *error.args[1:])
         if phrase.kind is None or isinstance(error, phrase.kind):
             return error
         own = type(error)
