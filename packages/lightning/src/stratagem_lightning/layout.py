@@ -97,7 +97,12 @@ _STRATEGIES = _names(
 )
 _FABRIC_STRATEGIES = {
     **_STRATEGIES,
-    **_names({f"{_API}.strategies.single_device": "SingleDeviceStrategy"}),
+    **_names(
+        {
+            f"{_API}.strategies.single_device": "SingleDeviceStrategy",
+            f"{_API}.strategies.sharding": "FSDPStrategy ModelParallelStrategy",
+        }
+    ),
 }
 _ACCELERATORS = _names(
     {

@@ -16,7 +16,7 @@ from stratagem_lightning.api.core.module import LightningModule
 from stratagem_lightning.api.core.numbers import in_order_of_distributed_sampler
 from stratagem_lightning.api.core.shorthands import expand_shorthands, replace_half_on_cpu
 from stratagem_lightning.api.strategies.filtering import Filter, filtered
-from stratagem_lightning.api.strategies.single_device import SingleDeviceStrategy
+from stratagem_lightning.api.strategies.single_device import belongs_to
 from stratagem_lightning.api.utilities.data import first_of_one
 from stratagem_lightning.api.utilities.phrases import in_lightnings_words
 
@@ -48,6 +48,7 @@ class Fabric(Lite):
             options = replace_half_on_cpu(expand_shorthands({**options, **named}))
             arguments = ()
         super().__init__(*arguments, **options)
+        belongs_to(self.strategy, self)
 
     @in_lightnings_words
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -293,9 +294,11 @@ class Fabric(Lite):
 
     def _of_strategy(self, name: str) -> Callable[..., Any] | None:
         """Return a method of the strategy's that saves or loads, where a user has written one."""
-        method: Callable[..., Any] | None = getattr(self.strategy, name, None)
-        ours = getattr(SingleDeviceStrategy, name)
-        return None if getattr(method, "__func__", None) is ours else method
+        method: Callable[..., Any] | None = getattr(type(self.strategy), name, None)
+        if method is None or method.__module__.startswith("stratagem"):
+            return None
+        found: Callable[..., Any] = getattr(self.strategy, name)
+        return found
 
 
 def _unwrapped(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -357,6 +357,7 @@ class Trainer(trainer.Trainer):
 
         Also of one whose `training_step` takes `dataloader_iter`.
         """
+        _check_resumed_epoch(run)
         advice.warn_of_eval_mode(run)
         advice.warn_of_log_interval(run)
         advice.warn_of_unused_schedules(run)
@@ -818,6 +819,20 @@ class Trainer(trainer.Trainer):
     def predict_loop(self) -> PredictionLoop:
         """The progress and the results of predicting."""
         return PredictionLoop(self)
+
+
+def _check_resumed_epoch(run: Run) -> None:
+    """Refuse a checkpoint of a later epoch than a fit has.
+
+    Raises:
+        ConfigurationError: there is nothing to train.
+    """
+    epoch, most = run.progress.epoch + run.progress.epoch_is_done, run.trainer.options.max_epochs
+    if run.resume_point.path is not None and -1 < most < epoch:
+        raise ConfigurationError(
+            f"You restored a checkpoint with current_epoch={epoch}, but you have set "
+            f"Trainer(max_epochs={most}): pass a larger max_epochs"
+        )
 
 
 def _default_logger(root: str | Path | None) -> Logger:

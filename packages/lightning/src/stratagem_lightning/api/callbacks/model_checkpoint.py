@@ -118,13 +118,12 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the values and the path that scripts read of it."""
-        best = super().best_model_score
         return {
             **super().state_dict(),
             "monitor": self.monitor,
             "best_model_path": super().best_model_path,
-            "best_model_score": best,
-            "current_score": self._current_score,
+            "best_model_score": self.best_model_score,
+            "current_score": self.current_score,
         }
 
     @property

@@ -19,11 +19,13 @@ from stratagem.errors import ConfigurationError
 from stratagem.lite import LiteModule, collect, restore
 from stratagem.precision import TruePrecision
 from stratagem.strategies import Ranks
+from stratagem.trainer import Trainer
 
 # `strategy.accelerator` answers what Lightning's do once this module is imported.
 from stratagem_lightning.api.accelerators import accelerator as accelerator
 from stratagem_lightning.api.instance_check import InstanceCheck, of_class
 from stratagem_lightning.api.strategies.filtering import Filter, filtered
+from stratagem_lightning.api.utilities.exceptions import UserRuntimeError
 
 PathLike = str | os.PathLike[str]
 
@@ -124,8 +126,14 @@ def _find_lightning_name(strategy: Any, name: str) -> Any:
         return lambda decision, all=True: bool(
             strategy.ranks.all_reduce_ints([int(decision)], "min" if all else "max")[0]
         )
-    if name in _OF_TRAINER and (trainer := trainer_of(strategy)) is not None:
+    trainer = trainer_of(strategy) if name in _OF_TRAINER else None
+    if isinstance(trainer, Trainer):
         return _OF_TRAINER[name](trainer)
+    if name == "device_mesh" and isinstance(strategy, strategies.ModelParallelStrategy):
+        raise UserRuntimeError(
+            "Accessing the device mesh before processes have initialized is not allowed: read it "
+            "from configure_model() on"
+        )
     own = getattr(type(strategy), name, None)
     if isinstance(own, property):
         own.__get__(strategy)  # raises the error that the property failed with
@@ -310,8 +318,8 @@ class SingleDeviceStrategy(strategies.SingleDeviceStrategy, metaclass=InstanceCh
         for name in state if strict else ():
             if name not in checkpoint:
                 raise KeyError(
-                    f"{path} holds no {name!r}, which is to be filled from it; "
-                    "pass strict=False to leave it as it is"
+                    f"the state contains a key {name!r} that does not exist in {path}: pass "
+                    "strict=False to leave it as it is"
                 )
         rest = dict(state)
         for name, target in state.items():
