@@ -86,7 +86,8 @@ _PROFILERS = _names(
 )
 _STRATEGIES = _names(
     {
-        "stratagem.strategies": "DDPStrategy DeepSpeedStrategy HPUParallelStrategy "
+        f"{_API}.strategies.ddp": "DDPStrategy",
+        "stratagem.strategies": "DeepSpeedStrategy HPUParallelStrategy "
         "ModelParallelStrategy ParallelStrategy SingleDeviceStrategy SingleHPUStrategy "
         "SingleDeviceXLAStrategy=SingleXLAStrategy Strategy "
         "XLAFSDPStrategy XLAStrategy StrategyRegistry STRATEGY_REGISTRY=StrategyRegistry "
@@ -215,7 +216,7 @@ _LSTM = _names({f"{_API}.demos.lstm": "LightningLSTM SequenceSampler SimpleLSTM"
 _MODULES = _names(
     {f"{_API}.core.module": "LightningModule", f"{_API}.core.datamodule": "LightningDataModule"}
 )
-_MIXINS = _names({"stratagem.module": "HyperparametersMixin=HyperParametersMixin"})
+_MIXINS = _names({f"{_API}.core.hparams": "HyperparametersMixin"})
 _TRAINER = _names({f"{_API}.trainer": "Trainer"})
 _TUNER = _names({f"{_API}.tuner": "Tuner"})
 _FABRIC = _names({f"{_API}.fabric": "Fabric is_wrapped"})

@@ -686,6 +686,10 @@ class Trainer(trainer.Trainer):
         if self._run is None:
             return None
         path = self._run.resume_point.path or self._run.job.ckpt_path
+        if path is not None and self._run.job.ckpt_path == "last" and not storage.is_url(path):
+            # The link, if there is one, as Lightning shows it.
+            link = Path(path).parent / f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}.ckpt"
+            path = link if link.is_symlink() and link.resolve() == Path(path).resolve() else path
         return None if path is None else str(path)
 
     @property

@@ -118,8 +118,9 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the values and the path that scripts read of it."""
-        return {
-            **super().state_dict(),
+        own = super().state_dict()
+        return own and {
+            **own,
             "monitor": self.monitor,
             "best_model_path": super().best_model_path,
             "best_model_score": self.best_model_score,

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from stratagem.errors import CheckpointMismatchError, ConfigurationError, StratagemError
 from stratagem.launch import rank_zero_warn
 from stratagem.module import Module
 from stratagem.trainer import is_users
+from stratagem_lightning.api.core.hparams import HyperparametersMixin
 from stratagem_lightning.api.core.saving import of_file
 from stratagem_lightning.api.utilities.data import first_of_one
 from stratagem_lightning.api.utilities.exceptions import StateDictError
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 ModuleType = TypeVar("ModuleType", bound="LightningModule")
 
 
-class LightningModule(Module):
+class LightningModule(HyperparametersMixin, Module):
     """A Module, under the name that Lightning has for it."""
 
     needs_optimizer = False
@@ -151,31 +150,6 @@ class LightningModule(Module):
             f"Found unsupported keys in the lr scheduler dict: {keys}. They are ignored. {message}"
         )
         rank_zero_warn(said, RuntimeWarning)
-
-    def save_hyperparameters(
-        self,
-        *args: Any,
-        ignore: str | Sequence[str] | None = None,
-        frame: FrameType | None = None,
-        logger: bool = True,
-    ) -> None:
-        """Record the arguments of `__init__`; as `Module.save_hyperparameters`.
-
-        Warns of modules among them: a checkpoint has their weights anyway.
-        """
-        here = inspect.currentframe()
-        frame = here.f_back if frame is None and here is not None else frame
-        try:
-            super().save_hyperparameters(*args, ignore=ignore, frame=frame, logger=logger)
-        except StratagemError as error:
-            raise with_phrase(error, "save_hyperparameters") from error.__cause__
-        for name, value in self.hparams.items():
-            if isinstance(value, nn.Module):
-                rank_zero_warn(
-                    f"Attribute {name!r} is an instance of `nn.Module` and is already saved during "
-                    "checkpointing. Leave it out of the hyperparameters: "
-                    f"self.save_hyperparameters(ignore=[{name!r}])"
-                )
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, or a list of them, of the Trainer or of Fabric.

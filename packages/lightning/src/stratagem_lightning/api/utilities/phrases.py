@@ -42,6 +42,10 @@ PHRASES = (
         "of these",
     ),
     Phrase(
+        r"DDPStrategy\(parallel_devices=",
+        "parallel_devices set through the strategy: the Trainer's devices choose them",
+    ),
+    Phrase(
         r"cluster_environment was given twice", "Received multiple values for ClusterEnvironment"
     ),
     Phrase(r"checkpoint_io was given twice", "Received multiple values for CheckpointIO"),
