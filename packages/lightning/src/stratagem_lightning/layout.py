@@ -403,7 +403,7 @@ _PYTORCH: _Layout = {
         "pytorch.core", _MODULES, {"module": "LightningModule", "datamodule": "LightningDataModule"}
     ),
     **_package("pytorch.core.mixins", _MIXINS, {"hparams_mixin": "HyperparametersMixin"}),
-    "pytorch.core.optimizer": _names({"stratagem.runtime": "LightningOptimizer=LiteOptimizer"}),
+    "pytorch.core.optimizer": _names({f"{_API}.core.optimizer": "LightningOptimizer"}),
     "pytorch.core.saving": _names(
         {
             f"{_HELPERS}.loading": "get_filesystem",

@@ -38,6 +38,7 @@ from stratagem_lightning.api.core.numbers import (
     reset_seed,
     seed_workers_once,
     shard_for_one_rank,
+    validate_at_stop,
 )
 from stratagem_lightning.api.core.overrides import check_dataloader_idx, refuse_uncalled_overrides
 from stratagem_lightning.api.core.shorthands import expand_shorthands, replace_half_on_cpu
@@ -360,6 +361,7 @@ class Trainer(trainer.Trainer):
         _check_resumed_epoch(run)
         advice.warn_of_eval_mode(run)
         advice.warn_of_log_interval(run)
+        advice.warn_of_workers_that_start_again(run)
         advice.warn_of_unused_schedules(run)
         count_batches_for_schedulers(run)
         draw_at_reload(run)
@@ -368,15 +370,13 @@ class Trainer(trainer.Trainer):
             return self._fit_step
         self._fit_step = step = super().make_train_step(run, prepared)
         step.counts_each_loss = True
-        return divide_by_whole_window(step, run)
+        return validate_at_stop(divide_by_whole_window(step, run), run, prepared)
 
     def make_sharded_loader(
         self, loader: Any, index: int, count: int, *, even: bool, name: str, what: str
     ) -> Any:
         """Return a loader that reads one rank's part of the data, in Lightning's order."""
         advice.warn_of_loader(loader, what)
-        if self.plan.launcher.name == "spawn":
-            advice.warn_of_workers_that_start_again(loader, what)
         loader = seed_workers_once(loader, self.global_rank)
         if not self._divides_data:
             return loader

@@ -78,20 +78,19 @@ def warn_of_loader(loader: Any, what: str) -> None:
         )
 
 
-def warn_of_workers_that_start_again(loader: Any, what: str) -> None:
-    """Warn of workers that are spawned for each epoch.
-
-    Args:
-        loader: of a run whose ranks were spawned.
-        what: "train", "validation", "test" or "predict".
-    """
-    if getattr(loader, "num_workers", 0) and not getattr(loader, "persistent_workers", True):
-        rank_zero_warn(
-            "Consider setting `persistent_workers=True` in "
-            f"`{what.replace('validation', 'val')}_dataloader` to speed up the start of its "
-            "workers, which are spawned for each epoch",
-            PossibleUserWarning,
-        )
+def warn_of_workers_that_start_again(run: Run) -> None:
+    """Warn of workers that are spawned for each epoch, if ranks are spawned."""
+    if run.fit_data is None or run.trainer.plan.launcher.name != "spawn":
+        return
+    loaders: dict[str, Any] = {"train": run.fit_data.loader.loader}
+    loaders |= {"val": one.loader for one in run.fit_data.validation}
+    for name, loader in loaders.items():
+        if getattr(loader, "num_workers", 0) and not getattr(loader, "persistent_workers", True):
+            rank_zero_warn(
+                f"Consider setting `persistent_workers=True` in `{name}_dataloader` to speed up "
+                "the start of its workers, which are spawned for each epoch",
+                PossibleUserWarning,
+            )
 
 
 def warn_of_log_interval(run: Run) -> None:

@@ -130,6 +130,22 @@ class LightningModule(HyperparametersMixin, Module):
         if on_epoch and on_step is not False:
             self._show_step_value(name)
 
+    def log_dict(
+        self, dictionary: Any, prog_bar: bool = False, logger: bool | None = None, *more: Any,
+        **options: Any,
+    ) -> None:
+        """Log several values; as `log`, or by one call of Fabric's loggers.
+
+        Args:
+            dictionary: values by name.
+            prog_bar, logger, *more, **options: as for `log`.
+        """
+        if self.fabric is None:
+            for name, value in dictionary.items():
+                self.log(name, value, prog_bar, logger, *more, **options)
+        elif logger is not False:
+            self.fabric.log_dict(dictionary)
+
     def _show_step_value(self, name: str) -> None:
         """Let the name of a value of both kinds stand for the step's until the epoch ends.
 
@@ -185,6 +201,13 @@ class LightningModule(HyperparametersMixin, Module):
     ) -> None:
         """Clip the gradients of an optimizer's parameters; as there, or through Fabric."""
         if self.fabric is None:
+            passed = self.trainer._arguments.get("gradient_clip_algorithm")
+            if None not in (passed, gradient_clip_algorithm) and passed != gradient_clip_algorithm:
+                raise ConfigurationError(
+                    f"You have set `Trainer(gradient_clip_algorithm={passed!r})` and have passed "
+                    f"`clip_gradients(gradient_clip_algorithm={gradient_clip_algorithm!r})`: "
+                    "leave one of the two out"
+                )
             super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         elif gradient_clip_val is not None:
             by_value = gradient_clip_algorithm == "value"

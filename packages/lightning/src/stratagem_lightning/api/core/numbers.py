@@ -33,6 +33,7 @@ from stratagem_lightning.api.utilities.seed import pl_worker_init_function
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from stratagem.strategies import PreparedModel
     from stratagem.trainer import Run, Step
 
 
@@ -126,6 +127,26 @@ def divide_by_whole_window(step: Step, run: Run) -> Step:
         start(micro_batches, weights)
 
     step.start = start_window  # type: ignore[method-assign]
+    return step
+
+
+def validate_at_stop(step: Step, run: Run, prepared: PreparedModel) -> Step:
+    """Let a fit validate once more where `should_stop` ends it within an epoch, as Lightning does."""
+    finish = step.finish
+
+    def finish_and_validate() -> None:
+        finish()
+        if not run.trainer.should_stop or run.fit_data is None or not run.should_stop():
+            return
+        batches, validation = run.fit_data.loader.batches, run.validation
+        done, interval = run.progress.batches, run.validation.interval(batches)
+        # Otherwise it follows anyway.
+        is_within = done < batches and done > run.progress.validated
+        if is_within and validation.is_in_epoch(run.progress.epoch):
+            if not validation.is_due(interval):
+                validation.run(prepared)
+
+    step.finish = finish_and_validate  # type: ignore[method-assign]
     return step
 
 

@@ -35,14 +35,8 @@ warning_cache = WarningCache()
 class AttributeDict(HyperParameters):
     """A dict whose values are attributes too."""
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}; it has "
-                f"{', '.join(map(str, self))}"
-            ) from None
+    def __delattr__(self, name: str) -> None:
+        del self[name]
 
     def __repr__(self) -> str:
         width = max((len(str(key)) for key in self), default=0) + 3
@@ -71,7 +65,7 @@ def extract_batch_size(batch: Any) -> int:
     if sizes:
         return sizes[0]
     raise ConfigurationError(
-        "the batch size cannot be found in the batch, which has no tensor: pass it, as in "
+        "We could not infer the batch_size from the batch, which has no tensor: pass it, as in "
         "self.log(..., batch_size=batch_size)"
     )
 

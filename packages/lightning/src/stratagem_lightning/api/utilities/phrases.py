@@ -179,6 +179,7 @@ PHRASES = (
         "LightningDataModule's hparams but have different values.",
         RuntimeError,
     ),
+    Phrase(r"self.log\(.*?\) works while a Trainer", "You can't `self.log()` here"),
     # -- exports
     Phrase(
         r"to_torchscript\(method=.*expected 'script' or 'trace'",
@@ -268,6 +269,10 @@ PHRASES = (
     Phrase(
         r"setup\(\) received a model that was set up before",
         "A model should be passed only once to the `setup` method",
+    ),
+    Phrase(
+        r"log_dict: '\w+': expected a number or a tensor of one element, received \{",
+        "nested dictionaries cannot be logged",
     ),
     Phrase(
         r"log_dict: '\w+': expected a number or a tensor of one element, received \[",
