@@ -173,8 +173,22 @@ def to_lightning(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
             for key, state in checkpoint.get("callbacks", {}).items()
             if re.split("[({]", key)[0] not in (*_BUILT_IN, "EarlyStopping")
         },
-        "loops": {name: _loop(name, progress) for name in _LOOPS},
+        "loops": loops_of(progress),
     }
+
+
+def loops_of(progress: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the position of training as Lightning writes it: counters of each loop.
+
+    Args:
+        progress: the entry of a Trainer's checkpoint.
+
+    Example:
+        >>> progress = {"epoch": 1, "batches": 0, "global_step": 8, "epoch_is_done": False}
+        >>> loops_of(progress)["fit_loop"]["epoch_progress"]["current"]["completed"]
+        1
+    """
+    return {name: _loop(name, progress) for name in _LOOPS}
 
 
 def _by_number(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -168,6 +168,16 @@ class Fabric(Lite):
             module: what `setup` returned; or a LightningModule, which it was given.
             optimizer, clip_val, max_norm, norm_type, error_if_nonfinite: as there.
         """
+        name, given = "clip_gradients_norm", {
+            "max_norm": max_norm,
+            "norm_type": norm_type,
+            "error_if_nonfinite": error_if_nonfinite,
+        }
+        if clip_val is not None:
+            name, given = "clip_gradients_value", {"clip_val": clip_val}
+        if (own := self._of_strategy(name)) is not None:
+            plain = _unwrapped({"": module, "optimizer": optimizer})
+            return own(plain[""], plain["optimizer"], **given)
         return super().clip_gradients(
             vars(module).get("_fabric_module", module),
             optimizer,
@@ -293,8 +303,9 @@ class Fabric(Lite):
             obj.load_state_dict(state, strict=strict)
 
     def _of_strategy(self, name: str) -> Callable[..., Any] | None:
-        """Return a method of the strategy's that saves or loads, where a user has written one."""
-        method: Callable[..., Any] | None = getattr(type(self.strategy), name, None)
+        """Return a method of the strategy's, where a user has written one."""
+        kind = type(self.strategy)
+        method: Callable[..., Any] | None = vars(self.strategy).get(name, getattr(kind, name, None))
         if method is None or method.__module__.startswith("stratagem"):
             return None
         found: Callable[..., Any] = getattr(self.strategy, name)

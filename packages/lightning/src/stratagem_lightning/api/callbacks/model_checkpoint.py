@@ -18,6 +18,7 @@ from stratagem.checkpoint import SUFFIX
 from stratagem.errors import ConfigurationError
 from stratagem.launch import rank_zero_warn
 from stratagem_lightning.api.utilities.phrases import in_lightnings_words
+from stratagem_lightning_plugin.checkpoint_format import loops_of
 
 if TYPE_CHECKING:
     from stratagem.module import Module
@@ -126,6 +127,13 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             "best_model_score": self.best_model_score,
             "current_score": self.current_score,
         }
+
+    def on_save_checkpoint(
+        self, trainer: "Trainer", module: "Module", checkpoint: dict[str, Any]
+    ) -> None:
+        """Add the position in training in Lightning's form too, which scripts read."""
+        if "progress" in checkpoint:
+            checkpoint["loops"] = loops_of(checkpoint["progress"])
 
     @property
     def dirpath(self) -> str | None:

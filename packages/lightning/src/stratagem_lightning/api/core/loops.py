@@ -8,6 +8,7 @@ from torch import Tensor
 
 from stratagem import trainer
 from stratagem_extras.callbacks.prediction_writer import BasePredictionWriter
+from stratagem_lightning_plugin.checkpoint_format import loops_of
 
 
 class Counts(NamedTuple):
@@ -239,8 +240,9 @@ class FitLoop:
         return _progress(self.trainer.current_epoch, self.trainer.current_epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the form that checkpoints contain."""
-        return dict(self.trainer._progress.state_dict())
+        """Return the position in the form that Lightning's checkpoints contain."""
+        found: dict[str, Any] = loops_of(self.trainer._progress.state_dict())["fit_loop"]
+        return found
 
     @property
     def batch_idx(self) -> int:

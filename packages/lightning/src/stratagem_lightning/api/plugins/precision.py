@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.optim import Optimizer
 
@@ -18,6 +18,7 @@ from stratagem.launch import rank_zero_warn
 from stratagem.precision import default_dtype
 from stratagem_lightning.api.instance_check import InstanceCheck, of_class, renamed
 from stratagem_lightning.api.plugins.torch_xla import require_torch_xla
+from stratagem_lightning.api.utilities.exceptions import UserRuntimeError
 
 
 class Precision(own.Precision, metaclass=InstanceCheck):
@@ -100,12 +101,61 @@ class Precision(own.Precision, metaclass=InstanceCheck):
         """
         self.scale_loss(tensor).backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> None:
-        """Step the optimizer; its `step` receives `kwargs`."""
+    def optimizer_step(
+        self, optimizer: Optimizer, model: Any = None, closure: Any = None, **kwargs: Any
+    ) -> None:
+        """Step the optimizer.
+
+        Args:
+            optimizer: its `step` receives `kwargs`, and `closure` if there is one.
+            model: not needed here.
+            closure: as torch's optimizers take it.
+            **kwargs: further arguments of `step`.
+        """
+        if closure is not None:
+            kwargs["closure"] = closure
         if self.scales_loss:
             super().optimizer_step(optimizer, **kwargs)
         else:
             optimizer.step(**kwargs)
+
+
+    def clip_gradients(
+        self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm"
+    ) -> None:
+        """Clip the gradients of an optimizer's parameters.
+
+        Args:
+            optimizer: has the parameters.
+            clip_val: the largest norm, or value; 0: nothing is clipped.
+            gradient_clip_algorithm: "norm" or "value".
+
+        Raises:
+            UserRuntimeError: the optimizer divides gradients by the scale itself.
+        """
+        if clip_val <= 0:
+            return
+        if self.scales_loss and getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise UserRuntimeError(
+                f"The current optimizer, {type(optimizer).__qualname__}, does not allow for "
+                "gradient clipping because it unscales gradients in its step: pass fused=False"
+            )
+        if gradient_clip_algorithm == "value":
+            self.clip_grad_by_value(optimizer, clip_val)
+        else:
+            self.clip_grad_by_norm(optimizer, clip_val)
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip each gradient's elements to a largest value."""
+        nn.utils.clip_grad_value_(_parameters(optimizer), clip_val)
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip the norm of all gradients together."""
+        nn.utils.clip_grad_norm_(_parameters(optimizer), clip_val)
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class DoublePrecision(Precision, own.TruePrecision):
@@ -257,6 +307,10 @@ class DeepSpeedPrecision(Precision, own.EnginePrecision):
         super().__init__(precision)
         if precision == "32-true":
             self.dtype = torch.float32
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Return a model of half precision for "true" names; DeepSpeed converts the others."""
+        return module if self.name.endswith("mixed") else super().convert_module(module)
 
     def module_init_context(self) -> AbstractContextManager[Any]:
         """Return a context in which to build a model; "true" names have half-precision ones."""
