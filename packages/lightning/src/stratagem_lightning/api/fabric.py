@@ -18,6 +18,7 @@ from stratagem_lightning.api.core.shorthands import expand_shorthands, replace_h
 from stratagem_lightning.api.strategies.filtering import Filter, filtered
 from stratagem_lightning.api.strategies.single_device import belongs_to
 from stratagem_lightning.api.utilities.data import first_of_one
+from stratagem_lightning.api.utilities.exceptions import NoLoggerError
 from stratagem_lightning.api.utilities.phrases import in_lightnings_words
 
 
@@ -27,6 +28,10 @@ def _refuse_set_up(optimizers: Iterable[Any], method: str) -> None:
             f"An optimizer should be passed only once to the `{method}` method, received one that "
             "it has returned before: pass the optimizer as it was made"
         )
+
+
+_NOTHING = object()
+"""Stands for no function, since None is what a function that was called returns."""
 
 
 def is_wrapped(obj: object) -> bool:
@@ -81,10 +86,10 @@ class Fabric(Lite):
         """The first logger.
 
         Raises:
-            ConfigurationError: there is none.
+            NoLoggerError: there is none.
         """
         if not self._loggers:
-            raise ConfigurationError(
+            raise NoLoggerError(
                 f"{type(self).__name__} has no logger: expected one of the argument loggers, "
                 "received none; pass loggers=CSVLogger() or another one"
             )
@@ -219,18 +224,20 @@ class Fabric(Lite):
         # Fabric shuffles only what the loader shuffles, of training data too.
         return in_order_of_distributed_sampler(sharded, "", shuffles=True)
 
-    def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+    def launch(self, function: Any = _NOTHING, *args: Any, **kwargs: Any) -> Any:
         """Start the processes; as `Lite.launch`.
 
         Raises:
             TypeError: the function takes no argument, and is to be given this object.
         """
-        if function is not None and not callable(function):
+        if function is _NOTHING:
+            return super().launch()
+        if not callable(function):
             raise TypeError(
                 f"launch({function!r}): the first argument needs to be a callable, such as "
                 "fabric.launch(main), without calling it"
             )
-        if function is not None and not inspect.signature(function).parameters:
+        if not inspect.signature(function).parameters:
             raise TypeError(
                 f"launch({function}): the function needs to take at least one argument, the "
                 "Fabric of its rank; received one without arguments"

@@ -67,6 +67,9 @@ class Tuner(tuner.Tuner):
             )
 
 
+_LOADERS = {"validate": "val", "test": "test", "predict": "predict"}
+
+
 def _check_loaders(given: Mapping[str, Any]) -> None:
     """Refuse loaders that the tried run does not take.
 
@@ -77,6 +80,13 @@ def _check_loaders(given: Mapping[str, Any]) -> None:
     fits = ("train_dataloaders", "val_dataloaders")
     wrong = ("dataloaders",) if method == "fit" else fits
     found = [name for name in wrong if given.get(name) is not None]
+    holder = given.get("datamodule") or given["model"]
+    made = getattr(holder, f"{_LOADERS[method]}_dataloader", None) if method != "fit" else None
+    if made is not None and isinstance(loaders := made(), (list, tuple)) and len(loaders) > 1:
+        raise ConfigurationError(
+            f"Batch size finder cannot be used with multiple {_LOADERS[method]} dataloaders, "
+            f"received {len(loaders)}: let {_LOADERS[method]}_dataloader() return one"
+        )
     if found:
         instead = "`train_dataloaders` and `val_dataloaders`" if method == "fit" else "`dataloaders`"
         raise ConfigurationError(
