@@ -296,8 +296,8 @@ _PLUGINS = {**_PRECISION, **_IO}
 _LAYER_SYNC = _names({f"{_API}.plugins.layer_sync": "LayerSync TorchSyncBatchNorm"})
 _COLLECTIVES = _names(
     {
-        f"{_API}.placeholders": "Collective SingleDeviceCollective",
-        f"{_API}.plugins.collectives": "TorchCollective",
+        f"{_API}.placeholders": "Collective",
+        f"{_API}.plugins.collectives": "SingleDeviceCollective TorchCollective",
     }
 )
 _COLUMNS = _names(

@@ -183,7 +183,15 @@ class ModelPruning(Callback):
         if not self._permanent:
             for name, (owner, attribute) in self._pruned.items():
                 if name in self._masks:
+                    if self._lottery:
+                        self._fill_with_first(name, getattr(owner, attribute))
                     prune.custom_from_mask(owner, attribute, self._masks[name])  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _fill_with_first(self, name: str, parameter: nn.Parameter) -> None:
+        """Give pruned elements their first values, which `weight_orig` keeps behind the mask."""
+        if name in self._first:
+            parameter.copy_(torch.where(self._masks[name] == 0, self._first[name], parameter))
 
     def state_dict(self) -> dict[str, Any]:
         """Return masks and first values."""

@@ -173,11 +173,14 @@ class Fabric(Lite):
             module: what `setup` returned; or a LightningModule, which it was given.
             optimizer, clip_val, max_norm, norm_type, error_if_nonfinite: as there.
         """
-        name, given = "clip_gradients_norm", {
-            "max_norm": max_norm,
-            "norm_type": norm_type,
-            "error_if_nonfinite": error_if_nonfinite,
-        }
+        name, given = (
+            "clip_gradients_norm",
+            {
+                "max_norm": max_norm,
+                "norm_type": norm_type,
+                "error_if_nonfinite": error_if_nonfinite,
+            },
+        )
         if clip_val is not None:
             name, given = "clip_gradients_value", {"clip_val": clip_val}
         if (own := self._of_strategy(name)) is not None:

@@ -23,7 +23,6 @@ INSTEAD = {
     "ProcessingSpeedColumn": _COLUMNS,
     "ServableModule": _SERVE,
     "ServableModuleValidator": _SERVE,
-    "SingleDeviceCollective": _COLLECTIVE,
     "SpikeDetection": _SPIKE,
     "TrainingSpikeException": _SPIKE,
     "XLACheckpointIO": _CHECKPOINTS,

@@ -12,5 +12,7 @@ TPUAccelerator = renamed(
     "TPUAccelerator", accelerators.XLAAccelerator, partial(require_torch_xla, "TPUAccelerator")
 )
 SingleTPUStrategy = renamed(
-    "SingleTPUStrategy", strategies.SingleXLAStrategy, partial(require_torch_xla, "SingleTPUStrategy")
+    "SingleTPUStrategy",
+    strategies.SingleXLAStrategy,
+    partial(require_torch_xla, "SingleTPUStrategy"),
 )

@@ -88,7 +88,9 @@ def _check_loaders(given: Mapping[str, Any]) -> None:
             f"received {len(loaders)}: let {_LOADERS[method]}_dataloader() return one"
         )
     if found:
-        instead = "`train_dataloaders` and `val_dataloaders`" if method == "fit" else "`dataloaders`"
+        instead = (
+            "`train_dataloaders` and `val_dataloaders`" if method == "fit" else "`dataloaders`"
+        )
         raise ConfigurationError(
             f"scale_batch_size(method={method!r}) does not take {found[0]}: please consider setting "
             f"{instead} instead, or let the model or a DataModule make the loaders"

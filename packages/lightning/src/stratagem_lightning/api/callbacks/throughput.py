@@ -19,6 +19,14 @@ class Throughput(throughput.Throughput):
 
     update = in_lightnings_words(throughput.Throughput.update)
 
+    def compute(self) -> dict[str, float]:
+        """Return totals, and rates once the window is full."""
+        metrics = super().compute()
+        if len(self._counts) == self._counts.maxlen:
+            return metrics
+        totals = ("time", "batches", "samples", "lengths")
+        return {name: value for name, value in metrics.items() if name in totals}
+
 
 class ThroughputMonitor(Throughput):
     """Throughput that writes to the loggers of a Fabric or Lite.

@@ -119,7 +119,6 @@ class Precision(own.Precision, metaclass=InstanceCheck):
         else:
             optimizer.step(**kwargs)
 
-
     def clip_gradients(
         self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm"
     ) -> None:

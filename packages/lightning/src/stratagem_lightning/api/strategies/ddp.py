@@ -22,5 +22,7 @@ class DDPStrategy(strategies.DDPStrategy, metaclass=InstanceCheck):
     @property
     def is_distributed(self) -> bool:
         """True; Lightning's for earlier versions."""
-        rank_zero_deprecation(f"The `{type(self).__name__}.is_distributed` is deprecated: it is True")
+        rank_zero_deprecation(
+            f"The `{type(self).__name__}.is_distributed` is deprecated: it is True"
+        )
         return True

@@ -105,7 +105,9 @@ class _Choice(str):
         return str(self)
 
     def __eq__(self, other: object) -> bool:
-        return str.__eq__(self, other.name if isinstance(other, ShardingStrategy) else other) is True
+        return (
+            str.__eq__(self, other.name if isinstance(other, ShardingStrategy) else other) is True
+        )
 
     def __ne__(self, other: object) -> bool:
         return not self == other

@@ -116,9 +116,7 @@ class FSDPStrategy(_SavesState, TrainersFSDPStrategy):
     is_instance = of_class(strategies.FSDPStrategy)
 
 
-class ModelParallelStrategy(
-    _SavesState, strategies.ModelParallelStrategy, metaclass=InstanceCheck
-):
+class ModelParallelStrategy(_SavesState, strategies.ModelParallelStrategy, metaclass=InstanceCheck):
     """As the Trainer's, with `save_checkpoint` and `load_checkpoint`.
 
     Args:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from stratagem.errors import CheckpointMismatchError, ConfigurationError, StratagemError, UserCodeError
+from stratagem.errors import (
+    CheckpointMismatchError,
+    ConfigurationError,
+    StratagemError,
+    UserCodeError,
+)
 
 MisconfigurationException = StratagemError
 """Every error that Stratagem raises on purpose: what Lightning calls a misconfiguration is here a
