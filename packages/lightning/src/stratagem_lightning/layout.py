@@ -179,8 +179,8 @@ _MEMORY = _names(
 _PARSING = _names(
     {
         f"{_HELPERS}.data": "AttributeDict",
-        f"{_HELPERS}.parsing": "clean_namespace collect_init_args get_init_args is_picklable lightning_getattr "
-        "lightning_hasattr lightning_setattr parse_class_init_keys",
+        f"{_HELPERS}.parsing": "clean_namespace collect_init_args get_init_args is_picklable "
+        "lightning_getattr lightning_hasattr lightning_setattr parse_class_init_keys",
     }
 )
 _ENUMS = _names({f"{_API}.core.states": "GradClipAlgorithmType LightningEnum"})

@@ -46,7 +46,7 @@ class CombinedLoader:
     def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
         if mode not in MODES:
             raise ConfigurationError(
-                f"Unsupported mode {mode!r} of CombinedLoader: expected {', '.join(map(repr, MODES))}"
+                f"Unsupported mode {mode!r}: CombinedLoader takes {', '.join(map(repr, MODES))}"
             )
         self.iterables = iterables
         self.mode = mode

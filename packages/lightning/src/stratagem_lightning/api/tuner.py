@@ -92,8 +92,8 @@ def _check_loaders(given: Mapping[str, Any]) -> None:
             "`train_dataloaders` and `val_dataloaders`" if method == "fit" else "`dataloaders`"
         )
         raise ConfigurationError(
-            f"scale_batch_size(method={method!r}) does not take {found[0]}: please consider setting "
-            f"{instead} instead, or let the model or a DataModule make the loaders"
+            f"scale_batch_size(method={method!r}) does not take {found[0]}: please consider "
+            f"setting {instead} instead, or let the model or a DataModule make the loaders"
         )
 
 

@@ -82,9 +82,9 @@ def warn_of_workers_that_start_again(run: Run) -> None:
     """Warn of workers that are spawned for each epoch, if ranks are spawned."""
     if run.fit_data is None or run.trainer.plan.launcher.name != "spawn":
         return
-    loaders: dict[str, Any] = {"train": run.fit_data.loader.loader}
-    loaders |= {"val": one.loader for one in run.fit_data.validation}
-    for name, loader in loaders.items():
+    loaders = [("train", run.fit_data.loader.loader)]
+    loaders += [("val", one.loader) for one in run.fit_data.validation]
+    for name, loader in loaders:
         if getattr(loader, "num_workers", 0) and not getattr(loader, "persistent_workers", True):
             rank_zero_warn(
                 f"Consider setting `persistent_workers=True` in `{name}_dataloader` to speed up "

@@ -131,7 +131,7 @@ def divide_by_whole_window(step: Step, run: Run) -> Step:
 
 
 def validate_at_stop(step: Step, run: Run, prepared: PreparedModel) -> Step:
-    """Let a fit validate once more where `should_stop` ends it within an epoch, as Lightning does."""
+    """Let a fit validate where `should_stop` ends it within an epoch, as Lightning does."""
     finish = step.finish
 
     def finish_and_validate() -> None:
@@ -142,9 +142,9 @@ def validate_at_stop(step: Step, run: Run, prepared: PreparedModel) -> Step:
         done, interval = run.progress.batches, run.validation.interval(batches)
         # Otherwise it follows anyway.
         is_within = done < batches and done > run.progress.validated
-        if is_within and validation.is_in_epoch(run.progress.epoch):
-            if not validation.is_due(interval):
-                validation.run(prepared)
+        in_epoch = validation.is_in_epoch(run.progress.epoch)
+        if is_within and in_epoch and not validation.is_due(interval):
+            validation.run(prepared)
 
     step.finish = finish_and_validate  # type: ignore[method-assign]
     return step

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from stratagem.data import CombinedLoader
 from stratagem_lightning.api.core.datamodule import LightningDataModule
 from stratagem_lightning.api.core.module import LightningModule
 

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 
 from stratagem.data import map_tensors, move_to_device
 from stratagem.errors import ConfigurationError
-from stratagem.launch import available_cores
+from stratagem.launch import available_cores, rank_zero_warn
 from stratagem.module import HyperParameters
 from stratagem_lightning.api.utilities.warnings import WarningCache
 

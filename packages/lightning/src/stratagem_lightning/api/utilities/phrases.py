@@ -235,7 +235,8 @@ PHRASES = (
     # -- hyperparameters
     Phrase(
         r"save_hyperparameters\(.*?\): \S+ is no argument",
-        "Primitives (<class 'bool'>, <class 'int'>, <class 'float'>, <class 'str'>) are not allowed.",
+        "Primitives (<class 'bool'>, <class 'int'>, <class 'float'>, <class 'str'>) are not "
+        "allowed.",
         ValueError,
     ),
     # -- the Tuner
