@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from stratagem import accelerators, strategies
 from stratagem_lightning.api.instance_check import renamed
 from stratagem_lightning.api.plugins.torch_xla import require_torch_xla
 
+# Served by the backend that provides them; without it, their names are placeholders.
+_Accelerator: Any = accelerators.XLAAccelerator  # type: ignore[attr-defined]
+_Strategy: Any = strategies.SingleXLAStrategy  # type: ignore[attr-defined]
 TPUAccelerator = renamed(
-    "TPUAccelerator", accelerators.XLAAccelerator, partial(require_torch_xla, "TPUAccelerator")
+    "TPUAccelerator", _Accelerator, partial(require_torch_xla, "TPUAccelerator")
 )
 SingleTPUStrategy = renamed(
     "SingleTPUStrategy",
-    strategies.SingleXLAStrategy,
+    _Strategy,
     partial(require_torch_xla, "SingleTPUStrategy"),
 )

@@ -22,7 +22,6 @@ from stratagem.launch import rank_zero_info, rank_zero_warn
 from stratagem.loggers import Logger
 from stratagem.profilers import Profiler
 from stratagem.strategies import StepOptions
-from stratagem.trainer import is_users
 from stratagem_extras.callbacks.gradient_accumulation import GradientAccumulationScheduler
 from stratagem_extras.callbacks.prediction_writer import BasePredictionWriter
 from stratagem_lightning.api.accelerators.connector import TrainerConnector
@@ -47,7 +46,6 @@ from stratagem_lightning.api.core.states import TrainerState
 from stratagem_lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardLogger
 from stratagem_lightning.api.plugins.layer_sync import expand_layer_sync
 from stratagem_lightning.api.strategies.single_device import belongs_to
-from stratagem_lightning.api.utilities.exceptions import UserRuntimeError
 from stratagem_lightning.api.utilities.phrases import in_lightnings_words
 
 if TYPE_CHECKING:
@@ -351,13 +349,6 @@ class Trainer(trainer.Trainer):
 
     def _begin(self, model: Any, datamodule: Any) -> None:
         """Do what Lightning does at the start of a run, and refuse what it alone would call."""
-        hooks = ("configure_model", "configure_sharded_model")
-        if model is not None and all(is_users(model, name) for name in hooks):
-            name = type(model).__name__
-            raise UserRuntimeError(
-                f"Both `{name}.configure_model`, and `{name}.configure_sharded_model` are "
-                "overridden: keep the first, which is the present name of the hook"
-            )
         own = [self, self.strategy, *self.callbacks, *self.loggers, *self._loops.values()]
         refuse_uncalled_overrides([*own, model, datamodule])
         reset_seed(self.strategy)

@@ -80,12 +80,12 @@ def _check_loaders(given: Mapping[str, Any]) -> None:
     fits = ("train_dataloaders", "val_dataloaders")
     wrong = ("dataloaders",) if method == "fit" else fits
     found = [name for name in wrong if given.get(name) is not None]
-    holder = given.get("datamodule") or given["model"]
-    made = getattr(holder, f"{_LOADERS[method]}_dataloader", None) if method != "fit" else None
+    holder, name = given.get("datamodule") or given["model"], _LOADERS.get(method, "")
+    made = getattr(holder, f"{name}_dataloader", None) if name else None
     if made is not None and isinstance(loaders := made(), (list, tuple)) and len(loaders) > 1:
         raise ConfigurationError(
-            f"Batch size finder cannot be used with multiple {_LOADERS[method]} dataloaders, "
-            f"received {len(loaders)}: let {_LOADERS[method]}_dataloader() return one"
+            f"Batch size finder cannot be used with multiple {name} dataloaders, received "
+            f"{len(loaders)}: let {name}_dataloader() return one"
         )
     if found:
         instead = (

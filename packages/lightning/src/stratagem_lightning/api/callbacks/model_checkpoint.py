@@ -211,7 +211,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             prefix: for its beginning.
         """
         name = filename or self.filename
-        text = self._with_values(name, metrics)
+        text = self._with_values(name, _Zeros(metrics))
         text = self.CHECKPOINT_JOIN_CHAR.join(
             [*([prefix] if prefix else []), text, *([] if ver is None else [f"v{ver}"])]
         )
@@ -317,7 +317,8 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             with_names=self.auto_insert_metric_name,
             equals=self.CHECKPOINT_EQUALS_CHAR,
         )
-        for name in known.missing - self._warned:
+        # `format_checkpoint_name` passes zeros on purpose.
+        for name in set() if isinstance(values, _Zeros) else known.missing - self._warned:
             self._warned.add(name)
             rank_zero_warn(
                 f"ModelCheckpoint(filename={filename!r}) uses {name!r}, which was not logged: the "

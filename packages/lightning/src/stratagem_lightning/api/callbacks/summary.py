@@ -69,7 +69,7 @@ class ModelSummary:
                 "The total number of parameters detected may be inaccurate because the model has "
                 "layers that take their sizes from the first input: set example_input_array"
             )
-        return self._table.total_parameters
+        return int(self._table.total_parameters)
 
     @property
     def total_training_modes(self) -> dict[str, int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stratagem.callbacks import Timer as OwnTimer
 from stratagem.launch import rank_zero_info
+from stratagem_extras.callbacks import timer
 from stratagem_lightning.api.utilities.phrases import in_lightnings_words
 
 if TYPE_CHECKING:
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from stratagem.trainer import Trainer
 
 
-class Timer(OwnTimer):
+class Timer(timer.Timer):
     """Stratagem's; logs why training ended. Arguments as there."""
 
-    __init__ = in_lightnings_words(OwnTimer.__init__)
+    __init__ = in_lightnings_words(timer.Timer.__init__)
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
         """End the time of training; say why training ended where that is the reason."""

@@ -28,8 +28,8 @@ class HyperparametersMixin(module.HyperParametersMixin):
         >>> class Net(HyperparametersMixin):
         ...     def __init__(self, depth):
         ...         super().__init__()
-        ...         self.layers = [Layer(8) for _ in range(depth)]
-        >>> dict(Net(1).layers[0].hparams)
+        ...         self.layer = Layer(8)
+        >>> dict(Net(1).layer.hparams)
         {'width': 8, 'depth': 1}
     """
 

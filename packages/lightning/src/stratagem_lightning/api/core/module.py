@@ -135,7 +135,7 @@ class LightningModule(HyperparametersMixin, Module):
         if on_epoch and on_step is not False:
             self._show_step_value(name)
 
-    def log_dict(
+    def log_dict(  # type: ignore[override]  # in Lightning's order
         self,
         dictionary: Any,
         prog_bar: bool = False,
@@ -175,18 +175,6 @@ class LightningModule(HyperparametersMixin, Module):
             f"Found unsupported keys in the lr scheduler dict: {keys}. They are ignored. {message}"
         )
         rank_zero_warn(said, RuntimeWarning)
-
-    def configure_model(self) -> None:
-        """Call `configure_sharded_model`, which was the name of this hook."""
-        if is_users(self, "configure_sharded_model"):
-            rank_zero_deprecation(
-                f"You have overridden `{type(self).__name__}.configure_sharded_model`, which is "
-                "deprecated: its name is `configure_model` now"
-            )
-            self.configure_sharded_model()
-
-    def configure_sharded_model(self) -> None:
-        """Do nothing; the earlier name of `configure_model`."""
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, or a list of them, of the Trainer or of Fabric.

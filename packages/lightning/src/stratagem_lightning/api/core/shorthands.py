@@ -24,9 +24,8 @@ def expand_shorthands(options: Mapping[str, Any]) -> dict[str, Any]:
     expanded = dict(options)
     if expanded.get("devices", 1) in (0, "0", []):
         raise ConfigurationError(
-            f"`Trainer(devices={expanded['devices']!r})` value is not a valid input using "
-            f"{expanded.get('accelerator', 'auto')} accelerator: expected a number of devices, "
-            "their indices, or 'auto'"
+            f"devices={expanded['devices']!r}: expected a number of devices, their indices, or "
+            "'auto'"
         )
     for shorthand, name in (("gpus", "gpu"), ("tpu_cores", "tpu")):
         value = expanded.pop(shorthand, None)

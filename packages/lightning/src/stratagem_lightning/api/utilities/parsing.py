@@ -64,8 +64,8 @@ def _holders(model: Any, name: str) -> list[Any]:
     holders = []
     for owner in (model, None if trainer is None else trainer.datamodule):
         for holder in (owner, getattr(owner, "hparams", None)):
-            is_dict = isinstance(holder, Mapping)
-            if name in holder if is_dict else hasattr(holder, name):
+            has_name = name in holder if isinstance(holder, Mapping) else hasattr(holder, name)
+            if has_name:
                 holders.append(holder)
     return holders
 
