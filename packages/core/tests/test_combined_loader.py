@@ -173,7 +173,7 @@ def test_what_is_read_together_begins_together(mode: Any) -> None:
 
 
 def test_what_cannot_be_combined_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"mode='longest'.*'min_size'"):
+    with pytest.raises(ConfigurationError, match=r"Unsupported mode 'longest'.*'min_size'"):
         CombinedLoader([numbers(0, 4)], "longest")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="at least one loader"):
         CombinedLoader([])

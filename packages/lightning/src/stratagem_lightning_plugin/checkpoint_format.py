@@ -106,27 +106,6 @@ def _callbacks(states: Mapping[Any, Any]) -> dict[str, Any]:
     return taken
 
 
-def with_own_keys(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a Trainer's checkpoint whose EarlyStopping had the key that Lightning has for it.
-
-    None: it has no such key.
-
-    Example:
-        >>> saved = {"callbacks": {"EarlyStopping{'monitor': 'loss', 'mode': 'min'}": {}}}
-        >>> with_own_keys(saved)
-        {'callbacks': {'EarlyStopping(loss, min)': {}}}
-    """
-    states = checkpoint.get("callbacks")
-    if not isinstance(states, Mapping) or not any(map(_is_theirs, states)):
-        return None
-    own = {_own_key(key) if _is_theirs(key) else key: state for key, state in states.items()}
-    return {**checkpoint, "callbacks": own}
-
-
-def _is_theirs(key: object) -> bool:
-    return isinstance(key, str) and key.startswith("EarlyStopping{")
-
-
 def _own_key(key: str) -> str:
     """Return the key of Stratagem's EarlyStopping for that of Lightning's."""
     given = _literal(key.removeprefix("EarlyStopping"))

@@ -37,11 +37,7 @@ def stratagem_doctor() -> list[Check]:
 
 @hookimpl
 def stratagem_read_checkpoint(contents: dict[str, Any], path: str) -> dict[str, Any] | None:
-    """Return a checkpoint of Lightning's, or with its keys of callbacks, as a Trainer's."""
-    from stratagem_lightning_plugin.checkpoint_format import (
-        from_lightning,
-        is_lightnings,
-        with_own_keys,
-    )
+    """Return a checkpoint of Lightning's in the form of a Trainer's."""
+    from stratagem_lightning_plugin.checkpoint_format import from_lightning, is_lightnings
 
-    return from_lightning(contents, path) if is_lightnings(contents) else with_own_keys(contents)
+    return from_lightning(contents, path) if is_lightnings(contents) else None

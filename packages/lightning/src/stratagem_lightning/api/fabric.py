@@ -18,7 +18,6 @@ from stratagem_lightning.api.core.shorthands import expand_shorthands, replace_h
 from stratagem_lightning.api.strategies.filtering import Filter, filtered
 from stratagem_lightning.api.strategies.single_device import belongs_to
 from stratagem_lightning.api.utilities.data import first_of_one
-from stratagem_lightning.api.utilities.exceptions import NoLoggerError
 from stratagem_lightning.api.utilities.phrases import in_lightnings_words
 
 
@@ -86,10 +85,10 @@ class Fabric(Lite):
         """The first logger.
 
         Raises:
-            NoLoggerError: there is none.
+            ConfigurationError: there is none.
         """
         if not self._loggers:
-            raise NoLoggerError(
+            raise ConfigurationError(
                 f"{type(self).__name__} has no logger: expected one of the argument loggers, "
                 "received none; pass loggers=CSVLogger() or another one"
             )

@@ -66,11 +66,6 @@ class LightningModule(HyperparametersMixin, Module):
         """The Trainer's loggers, or Fabric's."""
         return super().loggers if self.fabric is None else list(self.fabric.loggers)
 
-    @property
-    def logger(self) -> Any:
-        """The Trainer's first logger, or None; Fabric's first one, which has to have one."""
-        return super().logger if self.fabric is None else self.fabric.logger
-
     def _log_outside_of_a_run(self, name: str, value: Any) -> None:
         """Let Fabric log; without it say that nothing does."""
         if self.__dict__["_trainer"] is not None:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from stratagem.errors import (
-    CheckpointMismatchError,
-    ConfigurationError,
-    StratagemError,
-    UserCodeError,
-)
+from stratagem.errors import CheckpointMismatchError, StratagemError, UserCodeError
 
 MisconfigurationException = StratagemError
 """Every error that Stratagem raises on purpose: what Lightning calls a misconfiguration is here a
@@ -39,10 +34,6 @@ class SIGTERMException(SystemExit):
 
 class UserRuntimeError(UserCodeError, RuntimeError):
     """An error in a user's class that Lightning reports by a RuntimeError."""
-
-
-class NoLoggerError(ConfigurationError, IndexError):
-    """A Fabric without loggers was asked for its first one."""
 
 
 class UserTypeError(UserCodeError, TypeError):
