@@ -339,7 +339,8 @@ def test_helpers_know_a_datamodules_hyperparameters(tmp_path: Path) -> None:
 
 
 def test_the_registry_of_accelerators_is_a_mapping() -> None:
-    AcceleratorRegistry.register("mine", CPUAccelerator, description="Mine")
+    kind: Any = CPUAccelerator
+    AcceleratorRegistry.register("mine", kind, description="Mine")
     try:
         found = AcceleratorRegistry["mine"]
     finally:
@@ -350,13 +351,13 @@ def test_the_registry_of_accelerators_is_a_mapping() -> None:
 def test_a_view_of_an_optimizer_steps_it() -> None:
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], 0.5)
-    view = LightningOptimizer(optimizer)
+    view: Any = LightningOptimizer(optimizer)
     parameter.grad = torch.ones(1)
     view.step()
     view.param_groups = view.param_groups[:]
     assert parameter.item() == 0.5
-    assert isinstance(view, LightningOptimizer)
     assert view.state_dict() == optimizer.state_dict()
+    assert isinstance(view, LightningOptimizer)
 
 
 # -- Fabric, strategies and precision

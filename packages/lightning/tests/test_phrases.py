@@ -518,7 +518,7 @@ def test_an_optimizer_is_set_up_once() -> None:
 def test_what_is_no_function_is_not_launched() -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     with pytest.raises(TypeError, match="the first argument needs to be a callable"):
-        fabric.launch(3)  # type: ignore[arg-type]
+        fabric.launch(3)
     with pytest.raises(TypeError, match="the function needs to take at least one argument"):
         fabric.launch(lambda: None)
 

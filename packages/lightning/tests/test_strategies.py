@@ -121,7 +121,7 @@ def test_what_fsdp1_takes_stands_for_a_policy() -> None:
         assert offload
         assert offload == CPUOffload(offload_params=True)
     assert not FSDPStrategy(cpu_offload=CPUOffload(offload_params=False)).cpu_offload
-    chosen = FSDPStrategy(sharding_strategy="NO_SHARD").sharding_strategy
+    chosen: Any = FSDPStrategy(sharding_strategy="NO_SHARD").sharding_strategy
     assert chosen == ShardingStrategy.NO_SHARD
     assert chosen != ShardingStrategy.FULL_SHARD
     assert chosen == chosen.name == "NO_SHARD"

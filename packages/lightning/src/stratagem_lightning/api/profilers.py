@@ -16,15 +16,27 @@ class SimpleProfiler(simple.SimpleProfiler, metaclass=InstanceCheck):
     """
 
     is_instance = of_class(simple.SimpleProfiler)
-    start = in_lightnings_words(simple.SimpleProfiler.start)
-    stop = in_lightnings_words(simple.SimpleProfiler.stop)
+
+    @in_lightnings_words
+    def start(self, action_name: str) -> None:
+        """Note when an action begins."""
+        super().start(action_name)
+
+    @in_lightnings_words
+    def stop(self, action_name: str) -> None:
+        """Note how long an action took."""
+        super().stop(action_name)
 
 
 class AdvancedProfiler(advanced.AdvancedProfiler, metaclass=InstanceCheck):
     """Stratagem's; a wrong call of `stop` is a ValueError too."""
 
     is_instance = of_class(advanced.AdvancedProfiler)
-    stop = in_lightnings_words(advanced.AdvancedProfiler.stop)
+
+    @in_lightnings_words
+    def stop(self, action_name: str) -> None:
+        """Attribute the calls from this moment on to the enclosing action."""
+        super().stop(action_name)
 
 
 class PyTorchProfiler(pytorch.PyTorchProfiler, metaclass=InstanceCheck):
