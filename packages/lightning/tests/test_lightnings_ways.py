@@ -161,9 +161,12 @@ def test_the_timer_says_in_the_log_why_training_ended(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        make(tmp_path, callbacks=Timer(0.05), max_epochs=-1, enable_checkpointing=False).fit(
-            BoringModel()
-        )
+        make(
+            tmp_path,
+            callbacks=Timer(1e-6, interval="epoch"),
+            max_epochs=-1,
+            enable_checkpointing=False,
+        ).fit(BoringModel())
     assert "Time limit reached. Elapsed time is" in caplog.text
 
 
