@@ -16,6 +16,7 @@ from torch.distributed import fsdp
 from torch.utils.data import DataLoader
 
 from stratagem import Trainer as OwnTrainer, callbacks as own
+from stratagem.checkpoint import SingleFileCheckpointIO
 from stratagem.errors import ConfigurationError, MissingPackageError, StratagemError
 from stratagem_lightning.api.accelerators.accelerator import AcceleratorRegistry, CPUAccelerator
 from stratagem_lightning.api.callbacks.accumulation import GradientAccumulationScheduler
@@ -155,6 +156,44 @@ def test_a_checkpoint_of_a_later_epoch_is_refused(tmp_path: Path) -> None:
     make(tmp_path, callbacks=saver, max_epochs=3).fit(BoringModel())
     with pytest.raises(ConfigurationError, match="You restored a checkpoint with current_epoch=3"):
         make(tmp_path).fit(BoringModel(), ckpt_path=saver.best_model_path)
+
+
+def test_a_missing_model_checkpoint_is_mentioned(tmp_path: Path) -> None:
+    first, second = (ModelCheckpoint(tmp_path, monitor=name) for name in ("epoch", "step"))
+    make(tmp_path, callbacks=[first, second]).fit(BoringModel())
+    with pytest.warns(UserWarning, match="Please add the following callbacks: .*'epoch'"):
+        make(tmp_path, callbacks=second, max_epochs=2).fit(
+            BoringModel(), ckpt_path=second.best_model_path
+        )
+
+
+def test_a_model_knows_its_trainer_after_the_tuner(tmp_path: Path) -> None:
+    model: Any = BoringModel()
+    model.lr, trainer = 0.1, make(tmp_path)
+    before = trainer.strategy.setup_optimizers
+    Tuner(trainer).lr_find(model, num_training=20)
+    assert model.trainer is trainer
+    assert trainer.strategy.setup_optimizers == before
+
+
+def test_a_manual_step_returns_a_tensor_or_nothing(tmp_path: Path) -> None:
+    class Numbers(BoringModel):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return 5
+
+    with pytest.raises(StratagemError, match="must return a Tensor or have no return"):
+        make(tmp_path, enable_checkpointing=False).fit(Numbers())
+
+
+def test_a_checkpoint_io_of_lightnings_signature_saves(tmp_path: Path) -> None:
+    class IO(SingleFileCheckpointIO):
+        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = 1) -> None:
+            super().save_checkpoint({**checkpoint, "options": storage_options}, path)
+
+    SingleDeviceStrategy(checkpoint_io=IO()).save_checkpoint(tmp_path / "a.ckpt", {"a": 1})
+    assert torch.load(tmp_path / "a.ckpt") == {"a": 1, "options": None}
 
 
 def test_the_timer_says_in_the_log_why_training_ended(

@@ -95,6 +95,14 @@ class Same(Callback):
         return {"a": 1}
 
 
+def as_rank_1() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "1")
+        environment: Any = LightningEnvironment
+        mine = type("Mine", (environment,), {"creates_processes_externally": False})
+        make(strategy="ddp", devices=2, plugins=mine()).fit(BoringModel())
+
+
 def twice_set_up() -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     fabric.setup(fabric.setup(torch.nn.Linear(1, 1)))
@@ -391,6 +399,11 @@ CASES: list[tuple[str, type[Exception], Callable[[], Any]]] = [
         "requires either `example_inputs` or `model.example_input_array`",
         ValueError,
         lambda: BoringModel().to_torchscript(method="trace"),
+    ),
+    (
+        "Lightning attempted to launch new distributed processes with `local_rank > 0`",
+        RuntimeError,
+        as_rank_1,
     ),
     (
         "parallel_devices set through the strategy",

@@ -88,11 +88,12 @@ _STRATEGIES = _names(
     {
         f"{_API}.strategies.ddp": "DDPStrategy",
         "stratagem.strategies": "DeepSpeedStrategy HPUParallelStrategy "
-        "ModelParallelStrategy ParallelStrategy SingleDeviceStrategy SingleHPUStrategy "
+        "ParallelStrategy SingleDeviceStrategy SingleHPUStrategy "
         "SingleDeviceXLAStrategy=SingleXLAStrategy Strategy "
         "XLAFSDPStrategy XLAStrategy StrategyRegistry STRATEGY_REGISTRY=StrategyRegistry "
         "DataParallelStrategy",
         f"{_API}.strategies.fsdp": "FSDPStrategy",
+        f"{_API}.strategies.model_parallel": "ModelParallelStrategy",
         f"{_API}.tpu": "SingleTPUStrategy",
     }
 )

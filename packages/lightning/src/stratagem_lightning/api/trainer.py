@@ -31,6 +31,7 @@ from stratagem_lightning.api.core import advice, dataloader_iter
 from stratagem_lightning.api.core.loops import EvaluationLoop, FitLoop, PredictionLoop
 from stratagem_lightning.api.core.numbers import (
     cast_each_time,
+    check_manual_outputs,
     count_batches_for_schedulers,
     divide_by_whole_window,
     draw_at_reload,
@@ -370,6 +371,7 @@ class Trainer(trainer.Trainer):
             return self._fit_step
         self._fit_step = step = super().make_train_step(run, prepared)
         step.counts_each_loss = True
+        check_manual_outputs(step, run)
         return validate_at_stop(divide_by_whole_window(step, run), run, prepared)
 
     def make_sharded_loader(

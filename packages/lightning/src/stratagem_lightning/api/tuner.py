@@ -38,7 +38,9 @@ class Tuner(tuner.Tuner):
         given = inspect.signature(tuner.Tuner.scale_batch_size).bind(self, *args, **options)
         _check_loaders(given.arguments)
         _warn_of_two_places(given.arguments["model"], given.arguments.get("batch_arg_name"))
-        return super().scale_batch_size(*args, **options)
+        found = super().scale_batch_size(*args, **options)
+        given.arguments["model"].trainer = self._trainer  # not that of the trials
+        return found
 
     @in_lightnings_words
     def lr_find(self, *args: Any, **options: Any) -> Any:
@@ -48,7 +50,10 @@ class Tuner(tuner.Tuner):
             ConfigurationError: as there; or a LearningRateFinder would search again in the run.
         """
         self._refuse_finder(tuner.LearningRateFinder)
-        return super().lr_find(*args, **options)
+        given = inspect.signature(tuner.Tuner.lr_find).bind(self, *args, **options)
+        found = super().lr_find(*args, **options)
+        given.arguments["model"].trainer = self._trainer  # not that of the trials
+        return found
 
     def _scale(self, job: Any, steps: int, limits: dict[str, Any]) -> int | None:
         return super()._scale(job, steps, {**limits, "always_has_margin": True})

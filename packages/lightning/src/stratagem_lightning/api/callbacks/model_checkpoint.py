@@ -128,6 +128,23 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             "current_score": self.current_score,
         }
 
+    def on_load_checkpoint(
+        self, trainer: "Trainer", module: "Module", checkpoint: dict[str, Any]
+    ) -> None:
+        """Find the state; warn of those of other ModelCheckpoints that this Trainer lacks."""
+        super().on_load_checkpoint(trainer, module, checkpoint)
+        savers = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint)]
+        if savers[0] is not self or trainer.run.stage != "fit":
+            return
+        own, begin = {one.state_key for one in savers}, "ModelCheckpoint{"
+        states = checkpoint.get("callbacks", {})
+        missing = [key for key in states if key.startswith(begin) and key not in own]
+        if missing:
+            rank_zero_warn(
+                "The checkpoint has the state of callbacks that this Trainer does not have. Please "
+                f"add the following callbacks: {missing}, to go on with what they have kept"
+            )
+
     def on_save_checkpoint(
         self, trainer: "Trainer", module: "Module", checkpoint: dict[str, Any]
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from stratagem.data import (
     sampler_of,
     with_sampler,
 )
+from stratagem.errors import UserCodeError
 from stratagem.rng import SEED_VARIABLE, SeededOnce, chosen_seed, seeds_workers
 from stratagem.strategies import ParallelStrategy, Strategy
 from stratagem_lightning.api.utilities.samplers import DistributedSamplerWrapper
@@ -127,6 +129,24 @@ def divide_by_whole_window(step: Step, run: Run) -> Step:
         start(micro_batches, weights)
 
     step.start = start_window  # type: ignore[method-assign]
+    return step
+
+
+def check_manual_outputs(step: Step, run: Run) -> Step:
+    """Let a step refuse what `training_step` may not return in manual optimization."""
+    finish = step.finish
+
+    def check_and_finish() -> None:
+        outputs = step._outputs
+        if outputs is not None and not isinstance(outputs, (torch.Tensor, Mapping)):
+            raise UserCodeError(
+                f"{type(run.module).__name__}.training_step returned a {type(outputs).__name__}: "
+                "in manual optimization it must return a Tensor or have no return"
+            )
+        finish()
+
+    if not run.module.automatic_optimization:
+        step.finish = check_and_finish  # type: ignore[method-assign]
     return step
 
 

@@ -11,8 +11,11 @@ from torch.optim import Optimizer
 
 from stratagem import strategies
 from stratagem.errors import ConfigurationError
-from stratagem_lightning.api.instance_check import InstanceCheck, of_class
+from stratagem_lightning.api.instance_check import of_class
 from stratagem_lightning.api.strategies.fsdp import FSDPStrategy as TrainersFSDPStrategy
+from stratagem_lightning.api.strategies.model_parallel import (
+    ModelParallelStrategy as TrainersModelParallelStrategy,
+)
 from stratagem_lightning.api.strategies.single_device import trainer_of
 from stratagem_lightning.api.utilities.exceptions import UserTypeError
 
@@ -116,7 +119,7 @@ class FSDPStrategy(_SavesState, TrainersFSDPStrategy):
     is_instance = of_class(strategies.FSDPStrategy)
 
 
-class ModelParallelStrategy(_SavesState, strategies.ModelParallelStrategy, metaclass=InstanceCheck):
+class ModelParallelStrategy(_SavesState, TrainersModelParallelStrategy):
     """As the Trainer's, with `save_checkpoint` and `load_checkpoint`.
 
     Args:

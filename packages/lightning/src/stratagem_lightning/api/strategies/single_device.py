@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -70,8 +71,12 @@ def _save(trainer: Any) -> Callable[..., None]:
     return save_checkpoint
 
 
-def _set_up_again(trainer: Any) -> Callable[[Any], None]:
-    def setup_optimizers(trainer: Any) -> None:
+class _SetUpAgain(NamedTuple):
+    """`strategy.setup_optimizers`, which is the same each time that it is asked for."""
+
+    trainer: Any
+
+    def __call__(self, trainer: Any) -> None:
         """Give the optimizers what `configure_optimizers` returns now, within a fit on one device.
 
         For a model whose parameters are others than before. Optimizers start from anew.
@@ -91,15 +96,13 @@ def _set_up_again(trainer: Any) -> Callable[[Any], None]:
             # The loop keeps its objects. Schedulers of the new ones change the same groups.
             own.param_groups, own.state = fresh.param_groups, fresh.state
 
-    return setup_optimizers
-
 
 _OF_TRAINER: dict[str, Callable[[Any], Any]] = {
     "lightning_module": lambda trainer: trainer.lightning_module,
     "model": lambda trainer: trainer.model,
     "optimizers": lambda trainer: trainer.optimizers,
     "lr_scheduler_configs": lambda trainer: trainer.lr_scheduler_configs,
-    "setup_optimizers": _set_up_again,
+    "setup_optimizers": _SetUpAgain,
     "launcher": lambda trainer: trainer.plan.launcher,
     "batch_to_device": _to_device,
     "save_checkpoint": _save,
@@ -282,7 +285,13 @@ class SingleDeviceStrategy(strategies.SingleDeviceStrategy, metaclass=InstanceCh
             )
         checkpoint = collect(self, state if filter is None else filtered(state, filter))
         if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint=checkpoint, path=path)  # type: ignore[arg-type]
+            io: Any = self.checkpoint_io
+            # One that was written for Lightning may require the argument.
+            parameters = inspect.signature(io.save_checkpoint).parameters
+            takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+            takes = takes_any or "storage_options" in parameters
+            options = {"storage_options": None} if takes else {}
+            io.save_checkpoint(checkpoint=checkpoint, path=path, **options)
 
     def load_checkpoint(
         self,

@@ -42,6 +42,11 @@ PHRASES = (
         "of these",
     ),
     Phrase(
+        r"the launcher 'script' is to start ranks, and this process is one already",
+        "Lightning attempted to launch new distributed processes with `local_rank > 0`.",
+        RuntimeError,
+    ),
+    Phrase(
         r"DDPStrategy\(parallel_devices=",
         "parallel_devices set through the strategy: the Trainer's devices choose them",
     ),
