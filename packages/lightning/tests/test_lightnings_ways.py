@@ -170,10 +170,11 @@ def test_a_missing_model_checkpoint_is_mentioned(tmp_path: Path) -> None:
 def test_a_model_knows_its_trainer_after_the_tuner(tmp_path: Path) -> None:
     model: Any = BoringModel()
     model.lr, trainer = 0.1, make(tmp_path)
-    before = trainer.strategy.setup_optimizers
+    strategy: Any = trainer.strategy
+    before = strategy.setup_optimizers
     Tuner(trainer).lr_find(model, num_training=20)
     assert model.trainer is trainer
-    assert trainer.strategy.setup_optimizers == before
+    assert strategy.setup_optimizers == before
 
 
 def test_a_manual_step_returns_a_tensor_or_nothing(tmp_path: Path) -> None:
@@ -490,6 +491,20 @@ def test_a_sharding_strategy_saves_and_loads_with_its_fabric(tmp_path: Path) -> 
     strategy.load_checkpoint(tmp_path / "a.ckpt", state)
     torch.distributed.destroy_process_group()
     assert state["step"] == 3
+
+
+def test_a_trainers_strategy_takes_no_storage_options(tmp_path: Path) -> None:
+    strategy: Any = make(tmp_path).strategy
+    with pytest.raises(TypeError, match=r"save_checkpoint\(..., storage_options=...\)` is not"):
+        strategy.save_checkpoint({}, tmp_path / "a.ckpt", storage_options={"a": 1})
+    strategy.save_checkpoint({"a": 1}, tmp_path / "a.ckpt")
+    assert torch.load(tmp_path / "a.ckpt") == {"a": 1}
+
+
+def test_a_model_for_float64_converts_its_inputs() -> None:
+    with pytest.warns(DeprecationWarning, match="deprecated and no longer needed"):
+        model = precisions.LightningDoublePrecisionModule(nn.Linear(2, 1).double())
+    assert model(torch.ones(1, 2)).dtype == torch.float64
 
 
 def test_a_device_mesh_is_there_from_the_launch_on() -> None:

@@ -123,7 +123,7 @@ _PRECISION = _names(
         "TransformerEnginePrecisionPlugin=TransformerEnginePrecision",
         f"{_API}.placeholders": "HPUPrecisionPlugin",
         f"{_API}.plugins.precision": "DeepSpeedPrecision DeepSpeedPrecisionPlugin "
-        "DoublePrecision DoublePrecisionPlugin FSDPPrecision "
+        "DoublePrecision DoublePrecisionPlugin FSDPPrecision LightningDoublePrecisionModule "
         "FSDPPrecisionPlugin HalfPrecision HalfPrecisionPlugin "
         "FSDPMixedPrecisionPlugin MixedPrecision MixedPrecisionPlugin Precision PrecisionPlugin "
         "TPUBf16Precision TPUBf16PrecisionPlugin TPUPrecision TPUPrecisionPlugin XLABf16Precision "
@@ -248,7 +248,7 @@ _PRECISION_LEAVES = {
     "amp": "MixedPrecision MixedPrecisionPlugin",
     "deepspeed": "DeepSpeedPrecision DeepSpeedPrecisionPlugin",
     "bitsandbytes": "BitsandbytesPrecision BitsandbytesPrecisionPlugin",
-    "double": "DoublePrecision DoublePrecisionPlugin",
+    "double": "DoublePrecision DoublePrecisionPlugin LightningDoublePrecisionModule",
     "fsdp": "FSDPMixedPrecisionPlugin FSDPPrecision FSDPPrecisionPlugin",
     "half": "HalfPrecision HalfPrecisionPlugin",
     "hpu": "HPUPrecisionPlugin",

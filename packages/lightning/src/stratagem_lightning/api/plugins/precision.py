@@ -19,6 +19,7 @@ from stratagem.precision import default_dtype
 from stratagem_lightning.api.instance_check import InstanceCheck, of_class, renamed
 from stratagem_lightning.api.plugins.torch_xla import require_torch_xla
 from stratagem_lightning.api.utilities.exceptions import UserRuntimeError
+from stratagem_lightning.api.utilities.warnings import rank_zero_deprecation
 
 
 class Precision(own.Precision, metaclass=InstanceCheck):
@@ -164,6 +165,27 @@ class DoublePrecision(Precision, own.TruePrecision):
 
     def __init__(self) -> None:
         super().__init__("64-true")
+
+
+class LightningDoublePrecisionModule(nn.Module):
+    """A model whose inputs are converted to float64; `DoublePrecision` does so itself.
+
+    Args:
+        pl_module: the model.
+    """
+
+    def __init__(self, pl_module: nn.Module) -> None:
+        super().__init__()
+        rank_zero_deprecation(
+            "The `LightningDoublePrecisionModule` is deprecated and no longer needed: use "
+            "precision='64-true'"
+        )
+        self.module = pl_module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model with converted inputs."""
+        convert = DoublePrecision().convert_input
+        return self.module(*convert(args), **convert(kwargs))
 
 
 class HalfPrecision(Precision, own.TruePrecision):

@@ -19,6 +19,9 @@ from stratagem import strategies
 from stratagem.errors import ConfigurationError
 from stratagem_lightning.api.instance_check import InstanceCheck, of_class
 
+# What a strategy answers of a checkpoint.
+from stratagem_lightning.api.strategies import single_device as single_device
+
 
 class FSDPStrategy(strategies.FSDPStrategy, metaclass=InstanceCheck):
     """Shards parameters, gradients and optimizer state; as `stratagem.strategies.FSDPStrategy`.

@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -26,7 +27,7 @@ from stratagem.trainer import Trainer
 from stratagem_lightning.api.accelerators import accelerator as accelerator
 from stratagem_lightning.api.instance_check import InstanceCheck, of_class
 from stratagem_lightning.api.strategies.filtering import Filter, filtered
-from stratagem_lightning.api.utilities.exceptions import UserRuntimeError
+from stratagem_lightning.api.utilities.exceptions import UserRuntimeError, UserTypeError
 
 PathLike = str | os.PathLike[str]
 
@@ -62,13 +63,15 @@ def _to_device(trainer: Any) -> Callable[..., Any]:
     return batch_to_device
 
 
-def _save(trainer: Any) -> Callable[..., None]:
-    def save_checkpoint(checkpoint: Any, filepath: PathLike, storage_options: Any = None) -> None:
-        strategy = trainer.strategy
-        if strategy.ranks.is_global_zero:
-            strategy.checkpoint_io.save_checkpoint(checkpoint, filepath)
-
-    return save_checkpoint
+def _save(strategy: Any, checkpoint: Any, filepath: PathLike, storage_options: Any = None) -> None:
+    """Write a checkpoint on rank 0: `save_checkpoint` of a Trainer's strategy."""
+    if storage_options is not None:
+        raise UserTypeError(
+            f"`{type(strategy).__name__}.save_checkpoint(..., storage_options=...)` is not "
+            "supported: give them to a CheckpointIO of your own"
+        )
+    if strategy.ranks.is_global_zero:
+        strategy.checkpoint_io.save_checkpoint(checkpoint, filepath)
 
 
 class _SetUpAgain(NamedTuple):
@@ -105,7 +108,6 @@ _OF_TRAINER: dict[str, Callable[[Any], Any]] = {
     "setup_optimizers": _SetUpAgain,
     "launcher": lambda trainer: trainer.plan.launcher,
     "batch_to_device": _to_device,
-    "save_checkpoint": _save,
     "load_checkpoint": lambda trainer: trainer.strategy.checkpoint_io.load_checkpoint,
     "remove_checkpoint": lambda trainer: trainer.strategy.checkpoint_io.remove_checkpoint,
 }
@@ -132,6 +134,8 @@ def _find_lightning_name(strategy: Any, name: str) -> Any:
     trainer = trainer_of(strategy) if name in _OF_TRAINER else None
     if isinstance(trainer, Trainer):
         return _OF_TRAINER[name](trainer)
+    if name == "save_checkpoint":
+        return partial(_save, strategy)
     if name == "device_mesh" and isinstance(strategy, strategies.ModelParallelStrategy):
         raise UserRuntimeError(
             "Accessing the device mesh before processes have initialized is not allowed: read it "
