@@ -174,3 +174,45 @@ def test_a_bfloat16_checkpoint_becomes_one_file_of_float32_weights(
 def test_a_loop_of_lite_goes_back_to_what_it_saved(more: dict[str, Any]) -> None:
     assert more["lite"]["again"] == more["lite"]["first"]
     assert "__1_0.distcp" in more["lite"]["files"]
+
+
+FORKED = """
+import torch
+from torch.utils.data import DataLoader
+
+from stratagem import Module, Trainer
+from stratagem.strategies import DDPStrategy, DeepSpeedStrategy
+
+
+class Net(Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+strategies = [DeepSpeedStrategy(stage=stage, launcher="fork") for stage in (1, 3)]
+for strategy in (DDPStrategy(launcher="fork"), *strategies):
+    net = Net()
+    data = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=2,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    ).fit(net, DataLoader(data, 2))
+    print("WEIGHTS", [round(w, 5) for w in net.net.weight.flatten().tolist()])
+"""
+
+
+@pytest.mark.slow
+def test_a_fit_in_a_notebook_returns_whole_weights(tmp_path: Path) -> None:
+    (tmp_path / "forked.py").write_text(FORKED)
+    output = run_file(tmp_path / "forked.py", folder=tmp_path).stdout
+    weights = [line for line in output.splitlines() if line.startswith("WEIGHTS")]
+    assert len(weights) == 3
+    assert len(set(weights)) == 1, weights

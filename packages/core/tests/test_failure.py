@@ -162,6 +162,18 @@ def test_sigterm_to_any_rank_saves_after_the_same_step_of_all_and_ends_in_order(
     assert torch.load(saved, weights_only=True)["progress"]["global_step"] > 5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("hook", "step"), [("on_train_batch_end", 3), ("on_train_epoch_end", 4)])
+def test_a_rank_that_stops_alone_says_so(hook: str, step: int, run_script: RunScript) -> None:
+    finished = run_script((SCRIPTS / "failure_stop.py").read_text(), hook, expect=1)
+    assert "NOT REACHED" not in finished.stdout
+    assert (
+        f"this rank (1) stops after step {step}, where its Trainer.should_stop is True, and others "
+        "wait for it in a collective:\n"
+    ) in finished.stderr, finished.stderr
+    assert "  rank 0: in backward, at " in finished.stderr, finished.stderr
+
+
 class Environment:
     preemption_signals = ()
 

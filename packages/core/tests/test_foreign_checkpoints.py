@@ -217,7 +217,10 @@ def test_a_state_that_is_loaded_by_hand_names_nothing_outside(tmp_path: Path) ->
             {"best_k_models": ["a"]},
             "a list of 1 as ModelCheckpoint's 'best_k_models', expected",
         ),
-        ({"best_k_models": {"a": "b"}}, "'s state of ModelCheckpoint is damaged: expected "),
+        (
+            {"best_k_models": {"a": "b"}},
+            "the state of ModelCheckpoint['best_k_models']['a'] is 'b', expected a number",
+        ),
         ({"latest": "a"}, "has 'a' as ModelCheckpoint's 'latest', expected a list"),
     ],
 )

@@ -19,7 +19,7 @@ from stratagem import Lite
 from stratagem.checkpoint import SingleFileCheckpointIO
 from stratagem.errors import CheckpointMismatchError
 from stratagem.state.state_checks import load_scheduler_state
-from stratagem.state.state_dict import load_named_state, named_state, with_names
+from stratagem.state.state_dict import load_named_state, load_weights, named_state, with_names
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "ASGD": torch.optim.ASGD,
@@ -95,13 +95,25 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         "has a list of 2 as the state of weight",
     ),
     "names of entries": (lambda state: state["state"]["weight"].update({3: 4}), "state of weight"),
-    "no state": (lambda state: state.pop("state"), "no state of an optimizer; expected a dict of"),
-    "state of a list": (lambda state: state.update(state=[]), "no state of an optimizer"),
-    "no groups": (lambda state: state.pop("param_groups"), "no state of an optimizer"),
-    "groups of a number": (lambda state: state.update(param_groups=3), "no state of an optimizer"),
-    "group of a list": (lambda state: state.update(param_groups=[[]]), "no state of an optimizer"),
-    "params of a number": (set_option(params=4), "no state of an optimizer"),
-    "params of lists": (set_option(params=[["a"]]), "no state of an optimizer"),
+    "no state": (lambda state: state.pop("state"), "the state of an optimizer lacks state"),
+    "state of a list": (
+        lambda state: state.update(state=[]),
+        r"the state of an optimizer\['state'\] is a list, expected a dict",
+    ),
+    "no groups": (lambda state: state.pop("param_groups"), "of an optimizer lacks param_groups"),
+    "groups of a number": (
+        lambda state: state.update(param_groups=3),
+        r"optimizer\['param_groups'\] is 3, expected a list",
+    ),
+    "group of a list": (
+        lambda state: state.update(param_groups=[[]]),
+        r"\['param_groups'\]\[0\] is a list, expected a dict",
+    ),
+    "params of a number": (set_option(params=4), r"\['params'\] is 4, expected a list"),
+    "params of lists": (
+        set_option(params=[["a"]]),
+        r"\['params'\]\[0\] is a list, expected a str or a whole number",
+    ),
     "rate of a text": (set_option(lr="1"), "'1' as the group option 'lr', expected a number"),
     "rate of none": (set_option(lr=None), "None as the group option 'lr', expected a number"),
     "no rate": (set_option(lr=float("nan")), "nan as the group option 'lr', expected a number"),
@@ -131,7 +143,7 @@ def test_numbers_of_parameters_that_no_group_has_are_refused() -> None:
     state["state"][7] = state["state"][1]
     with pytest.raises(CheckpointMismatchError, match="state of the parameters 7, which are in"):
         with_names(optimizer, model, state)
-    with pytest.raises(CheckpointMismatchError, match="no state of an optimizer"):
+    with pytest.raises(CheckpointMismatchError, match="the state of an optimizer lacks state"):
         with_names(optimizer, model, {"param_groups": 3})
 
 
@@ -275,3 +287,17 @@ def test_lite_refuses_the_state_of_a_scheduler(tmp_path: Path) -> None:
     lite.save(tmp_path / "one.ckpt", {"schedule": {"step": 3}})
     with pytest.raises(CheckpointMismatchError, match="'step' of the scheduler StepLR"):
         lite.load(tmp_path / "one.ckpt", {"schedule": scheduled("step")})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({0: torch.zeros(1)}, "the state by names has the key 0, expected a str"),
+        ({"weight": "x"}, r"these have another shape: weight 'x' \(the model has \(1, 3\)\)"),
+        ({"bias": {"a": 1}}, r"bias a dict \(the model has \(1,\)\)"),
+    ],
+)
+def test_weights_of_other_kinds_are_refused_by_name(changed: dict[Any, Any], message: str) -> None:
+    model = nn.Linear(3, 1)
+    with pytest.raises(CheckpointMismatchError, match=message):
+        load_weights(model, {**model.state_dict(), **changed})

@@ -90,6 +90,26 @@ def test_weights_logged_values_and_best_checkpoint_come_back_and_nothing_else(
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["spawn", "fork"])
+def test_shards_come_back_as_whole_weights(launcher: str, run_script: RunScript) -> None:
+    text = f"""
+    from stratagem.strategies import FSDPStrategy
+
+    if __name__ == "__main__":
+        for strategy in (
+            {started_by(launcher)},
+            FSDPStrategy(launcher={launcher!r}, state_dict_type="sharded"),
+        ):
+            net = Net()
+            trainer(strategy, enable_checkpointing=False).fit(net, loader())
+            print("WEIGHTS", [round(w, 5) for w in net.net.weight.flatten().tolist()])
+    """
+    output = run_script(COMMON + textwrap.dedent(text)).stdout
+    first, second = (line for line in output.splitlines() if line.startswith("WEIGHTS"))
+    assert first == second
+
+
 @pytest.mark.parametrize("launcher", ["spawn", "fork"])
 def test_a_function_of_lite_returns_the_safe_data_of_rank_0(
     launcher: str, run_script: RunScript

@@ -264,6 +264,21 @@ def test_what_was_prepared_of_a_model_is_released_before_it_is_prepared_again() 
     assert second.calls == ["prepare", "end_training"]
 
 
+def test_callbacks_see_at_the_end_what_end_training_has_changed() -> None:
+    class Ends(SingleDeviceStrategy):
+        def end_training(self, prepared: PreparedModel) -> None:
+            for parameter in prepared.original.parameters():
+                nn.init.constant_(parameter, 7.0)
+
+    class Sees(Callback):
+        def on_train_end(self, trainer: Trainer, module: Module) -> None:
+            self.seen = next(module.parameters()).flatten().tolist()
+
+    sees = Sees()
+    trainer(strategy=Ends(), callbacks=sees).fit(Line(), loader())
+    assert sees.seen == [7.0, 7.0]
+
+
 def test_a_model_is_released_when_its_trainer_runs_another_one() -> None:
     strategy, other, model = Averaging(), Averaging(), Line()
     running = trainer(strategy=strategy)

@@ -183,6 +183,27 @@ def test_agreeing_before_each_step_changes_no_number(results: Results) -> None:
             assert torch.equal(value, weights["without length"][name]), name
 
 
+@pytest.mark.slow
+def test_a_stream_that_is_not_divided_is_noticed(run_script: RunScript) -> None:
+    script = """
+lite = Lite("cpu", "ddp", devices=2)
+lite.launch()
+for own in (batches(0, 4), batches(lite.global_rank, 4)):
+    lite.barrier()
+    Trainer(
+        accelerator="cpu", strategy="ddp", devices=2, max_epochs=2,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    ).fit(Net(), DataLoader(Stream(own), batch_size=None))
+"""
+    finished = run_script(COMMON + script)
+    hint = (
+        "stratagem: the training data loader yielded the same first batch on all 2 ranks. Data "
+        "without an index are not divided over ranks: let the dataset yield the part (index, "
+        "count) that ranks.data_split of the Trainer or Lite names"
+    )
+    assert finished.stderr.count(hint) == 1, finished.stderr
+
+
 def test_manual_optimization_is_not_joined(results: Results) -> None:
     assert results.out["manual"] == (
         "ConfigurationError: Manual has automatic_optimization = False, so the Trainer cannot "

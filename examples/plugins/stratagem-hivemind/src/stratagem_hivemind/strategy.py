@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -189,6 +190,7 @@ class HivemindStrategy(SingleDeviceStrategy):
                 "add_param_group: peers agreed on the parameters when they met, so hivemind takes "
                 "no others: give the optimizer all parameter groups in configure_optimizers"
             )
+        _check_trained(prepared, optimizer)
         before = shared.local_epoch
         assert self.batch_size is not None
         result = shared.step(closure, batch_size=self.batch_size * self._micro_batches)
@@ -236,6 +238,22 @@ class HivemindStrategy(SingleDeviceStrategy):
             self._dht = None
 
 
+def _check_trained(prepared: PreparedModel, optimizer: Optimizer) -> None:
+    """Refuse frozen parameters, which hivemind would give gradients of zero.
+
+    Raises:
+        ConfigurationError: names one of them.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in prepared.original.named_parameters():
+        if id(parameter) in held and not parameter.requires_grad:
+            raise ConfigurationError(
+                f"{name!r} has requires_grad=False and is in the optimizer, where hivemind gives "
+                "it gradients of zero, so that momentum and weight decay move it: leave it out of "
+                "the optimizer in configure_optimizers"
+            )
+
+
 def _end_with_program(tracker: Any) -> ThreadPoolExecutor:
     """Let a tracker end where an exception ends the program; return what to shut down before.
 
@@ -272,16 +290,15 @@ def _as_it_was(optimizer: Optimizer) -> Iterator[None]:
         for group in optimizer.param_groups
         for parameter in group["params"]
     ]
-    states = {
-        parameter: {k: v.clone() for k, v in state.items() if isinstance(v, Tensor)}
-        for parameter, state in optimizer.state.items()
-    }
+    states = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
     yield
     with torch.no_grad():
         for parameter, before in weights:
             parameter.copy_(before)
         for parameter, state in optimizer.state.items():
             for name, value in state.items():
+                known = states.get(parameter, {}).get(name)
                 if isinstance(value, Tensor):
-                    known = states.get(parameter, {}).get(name)
                     value.copy_(torch.zeros_like(value) if known is None else known)
+                elif type(value) is int:
+                    state[name] = value - 1 if known is None else known

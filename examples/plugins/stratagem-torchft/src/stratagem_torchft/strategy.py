@@ -274,12 +274,14 @@ class _Gradients:
         self._of_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in module.parameters():
             if parameter.requires_grad:
-                self._of_dtype.setdefault(parameter.dtype, []).append(parameter)
+                # A complex one is exchanged as pairs of real numbers.
+                dtype = _as_real(parameter).dtype
+                self._of_dtype.setdefault(dtype, []).append(parameter)
         self.tensors = [self._flat(parameters) for parameters in self._of_dtype.values()]
 
     @staticmethod
     def _flat(parameters: list[nn.Parameter]) -> Tensor:
-        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        parts = [_as_real(torch.zeros_like(p) if p.grad is None else p.grad) for p in parameters]
         used = parts[0].new_tensor([p.grad is not None for p in parameters])
         return torch.cat([*(part.flatten() for part in parts), used])
 
@@ -288,12 +290,20 @@ class _Gradients:
         found = False
         for parameters, flat in zip(self._of_dtype.values(), averaged, strict=True):
             values, used = flat[: -len(parameters)], flat[-len(parameters) :].tolist()
-            parts = torch.split(values, [p.numel() for p in parameters])
+            parts = torch.split(values, [_as_real(p).numel() for p in parameters])
             for parameter, part, count in zip(parameters, parts, used, strict=True):
                 if count:
-                    parameter.grad = part.view_as(parameter).clone()
+                    grad = torch.zeros_like(parameter)
+                    _as_real(grad).copy_(part.view_as(_as_real(grad)))
+                    parameter.grad = grad
                     found = True
         return found
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """Return a view of a complex tensor of shape (..., 2); another one is returned unchanged."""
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _number(name: str, given: int | None, variable: str, default: int) -> int:

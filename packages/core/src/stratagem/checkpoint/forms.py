@@ -86,8 +86,8 @@ def misfit(value: Any, form: Form, name: str) -> str:
         needed = [key for key in form if key is not str and not key.endswith("?")]
         if missing := [key for key in needed if key not in value]:
             return f"{name or 'it'} lacks {format_names(missing)}"
-        if str in form and (key := next((k for k in value if type(k) is not str), "")):
-            return f"{name} has the key {format_value(key)}, expected a str"
+        if str in form and (keys := [key for key in value if type(key) is not str]):
+            return f"{name} has the key {format_value(keys[0])}, expected a str"
         others = form.get(str, object)
         parts = (
             (

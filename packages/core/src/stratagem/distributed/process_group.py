@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -69,10 +69,30 @@ def _leave_together(statuses: RankStatuses) -> None:
         statuses.mark_done()
         return
     statuses.mark_done()
+    try:
+        _wait_for_others(statuses, statuses.staying, "has ended its script")
+    except CommunicationError as error:
+        # This process is ending already: nobody can catch the error.
+        record_failure(error)
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        exit_with_error()
+
+
+def _wait_for_others(statuses: RankStatuses, staying: Callable[[], set[int]], did: str) -> None:
+    """Wait until no other rank stays.
+
+    Args:
+        statuses: the statuses of the ranks.
+        staying: returns the ranks to wait for.
+        did: what this rank has done, for messages.
+
+    Raises:
+        CommunicationError: one of them waits in a collective, and so for this rank.
+    """
     asked_at = time.monotonic() + _PATIENCE
     before: dict[int, RankStatus] = {}
     said = False
-    while staying := statuses.staying():
+    while left := staying():
         if this_rank.lost_peer or this_rank.peers_are_gone():
             return  # whoever has started them reports it
         time.sleep(0.002 if time.monotonic() < asked_at - _PATIENCE + 1 else 0.1)
@@ -80,34 +100,27 @@ def _leave_together(statuses: RankStatuses) -> None:
             continue
         asked_at = time.monotonic() + _PATIENCE
         survey = statuses.ask()
-        now = {rank: status for rank, status in survey.answers.items() if rank in staying}
+        now = {rank: status for rank, status in survey.answers.items() if rank in left}
         stuck = {rank: status for rank, status in now.items() if status == before.get(rank)}
         if any(status.operation in COLLECTIVES for status in stuck.values()):
-            _end_with_error(
-                "this rank (0) has ended, and others wait for it in a collective:\n"
+            raise CommunicationError(
+                f"this rank ({statuses.rank}) {did}, and others wait for it in a collective:\n"
                 + "\n".join(f"  {line}" for line in described(Survey(stuck), []))
                 + "\nEvery rank must call the same collectives and take the same number of steps"
             )
-        if before and not (now or before.keys() & staying):
+        if before and not (now or before.keys() & left):
             return  # they have ended without a word, or cannot be reached
-        before = {**now, 0: statuses.here()}
+        before = {**now, statuses.rank: statuses.here()}
         if not said:
             said = True
-            silent = sorted(staying - now.keys())
-            where = "; ".join(described(Survey(now, unknown=survey.unknown), silent))
+            where = "; ".join(
+                described(Survey(now, unknown=survey.unknown), sorted(left - now.keys()))
+            )
             print(
-                f"stratagem: rank 0 is done; it waits for the others. {where}",
+                f"stratagem: rank {statuses.rank} {did}; it waits for the others. {where}",
                 file=sys.stderr,
                 flush=True,
             )
-
-
-def _end_with_error(message: str) -> NoReturn:
-    """End this process with an error while it is ending already, when nobody can catch one."""
-    error = CommunicationError(message)
-    record_failure(error)
-    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    exit_with_error()
 
 
 def _wait_for_communication_threads(timeout: float = 1.0) -> None:
@@ -179,6 +192,7 @@ class ProcessGroupRanks(Ranks):
             world_size=world_size,
             data_splits=data_splits,
         )
+        self._ends = 0
 
     def _device(self) -> torch.device:
         if self.device is None:
@@ -287,6 +301,14 @@ class ProcessGroupRanks(Ranks):
         """Wait for every rank; see `Ranks.barrier`."""
         self._device()
         dist.barrier()
+
+    def end_together(self, did: str) -> None:
+        """Wait for every rank, without a collective; see `Ranks.end_together`."""
+        if _statuses is not None:
+            self._ends += 1
+            place = f"end/{self._ends}"
+            _statuses.mark("done", place)
+            _wait_for_others(_statuses, partial(_statuses.staying, place), did)
 
     def store(self) -> Any:
         """Return a store of the ranks; see `Ranks.store`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from stratagem.errors import UserCodeError
 from stratagem.interfaces.ranks import Ranks
+from stratagem.launch.process import print_hint
 
 
 class UnevenInputs:
@@ -32,6 +34,7 @@ class UnevenInputs:
         self._strategy = strategy
         self._joins = joins
         self._last: list[Any] = []
+        self._is_first = len(ranks.data_groups) > 1
 
     def remember(self, batches: Sequence[Any]) -> None:
         """Keep the last batch, which may be repeated later."""
@@ -55,7 +58,17 @@ class UnevenInputs:
         """
         self.remember(micro_batches)
         own = len(micro_batches)
-        most, fewest = self._ranks.all_reduce_ints([own, -own], "max")
+        # The text of a tensor has its first and last numbers.
+        text = repr(micro_batches) if self._is_first and own else ""
+        first = zlib.crc32(text.encode(errors="replace"))
+        most, fewest, *firsts = self._ranks.all_reduce_ints([own, -own, first, -first], "max")
+        if self._is_first and firsts[0] == -firsts[1] != 0 and self._ranks.is_global_zero:
+            print_hint(
+                f"{self._name} yielded the same first batch on all {self._ranks.world_size} ranks. "
+                "Data without an index are not divided over ranks: let the dataset yield the part "
+                "(index, count) that ranks.data_split of the Trainer or Lite names"
+            )
+        self._is_first = False
         if most == -fewest:
             return micro_batches, None
         if not self._joins:

@@ -197,6 +197,16 @@ class Ranks:
     def barrier(self, name: str = "") -> None:
         """Wait until every rank calls this; the error names `name` if a rank does not."""
 
+    def end_together(self, did: str) -> None:
+        """Wait until every rank calls this, or raise if another waits in a collective instead.
+
+        Args:
+            did: what this rank has done, for the error.
+
+        Raises:
+            CommunicationError: names the ranks that wait, and where.
+        """
+
     @final
     @contextmanager
     def rank_zero_first(self, *, local: bool = False) -> Iterator[None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,8 @@ from stratagem.errors import (
 )
 from stratagem.state.shards import LazyTensor
 
+OPTIMIZER_FORM = {"state": dict, "param_groups": [{"params": [(str, int)]}]}
+"""The form of an optimizer's state: entries by parameter, and groups of parameters."""
 _ADVICE = "Use what it was saved with, or load the weights alone and begin anew"
 _NUMBER, _TENSOR = "a number", "a tensor of floats"
 _ADAM = ("step", "exp_avg exp_avg_sq max_exp_avg_sq")
@@ -46,30 +48,6 @@ _ENTRIES = {
 }
 # Of these only the ones that a group option asks for.
 _OPTIONS = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum", "grad_avg": "centered"}
-
-
-def check_optimizer_form(state: Any) -> None:
-    """Raise if a state lacks an optimizer's form: entries by parameter, and parameter groups.
-
-    Raises:
-        CheckpointMismatchError: says what it is.
-    """
-    if isinstance(state, Mapping):
-        groups = state.get("param_groups")
-        if (
-            isinstance(state.get("state"), Mapping)
-            and isinstance(groups, Sequence)
-            and all(isinstance(g, Mapping) and _are_names(g.get("params")) for g in groups)
-        ):
-            return
-    raise CheckpointMismatchError(
-        "the checkpoint has no state of an optimizer; expected a dict of 'state' and "
-        f"'param_groups', and names in each group's 'params'. {_ADVICE}"
-    )
-
-
-def _are_names(params: Any) -> bool:
-    return isinstance(params, Sequence) and all(type(one) in (str, int) for one in params)
 
 
 def check_entries(

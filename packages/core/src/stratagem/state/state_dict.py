@@ -15,14 +15,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.errors import CheckpointMismatchError, format_names, format_text
+from stratagem.checkpoint.forms import require_form
+from stratagem.errors import CheckpointMismatchError, format_names, format_text, format_value
 from stratagem.state.shards import LazyTensor
-from stratagem.state.state_checks import (
-    as_mismatch,
-    check_entries,
-    check_kinds,
-    check_optimizer_form,
-)
+from stratagem.state.state_checks import OPTIMIZER_FORM, as_mismatch, check_entries, check_kinds
 
 _WRAPPER = "_orig_mod."
 """What torch.compile(module) puts before the names of a module; models here have none of it."""
@@ -89,7 +85,7 @@ def with_names(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]
     Raises:
         CheckpointMismatchError: its groups have other sizes.
     """
-    check_optimizer_form(state)
+    require_form(state, OPTIMIZER_FORM, "the state of an optimizer")
     saved = [list(group["params"]) for group in state["param_groups"]]
     if not any(isinstance(each, int) for group in saved for each in group):
         return state
@@ -189,6 +185,7 @@ def without_wrapper(state: Mapping[str, Any]) -> Mapping[str, Any]:
         >>> without_wrapper({"net._orig_mod.weight": 1})
         {'net.weight': 1}
     """
+    require_form(state, {str: object}, "the state by names")
     if not any(_WRAPPER in name for name in state):
         return state
     return {name.replace(_WRAPPER, ""): value for name, value in state.items()}
@@ -200,7 +197,7 @@ def optimizer_state_without_wrapper(state: Mapping[str, Any]) -> Mapping[str, An
     Raises:
         CheckpointMismatchError: it is something else.
     """
-    check_optimizer_form(state)
+    require_form(state, OPTIMIZER_FORM, "the state of an optimizer")
     groups = state["param_groups"]
     if not any(_WRAPPER in name for group in groups for name in group["params"]):
         return state
@@ -252,9 +249,9 @@ def check_weights(
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]
     differing = [
-        f"{format_text(name, 100)} {tuple(state[name].shape)} (the model has {shape})"
+        f"{format_text(name, 100)} {found} (the model has {shape})"
         for name, shape in shapes.items()
-        if isinstance(state.get(name), (Tensor, LazyTensor)) and state[name].shape != shape
+        if name in state and (found := _shape_of(state[name])) != shape
     ]
     problems = []
     if strict and missing:
@@ -272,6 +269,12 @@ def check_weights(
             missing if strict else (),
             unexpected if strict else (),
         )
+
+
+def _shape_of(value: Any) -> Any:
+    """Return the shape of a tensor; for anything else, a text that shows it."""
+    is_tensor = isinstance(value, (Tensor, LazyTensor))
+    return tuple(value.shape) if is_tensor else format_value(value)
 
 
 def _names_by_index(optimizer: Optimizer, module: nn.Module) -> dict[int, str]:

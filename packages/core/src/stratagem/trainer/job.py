@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from stratagem.compile import adopt_compiled, own_module
 from stratagem.errors import ConfigurationError
@@ -12,6 +13,7 @@ from stratagem.module.datamodule import DataModule
 from stratagem.storage import paths
 
 if TYPE_CHECKING:
+    from stratagem.interfaces.checkpoint_io import CheckpointIO
     from stratagem.interfaces.ranks import Ranks
     from stratagem.module.module import Module
     from stratagem.trainer.metrics.metrics import LatestMetrics
@@ -121,12 +123,22 @@ def collect_result(run: Run, result: Any) -> dict[str, Any]:
     states = {callback.state_key: callback.state_dict() for callback in run.trainer.callbacks}
     return {
         "result": result,
-        "weights": run.strategy.model_state(run.require_prepared()),
+        "weights": _whole_weights(run),
         "callback_metrics": run.trainer.callback_metrics,
         "logged_metrics": run.trainer.logged_metrics,
         "callbacks": {key: state for key, state in states.items() if state},
         "progress": run.progress.state_dict(),
     }
+
+
+def _whole_weights(run: Run) -> dict[str, Any]:
+    """Return the weights, whole on rank 0, even if checkpoints are saved in shards."""
+    strategy, without_shards = run.strategy, SimpleNamespace(supports_shards=False)
+    own, strategy.checkpoint_io = strategy.checkpoint_io, cast("CheckpointIO", without_shards)
+    try:
+        return strategy.model_state(run.require_prepared())
+    finally:
+        strategy.checkpoint_io = own
 
 
 def load_result(

@@ -130,7 +130,8 @@ class Trainer(FrontEnd):
             `trainer.options = dataclasses.replace(trainer.options, max_epochs=20)`.
         callbacks: the user's callbacks and the added ones.
         loggers: all loggers.
-        should_stop: set this to True on every rank to end training after the current step.
+        should_stop: set this to True on every rank to end training after the current step. A fit
+            that only some ranks stop ends with an error that names the others.
 
     Raises:
         ConfigurationError: if the arguments do not work together. No process was started then.

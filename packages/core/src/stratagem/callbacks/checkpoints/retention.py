@@ -7,8 +7,10 @@ from collections.abc import Callable
 from copy import copy
 from typing import Any, Literal
 
-from stratagem.errors import CheckpointCorruptError, format_value
+from stratagem.checkpoint.forms import require_form
 from stratagem.storage import paths
+
+_FORM = {"best_k_models": {str: float}, "latest": [str], "nonfinite?": str}
 
 
 class RetentionPolicy:
@@ -35,7 +37,7 @@ class RetentionPolicy:
     """
 
     def __init__(self, mode: Literal["min", "max"], *, top_k: int, latest_k: int) -> None:
-        self._better: Callable[[float, float], bool] = _smaller if mode == "min" else _larger
+        self._sign = 1 if mode == "min" else -1
         self._top_k = top_k
         self._latest_k = latest_k
         self.best: dict[str, float] = {}
@@ -46,15 +48,19 @@ class RetentionPolicy:
         """Return whether a new checkpoint with this value would be kept as a best one."""
         if self._top_k == -1 or len(self.best) < self._top_k:
             return True
-        return self._top_k > 0 and self._better(value, self.best[self._worst()])
+        return self._top_k > 0 and self._rank(value) < self._rank(self.best[self.worst_path()])
 
     def best_path(self) -> str:
         """Return the path of the best checkpoint, or ""."""
-        return _extreme(self.best, self._better) if self.best else ""
+        return min(self.best, key=lambda path: self._rank(self.best[path]), default="")
 
     def worst_path(self) -> str:
         """Return the path of the worst of the best checkpoints, or ""."""
-        return self._worst() if self.best else ""
+        return max(self.best, key=lambda path: self._rank(self.best[path]), default="")
+
+    def _rank(self, value: float) -> tuple[bool, float]:
+        """Return a key by which better values come first; NaN is the worst."""
+        return value != value, self._sign * value
 
     def add(self, path: str, value: float | None) -> list[str]:
         """Add a new checkpoint; return the checkpoints to remove once the new one is durable.
@@ -68,7 +74,7 @@ class RetentionPolicy:
         if value is not None:
             # A loop, since a resumed state may name any number of checkpoints.
             while self._top_k != -1 and len(self.best) >= self._top_k:
-                del self.best[self._worst()]
+                del self.best[self.worst_path()]
             self.best[path] = value
         self.latest = [*self.latest, path][-self._latest_k :] if self._latest_k else []
         return self._left_out(before)
@@ -100,9 +106,6 @@ class RetentionPolicy:
         kept = self.all_paths()
         return [path for path in dict.fromkeys(before) if path not in kept]
 
-    def _worst(self) -> str:
-        return _extreme(self.best, lambda a, b: self._better(b, a))
-
     def state_dict(self, folder: paths.Location) -> dict[str, Any]:
         """Return the kept checkpoints, with paths relative to a folder, so that it can be moved."""
         return {
@@ -123,39 +126,11 @@ class RetentionPolicy:
             locate: a function that returns a checkpoint's current path, or None if it is gone.
 
         Raises:
-            CheckpointCorruptError: the state does not have the form that `state_dict` returns.
+            CheckpointMismatchError: the state does not have the form that `state_dict` returns.
         """
-        models, latest = state.get("best_k_models"), state.get("latest")
-        if (
-            not isinstance(models, dict)
-            or not isinstance(latest, list)
-            or not all(isinstance(value, (int, float)) for value in models.values())
-        ):
-            raise CheckpointCorruptError(
-                "the checkpoint's state of ModelCheckpoint is damaged: expected best_k_models, "
-                f"numbers by name, and latest, a list of names; received "
-                f"{format_value(models)} and {format_value(latest)}"
-            )
-        best = [(locate(name), value) for name, value in models.items()]
+        require_form(state, _FORM, "the state of ModelCheckpoint")
+        best = [(locate(name), value) for name, value in state["best_k_models"].items()]
         self.best = {path: value for path, value in best if path is not None}
-        self.latest = [path for path in map(locate, latest) if path is not None]
+        self.latest = [path for path in map(locate, state["latest"]) if path is not None]
         nonfinite = state.get("nonfinite")
         self.nonfinite = (locate(nonfinite) or "") if nonfinite else ""
-
-
-def _larger(a: float, b: float) -> bool:
-    return a > b or (b != b and a == a)
-
-
-def _smaller(a: float, b: float) -> bool:
-    return a < b or (b != b and a == a)
-
-
-def _extreme(models: dict[str, float], better: Callable[[float, float], bool]) -> str:
-    """Return the path whose value is better than all others'; NaN is the worst."""
-    rest = iter(models)
-    best = next(rest)
-    for path in rest:
-        if better(models[path], models[best]):
-            best = path
-    return best

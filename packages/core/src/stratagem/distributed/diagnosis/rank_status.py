@@ -110,7 +110,7 @@ class RankStatuses:
         self._failing = own
         try:
             survey = self.exchange.ask(own, enough)
-            self._mark("failed")
+            self.mark("failed")
         finally:
             self._failing = None
         return CommunicationError(*self._described(error, own, survey), str(own))
@@ -160,21 +160,22 @@ class RankStatuses:
         """Report that this rank's script has ended."""
         self._is_over = True
         for _ in range(_MARK_ATTEMPTS):
-            if self._mark("done"):
+            if self.mark("done"):
                 return
             time.sleep(1.0)
 
-    def staying(self) -> set[int]:
-        """Return the other ranks that have not reported the end of their script."""
+    def staying(self, what: str = "ended") -> set[int]:
+        """Return the other ranks that have not reported the end of their script, or of `what`."""
         others = set(range(self.world_size)) - {self.rank}
         try:
-            return others - self.exchange.ended().keys()
+            return others - self.exchange.ended(what).keys()
         except RuntimeError:
             return others
 
-    def _mark(self, how: str) -> bool:
+    def mark(self, how: str, what: str = "ended") -> bool:
+        """Report the end of this rank's script, or of `what`; return whether it is stored."""
         try:
-            self.exchange.mark(how)
+            self.exchange.mark(how, what)
         except RuntimeError:
             return False  # the store has gone with the rank that held it, or does not answer
         return True

@@ -409,23 +409,23 @@ class StatusExchange:
         while not self._store.check(["all joined"]) and time.monotonic() < end:
             time.sleep(0.005)
 
-    def mark(self, how: str) -> None:
-        """Report the end of this rank's script: "done" or "failed".
+    def mark(self, how: str, what: str = "ended") -> None:
+        """Report the end of this rank's script, or of `what`: "done" or "failed".
 
         Raises:
             RuntimeError: the store does not answer.
         """
-        self._store.append("ended", f"{self._rank}:{how},")
+        self._store.append(what, f"{self._rank}:{how},")
 
-    def ended(self) -> dict[int, str]:
-        """Return "done" or "failed" for each rank that has reported the end of its script.
+    def ended(self, what: str = "ended") -> dict[int, str]:
+        """Return "done" or "failed" for each rank that has reported an end; see `mark`.
 
         Raises:
             RuntimeError: the store does not answer.
         """
-        if not self._store.check(["ended"]):
+        if not self._store.check([what]):
             return {}
-        listed = self._store.get("ended").decode().split(",")
+        listed = self._store.get(what).decode().split(",")
         marks = [mark.partition(":") for mark in listed if mark]
         return {int(rank): how for rank, _, how in marks}
 

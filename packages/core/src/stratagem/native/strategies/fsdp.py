@@ -302,10 +302,6 @@ def _checked_mesh(given: Any, sharding_strategy: str) -> tuple[int, int] | None:
     return sizes
 
 
-def _is_count(given: Any) -> bool:
-    return isinstance(given, int) and given >= 2
-
-
 def _checked_reshard(given: bool | int | None, sharding_strategy: str) -> bool | int | None:
     if sharding_strategy == "SHARD_GRAD_OP":
         if given is not None and given is not False:
@@ -314,7 +310,7 @@ def _checked_reshard(given: bool | int | None, sharding_strategy: str) -> bool |
                 f"reshard_after_forward={given!r}: leave it out, or take 'FULL_SHARD'"
             )
         return False
-    if given is not None and not isinstance(given, bool) and not _is_count(given):
+    if not isinstance(given, bool | None) and not (isinstance(given, int) and given >= 2):
         raise ConfigurationError(
             f"reshard_after_forward={given!r}: expected True, False, None, or a number of ranks "
             "from 2 that divides the number of shards"

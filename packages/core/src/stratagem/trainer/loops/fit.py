@@ -80,6 +80,9 @@ def fit(run: Run, prepared: PreparedModel, step: Step) -> None:
             if not step.has_loss:
                 check_that_it_ends(run, before)
             progress.next_epoch()
+        if run.trainer.should_stop:
+            _stop_together(run)
+        run.strategy.end_training(prepared)
         with module.logging_to(None):
             hooks.call("on_train_end")
     except RuntimeError as error:
@@ -87,7 +90,6 @@ def fit(run: Run, prepared: PreparedModel, step: Step) -> None:
         if explained is None:
             raise
         raise explained from error
-    run.strategy.end_training(prepared)
 
 
 def _end_epoch(run: Run) -> None:
@@ -141,6 +143,7 @@ def _train_steps(
             if ends_here():
                 run.interrupt()
             if trainer.should_stop and run.should_stop():
+                _stop_together(run)
                 break
             if progress.global_step >= trainer.options.max_steps >= 0:
                 break
@@ -157,6 +160,13 @@ def _train_steps(
             return True, has_validation and interval == float("inf")
 
     return run.profiling.wrap("run_training_epoch", until_the_end)
+
+
+def _stop_together(run: Run) -> None:
+    """Wait until all ranks stop here: a rank that goes on would wait for this one in vain."""
+    run.strategy.ranks.end_together(
+        f"stops after step {run.progress.global_step}, where its Trainer.should_stop is True"
+    )
 
 
 def _end_early(end: EndOfEpoch, step: Step, loader: TrainLoader, done: int) -> bool:

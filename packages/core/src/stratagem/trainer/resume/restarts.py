@@ -12,15 +12,17 @@ import re
 import sys
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from stratagem.checkpoint.catalog import first_whole
-from stratagem.errors import ConfigurationError
+from stratagem.checkpoint.forms import require_form
+from stratagem.errors import CheckpointMismatchError, ConfigurationError
 from stratagem.storage import paths
 
 if TYPE_CHECKING:
     from stratagem.interfaces.strategy import Strategy
 
+_FORM = {"agents": [str], "checkpoints": [str]}
 _KEPT = 5
 """The number of checkpoints in the file, since the newest may have been removed meanwhile."""
 
@@ -143,24 +145,17 @@ class Restarts:
             return [], []
         data = paths.read(self._file)
         try:
-            record = json.loads(data)
-            agents, checkpoints = _names(record["agents"]), _names(record["checkpoints"])
+            record = require_form(json.loads(data), _FORM, "record")
         # It may hold anything: broken JSON, another shape, nesting without end.
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, RecursionError, CheckpointMismatchError) as error:
             self._print(
                 f"has kept where its checkpoints are in {str(self._file)!r}, which cannot be read "
                 f"({type(error).__name__}: {error}) and is taken as empty"
             )
             return [], []
-        return agents, checkpoints
+        return record["agents"], record["checkpoints"]
 
     def _write(self) -> None:
         record = {"run": self._run_id, "agents": self._agents, "checkpoints": self._checkpoints}
         # In one step: the run may be killed at any time.
         paths.write(self._file, json.dumps(record, indent=1).encode())
-
-
-def _names(value: Any) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise TypeError(f"expected a list of strings, received {value!r:.80}")
-    return value

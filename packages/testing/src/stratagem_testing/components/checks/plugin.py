@@ -165,7 +165,7 @@ def _targets(bench: Bench) -> None:
 
 @check(KIND, "specs/names")
 def _names(bench: Bench) -> None:
-    """No name or alias is one of core's or of another distribution."""
+    """No name or alias is another distribution's; accelerators may share an alias like "gpu"."""
     registry = _registry(bench)
     own = normalise(bench.component.name)
     taken = {
@@ -177,7 +177,8 @@ def _names(bench: Bench) -> None:
     }
     for spec in _specs(bench):
         for name in (spec.name, *spec.aliases):
-            other = taken.get((spec.kind, name.casefold()))
+            shared = registry.sharing(spec.kind, name)
+            other = None if shared else taken.get((spec.kind, name.casefold()))
             assert other is None, (
                 f"{_called(spec)} claims the name {name!r} of {other}"
                 + (": core's names are reserved" if other == CORE else "")

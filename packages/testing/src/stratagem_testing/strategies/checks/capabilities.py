@@ -276,7 +276,8 @@ _ALONE = StepMemory(parameters=10_000, gradients=10_000, optimizer=20_000, buffe
 
 def _estimated(strategy: Strategy, shards: Sequence[str]) -> Any:
     """Return the parts of `_ALONE` that the strategy's estimate leaves on a rank, or its repr."""
-    estimated = strategy.estimate_memory({"step": _ALONE}, shards)
+    phases = dict.fromkeys(("forward", "backward", "step"), _ALONE)
+    estimated = strategy.estimate_memory(phases, shards)
     memory = estimated.get("step") if isinstance(estimated, Mapping) else None
     if not isinstance(memory, StepMemory):
         return format_text(repr(estimated), 200)

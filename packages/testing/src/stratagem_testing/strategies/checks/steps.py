@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from stratagem import Module, Trainer
+from stratagem.callbacks import Callback
 from stratagem.strategies import TrainStep
 from stratagem_testing.strategies.check import Result, check, judge_of
 from stratagem_testing.strategies.judging import (
@@ -343,15 +345,28 @@ class _NoLoss(TrainStep):
         self.taken = True
 
 
+class _TakesOneMore(Callback):
+    """Takes a step without a loss at the end of the epoch."""
+
+    def __init__(self, probe: Probe) -> None:
+        self._probe = probe
+        self.found: dict[str, Any] = {}
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        """Compare the weights before and after the step."""
+        step, before = _NoLoss(), self._probe.weights(trainer)
+        batches = list(self._probe.loader(16))
+        trainer.strategy.train_step(trainer.run.require_prepared(), step, batches)
+        after = self._probe.weights(trainer)
+        self.found = {"taken": step.taken, "before": before, "after": after}
+
+
 @check("steps/no loss")
 def _skipped(probe: Probe) -> dict[str, Any]:
     """A step is not taken if none of its micro-batches has a loss."""
-    trainer = probe.fit(Learner("dense", "momentum"), 16)
-    prepared, step = trainer.run.require_prepared(), _NoLoss()
-    batches = list(probe.loader(16))
-    before = probe.weights(trainer)
-    trainer.strategy.train_step(prepared, step, batches)
-    return {"taken": step.taken, "before": before, "after": probe.weights(trainer)}
+    takes = _TakesOneMore(probe)
+    probe.fit(Learner("dense", "momentum"), 16, callbacks=[takes])
+    return takes.found
 
 
 @judge_of(_skipped)
