@@ -160,7 +160,7 @@ class _AcceleratorRegistry:
         get_registry().add(spec, override=override)
 
     def __getitem__(self, name: str) -> dict[str, Any]:
-        """Return what is known of an accelerator.
+        """Return the registration of an accelerator as a dict.
 
         Raises:
             UnknownNameError: none has that name.

@@ -118,7 +118,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         return f"{type(self).__qualname__}{arguments!r}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, with the values and the path that scripts read of it."""
+        """Return the state, with the values and the path that scripts read."""
         own = super().state_dict()
         return own and {
             **own,
@@ -131,7 +131,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
     def on_load_checkpoint(
         self, trainer: "Trainer", module: "Module", checkpoint: dict[str, Any]
     ) -> None:
-        """Find the state; warn of those of other ModelCheckpoints that this Trainer lacks."""
+        """Find the state; warn of missing ModelCheckpoints."""
         super().on_load_checkpoint(trainer, module, checkpoint)
         savers = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint)]
         if savers[0] is not self or trainer.run.stage != "fit":

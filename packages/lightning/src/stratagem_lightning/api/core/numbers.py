@@ -133,7 +133,7 @@ def divide_by_whole_window(step: Step, run: Run) -> Step:
 
 
 def check_manual_outputs(step: Step, run: Run) -> Step:
-    """Let a step refuse what `training_step` may not return in manual optimization."""
+    """Let a step refuse wrong results of `training_step` in manual optimization."""
     finish = step.finish
 
     def check_and_finish() -> None:

@@ -19,7 +19,7 @@ CALLS = (
 
 
 class SingleDeviceCollective:
-    """The collectives of a run of one rank, which return what they are given.
+    """The collectives of a run with a single rank: they return their argument.
 
     Example:
         >>> SingleDeviceCollective().broadcast([1, 2])
@@ -36,11 +36,11 @@ class SingleDeviceCollective:
     create_group = setup
 
     def teardown(self) -> SingleDeviceCollective:
-        """Return the object: there is no group to be removed."""
+        """Return the object: no group exists."""
         return self
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Return: there is no other rank to wait for."""
+        """Return at once: no other rank exists."""
 
     def broadcast(self, data: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the data of the only rank."""

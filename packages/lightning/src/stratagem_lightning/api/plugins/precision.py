@@ -168,7 +168,7 @@ class DoublePrecision(Precision, own.TruePrecision):
 
 
 class LightningDoublePrecisionModule(nn.Module):
-    """A model whose inputs are converted to float64; `DoublePrecision` does so itself.
+    """A model with inputs converted to float64; `DoublePrecision` does so itself.
 
     Args:
         pl_module: the model.

@@ -10,7 +10,7 @@ from stratagem_lightning.api.strategies import single_device as single_device
 
 
 class ModelParallelStrategy(strategies.ModelParallelStrategy, metaclass=InstanceCheck):
-    """Stratagem's, whose `device_mesh` is an error before the launch. Arguments as there.
+    """Stratagem's; `device_mesh` is an error before the launch. Arguments as there.
 
     Example:
         >>> isinstance(strategies.ModelParallelStrategy(), ModelParallelStrategy)
