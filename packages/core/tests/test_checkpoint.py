@@ -1295,7 +1295,6 @@ def test_callbacks_that_would_share_a_state_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
         trainer_in(tmp_path, callbacks=[EarlyStopping("loss"), EarlyStopping("loss")])
     assert str(caught.value) == (
-        "several callbacks have the state_key 'EarlyStopping(loss, min)', so their states would "
-        "overwrite one another in a checkpoint: give them different arguments, or override "
-        "state_key"
+        "several EarlyStopping have the state_key 'EarlyStopping(loss, min)': their states would "
+        "overwrite one another: give them different arguments or state_keys"
     )

@@ -27,7 +27,7 @@ from stratagem_extras.callbacks.prediction_writer import BasePredictionWriter
 from stratagem_extras.callbacks.progress_bar_names import RichProgressBar, TQDMProgressBar
 from stratagem_extras.callbacks.pruning import ModelPruning
 from stratagem_extras.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
-from stratagem_extras.callbacks.throughput import ThroughputMonitor
+from stratagem_extras.callbacks.throughput import Throughput, ThroughputMonitor
 from stratagem_extras.callbacks.timer import Timer
 from stratagem_extras.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 
@@ -147,6 +147,19 @@ def test_swa_is_the_average_at_the_starts_of_epochs_and_has_its_statistics() -> 
     assert norm.momentum == 0.1
 
 
+def test_swa_says_which_scheduler_it_replaces(caplog: pytest.LogCaptureFixture) -> None:
+    class Scheduled(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 0.1)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 9)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    caplog.set_level("INFO")
+    with pytest.warns(UserWarning, match="only supported every epoch: the scheduler with interval"):
+        trainer(StochasticWeightAveraging(0.1, 1), max_epochs=1).fit(Scheduled(), loader())
+    assert "Swapping scheduler `StepLR` for `SWALR`" in caplog.text
+
+
 def test_swa_refuses_what_it_cannot_do() -> None:
     for wrong, what in (
         ({"swa_lrs": 0.0}, "swa_lrs"),
@@ -243,7 +256,8 @@ def test_pruned_weights_stay_zero_and_names_stay_the_models(
         f"0/{total} (0.00%) -> {half}",
         f"{half} -> {zeros}/{total} (75.00%)",
     ]
-    assert any("to `head.weight` with amount=0.5. Pruned: 0/" in line for line in caplog.messages)
+    of_head = f"to `{model.head!r}.weight` with amount=0.5. Pruned: 0 (0.00%) -> "
+    assert any(of_head in line for line in caplog.messages)
 
 
 def test_what_would_be_pruned_is_listed_once() -> None:
@@ -272,10 +286,13 @@ def test_the_lottery_gives_what_is_left_its_first_values() -> None:
 
 def test_masks_are_left_in_the_model_where_they_are_not_permanent() -> None:
     model = Net()
+    before = model.head.weight.detach().clone()
     given = [(model.head, "weight")]
     pruning = ModelPruning("l1_unstructured", given, amount=0.5, make_pruning_permanent=False)
     trainer(pruning, max_epochs=1).fit(model, loader())
-    assert {"head.weight_orig", "head.weight_mask"} <= set(model.state_dict())
+    left = model.state_dict()
+    assert torch.equal(left["head.weight_orig"], before)
+    assert torch.equal(left["head.weight_mask"], pruning.masks["head.weight"])
 
 
 def test_pruning_refuses_what_does_not_fit() -> None:
@@ -515,6 +532,28 @@ def test_throughput_counts_batches_samples_and_items(tmp_path: Path) -> None:
         trainer(ThroughputMonitor(len, window_size=1), logger=CSVLogger(tmp_path)).fit(
             Net(), loader()
         )
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"time": 1.0, "batches": 1, "samples": 2}, "Expected the value to increase, last: "),
+        (
+            {"time": 3.0, "batches": 9, "samples": 8, "lengths": 9},
+            r"samples \(8\) to be greater or equal than b",
+        ),
+        (
+            {"time": 3.0, "batches": 3, "samples": 8, "lengths": 7},
+            r"lengths \(7\) to be greater or equal than samples \(8\): pass totals",
+        ),
+        ({"time": 3.0, "batches": 3, "samples": 8}, "needs to be the same number of samples"),
+    ],
+)
+def test_throughput_takes_totals(given: dict[str, Any], match: str) -> None:
+    throughput = Throughput()
+    throughput.update(time=2.0, batches=2, samples=4, lengths=9)
+    with pytest.raises(ConfigurationError, match=match):
+        throughput.update(**{"lengths": None, **given})
 
 
 def test_a_resumed_run_counts_its_throughput_on_and_logs_a_learning_rate_once(

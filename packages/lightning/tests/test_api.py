@@ -230,7 +230,7 @@ def test_environments_are_asked_without_an_object(monkeypatch: pytest.MonkeyPatc
     assert not TorchElasticEnvironment.detect()
     assert not SLURMEnvironment.detect()
     assert LightningEnvironment.detect()
-    with pytest.raises(NotImplementedError, match="name the environment: plugins='kubeflow'"):
+    with pytest.raises(NotImplementedError, match="name the environment, plugins='kubeflow'"):
         KubeflowEnvironment.detect()
     monkeypatch.setenv("SLURM_NTASKS", "2")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
@@ -279,7 +279,11 @@ def test_loops_are_views_of_the_trainer() -> None:
     assert loop.epoch_loop.global_step == 3
     assert loop.epoch_loop.batch_progress.total.completed == 3
     assert loop.epoch_loop.val_loop.batch_progress.total.completed == 2
-    assert loop.state_dict()["global_step"] == 3
+    steps = loop.state_dict()["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+    assert steps["step"]["total"]["completed"] == 3
+    progress = loop.epoch_loop.automatic_optimization.optim_progress
+    assert progress.optimizer.step.total.completed == progress.optimizer_steps == 3
+    assert loop.epoch_loop.manual_optimization.optim_step_progress.total.completed == 0
     loop.max_epochs = 2
     assert trainer.max_epochs == 2
     assert not loop.done
@@ -1019,7 +1023,7 @@ def test_half_precision_on_a_cpu_is_bfloat16_with_a_warning(precision: int | str
 def test_no_gpus_mean_the_cpu_and_no_devices_are_refused() -> None:
     trainer = Trainer(gpus=0, logger=False)
     assert trainer.plan.accelerator.name == "cpu"
-    with pytest.raises(ConfigurationError, match="devices=0 leaves nothing to train on"):
+    with pytest.raises(ConfigurationError, match="devices=0: expected a number of devices"):
         Trainer(devices=0, logger=False)
 
 

@@ -119,5 +119,5 @@ def test_the_batch_size_of_a_collection_is_that_of_its_first_tensor() -> None:
     with pytest.warns(UserWarning, match=r"infer the `batch_size` .* batch size we found is 1\."):
         assert data.extract_batch_size([torch.tensor(1), torch.zeros(4)]) == 1
     for without in ("text", {"texts": ["some"] * 7}):
-        with pytest.raises(ConfigurationError, match="batch size cannot be found"):
+        with pytest.raises(ConfigurationError, match="could not infer the batch_size"):
             data.extract_batch_size(without)

@@ -149,7 +149,6 @@ def test_every_name_that_is_served_is_there(lightning: ModuleType) -> None:
         ("fabric.plugins.collectives", "Collective", "Fabric.all_gather, all_reduce"),
         ("pytorch.plugins.io", "HPUCheckpointIO", "a CheckpointIO of stratagem.checkpoint"),
         ("pytorch.plugins.precision.hpu", "HPUPrecisionPlugin", "accelerator='hpu'"),
-        ("pytorch.plugins.precision.tpu_bf16", "TPUBf16PrecisionPlugin", "accelerator='tpu'"),
         ("pytorch.serve", "ServableModule", "load_from_checkpoint"),
         (
             "pytorch.callbacks.progress.rich_progress",
@@ -175,8 +174,6 @@ def test_a_class_that_is_not_here_can_be_imported_for_isinstance(
 @pytest.mark.parametrize(
     ("place", "name", "new"),
     [
-        ("accelerators.tpu", "TPUAccelerator", "XLAAccelerator"),
-        ("strategies.single_tpu", "SingleTPUStrategy", "SingleDeviceXLAStrategy"),
         ("strategies.hpu_parallel", "HPUParallelStrategy", "HPUParallelStrategy"),
         ("plugins.precision.bitsandbytes", "BitsandbytesPrecisionPlugin", "BitsandbytesPrecision"),
     ],
@@ -187,9 +184,7 @@ def test_older_names_of_lightnings_are_those_of_today(
     package = importlib.import_module(f"lightning.pytorch.{place.rpartition('.')[0]}")
     leaf = importlib.import_module(f"lightning.pytorch.{place}")
     for module in (package, leaf):
-        assert getattr(module, name).__name__ == getattr(package, new).__name__.replace(
-            "SingleDeviceXLAStrategy", "SingleXLAStrategy"
-        )
+        assert getattr(module, name).__name__ == getattr(package, new).__name__
 
 
 def test_a_class_of_a_backend_that_is_not_installed_can_be_imported(

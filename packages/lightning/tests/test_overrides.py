@@ -146,6 +146,7 @@ def test_what_libraries_override_is_called(tmp_path: Path) -> None:
         **options,
         max_epochs=2,
         limit_train_batches=1,
+        log_every_n_steps=1,
         default_root_dir=tmp_path,
         callbacks=[saver, monitor],
     )

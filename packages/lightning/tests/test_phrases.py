@@ -22,6 +22,8 @@ from stratagem.errors import ConfigurationError, StratagemError, UserCodeError
 from stratagem_extras.tuner import BatchSizeFinder, LearningRateFinder
 from stratagem_lightning.api.callbacks.early_stopping import EarlyStopping
 from stratagem_lightning.api.callbacks.model_checkpoint import ModelCheckpoint
+from stratagem_lightning.api.callbacks.throughput import Throughput
+from stratagem_lightning.api.callbacks.timer import Timer
 from stratagem_lightning.api.core.module import LightningModule
 from stratagem_lightning.api.demos.boring_classes import (
     BoringDataModule,
@@ -31,6 +33,8 @@ from stratagem_lightning.api.demos.boring_classes import (
 from stratagem_lightning.api.fabric import Fabric
 from stratagem_lightning.api.loggers import CSVLogger
 from stratagem_lightning.api.plugins.environments import LightningEnvironment
+from stratagem_lightning.api.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from stratagem_lightning.api.strategies.ddp import DDPStrategy
 from stratagem_lightning.api.trainer import Trainer
 from stratagem_lightning.api.tuner import Tuner
 from stratagem_lightning.api.utilities import phrases
@@ -89,6 +93,14 @@ class Same(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return {"a": 1}
+
+
+def as_rank_1() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "1")
+        environment: Any = LightningEnvironment
+        mine = type("Mine", (environment,), {"creates_processes_externally": False})
+        make(strategy="ddp", devices=2, plugins=mine()).fit(BoringModel())
 
 
 def twice_set_up() -> None:
@@ -388,7 +400,29 @@ CASES: list[tuple[str, type[Exception], Callable[[], Any]]] = [
         ValueError,
         lambda: BoringModel().to_torchscript(method="trace"),
     ),
+    (
+        "Lightning attempted to launch new distributed processes with `local_rank > 0`",
+        RuntimeError,
+        as_rank_1,
+    ),
+    (
+        "parallel_devices set through the strategy",
+        StratagemError,
+        lambda: DDPStrategy(parallel_devices=[torch.device("cpu")]),
+    ),
+    ("Unsupported parameter value `hour`", ValueError, lambda: Timer(interval="hour")),
+    (
+        "Primitives (<class 'bool'>, <class 'int'>, <class 'float'>, <class 'str'>) are not",
+        ValueError,
+        lambda: BoringModel().save_hyperparameters(3),
+    ),
+    (
+        "You can't `self.log()` here",
+        StratagemError,
+        lambda: fit(on_train_end=lambda self: self.log("late", 1.0)),
+    ),
     ("A model should be passed only once to the `setup` method", ValueError, twice_set_up),
+    ("nested dictionaries cannot be logged", StratagemError, lambda: log_with_fabric({"b": 1})),
     (
         "`list` values cannot be logged",
         StratagemError,
@@ -427,7 +461,7 @@ def test_an_error_has_the_phrase_that_users_search_for(
 
 
 def test_each_phrase_has_a_case_above() -> None:
-    for phrase in phrases.PHRASES:
+    for phrase in filter(lambda one: one.theirs, phrases.PHRASES):
         fixed = max(re.split(r"\\\d|METHOD", phrase.theirs), key=len)
         assert any(_overlap(case[0], fixed) for case in CASES), phrase
 
@@ -435,6 +469,54 @@ def test_each_phrase_has_a_case_above() -> None:
 def _overlap(one: str, other: str) -> bool:
     """Return whether two texts share 10 characters."""
     return any(one[at : at + 10] in other for at in range(len(one) - 9))
+
+
+def started_twice() -> None:
+    profiler = SimpleProfiler()
+    profiler.start("read")
+    profiler.start("read")
+
+
+def lengths_from_the_second_time_on() -> None:
+    throughput = Throughput()
+    throughput.update(time=1.0, batches=1, samples=2)
+    throughput.update(time=2.0, batches=2, samples=4, lengths=8)
+
+
+@pytest.mark.parametrize(
+    ("begin", "kind", "call"),
+    [
+        ("Attempted to start read, which has already started", ValueError, started_twice),
+        (
+            "Attempting to stop recording an action (read) which was never started",
+            ValueError,
+            lambda: SimpleProfiler().stop("read"),
+        ),
+        (
+            "Attempting to stop recording an action (read) which was never started",
+            ValueError,
+            lambda: AdvancedProfiler().stop("read"),
+        ),
+        (
+            "Found invalid table_kwargs key: row_limit. This is already a positional argument",
+            KeyError,
+            lambda: PyTorchProfiler(table_kwargs={"row_limit": None}),
+        ),
+        (
+            "Throughput.update(lengths=8): if lengths are passed, there needs to be the same "
+            "number of samples",
+            RuntimeError,
+            lengths_from_the_second_time_on,
+        ),
+    ],
+)
+def test_an_error_in_lightnings_words_is_of_its_kind(
+    begin: str, kind: type[Exception], call: Callable[[], Any]
+) -> None:
+    with pytest.raises(StratagemError) as raised:
+        call()
+    assert isinstance(raised.value, kind)
+    assert raised.value.args[0].startswith(begin)
 
 
 def test_an_optimizer_is_set_up_once() -> None:
@@ -449,7 +531,7 @@ def test_an_optimizer_is_set_up_once() -> None:
 def test_what_is_no_function_is_not_launched() -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     with pytest.raises(TypeError, match="the first argument needs to be a callable"):
-        fabric.launch(3)  # type: ignore[arg-type]
+        fabric.launch(3)
     with pytest.raises(TypeError, match="the function needs to take at least one argument"):
         fabric.launch(lambda: None)
 

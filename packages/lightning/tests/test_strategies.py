@@ -10,7 +10,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch.distributed.fsdp import CPUOffload, MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import (
+    CPUOffload,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from stratagem import Lite, StrategyRegistry, Trainer
@@ -111,8 +116,15 @@ def test_what_fsdp1_takes_stands_for_a_policy() -> None:
     )
     with pytest.warns(UserWarning, match="buffer_dtype=torch.bfloat16, which is left out"):
         FSDPStrategy(mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
-    assert FSDPStrategy(cpu_offload=CPUOffload(offload_params=False)).cpu_offload is False
-    assert FSDPStrategy(cpu_offload=CPUOffload(offload_params=True)).cpu_offload is True
+    for given_offload in (True, CPUOffload(offload_params=True)):
+        offload = FSDPStrategy(cpu_offload=given_offload).cpu_offload
+        assert offload
+        assert offload == CPUOffload(offload_params=True)
+    assert not FSDPStrategy(cpu_offload=CPUOffload(offload_params=False)).cpu_offload
+    chosen: Any = FSDPStrategy(sharding_strategy="NO_SHARD").sharding_strategy
+    assert chosen == ShardingStrategy.NO_SHARD
+    assert chosen != ShardingStrategy.FULL_SHARD
+    assert chosen == chosen.name == "NO_SHARD"
 
 
 # -- without a Fabric
@@ -165,7 +177,7 @@ def test_a_strategy_saves_and_fills_what_it_is_given(tmp_path: Path) -> None:
     assert filled["step"] == 3
 
     filled["missing"] = 7
-    with pytest.raises(KeyError, match="holds no 'missing', which is to be filled from it"):
+    with pytest.raises(KeyError, match="contains a key 'missing' that does not exist in"):
         strategy.load_checkpoint(path, filled)
     strategy.load_checkpoint(path, filled, strict=False)
     assert filled["missing"] == 7

@@ -25,10 +25,12 @@ def _names(homes: Mapping[str, str]) -> dict[str, str]:
 _CALLBACKS = _names(
     {
         "stratagem.callbacks": "BackboneFinetuning BaseFinetuning Callback "
-        "DeviceStatsMonitor EMAWeightAveraging GradientAccumulationScheduler "
+        "DeviceStatsMonitor EMAWeightAveraging "
         "LambdaCallback LearningRateMonitor ModelPruning ModelSummary "
         "OnExceptionCheckpoint RichModelSummary=ModelSummary "
-        "StochasticWeightAveraging ThroughputMonitor Timer WeightAveraging",
+        "StochasticWeightAveraging ThroughputMonitor WeightAveraging",
+        f"{_API}.callbacks.accumulation": "GradientAccumulationScheduler",
+        f"{_API}.callbacks.timer": "Timer",
         f"{_API}.callbacks.prediction_writer": "BasePredictionWriter",
         f"{_API}.callbacks.progress": "ProgressBar",
         f"{_API}.callbacks.tqdm_bar": "TQDMProgressBar",
@@ -77,28 +79,37 @@ _PROGRESS = _names(
 )
 _PROFILERS = _names(
     {
-        "stratagem.profilers": "AdvancedProfiler PassThroughProfiler Profiler PyTorchProfiler "
-        "SimpleProfiler",
+        "stratagem.profilers": "PassThroughProfiler Profiler",
+        f"{_API}.profilers": "AdvancedProfiler PyTorchProfiler SimpleProfiler",
         f"{_API}.placeholders": "XLAProfiler",
     }
 )
 _STRATEGIES = _names(
     {
-        "stratagem.strategies": "DDPStrategy DeepSpeedStrategy HPUParallelStrategy "
-        "ModelParallelStrategy ParallelStrategy SingleDeviceStrategy SingleHPUStrategy "
-        "SingleDeviceXLAStrategy=SingleXLAStrategy SingleTPUStrategy=SingleXLAStrategy Strategy "
+        f"{_API}.strategies.ddp": "DDPStrategy",
+        "stratagem.strategies": "DeepSpeedStrategy HPUParallelStrategy "
+        "ParallelStrategy SingleDeviceStrategy SingleHPUStrategy "
+        "SingleDeviceXLAStrategy=SingleXLAStrategy Strategy "
         "XLAFSDPStrategy XLAStrategy StrategyRegistry STRATEGY_REGISTRY=StrategyRegistry "
         "DataParallelStrategy",
         f"{_API}.strategies.fsdp": "FSDPStrategy",
+        f"{_API}.strategies.model_parallel": "ModelParallelStrategy",
+        f"{_API}.tpu": "SingleTPUStrategy",
     }
 )
 _FABRIC_STRATEGIES = {
     **_STRATEGIES,
-    **_names({f"{_API}.strategies.single_device": "SingleDeviceStrategy"}),
+    **_names(
+        {
+            f"{_API}.strategies.single_device": "SingleDeviceStrategy",
+            f"{_API}.strategies.sharding": "FSDPStrategy ModelParallelStrategy",
+        }
+    ),
 }
 _ACCELERATORS = _names(
     {
-        "stratagem.accelerators": "HPUAccelerator TPUAccelerator=XLAAccelerator XLAAccelerator",
+        "stratagem.accelerators": "HPUAccelerator XLAAccelerator",
+        f"{_API}.tpu": "TPUAccelerator",
         f"{_API}.accelerators.cuda": "CUDAAccelerator",
         f"{_API}.accelerators.mps": "MPSAccelerator",
         f"{_API}.accelerators.accelerator": "Accelerator AcceleratorRegistry "
@@ -110,13 +121,13 @@ _PRECISION = _names(
         "stratagem.precision": "BitsandbytesPrecision TransformerEnginePrecision "
         "BitsandbytesPrecisionPlugin=BitsandbytesPrecision "
         "TransformerEnginePrecisionPlugin=TransformerEnginePrecision",
-        f"{_API}.placeholders": "HPUPrecisionPlugin TPUBf16Precision TPUBf16PrecisionPlugin "
-        "TPUPrecision TPUPrecisionPlugin XLABf16Precision XLABf16PrecisionPlugin XLAPrecision "
-        "XLAPrecisionPlugin",
+        f"{_API}.placeholders": "HPUPrecisionPlugin",
         f"{_API}.plugins.precision": "DeepSpeedPrecision DeepSpeedPrecisionPlugin "
-        "DoublePrecision DoublePrecisionPlugin FSDPPrecision "
+        "DoublePrecision DoublePrecisionPlugin FSDPPrecision LightningDoublePrecisionModule "
         "FSDPPrecisionPlugin HalfPrecision HalfPrecisionPlugin "
-        "FSDPMixedPrecisionPlugin MixedPrecision MixedPrecisionPlugin Precision PrecisionPlugin",
+        "FSDPMixedPrecisionPlugin MixedPrecision MixedPrecisionPlugin Precision PrecisionPlugin "
+        "TPUBf16Precision TPUBf16PrecisionPlugin TPUPrecision TPUPrecisionPlugin XLABf16Precision "
+        "XLABf16PrecisionPlugin XLAPrecision XLAPrecisionPlugin",
     }
 )
 _ENVIRONMENTS = _names(
@@ -169,15 +180,14 @@ _MEMORY = _names(
 _PARSING = _names(
     {
         f"{_HELPERS}.data": "AttributeDict",
-        f"{_HELPERS}.parsing": "clean_namespace get_init_args is_picklable lightning_getattr "
-        "lightning_hasattr lightning_setattr parse_class_init_keys",
+        f"{_HELPERS}.parsing": "clean_namespace collect_init_args get_init_args is_picklable "
+        "lightning_getattr lightning_hasattr lightning_setattr parse_class_init_keys",
     }
 )
 _ENUMS = _names({f"{_API}.core.states": "GradClipAlgorithmType LightningEnum"})
 _THROUGHPUT = _names(
     {
-        "stratagem_extras.callbacks.throughput": "Throughput",
-        f"{_API}.callbacks.throughput": "ThroughputMonitor measure_flops",
+        f"{_API}.callbacks.throughput": "Throughput ThroughputMonitor measure_flops",
     }
 )
 _SUMMARY = _names(
@@ -207,7 +217,7 @@ _LSTM = _names({f"{_API}.demos.lstm": "LightningLSTM SequenceSampler SimpleLSTM"
 _MODULES = _names(
     {f"{_API}.core.module": "LightningModule", f"{_API}.core.datamodule": "LightningDataModule"}
 )
-_MIXINS = _names({"stratagem.module": "HyperparametersMixin=HyperParametersMixin"})
+_MIXINS = _names({f"{_API}.core.hparams": "HyperparametersMixin"})
 _TRAINER = _names({f"{_API}.trainer": "Trainer"})
 _TUNER = _names({f"{_API}.tuner": "Tuner"})
 _FABRIC = _names({f"{_API}.fabric": "Fabric is_wrapped"})
@@ -238,7 +248,7 @@ _PRECISION_LEAVES = {
     "amp": "MixedPrecision MixedPrecisionPlugin",
     "deepspeed": "DeepSpeedPrecision DeepSpeedPrecisionPlugin",
     "bitsandbytes": "BitsandbytesPrecision BitsandbytesPrecisionPlugin",
-    "double": "DoublePrecision DoublePrecisionPlugin",
+    "double": "DoublePrecision DoublePrecisionPlugin LightningDoublePrecisionModule",
     "fsdp": "FSDPMixedPrecisionPlugin FSDPPrecision FSDPPrecisionPlugin",
     "half": "HalfPrecision HalfPrecisionPlugin",
     "hpu": "HPUPrecisionPlugin",
@@ -287,8 +297,8 @@ _PLUGINS = {**_PRECISION, **_IO}
 _LAYER_SYNC = _names({f"{_API}.plugins.layer_sync": "LayerSync TorchSyncBatchNorm"})
 _COLLECTIVES = _names(
     {
-        f"{_API}.placeholders": "Collective SingleDeviceCollective",
-        f"{_API}.plugins.collectives": "TorchCollective",
+        f"{_API}.placeholders": "Collective",
+        f"{_API}.plugins.collectives": "SingleDeviceCollective TorchCollective",
     }
 )
 _COLUMNS = _names(
@@ -394,7 +404,7 @@ _PYTORCH: _Layout = {
         "pytorch.core", _MODULES, {"module": "LightningModule", "datamodule": "LightningDataModule"}
     ),
     **_package("pytorch.core.mixins", _MIXINS, {"hparams_mixin": "HyperparametersMixin"}),
-    "pytorch.core.optimizer": _names({"stratagem.runtime": "LightningOptimizer=LiteOptimizer"}),
+    "pytorch.core.optimizer": _names({f"{_API}.core.optimizer": "LightningOptimizer"}),
     "pytorch.core.saving": _names(
         {
             f"{_HELPERS}.loading": "get_filesystem",
@@ -433,7 +443,10 @@ _PYTORCH: _Layout = {
     },
     "pytorch.utilities.combined_loader": _COMBINED,
     "pytorch.utilities.compile": _some(_MODELS, "from_compiled to_uncompiled"),
-    "pytorch.utilities.data": _DATA,
+    "pytorch.utilities.data": {
+        **_DATA,
+        **_names({f"{_HELPERS}.data": "warning_cache"}),
+    },
     "pytorch.utilities.enums": _ENUMS,
     "pytorch.utilities.exceptions": _EXCEPTIONS,
     "pytorch.utilities.grads": {"grad_norm": _MODELS["grad_norm"]},

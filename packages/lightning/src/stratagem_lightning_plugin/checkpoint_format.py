@@ -9,6 +9,7 @@ taken over: it names files, and begins anew. Lightning keeps no RNG states and n
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -91,12 +92,11 @@ def _callbacks(states: Mapping[Any, Any]) -> dict[str, Any]:
     """Return the states of callbacks by the keys that they have here."""
     taken: dict[str, Any] = {}
     for key, state in states.items():
-        name, brace, arguments = str(key).partition("{")
+        name = str(key).partition("{")[0]
         if name in _BUILT_IN or not isinstance(state, Mapping):
             continue
         if name == "EarlyStopping":
-            given = _literal(brace + arguments)
-            taken[f"EarlyStopping({given.get('monitor')}, {given.get('mode')})"] = {
+            taken[_own_key(str(key))] = {
                 "best_score": float(state.get("best_score", "nan")),
                 "wait_count": state.get("wait_count", 0),
                 "stopped_epoch": state.get("stopped_epoch", 0),
@@ -104,6 +104,12 @@ def _callbacks(states: Mapping[Any, Any]) -> dict[str, Any]:
         else:
             taken[str(key)] = state
     return taken
+
+
+def _own_key(key: str) -> str:
+    """Return the key of Stratagem's EarlyStopping for that of Lightning's."""
+    given = _literal(key.removeprefix("EarlyStopping"))
+    return f"EarlyStopping({given.get('monitor')}, {given.get('mode')})"
 
 
 def _literal(text: str) -> Mapping[str, Any]:
@@ -144,10 +150,24 @@ def to_lightning(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         "callbacks": {
             key: state
             for key, state in checkpoint.get("callbacks", {}).items()
-            if key.partition("(")[0] not in (*_BUILT_IN, "EarlyStopping")
+            if re.split("[({]", key)[0] not in (*_BUILT_IN, "EarlyStopping")
         },
-        "loops": {name: _loop(name, progress) for name in _LOOPS},
+        "loops": loops_of(progress),
     }
+
+
+def loops_of(progress: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the position of training as Lightning writes it: counters of each loop.
+
+    Args:
+        progress: the entry of a Trainer's checkpoint.
+
+    Example:
+        >>> progress = {"epoch": 1, "batches": 0, "global_step": 8, "epoch_is_done": False}
+        >>> loops_of(progress)["fit_loop"]["epoch_progress"]["current"]["completed"]
+        1
+    """
+    return {name: _loop(name, progress) for name in _LOOPS}
 
 
 def _by_number(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class CombinedLoader:
     def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
         if mode not in MODES:
             raise ConfigurationError(
-                f"CombinedLoader(mode={mode!r}): expected {', '.join(map(repr, MODES))}"
+                f"Unsupported mode {mode!r}: CombinedLoader takes {', '.join(map(repr, MODES))}"
             )
         self.iterables = iterables
         self.mode = mode
@@ -69,8 +69,8 @@ class CombinedLoader:
     def flattened(self, loaders: list[Any]) -> None:
         if len(loaders) != len(self._flattened):
             raise ConfigurationError(
-                f"CombinedLoader.flattened has {len(self._flattened)} loaders; expected as many "
-                f"in their place, received {len(loaders)}"
+                f"Mismatch in flattened length ({len(loaders)}) and existing length "
+                f"({len(self._flattened)}): CombinedLoader expects as many loaders as it has"
             )
         self.iterables = self.collect(loaders)
         self._flattened = list(loaders)

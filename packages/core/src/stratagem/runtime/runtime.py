@@ -84,7 +84,7 @@ def public_call(function: Callable[P, Result]) -> Callable[P, Result]:
     An unknown argument raises a TypeError that names the nearest one.
     """
     signature = inspect.signature(function)
-    name = function.__qualname__.removesuffix(".__init__")
+    name = function.__qualname__
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Result:

@@ -279,7 +279,7 @@ def hint_at_log_interval(trainer: Trainer, batches: float) -> None:
     every = trainer.options.log_every_n_steps
     if not trainer.loggers or trainer.options.fast_dev_run or not trainer.is_global_zero:
         return
-    if every > batches > 0:
+    if every > batches > 0 and not trainer._warns_of_log_interval:
         print_hint_once(
             f"loggers are given the values of every {every}th step (log_every_n_steps), and an "
             f"epoch has {batches:.0f} training batches: pass a smaller number to see more of them"

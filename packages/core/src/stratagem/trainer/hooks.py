@@ -225,9 +225,9 @@ def check_state_keys(callbacks: Sequence[Callback]) -> None:
         if getattr(type(callback), "state_dict", None) not in (None, Callback.state_dict)
     ]
     keys = [callback.state_key for callback in own]
-    twice = sorted({key for key in keys if keys.count(key) > 1})
+    twice = [callback for callback in own if keys.count(callback.state_key) > 1]
     if twice:
         raise ConfigurationError(
-            f"several callbacks have the state_key {twice[0]!r}, so their states would overwrite "
-            "one another in a checkpoint: give them different arguments, or override state_key"
+            f"several {type(twice[0]).__name__} have the state_key {twice[0].state_key!r}: their "
+            "states would overwrite one another: give them different arguments or state_keys"
         )

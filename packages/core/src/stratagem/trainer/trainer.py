@@ -143,7 +143,7 @@ class Trainer(FrontEnd):
         'single_device'
     """
 
-    _reads_before_hooks = False
+    _reads_before_hooks = _warns_of_log_interval = False
     """Whether loaders are asked for iterators before the hooks that start a loop, not after."""
 
     @public_call

@@ -161,9 +161,9 @@ class BaseFinetuning(Callback):
         if held := len(frozen) - len(BaseFinetuning.filter_on_optimizer(optimizer, frozen)):
             warnings.warn(
                 f"{held} of the parameters that are unfrozen were in the optimizer while they were "
-                "frozen, and are trained at the learning rate of their group there: for one of "
-                "their own, give it in configure_optimizers() only the parameters that require a "
-                "gradient",
+                "frozen, and are trained at the learning rate of their group there. Did you init "
+                "your optimizer in configure_optimizers() with all parameters? For a learning rate "
+                "of their own, give it only those that require a gradient",
                 stacklevel=2,
             )
         BaseFinetuning.make_trainable(modules)

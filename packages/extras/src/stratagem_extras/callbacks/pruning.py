@@ -183,7 +183,15 @@ class ModelPruning(Callback):
         if not self._permanent:
             for name, (owner, attribute) in self._pruned.items():
                 if name in self._masks:
+                    if self._lottery:
+                        self._fill_with_first(name, getattr(owner, attribute))
                     prune.custom_from_mask(owner, attribute, self._masks[name])  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _fill_with_first(self, name: str, parameter: nn.Parameter) -> None:
+        """Give pruned elements their first values, which `weight_orig` keeps behind the mask."""
+        if name in self._first:
+            parameter.copy_(torch.where(self._masks[name] == 0, self._first[name], parameter))
 
     def state_dict(self) -> dict[str, Any]:
         """Return masks and first values."""
@@ -305,17 +313,19 @@ class ModelPruning(Callback):
     def _say(self, amount: int | float, before: Mapping[str, int]) -> None:
         sizes = {name: mask.numel() for name, mask in self._masks.items()}
         gone, total, kind = self._gone(), sum(sizes.values()), self._method.__name__
-        then, now = (_part(sum(pruned.values()), total) for pruned in (before, gone))
+        then, now = (_part(sum(pruned.values()), total, f"/{total}") for pruned in (before, gone))
         rank_zero_info(f"Applied `{kind}`. Pruned: {then} -> {now}")
         for name, size in sizes.items() if self._verbose > 1 else ():
+            owner, attribute = self._pruned[name]
             then, now = (_part(pruned.get(name, 0), size) for pruned in (before, gone))
             rank_zero_info(
-                f"Applied `{kind}` to `{name}` with amount={amount}. Pruned: {then} -> {now}"
+                f"Applied `{kind}` to `{owner!r}.{attribute}` with amount={amount}. Pruned: {then} "
+                f"-> {now}"
             )
 
 
-def _part(pruned: int, total: int) -> str:
-    return f"{pruned}/{total} ({pruned / total:.2%})"
+def _part(pruned: int, total: int, of: str = "") -> str:
+    return f"{pruned}{of} ({pruned / total:.2%})"
 
 
 def _mask_of(holder: nn.Module) -> Tensor:

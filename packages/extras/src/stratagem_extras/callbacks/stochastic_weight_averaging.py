@@ -12,6 +12,7 @@ from torch.optim.swa_utils import SWALR
 
 from stratagem.callbacks import Callback
 from stratagem.errors import ConfigurationError
+from stratagem.launch import rank_zero_info, rank_zero_warn
 from stratagem_extras.callbacks.weight_averaging import Average, Averages, one_by_one
 
 if TYPE_CHECKING:
@@ -140,6 +141,13 @@ class StochasticWeightAveraging(Callback):
                 f"StochasticWeightAveraging(swa_lrs=...) has {len(rates)} learning rates, and the "
                 f"optimizer has {groups} parameter groups: expected one, or one for each"
             )
+        for config in trainer.lr_scheduler_configs:
+            rank_zero_info(f"Swapping scheduler `{type(config.scheduler).__name__}` for `SWALR`")
+            if config.interval != "epoch":
+                rank_zero_warn(
+                    "SWA is currently only supported every epoch: the scheduler with "
+                    f"interval={config.interval!r} is replaced by one of epochs"
+                )
         trainer.run.schedulers.suspend()
         self._averages = Averages(module, self._device)
         self._schedule = SWALR(

@@ -28,6 +28,9 @@ class Throughput:
     Raises:
         ConfigurationError: the window is shorter than two batches.
 
+    Attributes:
+        available_flops: as given.
+
     Example:
         >>> from stratagem_extras.callbacks.throughput import Throughput
         >>> throughput = Throughput(window_size=2)
@@ -49,7 +52,7 @@ class Throughput:
                 f"window_size={window_size!r}: expected at least 2, since a rate is taken between "
                 "two batches"
             )
-        self._available = available_flops
+        self.available_flops = available_flops
         self._world_size = world_size
         self._separator = separator
         self._counts: deque[tuple[float, int, int, int | None]] = deque(maxlen=window_size)
@@ -71,7 +74,31 @@ class Throughput:
             batches, samples: how many there were.
             lengths: items (tokens, pixels) in them; None: not known.
             flops: of this batch alone; None: not known.
+
+        Raises:
+            ConfigurationError: the totals decrease, or are in the wrong order.
         """
+        last = self._counts[-1] if self._counts else (time, 0, 0, lengths)
+        if time < last[0] or batches < last[1] or samples < last[2]:
+            raise ConfigurationError(
+                f"Throughput.update(time={time}, batches={batches}, samples={samples}): Expected "
+                f"the value to increase, last: {last[:3]}; call reset() to begin anew"
+            )
+        if (lengths is None) != (last[3] is None):
+            raise ConfigurationError(
+                f"Throughput.update(lengths={lengths}): if lengths are passed, there needs to be "
+                "the same number of samples: pass lengths each time or never"
+            )
+        items = samples if lengths is None else lengths
+        for name, more, least, fewer in (
+            ("samples", samples, "batches", batches),
+            ("lengths", items, "samples", samples),
+        ):
+            if more < fewer:
+                raise ConfigurationError(
+                    f"Throughput.update: Expected {name} ({more}) to be greater or equal than "
+                    f"{least} ({fewer}): pass totals, not those of a batch"
+                )
         self._counts.append((time, batches, samples, lengths))
         if flops is not None:
             self._flops.append(flops)
@@ -101,8 +128,8 @@ class Throughput:
             metrics[f"device{self._separator}{name}"] = rate
             if self._world_size > 1:
                 metrics[name] = rate * self._world_size
-        if self._available and "flops_per_sec" in rates:
-            metrics[f"device{self._separator}mfu"] = rates["flops_per_sec"] / self._available
+        if self.available_flops and "flops_per_sec" in rates:
+            metrics[f"device{self._separator}mfu"] = rates["flops_per_sec"] / self.available_flops
         return metrics
 
     def reset(self) -> None:

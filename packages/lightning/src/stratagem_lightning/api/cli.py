@@ -23,6 +23,7 @@ from stratagem_extras.cli.parser import (
 from stratagem_extras.cli.save_config import SaveConfigCallback
 from stratagem_extras.cli.trainer_cli import TrainerCLI, instantiate_class
 from stratagem_lightning.api.trainer import Trainer
+from stratagem_lightning.api.utilities.version import LIGHTNING_VERSION
 
 _JSONARGPARSE_SIGNATURES_AVAILABLE = True  # scripts ask it before they use jsonargparse
 _PLACES = {
@@ -96,6 +97,7 @@ class LightningArgumentParser(TrainerArgumentParser):
 
     def __init__(self, *args: Any, env_prefix: str | bool = "PL", **options: Any) -> None:
         super().__init__(*args, **{"env_prefix": env_prefix, "parser_mode": _MODE, **options})
+        self.dump_header = [f"lightning.pytorch=={LIGHTNING_VERSION}"]
 
     def parse_args(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:
         """Parse a command line, in which a class of Lightning's may stand by its name alone.

@@ -16,7 +16,7 @@ from stratagem_lightning.api.core.module import LightningModule
 from stratagem_lightning.api.core.numbers import in_order_of_distributed_sampler
 from stratagem_lightning.api.core.shorthands import expand_shorthands, replace_half_on_cpu
 from stratagem_lightning.api.strategies.filtering import Filter, filtered
-from stratagem_lightning.api.strategies.single_device import SingleDeviceStrategy
+from stratagem_lightning.api.strategies.single_device import belongs_to
 from stratagem_lightning.api.utilities.data import first_of_one
 from stratagem_lightning.api.utilities.phrases import in_lightnings_words
 
@@ -27,6 +27,10 @@ def _refuse_set_up(optimizers: Iterable[Any], method: str) -> None:
             f"An optimizer should be passed only once to the `{method}` method, received one that "
             "it has returned before: pass the optimizer as it was made"
         )
+
+
+_NOTHING = object()
+"""Stands for no function, since None is what a function that was called returns."""
 
 
 def is_wrapped(obj: object) -> bool:
@@ -48,6 +52,7 @@ class Fabric(Lite):
             options = replace_half_on_cpu(expand_shorthands({**options, **named}))
             arguments = ()
         super().__init__(*arguments, **options)
+        belongs_to(self.strategy, self)
 
     @in_lightnings_words
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -167,6 +172,19 @@ class Fabric(Lite):
             module: what `setup` returned; or a LightningModule, which it was given.
             optimizer, clip_val, max_norm, norm_type, error_if_nonfinite: as there.
         """
+        name, given = (
+            "clip_gradients_norm",
+            {
+                "max_norm": max_norm,
+                "norm_type": norm_type,
+                "error_if_nonfinite": error_if_nonfinite,
+            },
+        )
+        if clip_val is not None:
+            name, given = "clip_gradients_value", {"clip_val": clip_val}
+        if (own := self._of_strategy(name)) is not None:
+            plain = _unwrapped({"": module, "optimizer": optimizer})
+            return own(plain[""], plain["optimizer"], **given)
         return super().clip_gradients(
             vars(module).get("_fabric_module", module),
             optimizer,
@@ -208,18 +226,20 @@ class Fabric(Lite):
         # Fabric shuffles only what the loader shuffles, of training data too.
         return in_order_of_distributed_sampler(sharded, "", shuffles=True)
 
-    def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+    def launch(self, function: Any = _NOTHING, *args: Any, **kwargs: Any) -> Any:
         """Start the processes; as `Lite.launch`.
 
         Raises:
             TypeError: the function takes no argument, and is to be given this object.
         """
-        if function is not None and not callable(function):
+        if function is _NOTHING:
+            return super().launch()
+        if not callable(function):
             raise TypeError(
                 f"launch({function!r}): the first argument needs to be a callable, such as "
                 "fabric.launch(main), without calling it"
             )
-        if function is not None and not inspect.signature(function).parameters:
+        if not inspect.signature(function).parameters:
             raise TypeError(
                 f"launch({function}): the function needs to take at least one argument, the "
                 "Fabric of its rank; received one without arguments"
@@ -292,10 +312,13 @@ class Fabric(Lite):
             obj.load_state_dict(state, strict=strict)
 
     def _of_strategy(self, name: str) -> Callable[..., Any] | None:
-        """Return a method of the strategy's that saves or loads, where a user has written one."""
-        method: Callable[..., Any] | None = getattr(self.strategy, name, None)
-        ours = getattr(SingleDeviceStrategy, name)
-        return None if getattr(method, "__func__", None) is ours else method
+        """Return a method of the strategy's, where a user has written one."""
+        kind = type(self.strategy)
+        method: Callable[..., Any] | None = vars(self.strategy).get(name, getattr(kind, name, None))
+        if method is None or method.__module__.startswith("stratagem"):
+            return None
+        found: Callable[..., Any] = getattr(self.strategy, name)
+        return found
 
 
 def _unwrapped(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from abc import ABCMeta
 from collections.abc import Callable
 from typing import Any
 
+from stratagem_lightning.api.utilities.warnings import rank_zero_deprecation
+
 
 class InstanceCheck(ABCMeta):
     """The type of a class whose `is_instance` adds objects to `isinstance`.
@@ -23,6 +25,35 @@ class InstanceCheck(ABCMeta):
     def __instancecheck__(cls, instance: object) -> bool:
         check: Callable[[Any], bool] | None = vars(cls).get("is_instance")
         return super().__instancecheck__(instance) or (check is not None and check(instance))
+
+
+def renamed(name: str, kind: Any, check: Callable[[], None] = lambda: None) -> Any:
+    """Return a class under the name that it had before: making an object warns.
+
+    Args:
+        name: the earlier name.
+        kind: the class.
+        check: called before an object is made.
+
+    Example:
+        >>> class Now(metaclass=InstanceCheck):
+        ...     pass
+        >>> Before = renamed("Before", Now)
+        >>> isinstance(Now(), Before), Before.__name__
+        (True, 'Before')
+    """
+
+    def make(cls: Any, *args: Any, **options: Any) -> Any:
+        if cls is not earlier:
+            return kind.__new__(cls, *args, **options)  # a user's subclass
+        rank_zero_deprecation(f"The `{name}` is deprecated: its name is `{kind.__name__}` now")
+        check()
+        return kind(*args, **options)
+
+    is_instance = vars(kind).get("is_instance", of_class(kind))
+    inherited = {"is_instance": is_instance, "__module__": __name__, "__doc__": kind.__doc__}
+    earlier = InstanceCheck(name, (kind,), {**inherited, "__new__": make})
+    return earlier
 
 
 def of_class(kind: type, *names: str) -> Any:

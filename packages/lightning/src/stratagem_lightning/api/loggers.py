@@ -9,7 +9,7 @@ from typing import Any
 
 from stratagem import loggers
 from stratagem.errors import ConfigurationError
-from stratagem.launch import rank_zero_only
+from stratagem.launch import rank_zero_only, rank_zero_warn
 from stratagem_extras.loggers import comet_logger, mlflow_logger, tensorboard_logger, wandb_logger
 from stratagem_extras.loggers.sdk_logger import DummyExperiment
 from stratagem_extras.loggers.values import write_hyperparameters
@@ -61,6 +61,20 @@ class CSVLogger(loggers.CSVLogger):
         folder = _one_folder(type(self).__name__, save_dir, root_dir)
         super().__init__(folder, name, version, **options)
         self._next_step = 0
+        self._may_replace = version is not None
+        """Whether the rows of an earlier run with this version are still to be removed."""
+
+    @property
+    def experiment(self) -> Any:
+        """The logger itself, which removes the rows of an earlier run of this version at first."""
+        if self._may_replace and rank_zero_only.rank == 0 and self._file.exists():
+            rank_zero_warn(
+                f"Experiment logs directory {self.log_dir} exists and is not empty: the rows in "
+                f"{self._file.name} are removed"
+            )
+            self._file.unlink()
+        self._may_replace = False
+        return super().experiment
 
     hparams_file = "hparams.yaml"
     NAME_HPARAMS_FILE = hparams_file
@@ -81,6 +95,7 @@ class CSVLogger(loggers.CSVLogger):
 
     def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
         """Choose the folder, and write an empty file of hyperparameters until some are logged."""
+        self._may_replace &= resumed_at is None
         super().begin_run(run_id, resumed_at)
         _write_none(self._folder.make() / self.hparams_file)
 

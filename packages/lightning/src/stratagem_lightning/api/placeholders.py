@@ -10,7 +10,6 @@ _SPIKE = "a callback of your own that looks at the loss in on_train_batch_end"
 _SERVE = "a server of your own, which loads a checkpoint with load_from_checkpoint"
 _COLLECTIVE = "Fabric.all_gather, all_reduce, broadcast and barrier"
 _COLUMNS = "RichProgressBar(theme=...), whose columns are fixed"
-_TPU = "precision='bf16-true' with accelerator='tpu'"
 _CHECKPOINTS = "a CheckpointIO of stratagem.checkpoint, which every accelerator uses"
 INSTEAD = {
     "BatchesProcessedColumn": _COLUMNS,
@@ -24,19 +23,10 @@ INSTEAD = {
     "ProcessingSpeedColumn": _COLUMNS,
     "ServableModule": _SERVE,
     "ServableModuleValidator": _SERVE,
-    "SingleDeviceCollective": _COLLECTIVE,
     "SpikeDetection": _SPIKE,
-    "TPUBf16Precision": _TPU,
-    "TPUBf16PrecisionPlugin": _TPU,
-    "TPUPrecision": _TPU,
-    "TPUPrecisionPlugin": _TPU,
     "TrainingSpikeException": _SPIKE,
-    "XLABf16Precision": _TPU,
-    "XLABf16PrecisionPlugin": _TPU,
     "XLACheckpointIO": _CHECKPOINTS,
     "XLAEnvironment": "accelerator='tpu', which reads the ranks from PyTorch/XLA",
-    "XLAPrecision": _TPU,
-    "XLAPrecisionPlugin": _TPU,
     "XLAProfiler": "PyTorchProfiler",
 }
 """What to use in the place of each."""

@@ -31,6 +31,7 @@ from stratagem_lightning.api.core import advice, dataloader_iter
 from stratagem_lightning.api.core.loops import EvaluationLoop, FitLoop, PredictionLoop
 from stratagem_lightning.api.core.numbers import (
     cast_each_time,
+    check_manual_outputs,
     count_batches_for_schedulers,
     divide_by_whole_window,
     draw_at_reload,
@@ -38,6 +39,7 @@ from stratagem_lightning.api.core.numbers import (
     reset_seed,
     seed_workers_once,
     shard_for_one_rank,
+    validate_at_stop,
 )
 from stratagem_lightning.api.core.overrides import check_dataloader_idx, refuse_uncalled_overrides
 from stratagem_lightning.api.core.shorthands import expand_shorthands, replace_half_on_cpu
@@ -170,6 +172,8 @@ class Trainer(trainer.Trainer):
         50
     """
 
+    _warns_of_log_interval = True
+
     @property
     def _reads_before_hooks(self) -> bool:  # type: ignore[override]
         """Whether iterators are made before the hooks that start a loop, as in Lightning.
@@ -224,6 +228,8 @@ class Trainer(trainer.Trainer):
         self._arguments = options
         self._max_epochs_is_open = options.get("max_epochs") is None and not quick
         self._fit_step: Step | None = None
+        self._is_past_epoch = False
+        """Whether the last fit ended within an epoch, which counts as a whole one then."""
         self._last_batch_idx = -1
         """The index of the last fit's last batch in its epoch."""
         self._ended_early = False
@@ -250,9 +256,10 @@ class Trainer(trainer.Trainer):
         """
         path = self._last_if_there(ckpt_path, "fit")
         self._begin(model, datamodule)
-        self._max_epochs_is_open = False
+        self._max_epochs_is_open = self._is_past_epoch = False
         with self._exiting_on_interrupt():
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, path)
+        self._is_past_epoch = self._progress.batches > 0 and not self._progress.epoch_is_done
 
     @in_lightnings_words
     def validate(  # type: ignore[override]  # in Lightning's order
@@ -312,6 +319,11 @@ class Trainer(trainer.Trainer):
                 f"`predict_step` cannot be None to run `Trainer.predict`: define it in "
                 f"{type(model).__name__}, or leave the attribute alone"
             )
+        if model is not None and getattr(model, "forward", model) is None:
+            raise UserCodeError(
+                f"`Trainer.predict` requires `forward` method to run: define it in "
+                f"{type(model).__name__}, or leave the attribute alone"
+            )
         path = self._best_if_left_out(model, ckpt_path, "predict")
         self._begin(model, datamodule)
         with self._exiting_on_interrupt():
@@ -347,7 +359,11 @@ class Trainer(trainer.Trainer):
 
         Also of one whose `training_step` takes `dataloader_iter`.
         """
+        _check_resumed_epoch(run)
         advice.warn_of_eval_mode(run)
+        advice.warn_of_log_interval(run)
+        advice.warn_of_workers_that_start_again(run)
+        advice.warn_of_unused_schedules(run)
         count_batches_for_schedulers(run)
         draw_at_reload(run)
         if dataloader_iter.takes_dataloader_iter(run.module.training_step):
@@ -355,7 +371,8 @@ class Trainer(trainer.Trainer):
             return self._fit_step
         self._fit_step = step = super().make_train_step(run, prepared)
         step.counts_each_loss = True
-        return divide_by_whole_window(step, run)
+        check_manual_outputs(step, run)
+        return validate_at_stop(divide_by_whole_window(step, run), run, prepared)
 
     def make_sharded_loader(
         self, loader: Any, index: int, count: int, *, even: bool, name: str, what: str
@@ -661,11 +678,20 @@ class Trainer(trainer.Trainer):
     # -- its state
 
     @property
+    def current_epoch(self) -> int:
+        """The epoch, counted from 0; after a fit, the number of epochs that it has begun."""
+        return self._progress.epoch + self._is_past_epoch
+
+    @property
     def ckpt_path(self) -> str | None:
         """The checkpoint that the present run has loaded, or the last one; the request before."""
         if self._run is None:
             return None
         path = self._run.resume_point.path or self._run.job.ckpt_path
+        if path is not None and self._run.job.ckpt_path == "last" and not storage.is_url(path):
+            # The link, if there is one, as Lightning shows it.
+            link = Path(path).parent / f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}.ckpt"
+            path = link if link.is_symlink() and link.resolve() == Path(path).resolve() else path
         return None if path is None else str(path)
 
     @property
@@ -801,6 +827,20 @@ class Trainer(trainer.Trainer):
         return PredictionLoop(self)
 
 
+def _check_resumed_epoch(run: Run) -> None:
+    """Refuse a checkpoint of a later epoch than a fit has.
+
+    Raises:
+        ConfigurationError: there is nothing to train.
+    """
+    epoch, most = run.progress.epoch + run.progress.epoch_is_done, run.trainer.options.max_epochs
+    if run.resume_point.path is not None and -1 < most < epoch:
+        raise ConfigurationError(
+            f"You restored a checkpoint with current_epoch={epoch}, but you have set "
+            f"Trainer(max_epochs={most}): pass a larger max_epochs"
+        )
+
+
 def _default_logger(root: str | Path | None) -> Logger:
     """Return what Lightning logs by where nothing else is asked for.
 
@@ -838,13 +878,12 @@ def _of_barebones(options: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigurationError: one of them was requested.
     """
-    defaults = inspect.signature(trainer.Trainer.__init__).parameters
     for name, off in _BAREBONES.items():
         requested = options.get(name)
-        if requested is not None and requested not in (defaults[name].default, off):
+        if requested is not None and requested != off:
             raise ConfigurationError(
-                f"barebones=True turns off what does not train, and {name}={requested!r} asks for "
-                "it: leave one of the two out"
+                "barebones=True turns off what does not train, and "
+                f"`Trainer({name}={requested!r})` was passed: leave one of the two out"
             )
     return {**options, **_BAREBONES}
 

@@ -159,6 +159,20 @@ class _AcceleratorRegistry:
         )
         get_registry().add(spec, override=override)
 
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        """Return the registration of an accelerator as a dict.
+
+        Raises:
+            UnknownNameError: none has that name.
+        """
+        spec = get_registry().find("accelerator", name).spec
+        return {
+            "accelerator": spec.target,
+            "accelerator_name": name,
+            "description": spec.summary,
+            "init_params": dict(spec.init_args),
+        }
+
     def get(self, name: str) -> Any:
         """Return a new accelerator.
 

@@ -40,6 +40,17 @@ class EarlyStopping(callbacks.EarlyStopping):
         super().__init__(*args, **options)
 
     @property
+    def state_key(self) -> str:
+        """The key of the state in a checkpoint, as Lightning has it."""
+        return f"{type(self).__qualname__}{{'monitor': {self.monitor!r}, 'mode': {self.mode!r}}}"
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        """Find the state under the key of Stratagem's own EarlyStopping."""
+        states = checkpoint.get("callbacks", {})
+        if (own := super().state_key) in states:
+            states.setdefault(self.state_key, states.pop(own))
+
+    @property
     def best_score(self) -> Any:
         """The best value so far, of shape ()."""
         return torch.tensor(self._best_score, dtype=torch.float64)

@@ -3,7 +3,8 @@
 # Without the __future__ import: command lines read the types of the arguments as they stand here.
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +16,9 @@ from stratagem import callbacks
 from stratagem.callbacks import filled
 from stratagem.checkpoint import SUFFIX
 from stratagem.errors import ConfigurationError
+from stratagem.launch import rank_zero_warn
 from stratagem_lightning.api.utilities.phrases import in_lightnings_words
+from stratagem_lightning_plugin.checkpoint_format import loops_of
 
 if TYPE_CHECKING:
     from stratagem.module import Module
@@ -81,12 +84,15 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
     ) -> None:
+        self._keeps_last_only = bool(save_last) and save_top_k == 0
+        """Whether the only file is that of the last checkpoint: no other one is linked to."""
         super().__init__(
             dirpath or None,
             filename,
             monitor=monitor,
             verbose=verbose,
-            save_last=save_last,
+            save_last=save_last and not self._keeps_last_only,
+            keep_latest_k=int(self._keeps_last_only),
             save_top_k=save_top_k,
             save_on_exception=save_on_exception,
             save_weights_only=save_weights_only,
@@ -98,6 +104,53 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             save_on_train_epoch_end=save_on_train_epoch_end,
             enable_version_counter=enable_version_counter,
         )
+
+    @property
+    def state_key(self) -> str:
+        """The key of the state in a checkpoint, as Lightning has it."""
+        arguments = {
+            "monitor": self.monitor,
+            "mode": self.mode,
+            "every_n_train_steps": self.every_n_train_steps or 0,
+            "every_n_epochs": self.every_n_epochs or 0,
+            "train_time_interval": self.train_time_interval,
+        }
+        return f"{type(self).__qualname__}{arguments!r}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, with the values and the path that scripts read."""
+        own = super().state_dict()
+        return own and {
+            **own,
+            "monitor": self.monitor,
+            "best_model_path": super().best_model_path,
+            "best_model_score": self.best_model_score,
+            "current_score": self.current_score,
+        }
+
+    def on_load_checkpoint(
+        self, trainer: "Trainer", module: "Module", checkpoint: dict[str, Any]
+    ) -> None:
+        """Find the state; warn of missing ModelCheckpoints."""
+        super().on_load_checkpoint(trainer, module, checkpoint)
+        savers = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint)]
+        if savers[0] is not self or trainer.run.stage != "fit":
+            return
+        own, begin = {one.state_key for one in savers}, "ModelCheckpoint{"
+        states = checkpoint.get("callbacks", {})
+        missing = [key for key in states if key.startswith(begin) and key not in own]
+        if missing:
+            rank_zero_warn(
+                "The checkpoint has the state of callbacks that this Trainer does not have. Please "
+                f"add the following callbacks: {missing}, to go on with what they have kept"
+            )
+
+    def on_save_checkpoint(
+        self, trainer: "Trainer", module: "Module", checkpoint: dict[str, Any]
+    ) -> None:
+        """Add the position in training in Lightning's form too, which scripts read."""
+        if "progress" in checkpoint:
+            checkpoint["loops"] = loops_of(checkpoint["progress"])
 
     @property
     def dirpath(self) -> str | None:
@@ -236,8 +289,20 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             self._save(trainer, among_best=False)
         super().on_train_end(trainer, module)
 
+    def _name(self, trainer: "Trainer") -> str:
+        return self._name_of_last(trainer) if self._keeps_last_only else super()._name(trainer)
+
     def _write(self, trainer: "Trainer", value: float | None) -> None:
         self._set_path = ""
+        self._write_ranked(trainer, value)
+        if self._keeps_last_only:
+            self.last_model_path = self.kept_paths[-1]
+
+    def _write_ranked(self, trainer: "Trainer", value: float | None) -> None:
+        with _saving_by(trainer):
+            self._write_by_value(trainer, value)
+
+    def _write_by_value(self, trainer: "Trainer", value: float | None) -> None:
         if self.monitor is None or value is None:
             super()._write(trainer, value)
             return
@@ -262,12 +327,21 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         return self._filled(self.CHECKPOINT_NAME_LAST, trainer)
 
     def _with_values(self, filename: str, values: Mapping[str, Any]) -> str:
-        return filled(
+        known = _Zeros(values)
+        text = filled(
             filename,
-            values,
+            known,
             with_names=self.auto_insert_metric_name,
             equals=self.CHECKPOINT_EQUALS_CHAR,
         )
+        # `format_checkpoint_name` passes zeros on purpose.
+        for name in set() if isinstance(values, _Zeros) else known.missing - self._warned:
+            self._warned.add(name)
+            rank_zero_warn(
+                f"ModelCheckpoint(filename={filename!r}) uses {name!r}, which was not logged: the "
+                f"name has 0 in its place. There is {', '.join(values)}"
+            )
+        return text
 
     def _name_to_resume_from(self, trainer: "Trainer", why: str) -> str:
         if why == "exception":
@@ -275,15 +349,44 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         return super()._name_to_resume_from(trainer, why)
 
 
+@contextmanager
+def _saving_by(trainer: "Trainer") -> Iterator[None]:
+    """Let a `save_checkpoint` of the user's Trainer save, as Lightning does."""
+    method: Any = trainer.save_checkpoint
+    if str(getattr(method, "__module__", "")).startswith("stratagem"):
+        yield
+        return
+    run: Any = trainer.run
+    save = run.save
+
+    def save_by_users(path: Any, *, weights_only: bool, weights: Any = None) -> None:
+        run.save = save  # what the user's method calls
+        try:
+            method(str(path), weights_only)
+        finally:
+            run.save = save_by_users
+
+    run.save = save_by_users
+    try:
+        yield
+    finally:
+        del run.save
+
+
 def _tensor(score: float | None) -> Tensor | None:
     return None if score is None else torch.tensor(score)
 
 
 class _Zeros(dict[str, Any]):
-    """0 for every name that it has not."""
+    """0 for every name that it has not; notes which were looked up."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.missing: set[str] = set()
 
     def __contains__(self, name: object) -> bool:
         return True
 
     def __missing__(self, name: str) -> int:
+        self.missing.add(name)
         return 0

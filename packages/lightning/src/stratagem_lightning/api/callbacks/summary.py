@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.nn.parameter import UninitializedParameter
+
 from stratagem.callbacks import summarize as table_of
 from stratagem.errors import ConfigurationError
+from stratagem.launch import rank_zero_warn
 
 NOT_APPLICABLE = "n/a"
 UNKNOWN_SIZE = "?"
@@ -48,16 +51,25 @@ class ModelSummary:
         self.layer_names = [layer.name for layer in table.layers]
         self.layer_types = [layer.kind for layer in table.layers]
         self.param_nums = [layer.parameters for layer in table.layers]
-        self.in_sizes = [layer.in_size for layer in table.layers]
-        self.out_sizes = [layer.out_size for layer in table.layers]
+        self.in_sizes = [_known(layer.in_size) for layer in table.layers]
+        self.out_sizes = [_known(layer.out_size) for layer in table.layers]
         self.training_modes = [layer.mode == "train" for layer in table.layers]
-        self.total_parameters = table.total_parameters
         self.trainable_parameters = table.trainable_parameters
         self.total_layer_params = sum(
             layer.parameters for layer in table.layers if "." not in layer.name
         )
         self.model_size = table.model_size
         self.total_flops = table.total_flops or 0
+
+    @property
+    def total_parameters(self) -> int:
+        """Numbers in the whole model; warns if some of its layers are lazy."""
+        if any(isinstance(part, UninitializedParameter) for part in self._model.parameters()):
+            rank_zero_warn(
+                "The total number of parameters detected may be inaccurate because the model has "
+                "layers that take their sizes from the first input: set example_input_array"
+            )
+        return int(self._table.total_parameters)
 
     @property
     def total_training_modes(self) -> dict[str, int]:
@@ -69,6 +81,10 @@ class ModelSummary:
         return str(self._table)
 
     __repr__ = __str__
+
+
+def _known(size: Any) -> Any:
+    return UNKNOWN_SIZE if isinstance(size, list) and not size else size
 
 
 def summarize(lightning_module: Any, max_depth: int = 1) -> ModelSummary:

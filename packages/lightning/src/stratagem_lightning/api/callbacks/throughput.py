@@ -10,7 +10,22 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from stratagem.lite import Lite
-from stratagem_extras.callbacks.throughput import Throughput
+from stratagem_extras.callbacks import throughput
+from stratagem_lightning.api.utilities.phrases import in_lightnings_words
+
+
+class Throughput(throughput.Throughput):
+    """Rates over a window of the latest batches; Stratagem's, with Lightning's exceptions."""
+
+    update = in_lightnings_words(throughput.Throughput.update)
+
+    def compute(self) -> dict[str, float]:
+        """Return totals, and rates once the window is full."""
+        metrics = super().compute()
+        if len(self._counts) == self._counts.maxlen:
+            return metrics
+        totals = ("time", "batches", "samples", "lengths")
+        return {name: value for name, value in metrics.items() if name in totals}
 
 
 class ThroughputMonitor(Throughput):

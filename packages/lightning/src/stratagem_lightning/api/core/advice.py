@@ -78,6 +78,49 @@ def warn_of_loader(loader: Any, what: str) -> None:
         )
 
 
+def warn_of_workers_that_start_again(run: Run) -> None:
+    """Warn of workers that are spawned for each epoch, if ranks are spawned."""
+    if run.fit_data is None or run.trainer.plan.launcher.name != "spawn":
+        return
+    loaders = [("train", run.fit_data.loader.loader)]
+    loaders += [("val", one.loader) for one in run.fit_data.validation]
+    for name, loader in loaders:
+        if getattr(loader, "num_workers", 0) and not getattr(loader, "persistent_workers", True):
+            rank_zero_warn(
+                f"Consider setting `persistent_workers=True` in `{name}_dataloader` to speed up "
+                "the start of its workers, which are spawned for each epoch",
+                PossibleUserWarning,
+            )
+
+
+def warn_of_log_interval(run: Run) -> None:
+    """Warn of an epoch with fewer batches than `log_every_n_steps`."""
+    trainer, batches = run.trainer, run.fit_data.loader.batches if run.fit_data else 0
+    every = trainer.options.log_every_n_steps
+    if trainer.loggers and not trainer.options.fast_dev_run and every > batches > 0:
+        rank_zero_warn(
+            f"The number of training batches ({batches:.0f}) is smaller than the logging interval "
+            f"Trainer(log_every_n_steps={every}): pass a smaller number to see values within an "
+            "epoch",
+            PossibleUserWarning,
+        )
+
+
+def warn_of_unused_schedules(run: Run) -> None:
+    """Warn of keys of schedulers that manual optimization does not look at."""
+    if run.module.automatic_optimization:
+        return
+    defaults = {"monitor": None, "frequency": 1, "strict": True}
+    for config in run.schedulers.configs:
+        keys = [name for name, default in defaults.items() if getattr(config, name) != default]
+        if keys:
+            rank_zero_warn(
+                f"The lr scheduler dict contains the key(s) {keys}, but the keys will be ignored. "
+                "You need to call `lr_scheduler.step()` manually in manual optimization",
+                RuntimeWarning,
+            )
+
+
 def warn_of_eval_mode(run: Run) -> None:
     """Warn of modules that are in eval mode when a fit starts, and stay in it."""
     count = sum(not part.training for part in run.module.modules())

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from stratagem.module import DataModule
+from stratagem_lightning.api.core.hparams import HyperparametersMixin
 from stratagem_lightning.api.core.saving import of_file
 
 DataModuleType = TypeVar("DataModuleType", bound="LightningDataModule")
 
 
-class LightningDataModule(DataModule):
+class LightningDataModule(HyperparametersMixin, DataModule):
     """A DataModule, under the name that Lightning has for it.
 
     Its text says how many samples its loaders have.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from stratagem import trainer
 from stratagem_extras.callbacks.prediction_writer import BasePredictionWriter
+from stratagem_lightning_plugin.checkpoint_format import loops_of
 
 
 class Counts(NamedTuple):
@@ -177,9 +178,96 @@ class EpochLoop(_View):
         return _progress(count, self.trainer._progress.batches_before + count)
 
     @property
+    def automatic_optimization(self) -> AutomaticOptimization:
+        """The optimizer steps that the Trainer takes."""
+        return AutomaticOptimization(self.trainer)
+
+    @property
+    def manual_optimization(self) -> ManualOptimization:
+        """The optimizer steps that the model takes."""
+        return ManualOptimization(self.trainer)
+
+    @property
     def val_loop(self) -> ValidationLoop:
         """The validation within a fit."""
         return ValidationLoop(self.trainer)
+
+
+class Steps(NamedTuple):
+    """Numbers of begun and ended optimizer steps."""
+
+    ready: int
+    completed: int
+
+
+class StepProgress(NamedTuple):
+    """The optimizer steps of this epoch, and of all."""
+
+    current: Steps
+    total: Steps
+
+
+class OptimizationProgress:
+    """`optim_progress` of automatic optimization.
+
+    Args:
+        of: the Trainer.
+
+    Attributes:
+        optimizer_steps: the number of optimizer steps.
+    """
+
+    def __init__(self, of: Any) -> None:
+        self.optimizer_steps: int = of.global_step if _is_automatic(of) else 0
+        self.optimizer = self
+        """The optimizer's part, which has the same `step`."""
+        self.step = _steps(of) if _is_automatic(of) else _no_steps()
+
+
+class AutomaticOptimization:
+    """`fit_loop.epoch_loop.automatic_optimization`.
+
+    Args:
+        of: the Trainer.
+
+    Example:
+        >>> from stratagem_lightning.pytorch import Trainer
+        >>> loop = Trainer(accelerator="cpu").fit_loop.epoch_loop
+        >>> loop.automatic_optimization.optim_progress.optimizer.step.total.completed
+        0
+    """
+
+    def __init__(self, of: Any) -> None:
+        self.optim_progress = OptimizationProgress(of)
+
+
+class ManualOptimization:
+    """`fit_loop.epoch_loop.manual_optimization`.
+
+    Args:
+        of: the Trainer.
+
+    Attributes:
+        optim_step_progress: the steps of all optimizers.
+    """
+
+    def __init__(self, of: Any) -> None:
+        self.optim_step_progress = _no_steps() if _is_automatic(of) else _steps(of)
+
+
+def _is_automatic(of: Any) -> bool:
+    return of.model is None or bool(of.model.automatic_optimization)
+
+
+def _steps(of: Any) -> StepProgress:
+    """Return the steps; those of this epoch are taken of its batches."""
+    per_step = max(1, of.accumulate_grad_batches)
+    current = min(of.global_step, -(-of.batches_that_trained // per_step))
+    return StepProgress(Steps(current, current), Steps(of.global_step, of.global_step))
+
+
+def _no_steps() -> StepProgress:
+    return StepProgress(Steps(0, 0), Steps(0, 0))
 
 
 _LIMITS = {"max_epochs": -1, "max_steps": -1, "min_epochs": 0, "min_steps": 0}
@@ -239,8 +327,9 @@ class FitLoop:
         return _progress(self.trainer.current_epoch, self.trainer.current_epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the form that checkpoints contain."""
-        return dict(self.trainer._progress.state_dict())
+        """Return the position in the form that Lightning's checkpoints contain."""
+        found: dict[str, Any] = loops_of(self.trainer._progress.state_dict())["fit_loop"]
+        return found
 
     @property
     def batch_idx(self) -> int:

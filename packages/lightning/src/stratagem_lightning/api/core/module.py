@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stratagem.errors import CheckpointMismatchError, StratagemError
+from stratagem.errors import CheckpointMismatchError, ConfigurationError, StratagemError
 from stratagem.launch import rank_zero_warn
 from stratagem.module import Module
+from stratagem.trainer import is_users
+from stratagem_lightning.api.core.hparams import HyperparametersMixin
 from stratagem_lightning.api.core.saving import of_file
 from stratagem_lightning.api.utilities.data import first_of_one
 from stratagem_lightning.api.utilities.exceptions import StateDictError
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 ModuleType = TypeVar("ModuleType", bound="LightningModule")
 
 
-class LightningModule(Module):
+class LightningModule(HyperparametersMixin, Module):
     """A Module, under the name that Lightning has for it."""
 
     needs_optimizer = False
@@ -102,6 +104,8 @@ class LightningModule(Module):
             enable_graph, metric_attribute: not needed here: no value keeps its graph.
             sync_dist_group: not needed here: a value is reduced over all ranks.
         """
+        if logger is False and self.fabric is not None:
+            return
         if logger and self.__dict__["_metrics"] is not None and not self.loggers:
             rank_zero_warn(
                 f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured: "
@@ -125,6 +129,26 @@ class LightningModule(Module):
             raise with_phrase(error, "log") from error.__cause__
         if on_epoch and on_step is not False:
             self._show_step_value(name)
+
+    def log_dict(  # type: ignore[override]  # in Lightning's order
+        self,
+        dictionary: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        *more: Any,
+        **options: Any,
+    ) -> None:
+        """Log several values; as `log`, or by one call of Fabric's loggers.
+
+        Args:
+            dictionary: values by name.
+            prog_bar, logger, *more, **options: as for `log`.
+        """
+        if self.fabric is None:
+            for name, value in dictionary.items():
+                self.log(name, value, prog_bar, logger, *more, **options)
+        elif logger is not False:
+            self.fabric.log_dict(dictionary)
 
     def _show_step_value(self, name: str) -> None:
         """Let the name of a value of both kinds stand for the step's until the epoch ends.
@@ -181,6 +205,13 @@ class LightningModule(Module):
     ) -> None:
         """Clip the gradients of an optimizer's parameters; as there, or through Fabric."""
         if self.fabric is None:
+            passed = self.trainer._arguments.get("gradient_clip_algorithm")
+            if None not in (passed, gradient_clip_algorithm) and passed != gradient_clip_algorithm:
+                raise ConfigurationError(
+                    f"You have set `Trainer(gradient_clip_algorithm={passed!r})` and have passed "
+                    f"`clip_gradients(gradient_clip_algorithm={gradient_clip_algorithm!r})`: "
+                    "leave one of the two out"
+                )
             super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         elif gradient_clip_val is not None:
             by_value = gradient_clip_algorithm == "value"
@@ -239,7 +270,7 @@ class LightningModule(Module):
             StateDictError: the weights are another model's; a RuntimeError too.
         """
         try:
-            return super().load_from_checkpoint(
+            model = super().load_from_checkpoint(
                 checkpoint_path,
                 map_location=_device_for(map_location),
                 strict=strict,
@@ -248,6 +279,14 @@ class LightningModule(Module):
             )
         except CheckpointMismatchError as error:
             raise StateDictError.of(error) from error
+        own = model.strict_loading
+        # Set by the user, not the default.
+        if strict not in (None, own) and own is not None and is_users(model, "strict_loading"):
+            raise ConfigurationError(
+                f"load_from_checkpoint(strict={strict}) is in conflict with "
+                f"`{cls.__name__}.strict_loading={own}`: pass the same value, or leave one out"
+            )
+        return model
 
 
 def _device_for(map_location: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from stratagem.data import (
     sampler_of,
     with_sampler,
 )
+from stratagem.errors import UserCodeError
 from stratagem.rng import SEED_VARIABLE, SeededOnce, chosen_seed, seeds_workers
 from stratagem.strategies import ParallelStrategy, Strategy
 from stratagem_lightning.api.utilities.samplers import DistributedSamplerWrapper
@@ -33,6 +35,7 @@ from stratagem_lightning.api.utilities.seed import pl_worker_init_function
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from stratagem.strategies import PreparedModel
     from stratagem.trainer import Run, Step
 
 
@@ -126,6 +129,44 @@ def divide_by_whole_window(step: Step, run: Run) -> Step:
         start(micro_batches, weights)
 
     step.start = start_window  # type: ignore[method-assign]
+    return step
+
+
+def check_manual_outputs(step: Step, run: Run) -> Step:
+    """Let a step refuse wrong results of `training_step` in manual optimization."""
+    finish = step.finish
+
+    def check_and_finish() -> None:
+        outputs = step._outputs
+        if outputs is not None and not isinstance(outputs, (torch.Tensor, Mapping)):
+            raise UserCodeError(
+                f"{type(run.module).__name__}.training_step returned a {type(outputs).__name__}: "
+                "in manual optimization it must return a Tensor or have no return"
+            )
+        finish()
+
+    if not run.module.automatic_optimization:
+        step.finish = check_and_finish  # type: ignore[method-assign]
+    return step
+
+
+def validate_at_stop(step: Step, run: Run, prepared: PreparedModel) -> Step:
+    """Let a fit validate where `should_stop` ends it within an epoch, as Lightning does."""
+    finish = step.finish
+
+    def finish_and_validate() -> None:
+        finish()
+        if not run.trainer.should_stop or run.fit_data is None or not run.should_stop():
+            return
+        batches, validation = run.fit_data.loader.batches, run.validation
+        done, interval = run.progress.batches, run.validation.interval(batches)
+        # Otherwise it follows anyway.
+        is_within = done < batches and done > run.progress.validated
+        in_epoch = validation.is_in_epoch(run.progress.epoch)
+        if is_within and in_epoch and not validation.is_due(interval):
+            validation.run(prepared)
+
+    step.finish = finish_and_validate  # type: ignore[method-assign]
     return step
 
 

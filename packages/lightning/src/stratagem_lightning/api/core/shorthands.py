@@ -22,6 +22,11 @@ def expand_shorthands(options: Mapping[str, Any]) -> dict[str, Any]:
         {'precision': 16, 'accelerator': 'gpu', 'devices': 2}
     """
     expanded = dict(options)
+    if expanded.get("devices", 1) in (0, "0", []):
+        raise ConfigurationError(
+            f"devices={expanded['devices']!r}: expected a number of devices, their indices, or "
+            "'auto'"
+        )
     for shorthand, name in (("gpus", "gpu"), ("tpu_cores", "tpu")):
         value = expanded.pop(shorthand, None)
         if value == 0 and shorthand == "gpus" and expanded.get("accelerator") in ("auto", None):

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from stratagem.data import CombinedLoader
 from stratagem_lightning.api.core.datamodule import LightningDataModule
 from stratagem_lightning.api.core.module import LightningModule
 
@@ -205,25 +204,30 @@ class BoringDataModuleNoLen(LightningDataModule):
 
 
 class IterableBoringDataModule(LightningDataModule):
-    """Two loaders for each stage, read one after the other."""
+    """Two loaders for each stage: one of a dataset with a length, one without."""
 
     def setup(self, stage: str) -> None:
-        self.datasets = [RandomDataset(_FEATURES, _SAMPLES) for _ in range(2)]
+        sizes = {"train": 16, "val": 32, "test": 64, "predict": 64}
+        stages = {"fit": ("train", "val"), "validate": ("val",)}.get(stage, (stage,))
+        self.datasets = {
+            name: [RandomDataset(4, sizes[name]), RandomIterableDataset(4, sizes[name])]
+            for name in stages
+        }
 
-    def _loaders(self) -> CombinedLoader:
-        return CombinedLoader([DataLoader(dataset) for dataset in self.datasets], "sequential")
+    def _loaders(self, name: str) -> list[DataLoader[Any]]:
+        return [DataLoader(dataset) for dataset in self.datasets[name]]
 
     def train_dataloader(self) -> Any:
-        return self._loaders()
+        return self._loaders("train")
 
     def val_dataloader(self) -> Any:
-        return self._loaders()
+        return self._loaders("val")
 
     def test_dataloader(self) -> Any:
-        return self._loaders()
+        return self._loaders("test")
 
     def predict_dataloader(self) -> Any:
-        return self._loaders()
+        return self._loaders("predict")
 
 
 class DemoModel(LightningModule):

@@ -1,4 +1,4 @@
-"""TorchCollective: calls of torch.distributed within a group of ranks."""
+"""Collectives as objects: of a run of one rank, and of torch.distributed within a group."""
 
 from __future__ import annotations
 
@@ -16,6 +16,37 @@ CALLS = (
     *("recv", "reduce", "reduce_scatter", "scatter", "scatter_object_list", "send"),
 )
 """Functions of torch.distributed that are methods here, without the argument `group`."""
+
+
+class SingleDeviceCollective:
+    """The collectives of a run with a single rank: they return their argument.
+
+    Example:
+        >>> SingleDeviceCollective().broadcast([1, 2])
+        [1, 2]
+    """
+
+    rank = 0
+    world_size = 1
+
+    def setup(self, **options: Any) -> SingleDeviceCollective:
+        """Return the object: nothing is to be set up."""
+        return self
+
+    create_group = setup
+
+    def teardown(self) -> SingleDeviceCollective:
+        """Return the object: no group exists."""
+        return self
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Return at once: no other rank exists."""
+
+    def broadcast(self, data: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the data of the only rank."""
+        return data
+
+    all_reduce = reduce = broadcast_object_list = broadcast
 
 
 class TorchCollective:

@@ -39,9 +39,9 @@ class _Detected(environments.ClusterEnvironment):
         """
         if num_devices * num_nodes != self.world_size():
             raise ConfigurationError(
-                f"devices={num_devices} and num_nodes={num_nodes} are {num_devices * num_nodes} "
-                f"ranks, and {type(self).__name__} has started {self.world_size()}: expected as "
-                "many, so change one of the two, or what the job asks for"
+                f"devices={num_devices} and num_nodes={num_nodes}: the product ({num_devices} * "
+                f"{num_nodes}) does not match the world size ({self.world_size()}) of "
+                f"{type(self).__name__}: change one of the two, or what the job asks for"
             )
 
 
@@ -87,6 +87,25 @@ class LSFEnvironment(_Detected, environments.LSFEnvironment):
         "JSM_NAMESPACE_LOCAL_RANK",
     )
 
+    def __init__(self) -> None:
+        """Look for the job's hosts and its number.
+
+        Raises:
+            ConfigurationError: the variables of an LSF job are missing.
+        """
+        hosts = "LSB_DJOB_RANKFILE"
+        if not os.environ.get(hosts) and not os.environ.get("LSB_HOSTS"):
+            found = f"The environment variable `{hosts}` is empty"
+            if hosts not in os.environ:
+                found = f"Did not find the environment variable `{hosts}`"
+            raise ConfigurationError(f"{found}: start the ranks with jsrun in an LSF job")
+        if "LSB_JOBID" not in os.environ:
+            raise ConfigurationError(
+                "Could not find job id in environment variable LSB_JOBID: start the ranks with "
+                "jsrun in an LSF job"
+            )
+        super().__init__()
+
 
 class SLURMEnvironment(_Detected, environments.SLURMEnvironment):
     """Processes started by srun."""
@@ -123,8 +142,8 @@ class KubeflowEnvironment(_Detected, environments.KubeflowEnvironment):
             NotImplementedError: always.
         """
         raise NotImplementedError(
-            "KubeflowEnvironment.detect(): nothing tells a pod of a PyTorchJob from another one; "
-            "name the environment: plugins='kubeflow'"
+            "KubeflowEnvironment can't be detected automatically, since nothing tells a pod of a "
+            "PyTorchJob from another one: name the environment, plugins='kubeflow'"
         )
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.optim import Optimizer
 
 from stratagem import precision as own
 from stratagem.errors import ConfigurationError
+from stratagem.launch import rank_zero_warn
 from stratagem.precision import default_dtype
-from stratagem_lightning.api.instance_check import InstanceCheck, of_class
+from stratagem_lightning.api.instance_check import InstanceCheck, of_class, renamed
+from stratagem_lightning.api.plugins.torch_xla import require_torch_xla
+from stratagem_lightning.api.utilities.exceptions import UserRuntimeError
 from stratagem_lightning.api.utilities.warnings import rank_zero_deprecation
 
 
@@ -97,12 +102,60 @@ class Precision(own.Precision, metaclass=InstanceCheck):
         """
         self.scale_loss(tensor).backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> None:
-        """Step the optimizer; its `step` receives `kwargs`."""
+    def optimizer_step(
+        self, optimizer: Optimizer, model: Any = None, closure: Any = None, **kwargs: Any
+    ) -> None:
+        """Step the optimizer.
+
+        Args:
+            optimizer: its `step` receives `kwargs`, and `closure` if there is one.
+            model: not needed here.
+            closure: as torch's optimizers take it.
+            **kwargs: further arguments of `step`.
+        """
+        if closure is not None:
+            kwargs["closure"] = closure
         if self.scales_loss:
             super().optimizer_step(optimizer, **kwargs)
         else:
             optimizer.step(**kwargs)
+
+    def clip_gradients(
+        self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm"
+    ) -> None:
+        """Clip the gradients of an optimizer's parameters.
+
+        Args:
+            optimizer: has the parameters.
+            clip_val: the largest norm, or value; 0: nothing is clipped.
+            gradient_clip_algorithm: "norm" or "value".
+
+        Raises:
+            UserRuntimeError: the optimizer divides gradients by the scale itself.
+        """
+        if clip_val <= 0:
+            return
+        if self.scales_loss and getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise UserRuntimeError(
+                f"The current optimizer, {type(optimizer).__qualname__}, does not allow for "
+                "gradient clipping because it unscales gradients in its step: pass fused=False"
+            )
+        if gradient_clip_algorithm == "value":
+            self.clip_grad_by_value(optimizer, clip_val)
+        else:
+            self.clip_grad_by_norm(optimizer, clip_val)
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip each gradient's elements to a largest value."""
+        nn.utils.clip_grad_value_(_parameters(optimizer), clip_val)
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip the norm of all gradients together."""
+        nn.utils.clip_grad_norm_(_parameters(optimizer), clip_val)
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class DoublePrecision(Precision, own.TruePrecision):
@@ -112,6 +165,27 @@ class DoublePrecision(Precision, own.TruePrecision):
 
     def __init__(self) -> None:
         super().__init__("64-true")
+
+
+class LightningDoublePrecisionModule(nn.Module):
+    """A model with inputs converted to float64; `DoublePrecision` does so itself.
+
+    Args:
+        pl_module: the model.
+    """
+
+    def __init__(self, pl_module: nn.Module) -> None:
+        super().__init__()
+        rank_zero_deprecation(
+            "The `LightningDoublePrecisionModule` is deprecated and no longer needed: use "
+            "precision='64-true'"
+        )
+        self.module = pl_module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model with converted inputs."""
+        convert = DoublePrecision().convert_input
+        return self.module(*convert(args), **convert(kwargs))
 
 
 class HalfPrecision(Precision, own.TruePrecision):
@@ -173,6 +247,7 @@ class _TruePrecision(Precision, own.TruePrecision):
     """One dtype throughout."""
 
 
+_OF_XLA = ("32-true", "16-true", "bf16-true")
 _OF_SHARDING = ("32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
 
 
@@ -198,8 +273,32 @@ class FSDPPrecision(Precision):
         """Return the one that computes so."""
         _check("FSDPPrecision", precision)
         if precision.endswith("mixed"):
-            return MixedPrecision(precision, scaler=scaler)
-        return _TruePrecision(precision)
+            return _sharding(type(MixedPrecision(precision)))(precision, scaler=scaler)
+        return _sharding(_TruePrecision)(precision)
+
+
+@cache
+def _sharding(kind: Any) -> Any:
+    """Return a class of precisions with the dtypes that FSDP1 is told."""
+    return type(kind)(kind.__name__, (_Dtypes, kind), {"__module__": __name__})
+
+
+class _Dtypes:
+    """What FSDP1 is told of a precision."""
+
+    name: str
+
+    @property
+    def mixed_precision_config(self) -> Any:
+        """The dtypes as a `torch.distributed.fsdp.MixedPrecision`."""
+        if self.name in ("16-true", "bf16-true"):
+            rank_zero_warn(
+                f"FSDP with `{self.name}` enables computation in lower precision; with this "
+                "`MixedPrecision`, FSDP1 keeps a full-precision copy of the parameters"
+            )
+        dtypes = {"32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
+        dtype = dtypes[self.name.partition("-")[0]]
+        return fsdp.MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
 
 
 def _check(who: str, precision: str) -> None:
@@ -230,6 +329,10 @@ class DeepSpeedPrecision(Precision, own.EnginePrecision):
         if precision == "32-true":
             self.dtype = torch.float32
 
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Return a model of half precision for "true" names; DeepSpeed converts the others."""
+        return module if self.name.endswith("mixed") else super().convert_module(module)
+
     def module_init_context(self) -> AbstractContextManager[Any]:
         """Return a context in which to build a model; "true" names have half-precision ones."""
         stays = self.name.endswith("mixed")
@@ -246,24 +349,49 @@ class DeepSpeedPrecision(Precision, own.EnginePrecision):
         model.backward(tensor, *args, **kwargs)
 
 
-def _earlier(name: str, kind: Any) -> Any:
-    """Return a class under the name that it had before: making one warns."""
+class XLAPrecision(Precision):
+    """The precision of that name on XLA devices.
 
-    def make(cls: Any, *args: Any, **options: Any) -> Any:
-        if cls is not earlier:
-            return kind.__new__(cls, *args, **options)  # a user's subclass
-        rank_zero_deprecation(f"The `{name}` is deprecated: its name is `{kind.__name__}` now")
-        return kind(*args, **options)
+    Args:
+        precision: "32-true", "16-true" or "bf16-true".
 
-    inherited = {"is_instance": kind.is_instance, "__module__": __name__, "__doc__": kind.__doc__}
-    earlier = type(kind)(name, (kind,), {**inherited, "__new__": make})
+    Raises:
+        ConfigurationError: it is none of these.
+        MissingPackageError: torch_xla is not installed.
+    """
+
+    is_instance = of_class(own.TruePrecision, *_OF_XLA)
+
+    def __new__(cls, precision: str = "32-true") -> Any:
+        """Return the one that computes so."""
+        require_torch_xla("XLAPrecision")
+        if precision not in _OF_XLA:
+            raise ConfigurationError(
+                f"`precision={precision!r}` is not supported in XLA. `precision` must be one of "
+                f"{', '.join(map(repr, _OF_XLA))}"
+            )
+        return _TruePrecision(precision)
+
+
+def _of_bfloat16(name: str) -> Any:
+    """Return the earlier class of `XLAPrecision("bf16-true")`."""
+    earlier = renamed(name, XLAPrecision)
+    make = earlier.__new__
+    earlier.__new__ = lambda cls: make(cls, "bf16-true")
     return earlier
 
 
-PrecisionPlugin = _earlier("PrecisionPlugin", Precision)
-DoublePrecisionPlugin = _earlier("DoublePrecisionPlugin", DoublePrecision)
-HalfPrecisionPlugin = _earlier("HalfPrecisionPlugin", HalfPrecision)
-MixedPrecisionPlugin = _earlier("MixedPrecisionPlugin", MixedPrecision)
-FSDPPrecisionPlugin = _earlier("FSDPPrecisionPlugin", FSDPPrecision)
-DeepSpeedPrecisionPlugin = _earlier("DeepSpeedPrecisionPlugin", DeepSpeedPrecision)
-FSDPMixedPrecisionPlugin = _earlier("FSDPMixedPrecisionPlugin", MixedPrecision)
+PrecisionPlugin = renamed("PrecisionPlugin", Precision)
+DoublePrecisionPlugin = renamed("DoublePrecisionPlugin", DoublePrecision)
+HalfPrecisionPlugin = renamed("HalfPrecisionPlugin", HalfPrecision)
+MixedPrecisionPlugin = renamed("MixedPrecisionPlugin", MixedPrecision)
+FSDPPrecisionPlugin = renamed("FSDPPrecisionPlugin", FSDPPrecision)
+DeepSpeedPrecisionPlugin = renamed("DeepSpeedPrecisionPlugin", DeepSpeedPrecision)
+FSDPMixedPrecisionPlugin = renamed("FSDPMixedPrecisionPlugin", MixedPrecision)
+XLAPrecisionPlugin = renamed("XLAPrecisionPlugin", XLAPrecision)
+TPUPrecision = renamed("TPUPrecision", XLAPrecision)
+TPUPrecisionPlugin = renamed("TPUPrecisionPlugin", XLAPrecision)
+TPUBf16Precision = _of_bfloat16("TPUBf16Precision")
+TPUBf16PrecisionPlugin = _of_bfloat16("TPUBf16PrecisionPlugin")
+XLABf16Precision = _of_bfloat16("XLABf16Precision")
+XLABf16PrecisionPlugin = _of_bfloat16("XLABf16PrecisionPlugin")

@@ -7,11 +7,20 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import CPUOffload, MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import (
+    CPUOffload,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
 
 from stratagem import strategies
 from stratagem.errors import ConfigurationError
 from stratagem_lightning.api.instance_check import InstanceCheck, of_class
+
+# What a strategy answers of a checkpoint.
+from stratagem_lightning.api.strategies import single_device as single_device
 
 
 class FSDPStrategy(strategies.FSDPStrategy, metaclass=InstanceCheck):
@@ -82,6 +91,41 @@ class FSDPStrategy(strategies.FSDPStrategy, metaclass=InstanceCheck):
             **options,
         )
         self.mixed_precision_config: MixedPrecision | None = mixed_precision
+        self.sharding_strategy = _Choice(self.sharding_strategy)
+        if not isinstance(self.cpu_offload, OffloadPolicy):
+            self.cpu_offload: Any = _Offload(bool(self.cpu_offload))
+
+
+class _Choice(str):
+    """A name that equals the member of torch's `ShardingStrategy` with that name."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    @property
+    def name(self) -> str:
+        """The name."""
+        return str(self)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            str.__eq__(self, other.name if isinstance(other, ShardingStrategy) else other) is True
+        )
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+class _Offload(CPUOffload):
+    """FSDP1's `CPUOffload`, true if parameters are kept in host memory."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __bool__(self) -> bool:
+        return self.offload_params
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CPUOffload) and other.offload_params == self.offload_params
 
 
 def _as_policy(given: Any) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -19,11 +21,13 @@ from stratagem.errors import ConfigurationError
 from stratagem.lite import LiteModule, collect, restore
 from stratagem.precision import TruePrecision
 from stratagem.strategies import Ranks
+from stratagem.trainer import Trainer
 
 # `strategy.accelerator` answers what Lightning's do once this module is imported.
 from stratagem_lightning.api.accelerators import accelerator as accelerator
 from stratagem_lightning.api.instance_check import InstanceCheck, of_class
 from stratagem_lightning.api.strategies.filtering import Filter, filtered
+from stratagem_lightning.api.utilities.exceptions import UserRuntimeError, UserTypeError
 
 PathLike = str | os.PathLike[str]
 
@@ -59,17 +63,23 @@ def _to_device(trainer: Any) -> Callable[..., Any]:
     return batch_to_device
 
 
-def _save(trainer: Any) -> Callable[..., None]:
-    def save_checkpoint(checkpoint: Any, filepath: PathLike, storage_options: Any = None) -> None:
-        strategy = trainer.strategy
-        if strategy.ranks.is_global_zero:
-            strategy.checkpoint_io.save_checkpoint(checkpoint, filepath)
+def _save(strategy: Any, checkpoint: Any, filepath: PathLike, storage_options: Any = None) -> None:
+    """Write a checkpoint on rank 0: `save_checkpoint` of a Trainer's strategy."""
+    if storage_options is not None:
+        raise UserTypeError(
+            f"`{type(strategy).__name__}.save_checkpoint(..., storage_options=...)` is not "
+            "supported: give them to a CheckpointIO of your own"
+        )
+    if strategy.ranks.is_global_zero:
+        strategy.checkpoint_io.save_checkpoint(checkpoint, filepath)
 
-    return save_checkpoint
 
+class _SetUpAgain(NamedTuple):
+    """`strategy.setup_optimizers`, which is the same each time that it is asked for."""
 
-def _set_up_again(trainer: Any) -> Callable[[Any], None]:
-    def setup_optimizers(trainer: Any) -> None:
+    trainer: Any
+
+    def __call__(self, trainer: Any) -> None:
         """Give the optimizers what `configure_optimizers` returns now, within a fit on one device.
 
         For a model whose parameters are others than before. Optimizers start from anew.
@@ -89,18 +99,15 @@ def _set_up_again(trainer: Any) -> Callable[[Any], None]:
             # The loop keeps its objects. Schedulers of the new ones change the same groups.
             own.param_groups, own.state = fresh.param_groups, fresh.state
 
-    return setup_optimizers
-
 
 _OF_TRAINER: dict[str, Callable[[Any], Any]] = {
     "lightning_module": lambda trainer: trainer.lightning_module,
     "model": lambda trainer: trainer.model,
     "optimizers": lambda trainer: trainer.optimizers,
     "lr_scheduler_configs": lambda trainer: trainer.lr_scheduler_configs,
-    "setup_optimizers": _set_up_again,
+    "setup_optimizers": _SetUpAgain,
     "launcher": lambda trainer: trainer.plan.launcher,
     "batch_to_device": _to_device,
-    "save_checkpoint": _save,
     "load_checkpoint": lambda trainer: trainer.strategy.checkpoint_io.load_checkpoint,
     "remove_checkpoint": lambda trainer: trainer.strategy.checkpoint_io.remove_checkpoint,
 }
@@ -124,8 +131,16 @@ def _find_lightning_name(strategy: Any, name: str) -> Any:
         return lambda decision, all=True: bool(
             strategy.ranks.all_reduce_ints([int(decision)], "min" if all else "max")[0]
         )
-    if name in _OF_TRAINER and (trainer := trainer_of(strategy)) is not None:
+    trainer = trainer_of(strategy) if name in _OF_TRAINER else None
+    if isinstance(trainer, Trainer):
         return _OF_TRAINER[name](trainer)
+    if name == "save_checkpoint":
+        return partial(_save, strategy)
+    if name == "device_mesh" and isinstance(strategy, strategies.ModelParallelStrategy):
+        raise UserRuntimeError(
+            "Accessing the device mesh before processes have initialized is not allowed: read it "
+            "from configure_model() on"
+        )
     own = getattr(type(strategy), name, None)
     if isinstance(own, property):
         own.__get__(strategy)  # raises the error that the property failed with
@@ -274,7 +289,13 @@ class SingleDeviceStrategy(strategies.SingleDeviceStrategy, metaclass=InstanceCh
             )
         checkpoint = collect(self, state if filter is None else filtered(state, filter))
         if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint=checkpoint, path=path)  # type: ignore[arg-type]
+            io: Any = self.checkpoint_io
+            # One that was written for Lightning may require the argument.
+            parameters = inspect.signature(io.save_checkpoint).parameters
+            takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+            takes = takes_any or "storage_options" in parameters
+            options = {"storage_options": None} if takes else {}
+            io.save_checkpoint(checkpoint=checkpoint, path=path, **options)
 
     def load_checkpoint(
         self,
@@ -310,8 +331,8 @@ class SingleDeviceStrategy(strategies.SingleDeviceStrategy, metaclass=InstanceCh
         for name in state if strict else ():
             if name not in checkpoint:
                 raise KeyError(
-                    f"{path} holds no {name!r}, which is to be filled from it; "
-                    "pass strict=False to leave it as it is"
+                    f"the state contains a key {name!r} that does not exist in {path}: pass "
+                    "strict=False to leave it as it is"
                 )
         rest = dict(state)
         for name, target in state.items():

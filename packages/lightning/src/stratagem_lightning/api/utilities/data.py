@@ -13,6 +13,7 @@ from stratagem.data import map_tensors, move_to_device
 from stratagem.errors import ConfigurationError
 from stratagem.launch import available_cores, rank_zero_warn
 from stratagem.module import HyperParameters
+from stratagem_lightning.api.utilities.warnings import WarningCache
 
 
 def first_of_one(gathered: Any, world_size: int) -> Any:
@@ -27,8 +28,15 @@ def first_of_one(gathered: Any, world_size: int) -> Any:
     return map_tensors(lambda tensor: tensor.squeeze(0), gathered)
 
 
+warning_cache = WarningCache()
+"""What was said once of batches."""
+
+
 class AttributeDict(HyperParameters):
     """A dict whose values are attributes too."""
+
+    def __delattr__(self, name: str) -> None:
+        del self[name]
 
     def __repr__(self) -> str:
         width = max((len(str(key)) for key in self), default=0) + 3
@@ -49,7 +57,7 @@ def extract_batch_size(batch: Any) -> int:
         if isinstance(leaf, torch.Tensor)
     ]
     if any(size != sizes[0] for size in sizes):
-        rank_zero_warn(
+        warning_cache.warn(
             "Trying to infer the `batch_size` from an ambiguous collection: its tensors have "
             f"different first dimensions. The batch size we found is {sizes[0]}. Pass it, as in "
             "self.log(..., batch_size=batch_size)"
@@ -57,7 +65,7 @@ def extract_batch_size(batch: Any) -> int:
     if sizes:
         return sizes[0]
     raise ConfigurationError(
-        "the batch size cannot be found in the batch, which has no tensor: pass it, as in "
+        "We could not infer the batch_size from the batch, which has no tensor: pass it, as in "
         "self.log(..., batch_size=batch_size)"
     )
 

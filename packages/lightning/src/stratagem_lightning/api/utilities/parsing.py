@@ -36,17 +36,38 @@ def get_init_args(frame: FrameType) -> dict[str, Any]:
     return {**given, **values.get(keywords or "", {})}
 
 
+def collect_init_args(
+    frame: FrameType, path_args: list[dict[str, Any]], inside: bool = False
+) -> list[dict[str, Any]]:
+    """Return the arguments of the `__init__` methods that run in a frame and in its callers.
+
+    Args:
+        frame: where to begin.
+        path_args: arguments of those within it.
+        inside: whether the frame before was one of them.
+
+    Returns:
+        The arguments of each by name, those of the innermost first.
+    """
+    outer = frame.f_back
+    if outer is None:
+        return path_args
+    if "__class__" not in frame.f_locals:
+        return path_args if inside else collect_init_args(outer, path_args)
+    found = get_init_args(frame) if frame.f_code.co_name == "__init__" else {}
+    return collect_init_args(outer, [*path_args, *([found] if found else [])], inside=True)
+
+
 def _holders(model: Any, name: str) -> list[Any]:
     """Return what has an attribute: the model, its hyperparameters, its trainer's DataModule."""
-    holders = [model] if hasattr(model, name) else []
-    hparams = getattr(model, "hparams", None)
-    if hparams is not None:
-        is_dict = isinstance(hparams, Mapping)
-        has_name = name in hparams if is_dict else hasattr(hparams, name)
-        holders += [hparams] if has_name else []
     trainer = vars(model).get("_trainer")
-    datamodule = None if trainer is None else trainer.datamodule
-    return [*holders, datamodule] if hasattr(datamodule, name) else holders
+    holders = []
+    for owner in (model, None if trainer is None else trainer.datamodule):
+        for holder in (owner, getattr(owner, "hparams", None)):
+            has_name = name in holder if isinstance(holder, Mapping) else hasattr(holder, name)
+            if has_name:
+                holders.append(holder)
+    return holders
 
 
 def lightning_hasattr(model: Any, attribute: str) -> bool:

@@ -42,6 +42,15 @@ PHRASES = (
         "of these",
     ),
     Phrase(
+        r"the launcher 'script' is to start ranks, and this process is one already",
+        "Lightning attempted to launch new distributed processes with `local_rank > 0`.",
+        RuntimeError,
+    ),
+    Phrase(
+        r"DDPStrategy\(parallel_devices=",
+        "parallel_devices set through the strategy: the Trainer's devices choose them",
+    ),
+    Phrase(
         r"cluster_environment was given twice", "Received multiple values for ClusterEnvironment"
     ),
     Phrase(r"checkpoint_io was given twice", "Received multiple values for CheckpointIO"),
@@ -74,8 +83,8 @@ PHRASES = (
         "callbacks list",
     ),
     Phrase(
-        r"several callbacks have the state_key",
-        "Found more than one stateful callback of the same type. In the current configuration, "
+        r"several (\w+) have the state_key",
+        r"Found more than one stateful callback of type `\1`. In the current configuration, "
         "these callbacks share the state_key",
         RuntimeError,
     ),
@@ -175,6 +184,7 @@ PHRASES = (
         "LightningDataModule's hparams but have different values.",
         RuntimeError,
     ),
+    Phrase(r"self.log\(.*?\) works while a Trainer", "You can't `self.log()` here"),
     # -- exports
     Phrase(
         r"to_torchscript\(method=.*expected 'script' or 'trace'",
@@ -222,6 +232,18 @@ PHRASES = (
         "callback",
     ),
     Phrase(r"seed=(\S+): expected a whole number from 0", r"\1 is not in bounds"),
+    Phrase(r"Timer\(interval='(\w+)'\)", r"Unsupported parameter value `\1`"),
+    # -- profilers
+    Phrase(r"Attempt(?:ed|ing) to st", "", ValueError),
+    Phrase(r"Throughput.update\(lengths", "", RuntimeError),
+    Phrase(r"Found invalid table_kwargs key", "", KeyError),
+    # -- hyperparameters
+    Phrase(
+        r"save_hyperparameters\(.*?\): \S+ is no argument",
+        "Primitives (<class 'bool'>, <class 'int'>, <class 'float'>, <class 'str'>) are not "
+        "allowed.",
+        ValueError,
+    ),
     # -- the Tuner
     Phrase(
         r"lr_find takes one optimizer",
@@ -253,6 +275,10 @@ PHRASES = (
     Phrase(
         r"setup\(\) received a model that was set up before",
         "A model should be passed only once to the `setup` method",
+    ),
+    Phrase(
+        r"log_dict: '\w+': expected a number or a tensor of one element, received \{",
+        "nested dictionaries cannot be logged",
     ),
     Phrase(
         r"log_dict: '\w+': expected a number or a tensor of one element, received \[",
@@ -300,9 +326,8 @@ def with_phrase(error: StratagemError, method: str) -> Exception:
         if found is None:
             continue
         theirs = found.expand(phrase.theirs).replace("METHOD", method)
-        if theirs in text:
-            return error
-        error.args = (f"{text}. Lightning's message: {theirs}", *error.args[1:])
+        if theirs not in text:
+            error.args = (f"{text}. Lightning's message: {theirs}", *error.args[1:])
         if phrase.kind is None or isinstance(error, phrase.kind):
             return error
         own = type(error)
