@@ -26,10 +26,11 @@ _CALLBACKS = _names(
     {
         "stratagem.callbacks": "BackboneFinetuning BaseFinetuning Callback "
         "DeviceStatsMonitor EMAWeightAveraging "
-        "LambdaCallback LearningRateMonitor ModelPruning ModelSummary "
+        "LambdaCallback LearningRateMonitor ModelSummary "
         "OnExceptionCheckpoint RichModelSummary=ModelSummary "
         "StochasticWeightAveraging ThroughputMonitor WeightAveraging",
         f"{_API}.callbacks.accumulation": "GradientAccumulationScheduler",
+        f"{_API}.callbacks.pruning": "ModelPruning",
         f"{_API}.callbacks.timer": "Timer",
         f"{_API}.callbacks.prediction_writer": "BasePredictionWriter",
         f"{_API}.callbacks.progress": "ProgressBar",

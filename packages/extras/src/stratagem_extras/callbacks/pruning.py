@@ -316,12 +316,15 @@ class ModelPruning(Callback):
         then, now = (_part(sum(pruned.values()), total, f"/{total}") for pruned in (before, gone))
         rank_zero_info(f"Applied `{kind}`. Pruned: {then} -> {now}")
         for name, size in sizes.items() if self._verbose > 1 else ():
-            owner, attribute = self._pruned[name]
             then, now = (_part(pruned.get(name, 0), size) for pruned in (before, gone))
             rank_zero_info(
-                f"Applied `{kind}` to `{owner!r}.{attribute}` with amount={amount}. Pruned: {then} "
+                f"Applied `{kind}` to `{self._title(name)}` with amount={amount}. Pruned: {then} "
                 f"-> {now}"
             )
+
+    def _title(self, name: str) -> str:
+        """Return the text by which a message names a parameter."""
+        return name
 
 
 def _part(pruned: int, total: int, of: str = "") -> str:

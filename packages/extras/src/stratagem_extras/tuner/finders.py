@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from stratagem.callbacks import Callback
-from stratagem.errors import ConfigurationError
 from stratagem_extras.tuner.tuner import Tuner
 
 if TYPE_CHECKING:
@@ -53,16 +52,7 @@ class BatchSizeFinder(Callback):
         }
 
     def setup(self, trainer: Trainer, module: Module, stage: str = "fit") -> None:
-        """Find it before data is opened.
-
-        Raises:
-            ConfigurationError: there are several ranks.
-        """
-        if trainer.plan.world_size > 1:
-            raise ConfigurationError(
-                "Batch size finder is not supported with distributed strategies. There are "
-                f"{trainer.plan.world_size} ranks: find the size with devices=1, and pass it on"
-            )
+        """Find it before data is opened."""
         # A trial, which is a run as well, has no callbacks but its own.
         job = trainer.run.job
         data = {"datamodule": job.datamodule}

@@ -255,7 +255,8 @@ PHRASES = (
     ),
     Phrase(
         r"\w+ with \d+ ranks: one that runs out of memory alone",
-        "`Tuner.scale_batch_size()` is not supported with distributed strategies",
+        "`Tuner.scale_batch_size()` is not supported with distributed strategies. Batch size "
+        "finder is not supported with distributed strategies",
     ),
     Phrase(
         r"lr_find\(update_attr=True\): \S+ has no 'lr'",
