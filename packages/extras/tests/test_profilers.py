@@ -141,9 +141,7 @@ def test_torchs_profiler_has_the_actions_as_ranges(tmp_path: Path) -> None:
 
 
 def test_what_torchs_table_does_not_take_is_refused_before_anything_runs() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"table_kwargs key: max_width.*expected some of header, max_"
-    ):
+    with pytest.raises(ConfigurationError, match=r"'max_width'.*expected some of header, max_"):
         PyTorchProfiler(table_kwargs={"max_width": 3})
     with pytest.raises(ConfigurationError, match="row_limit and sort_by_key are arguments"):
         PyTorchProfiler(table_kwargs={"row_limit": 3})
@@ -164,9 +162,9 @@ def test_profilers_are_given_by_name() -> None:
 
 @pytest.mark.parametrize("kind", [SimpleProfiler, AdvancedProfiler])
 def test_actions_that_do_not_match_are_refused(kind: type[Profiler]) -> None:
-    with pytest.raises(UserCodeError, match=r"action \(sleep\) which was never started"):
+    with pytest.raises(UserCodeError, match="'sleep' ends, which has not begun"):
         kind().stop("sleep")
     profiler = SimpleProfiler()
     profiler.start("sleep")
-    with pytest.raises(UserCodeError, match="which has already started"):
+    with pytest.raises(UserCodeError, match="while it runs already"):
         profiler.start("sleep")

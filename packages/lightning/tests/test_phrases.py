@@ -133,6 +133,12 @@ def with_scheduler(make_one: Callable[[Any], Any], **fields: Any) -> dict[str, A
     return {"configure_optimizers": returning(both)}
 
 
+def started_twice() -> None:
+    profiler = SimpleProfiler()
+    profiler.start("read")
+    profiler.start("read")
+
+
 CASES: list[tuple[str, type[Exception], Callable[[], Any]]] = [
     ("accelerator name: `accelerator='no'`", ValueError, lambda: make(accelerator="no")),
     ("Precision 12 is invalid", ValueError, lambda: make(precision=12)),
@@ -325,6 +331,22 @@ CASES: list[tuple[str, type[Exception], Callable[[], Any]]] = [
             )()
         ),
     ),
+    ("Attempted to start read which has already started", ValueError, lambda: started_twice()),
+    (
+        "Attempting to stop recording an action (read) which was never started",
+        ValueError,
+        lambda: SimpleProfiler().stop("read"),
+    ),
+    (
+        "Attempting to stop recording an action (write) which was never started",
+        ValueError,
+        lambda: AdvancedProfiler().stop("write"),
+    ),
+    (
+        "Found invalid table_kwargs key: row_limit. This is already a positional argument",
+        KeyError,
+        lambda: PyTorchProfiler(table_kwargs={"row_limit": None}),
+    ),
     (
         "cannot be used with dataloaders passed directly",
         ValueError,
@@ -471,12 +493,6 @@ def _overlap(one: str, other: str) -> bool:
     return any(one[at : at + 10] in other for at in range(len(one) - 9))
 
 
-def started_twice() -> None:
-    profiler = SimpleProfiler()
-    profiler.start("read")
-    profiler.start("read")
-
-
 def lengths_from_the_second_time_on() -> None:
     throughput = Throughput()
     throughput.update(time=1.0, batches=1, samples=2)
@@ -486,22 +502,6 @@ def lengths_from_the_second_time_on() -> None:
 @pytest.mark.parametrize(
     ("begin", "kind", "call"),
     [
-        ("Attempted to start read, which has already started", ValueError, started_twice),
-        (
-            "Attempting to stop recording an action (read) which was never started",
-            ValueError,
-            lambda: SimpleProfiler().stop("read"),
-        ),
-        (
-            "Attempting to stop recording an action (read) which was never started",
-            ValueError,
-            lambda: AdvancedProfiler().stop("read"),
-        ),
-        (
-            "Found invalid table_kwargs key: row_limit. This is already a positional argument",
-            KeyError,
-            lambda: PyTorchProfiler(table_kwargs={"row_limit": None}),
-        ),
         (
             "Throughput.update(lengths=8): if lengths are passed, there needs to be the same "
             "number of samples",

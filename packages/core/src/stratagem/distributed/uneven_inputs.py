@@ -58,11 +58,13 @@ class UnevenInputs:
         """
         self.remember(micro_batches)
         own = len(micro_batches)
-        # The text of a tensor has its first and last numbers.
-        text = repr(micro_batches) if self._is_first and own else ""
-        first = zlib.crc32(text.encode(errors="replace"))
-        most, fewest, *firsts = self._ranks.all_reduce_ints([own, -own, first, -first], "max")
-        if self._is_first and firsts[0] == -firsts[1] != 0 and self._ranks.is_global_zero:
+        numbers = [own, -own]
+        if self._is_first:
+            # The text of a tensor has its first and last numbers.
+            first = zlib.crc32(repr(micro_batches).encode(errors="replace")) if own else 0
+            numbers += [first, -first]
+        most, fewest, *firsts = self._ranks.all_reduce_ints(numbers, "max")
+        if firsts and firsts[0] == -firsts[1] != 0 and self._ranks.is_global_zero:
             print_hint(
                 f"{self._name} yielded the same first batch on all {self._ranks.world_size} ranks. "
                 "Data without an index are not divided over ranks: let the dataset yield the part "

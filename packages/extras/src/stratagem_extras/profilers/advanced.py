@@ -64,8 +64,8 @@ class AdvancedProfiler(Profiler):
         """
         if action_name not in self._running:
             raise UserCodeError(
-                f"Attempting to stop recording an action ({action_name}) which was never started: "
-                "call start first, or use `with profiler.profile(...)`"
+                f"the profiler was told that {action_name!r} ends, which has not begun: call "
+                "start first, or use `with profiler.profile(...)`"
             )
         self._profiles[self._running].disable()
         # One that an error has left within it ends with it.

@@ -69,9 +69,9 @@ class PyTorchProfiler(Profiler):
         self.table_kwargs = dict(table_kwargs or {})
         if unknown := self.table_kwargs.keys() - _OF_TABLE:
             raise ConfigurationError(
-                f"Found invalid table_kwargs key: {', '.join(sorted(unknown))}. This is already a "
-                "positional argument of the Profiler, or nothing that torch's table takes; "
-                f"expected some of {', '.join(sorted(_OF_TABLE))}"
+                f"PyTorchProfiler(table_kwargs={self.table_kwargs!r}): torch's table does not take "
+                f"{', '.join(sorted(map(repr, unknown)))} from there; expected some of "
+                f"{', '.join(sorted(_OF_TABLE))} (row_limit and sort_by_key are arguments)"
             )
         self._on_trace_ready = profiler_kwargs.pop("on_trace_ready", None)
         self._arguments = {

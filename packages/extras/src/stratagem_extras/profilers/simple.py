@@ -57,8 +57,8 @@ class SimpleProfiler(Profiler):
         """
         if action_name in self.current_actions:
             raise UserCodeError(
-                f"Attempted to start {action_name}, which has already started: stop it first, or "
-                "give what lies within it another name"
+                f"the profiler was told that {action_name!r} begins, while it runs already: stop "
+                "it first, or give what lies within it another name"
             )
         self.current_actions[action_name] = perf_counter()
 
@@ -71,8 +71,8 @@ class SimpleProfiler(Profiler):
         ended = perf_counter()
         if action_name not in self.current_actions:
             raise UserCodeError(
-                f"Attempting to stop recording an action ({action_name}) which was never started: "
-                "call start first, or use `with profiler.profile(...)`"
+                f"the profiler was told that {action_name!r} ends, which has not begun: call "
+                "start first, or use `with profiler.profile(...)`"
             )
         began = self.current_actions.pop(action_name)
         self.recorded_durations.setdefault(action_name, []).append(ended - began)

@@ -22,7 +22,6 @@ from stratagem.storage import paths
 if TYPE_CHECKING:
     from stratagem.interfaces.strategy import Strategy
 
-_FORM = {"agents": [str], "checkpoints": [str]}
 _KEPT = 5
 """The number of checkpoints in the file, since the newest may have been removed meanwhile."""
 
@@ -145,7 +144,7 @@ class Restarts:
             return [], []
         data = paths.read(self._file)
         try:
-            record = require_form(json.loads(data), _FORM, "record")
+            record = require_form(json.loads(data), {"agents": [str], "checkpoints": [str]}, "it")
         # It may hold anything: broken JSON, another shape, nesting without end.
         except (ValueError, RecursionError, CheckpointMismatchError) as error:
             self._print(

@@ -234,9 +234,23 @@ PHRASES = (
     Phrase(r"seed=(\S+): expected a whole number from 0", r"\1 is not in bounds"),
     Phrase(r"Timer\(interval='(\w+)'\)", r"Unsupported parameter value `\1`"),
     # -- profilers
-    Phrase(r"Attempt(?:ed|ing) to st", "", ValueError),
+    Phrase(
+        r"the profiler was told that '(.+?)' begins",
+        r"Attempted to start \1 which has already started",
+        ValueError,
+    ),
+    Phrase(
+        r"the profiler was told that '(.+?)' ends",
+        r"Attempting to stop recording an action (\1) which was never started",
+        ValueError,
+    ),
+    Phrase(
+        r"PyTorchProfiler\(table_kwargs=.*?does not take '(\w+)'",
+        r"Found invalid table_kwargs key: \1. This is already a positional argument of the "
+        "Profiler",
+        KeyError,
+    ),
     Phrase(r"Throughput.update\(lengths", "", RuntimeError),
-    Phrase(r"Found invalid table_kwargs key", "", KeyError),
     # -- hyperparameters
     Phrase(
         r"save_hyperparameters\(.*?\): \S+ is no argument",
