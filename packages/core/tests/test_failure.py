@@ -163,13 +163,30 @@ def test_sigterm_to_any_rank_saves_after_the_same_step_of_all_and_ends_in_order(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hook", "limit", "step"),
+    [
+        ("on_train_batch_end", "max_steps=3", 3),
+        ("on_train_batch_end", "max_epochs=1", 4),
+        ("on_train_epoch_end", "max_epochs=1", 4),
+    ],
+)
+def test_a_rank_may_stop_alone_where_all_end(
+    hook: str, limit: str, step: int, run_script: RunScript
+) -> None:
+    script = (SCRIPTS / "failure_stop.py").read_text().replace("max_epochs=3", limit)
+    finished = run_script(script.replace("global_step >= 3", f"global_step >= {step}"), hook)
+    assert finished.stdout.count("ENDED") == 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("hook", "step"), [("on_train_batch_end", 3), ("on_train_epoch_end", 4)])
 def test_a_rank_that_stops_alone_says_so(hook: str, step: int, run_script: RunScript) -> None:
     finished = run_script((SCRIPTS / "failure_stop.py").read_text(), hook, expect=1)
-    assert "NOT REACHED" not in finished.stdout
+    assert "ENDED" not in finished.stdout
     assert (
-        f"this rank (1) stops after step {step}, where its Trainer.should_stop is True, and others "
-        "wait for it in a collective:\n"
+        f"this rank (1) stops after step {step} (Trainer.should_stop=True), and others wait for it "
+        "in a collective:\n"
     ) in finished.stderr, finished.stderr
     assert "  rank 0: in backward, at " in finished.stderr, finished.stderr
 

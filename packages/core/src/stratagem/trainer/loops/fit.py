@@ -80,7 +80,7 @@ def fit(run: Run, prepared: PreparedModel, step: Step) -> None:
             if not step.has_loss:
                 check_that_it_ends(run, before)
             progress.next_epoch()
-        if run.trainer.should_stop:
+        if not (_has_all_steps(run) or _has_all_epochs(run)):
             _stop_together(run)
         run.strategy.end_training(prepared)
         with module.logging_to(None):
@@ -142,10 +142,11 @@ def _train_steps(
                 divergence.check(progress.global_step, step.has_loss)
             if ends_here():
                 run.interrupt()
-            if trainer.should_stop and run.should_stop():
-                _stop_together(run)
-                break
             if progress.global_step >= trainer.options.max_steps >= 0:
+                break
+            if trainer.should_stop and run.should_stop():
+                if progress.batches < end:
+                    _stop_together(run)
                 break
         else:
             loader.check_end(progress.batches)
@@ -156,8 +157,11 @@ def _train_steps(
         try:
             return train_steps(interval)
         except EndOfEpoch as end:
-            has_validation = _end_early(end, step, loader, progress.batches)
-            return True, has_validation and interval == float("inf")
+            # The current step is dropped; the epoch may have ended with the end of its data.
+            step.abandon()
+            if end.data_has_ended:
+                loader.check_end(progress.batches)
+            return True, end.data_has_ended and interval == float("inf")
 
     return run.profiling.wrap("run_training_epoch", until_the_end)
 
@@ -165,16 +169,9 @@ def _train_steps(
 def _stop_together(run: Run) -> None:
     """Wait until all ranks stop here: a rank that goes on would wait for this one in vain."""
     run.strategy.ranks.end_together(
-        f"stops after step {run.progress.global_step}, where its Trainer.should_stop is True"
+        f"stops after step {run.progress.global_step} (Trainer.should_stop="
+        f"{run.trainer.should_stop})"
     )
-
-
-def _end_early(end: EndOfEpoch, step: Step, loader: TrainLoader, done: int) -> bool:
-    """Drop the current step; return whether the epoch has ended with the end of its data."""
-    step.abandon()
-    if end.data_has_ended:
-        loader.check_end(done)
-    return end.data_has_ended
 
 
 def _check_after_step(run: Run, prepared: PreparedModel, loader: TrainLoader) -> Callable[[], bool]:
@@ -201,21 +198,24 @@ def _check_after_step(run: Run, prepared: PreparedModel, loader: TrainLoader) ->
 def _divergence_check(run: Run, prepared: PreparedModel) -> DivergenceCheck | None:
     """Return the comparison of ranks, if it was requested."""
     every, ranks = run.trainer.options.detect_divergence, run.strategy.ranks
-    return (
-        DivergenceCheck(ranks, prepared.original, every) if every and ranks.world_size > 1 else None
-    )
+    compares = every and ranks.world_size > 1
+    return DivergenceCheck(ranks, prepared.original, every) if compares else None
 
 
 def _has_all_steps(run: Run) -> bool:
     return 0 <= run.trainer.options.max_steps <= run.progress.global_step
 
 
+def _has_all_epochs(run: Run) -> bool:
+    return 0 <= run.trainer.options.max_epochs <= run.progress.epoch
+
+
 def _is_finished(run: Run) -> bool:
-    options, progress = run.trainer.options, run.progress
+    progress = run.progress
     # The run that saved the checkpoint of a last step had yet to end its epoch.
     has_no_end = progress.batches > 0 and not progress.end_begun
     is_over = (_has_all_steps(run) or run.should_stop()) and not has_no_end
-    return is_over or 0 <= options.max_epochs <= progress.epoch
+    return is_over or _has_all_epochs(run)
 
 
 def _reloads_data(run: Run) -> bool:
