@@ -16,6 +16,7 @@ from torch import nn
 
 from stratagem import Callback, Module, Trainer
 from stratagem.callbacks import ModelCheckpoint
+from stratagem.checkpoint import SingleFileCheckpointIO
 from stratagem.discovery import CallbackSpec, get_registry
 from stratagem.errors import ConfigurationError, UnknownNameError, UserCodeError
 
@@ -39,6 +40,35 @@ def test_a_checkpoint_with_states_of_callbacks_that_are_not_there_says_so(tmp_pa
         "Counts; they are not restored. Pass those callbacks, with the same arguments, to go on "
         "with them"
     ]
+
+
+@pytest.mark.parametrize("of_the_module", [False, True])
+def test_a_checkpoint_has_the_states_after_its_event_whatever_the_order(
+    of_the_module: bool, tmp_path: Path
+) -> None:
+    class Counting(Callback):
+        count = 0
+
+        def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+            self.count += 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": self.count}
+
+    class Counted(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("value", 1.0)
+
+        def configure_callbacks(self) -> list[Callback]:
+            return [Counting()] if of_the_module else []
+
+    saver = ModelCheckpoint(tmp_path, monitor="value")
+    added = [] if of_the_module else [Counting()]
+    run = trainer(saver, *added, max_epochs=1, num_sanity_val_steps=0)
+    run.fit(Counted(), loader(), loader())
+    assert run.callbacks[-1] is saver
+    saved = SingleFileCheckpointIO().load_checkpoint(saver.best_model_path)
+    assert {"count": 1} in saved["callbacks"].values()
 
 
 def test_a_callback_logs_as_its_module_does() -> None:

@@ -287,6 +287,11 @@ MISTAKES = [
         ("expected a stratagem.Module", "DataLoader", "swapped: call trainer.fit(model, data)"),
     ),
     Mistake(
+        "swapped with two devices",
+        lambda _: trainer(devices=2).fit(loader(), Net()),  # type: ignore[arg-type]
+        ("expected a stratagem.Module", "DataLoader", "swapped: call trainer.fit(model, data)"),
+    ),
+    Mistake(
         "swapped in validate",
         lambda _: trainer().validate(loader(), Validates()),  # type: ignore[arg-type]
         ("DataLoader", "swapped: call trainer.validate(model, data)"),

@@ -192,8 +192,7 @@ def make_callbacks(
 
         if not any(isinstance(callback, ModelSummary) for callback in made):
             made.insert(0, ModelSummary())
-    check_state_keys(made)
-    return made
+    return check_and_order(made)
 
 
 def merge_callbacks(callbacks: Sequence[Callback], added: Sequence[Callback]) -> list[Callback]:
@@ -208,12 +207,13 @@ def merge_callbacks(callbacks: Sequence[Callback], added: Sequence[Callback]) ->
     """
     kinds = tuple(type(callback) for callback in added)
     merged = [callback for callback in callbacks if type(callback) not in kinds] + list(added)
-    check_state_keys(merged)
-    return merged
+    return check_and_order(merged)
 
 
-def check_state_keys(callbacks: Sequence[Callback]) -> None:
-    """Check that callbacks with a state have different state keys.
+def check_and_order(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Return the callbacks with each ModelCheckpoint last, once their state keys are compared.
+
+    A ModelCheckpoint saves the states that the other callbacks have after the same event.
 
     Raises:
         ConfigurationError: if two states would overwrite one another in a checkpoint.
@@ -231,3 +231,4 @@ def check_state_keys(callbacks: Sequence[Callback]) -> None:
             f"several {type(twice[0]).__name__} have the state_key {twice[0].state_key!r}: their "
             "states would overwrite one another: give them different arguments or state_keys"
         )
+    return sorted(callbacks, key=lambda callback: isinstance(callback, ModelCheckpoint))

@@ -475,10 +475,10 @@ class Trainer(FrontEnd):
     def _execute(self, job: Job) -> Any:
         """Launch processes if necessary, and run a job on every rank."""
         check_not_running(self._state, job.stage)
+        check_module(job, makes_optimizers=self.strategy.makes_optimizers)
         if job.stage == "fit":
             self.runtime.divide(job.model)
             check_divergence_detection(self.plan, self.options.detect_divergence)
-        check_module(job, makes_optimizers=self.strategy.makes_optimizers)
         self._state = RunState(job.stage, "running", job.stage)
         try:
             check_folders_before_launch(self, self.runtime, job.stage)
