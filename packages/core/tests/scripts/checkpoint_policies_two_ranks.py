@@ -40,16 +40,21 @@ interruption.time = SimpleNamespace(monotonic=lambda: now)
 
 
 class Counts(Callback):
-    runs_after_metrics = True  # called after ModelCheckpoint
-
     def __init__(self):
-        self.in_steps = []
+        self.in_steps, self.before = [], None
 
     def on_train_batch_start(self, trainer, *args):
+        self.end_step()
         self.before = sends
 
-    def on_train_batch_end(self, trainer, *args):
-        self.in_steps.append(sends - self.before)
+    def on_train_epoch_end(self, trainer, *args):
+        self.end_step()
+
+    def end_step(self):
+        # A ModelCheckpoint is called after this in each hook.
+        if self.before is not None:
+            self.in_steps.append(sends - self.before)
+        self.before = None
 
 
 sends = 0
