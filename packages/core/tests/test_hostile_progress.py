@@ -228,12 +228,13 @@ def test_the_state_of_a_strangers_callback_may_change_its_kind(
 ) -> None:
     monkeypatch.setattr(Verdict, "__module__", "stratagem_strangers.verdict")
     first, second = trainer(tmp_path, 8), trainer(tmp_path, 8)
-    for each in (first, second):
-        each.callbacks.append(Verdict())
+    verdict = Verdict()
+    first.callbacks.append(Verdict())
+    second.callbacks.append(verdict)
     first.fit(Net(), *loaders())
     first.save_checkpoint(tmp_path / "ended.ckpt")
     second.fit(Net(), *loaders(), ckpt_path=tmp_path / "ended.ckpt")
-    assert second.callbacks[-1].state_dict() == {"verdict": "good"}
+    assert verdict.state_dict() == {"verdict": "good"}
 
 
 @pytest.mark.parametrize(

@@ -356,7 +356,7 @@ def test_a_batch_size_that_no_loader_uses_is_a_warning(tmp_path: Path) -> None:
     assert "samples all the same" in text
 
 
-def test_a_csv_logger_removes_the_rows_of_an_earlier_run_of_its_version(tmp_path: Path) -> None:
+def test_a_csv_logger_moves_the_rows_of_an_earlier_run_of_its_version_away(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         logger = CSVLogger(tmp_path, "exp", version=0)
         again = pytest.warns(UserWarning, match="exists and is not empty")
@@ -364,6 +364,8 @@ def test_a_csv_logger_removes_the_rows_of_an_earlier_run_of_its_version(tmp_path
             logger.log_metrics({"a": value}, step=0)
     rows = (tmp_path / "exp" / "version_0" / "metrics.csv").read_text().split()
     assert rows == ["step,a", "0,2.0"]
+    (moved,) = (tmp_path / "exp" / "version_0").glob("metrics.*.csv")
+    assert moved.read_text().split() == ["step,a", "0,1.0"]
     resumed = CSVLogger(tmp_path, "exp", version=0)
     resumed.begin_run("id", resumed_at=1)
     resumed.log_metrics({"a": 3.0}, step=1)

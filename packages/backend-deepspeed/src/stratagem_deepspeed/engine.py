@@ -45,6 +45,8 @@ class EngineModule(nn.Module):
         self.config: dict[str, Any] = {}
         self.groups: list[list[str]] = []
         self._linear: Callable[..., Any] | None = None
+        self._around: Callable[[], Any] = contextlib.nullcontext
+        """Makes the context of each forward and backward."""
         self._watches: list[Any] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +97,7 @@ class EngineModule(nn.Module):
         """Replace `torch.nn.functional.linear` by the function of stage 3."""
         before, nn.functional.linear = nn.functional.linear, self._linear or nn.functional.linear
         try:
-            with simulated_sharding() if is_simulated() else contextlib.nullcontext():
+            with self._around():
                 yield
         finally:
             nn.functional.linear = before
@@ -115,6 +117,7 @@ class EngineModule(nn.Module):
                 model=self.module, optimizer=optimizer, config=config
             )
         self._linear = linear.replaced
+        self._around = simulated_sharding if is_simulated() else contextlib.nullcontext
         if stage_of(config) == 3:
             # DeepSpeed replaces it when it shards a model; one that was built in shards has none.
             self._linear = self._linear or _linear_of_stage_3(engine)

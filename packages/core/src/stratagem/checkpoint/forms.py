@@ -53,10 +53,11 @@ def require_form(value: Any, form: Form, name: str) -> Any:
         name: what the data are, for the error, such as "progress"; "" for a whole checkpoint.
 
     Raises:
-        CheckpointMismatchError: an entry has another form, or is absent; names it.
+        CheckpointMismatchError: an entry has another form, or is absent; names it, and says what
+            to do.
     """
     if fault := misfit(value, form, name):
-        raise CheckpointMismatchError(fault)
+        raise CheckpointMismatchError(f"{fault}. Load the weights alone, or use another checkpoint")
     return value
 
 

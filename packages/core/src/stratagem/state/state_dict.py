@@ -273,8 +273,7 @@ def check_weights(
 
 def _shape_of(value: Any) -> Any:
     """Return the shape of a tensor; for anything else, a text that shows it."""
-    is_tensor = isinstance(value, (Tensor, LazyTensor))
-    return tuple(value.shape) if is_tensor else format_value(value)
+    return tuple(value.shape) if isinstance(value, (Tensor, LazyTensor)) else format_value(value)
 
 
 def _names_by_index(optimizer: Optimizer, module: nn.Module) -> dict[int, str]:

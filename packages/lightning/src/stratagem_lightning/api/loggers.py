@@ -62,17 +62,18 @@ class CSVLogger(loggers.CSVLogger):
         super().__init__(folder, name, version, **options)
         self._next_step = 0
         self._may_replace = version is not None
-        """Whether the rows of an earlier run with this version are still to be removed."""
+        """Whether the rows of an earlier run with this version are still to be moved away."""
 
     @property
     def experiment(self) -> Any:
-        """The logger itself, which removes the rows of an earlier run of this version at first."""
+        """The logger itself, which first moves the rows of an earlier run of this version away."""
         if self._may_replace and rank_zero_only.rank == 0 and self._file.exists():
+            there = self._file.with_suffix(f".{self._file.stat().st_mtime_ns}.csv")
             rank_zero_warn(
-                f"Experiment logs directory {self.log_dir} exists and is not empty: the rows in "
-                f"{self._file.name} are removed"
+                f"Experiment logs directory {self.log_dir} exists and is not empty: its rows are "
+                f"moved from {self._file.name} to {there.name}"
             )
-            self._file.unlink()
+            self._file.rename(there)
         self._may_replace = False
         return super().experiment
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stratagem.checkpoint.catalog import first_whole
-from stratagem.checkpoint.forms import require_form
-from stratagem.errors import CheckpointMismatchError, ConfigurationError
+from stratagem.checkpoint.forms import misfit
+from stratagem.errors import ConfigurationError
 from stratagem.storage import paths
 
 if TYPE_CHECKING:
@@ -144,9 +144,11 @@ class Restarts:
             return [], []
         data = paths.read(self._file)
         try:
-            record = require_form(json.loads(data), {"agents": [str], "checkpoints": [str]}, "it")
+            record, form = json.loads(data), {"agents": [str], "checkpoints": [str]}
+            if fault := misfit(record, form, "it"):
+                raise ValueError(fault)
         # It may hold anything: broken JSON, another shape, nesting without end.
-        except (ValueError, RecursionError, CheckpointMismatchError) as error:
+        except (ValueError, RecursionError) as error:
             self._print(
                 f"has kept where its checkpoints are in {str(self._file)!r}, which cannot be read "
                 f"({type(error).__name__}: {error}) and is taken as empty"
