@@ -146,6 +146,19 @@ def test_a_rank_that_is_asked_while_it_asks_answers_with_where_it_failed(
     assert statuses.here() != own, "it is elsewhere once the error is raised"
 
 
+def test_a_rank_reads_a_summary_whose_message_is_on_its_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = Simulated(2, monkeypatch)
+    ranks.places[1] = RankStatus(1, "broadcast", "train.py:29")
+    ranks.silent.add(0)  # its waiting thread gets no processor
+    ranks.statuses[1].exchange.ask(ranks.place(1), bool)
+    ranks.statuses[1].exchange.mark("failed")
+    ranks.silent.add(1)
+    error = ranks.statuses[0].explain(lost())
+    assert "rank 1: in broadcast, at train.py:29" in str(error)
+
+
 def test_where_the_store_has_gone_living_ranks_are_not_called_dead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -71,13 +71,11 @@ class BoundedStore:
 
     def get(self, key: str) -> bytes:
         """Return the value of an existing key."""
-        value: bytes = self._call("get", key)
-        return value
+        return bytes(self._call("get", key))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of existing keys with a single request."""
-        values: list[bytes] = self._call("multi_get", list(keys))
-        return values
+        return list(self._call("multi_get", list(keys)))
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys exist."""
@@ -117,9 +115,8 @@ def _make_calls(calls: queue.SimpleQueue[_Call | None], waiting: threading.Lock)
     """Make the calls of one store, one after another, until it is closed."""
     while (call := calls.get()) is not None:
         function, args, answers = call
-        result: tuple[Any, Exception | None]
         try:
-            result = function(*args), None
+            result: tuple[Any, Exception | None] = function(*args), None
         except Exception as error:
             result = None, error
         # Drop the reference to the store. The caller may call again once it has the answer.
@@ -303,10 +300,13 @@ class StatusExchange:
         """
         unknown = _NOT_COLLECTED
         try:
-            if recent := self._recent_summary():
+            if (recent := self._recent_summary()) is None:
+                question = self._store.add("question", 0)
+                if question - 1 > self._summarised:  # the latest summary is on its way
+                    recent = _decode(self._store.get(f"summary/{question - 1}"))
+            if recent is not None:
                 error = recent.error or self._first_error()
                 return replace(recent, answers={**recent.answers, self._rank: own}, error=error)
-            question = self._store.add("question", 0)
             self._answer(self._store, question, own, is_better=True)
             for attempt in range(_ATTEMPTS):
                 is_first = self._store.add(f"asked/{question}/{attempt}", 1) == 1
@@ -322,10 +322,7 @@ class StatusExchange:
         return Survey({self._rank: own}, unknown=unknown)
 
     def _recent_summary(self) -> Survey | None:
-        """Return the latest summary if it is recent enough for a rank that fails a little later.
-
-        None: the latest summary is too old.
-        """
+        """Return the latest summary unless it is too old for a rank that fails a little later."""
         with self._is_new:
             is_recent = time.monotonic() - self._summarised_at < ANSWER_TIME
             return _decode(self.summary) if is_recent else None
