@@ -70,6 +70,7 @@ from stratagem_lightning.api.utilities.parsing import (
 from stratagem_lightning.api.utilities.samplers import (
     DistributedSamplerWrapper,
     UnrepeatedDistributedSampler,
+    UnrepeatedDistributedSamplerWrapper,
 )
 from stratagem_lightning.api.utilities.warnings import LightningDeprecationWarning
 
@@ -582,6 +583,10 @@ def test_samplers_of_ranks_repeat_nothing_and_shuffle_another_one() -> None:
         half.set_epoch(3)
     assert sorted([*halves[0], *halves[1]]) == list(range(6))
     assert epochs == [3, 3]
+    wrappers = [
+        UnrepeatedDistributedSamplerWrapper(inner, rank=r, num_replicas=4) for r in range(4)
+    ]
+    assert sorted(index for wrapper in wrappers for index in wrapper) == list(range(6))
 
 
 def test_file_systems_are_found_by_path(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,12 @@ from torch.utils.data import DataLoader
 
 from stratagem import Trainer as OwnTrainer, callbacks as own
 from stratagem.checkpoint import SingleFileCheckpointIO
-from stratagem.errors import ConfigurationError, MissingPackageError, StratagemError
+from stratagem.errors import (
+    CheckpointMismatchError,
+    ConfigurationError,
+    MissingPackageError,
+    StratagemError,
+)
 from stratagem_lightning.api.accelerators.accelerator import AcceleratorRegistry, CPUAccelerator
 from stratagem_lightning.api.callbacks.accumulation import GradientAccumulationScheduler
 from stratagem_lightning.api.callbacks.early_stopping import EarlyStopping
@@ -39,7 +45,10 @@ from stratagem_lightning.api.strategies.single_device import SingleDeviceStrateg
 from stratagem_lightning.api.trainer import Trainer
 from stratagem_lightning.api.tuner import Tuner
 from stratagem_lightning.api.utilities.data import AttributeDict
+from stratagem_lightning.api.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+from stratagem_lightning.api.utilities.migration import migrate_checkpoint
 from stratagem_lightning.api.utilities.parsing import lightning_getattr
+from stratagem_lightning.api.utilities.version import LIGHTNING_VERSION
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::stratagem_lightning.api.utilities.warnings.PossibleUserWarning"
@@ -74,6 +83,8 @@ def test_states_of_callbacks_have_lightnings_keys_and_values(tmp_path: Path) -> 
     )
     assert states[key]["best_model_path"] == saver.best_model_path
     assert states[key]["current_score"] == states[key]["best_model_score"] == 2
+    assert states[key]["kth_best_model_path"] == saver.best_model_path
+    assert states[key]["kth_value"] == 2
     assert "EarlyStopping{'monitor': 'step', 'mode': 'min'}" in states
 
 
@@ -137,9 +148,34 @@ def test_a_trainers_own_save_checkpoint_saves_what_is_kept(tmp_path: Path) -> No
 
 def test_checkpoints_have_lightnings_counters_of_loops(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path)
+    make(tmp_path, callbacks=saver, max_epochs=3).fit(BoringModel())
+    saved = torch.load(saver.best_model_path)
+    assert saved["pytorch-lightning_version"] == LIGHTNING_VERSION
+    batches = saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    assert (batches["current"]["completed"], batches["total"]["completed"]) == (2, 6)
+
+
+def test_a_checkpoint_of_an_older_lightning_is_not_migrated() -> None:
+    with pytest.raises(
+        CheckpointMismatchError, match=r"of Lightning 2\.x, .*'1\.9\.0': upgrade it"
+    ):
+        migrate_checkpoint({"pytorch-lightning_version": "1.9.0"})
+
+
+def test_conversion_of_shards_names_the_distribution_that_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "stratagem_deepspeed", None)
+    with pytest.raises(MissingPackageError, match="pip install stratagem-backend-deepspeed"):
+        convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "one.ckpt")
+
+
+def test_paths_of_checkpoints_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    saver = ModelCheckpoint("saved", save_last=True)
     make(tmp_path, callbacks=saver).fit(BoringModel())
-    fit = torch.load(saver.best_model_path)["loops"]["fit_loop"]
-    assert fit["epoch_loop.batch_progress"]["current"]["completed"] == 2
+    assert Path(saver.best_model_path).parent == tmp_path / "saved"
+    assert Path(saver.last_model_path).parent == tmp_path / "saved"
 
 
 def test_the_checkpoint_that_last_means_is_the_link(tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def test_a_class_of_a_backend_that_is_not_installed_can_be_imported(
         ("import pytorch_lightning.unheard", "has no 'lightning.pytorch.unheard'"),
         ("from lightning.pytorch.callbacks.timer import Unheard", "callbacks.timer.Unheard'"),
         ("import lightning.pytorch.loops.fit_loop", "use Trainer's attributes, and stratagem.Lite"),
-        ("import lightning.pytorch.utilities.migration", "reads checkpoints of Lightning 2.x"),
+        ("import lightning.pytorch.utilities.upgrade_checkpoint", "use Lightning's own, where"),
         ("from lightning.pytorch import Trainr", "Trainr'; did you mean 'Trainer'?"),
         ("from lightning.pytorch.callbacks import ModelCheckpiont", "mean 'ModelCheckpoint'?"),
         ("import lightning.fabric._graveyard", "is private to Lightning"),

@@ -379,6 +379,26 @@ CASES: list[tuple[str, type[Exception], Callable[[], Any]]] = [
         lambda: ModelCheckpoint(mode="up"),  # type: ignore[arg-type]
     ),
     (
+        "`devices` selected with `CPUAccelerator` should be an int > 0.",
+        ValueError,
+        lambda: make(devices=-1),
+    ),
+    (
+        "`devices` selected with `CPUAccelerator` should be an int > 0.",
+        ValueError,
+        lambda: Fabric(accelerator="cpu", devices="-1"),
+    ),
+    (
+        "Early stopping conditioned on metric `lost` which is not available. Pass in or modify",
+        RuntimeError,
+        lambda: fit({"callbacks": EarlyStopping("lost")}),
+    ),
+    (
+        "`ModelCheckpoint(monitor='lost')` could not find the monitored key in the returned",
+        StratagemError,
+        lambda: fit({"callbacks": ModelCheckpoint(monitor="lost"), "enable_checkpointing": True}),
+    ),
+    (
         "Invalid value for save_top_k. Must be >= -1",
         ValueError,
         lambda: ModelCheckpoint(save_top_k=-2),

@@ -7,7 +7,6 @@ from difflib import get_close_matches
 from stratagem_lightning.layout import LAYOUT
 
 INSTEAD = {
-    "pytorch.utilities.migration": "stratagem.checkpoint, which reads checkpoints of Lightning 2.x",
     "pytorch.utilities.upgrade_checkpoint": "Lightning's own, where Lightning is installed, for "
     "checkpoints of its versions before 2.0",
     "pytorch.loops": "Trainer's attributes, and stratagem.Lite for a loop of your own",

@@ -224,6 +224,7 @@ _TUNER = _names({f"{_API}.tuner": "Tuner"})
 _FABRIC = _names({f"{_API}.fabric": "Fabric is_wrapped"})
 _CALLBACK = {"Callback": _CALLBACKS["Callback"]}
 _SEED_EVERYTHING = {"seed_everything": _SEED["seed_everything"]}
+_MIGRATION = _names({f"{_HELPERS}.migration": "migrate_checkpoint pl_legacy_patch"})
 _VERSION = {"__version__": f"{_HELPERS}.version:LIGHTNING_VERSION"}
 _UTILITIES = {**_DATA, **_MOVING, **_RANK_ZERO, **_WARNINGS, **_ENUMS, **_THROUGHPUT}
 
@@ -448,6 +449,9 @@ _PYTORCH: _Layout = {
         **_DATA,
         **_names({f"{_HELPERS}.data": "warning_cache"}),
     },
+    "pytorch.utilities.deepspeed": _names(
+        {f"{_HELPERS}.deepspeed": "convert_zero_checkpoint_to_fp32_state_dict"}
+    ),
     "pytorch.utilities.enums": _ENUMS,
     "pytorch.utilities.exceptions": _EXCEPTIONS,
     "pytorch.utilities.grads": {"grad_norm": _MODELS["grad_norm"]},
@@ -456,9 +460,13 @@ _PYTORCH: _Layout = {
         # Private, and in Lightning's own examples.
         {f"{_HELPERS}.models": "_OMEGACONF_AVAILABLE _RICH_AVAILABLE _TORCHVISION_AVAILABLE"}
     ),
+    **_package("pytorch.utilities.migration", _MIGRATION, {"utils": " ".join(_MIGRATION)}),
     "pytorch.utilities.model_helpers": _some(_MODELS, "get_torchvision_model is_overridden"),
     "pytorch.utilities.model_summary": _names(
-        {f"{_API}.callbacks.summary": "ModelSummary summarize"}
+        {f"{_API}.callbacks.summary": "DeepSpeedSummary=ModelSummary ModelSummary summarize"}
+    ),
+    "pytorch.utilities.model_summary.model_summary_deepspeed": _names(
+        {f"{_API}.callbacks.summary": "DeepSpeedSummary=ModelSummary"}
     ),
     "pytorch.utilities.model_summary.model_summary": _SUMMARY,
     "pytorch.utilities.parameter_tying": _some(
@@ -474,7 +482,7 @@ _PYTORCH: _Layout = {
     "pytorch.utilities.warnings": _WARNINGS,
     "pytorch.overrides": {},
     "pytorch.overrides.distributed": _names(
-        {f"{_HELPERS}.samplers": "UnrepeatedDistributedSampler"}
+        {f"{_HELPERS}.samplers": "UnrepeatedDistributedSampler UnrepeatedDistributedSamplerWrapper"}
     ),
     "pytorch.demos": {**_BORING, **_TRANSFORMER, **_LSTM},
     "pytorch.demos.boring_classes": _BORING,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stratagem import __version__
@@ -21,6 +21,8 @@ MARK = "pytorch-lightning_version"
 WRITTEN_VERSION = "2.6.6"
 """What it says in those that are written here, whose form is that version's."""
 _LOOPS = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
+_PHASES = ("ready", "started", "processed", "completed")
+_OF_STEPS = ("ready", "completed")
 _BUILT_IN = (
     *("BackboneFinetuning", "BaseFinetuning", "BatchSizeFinder", "EMAWeightAveraging"),
     *("LearningRateFinder", "ModelCheckpoint", "ModelPruning", "StochasticWeightAveraging"),
@@ -58,6 +60,7 @@ def from_lightning(checkpoint: Mapping[str, Any], path: str) -> dict[str, Any]:
         fit = loops["fit_loop"]
         epochs = _counts(fit["epoch_progress"]["current"])
         batches = _counts(fit["epoch_loop.batch_progress"]["current"])
+        of_all_epochs = _counts(fit["epoch_loop.batch_progress"]["total"])
         is_last = bool(fit["epoch_loop.batch_progress"]["is_last_batch"])
     except (KeyError, TypeError) as error:
         raise CheckpointCorruptError(
@@ -74,6 +77,7 @@ def from_lightning(checkpoint: Mapping[str, Any], path: str) -> dict[str, Any]:
             "epoch": max(0, epochs["ready"] - 1) if trained else epochs["completed"],
             "global_step": checkpoint.get("global_step", 0),
             "batches": trained,
+            "batches_before": max(0, of_all_epochs["processed"] - trained),
             "epoch_is_done": is_done and trained > 0,
             "validated": trained if is_done else 0,
         },
@@ -195,17 +199,21 @@ def _loop(name: str, progress: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "state_dict": {},
         "epoch_loop.state_dict": {"_batches_that_stepped": steps},
-        "epoch_loop.batch_progress": {**_both(batches), "is_last_batch": is_done},
-        "epoch_loop.scheduler_progress": _both(done, "ready completed"),
+        "epoch_loop.batch_progress": {
+            "total": dict.fromkeys(_PHASES, progress.get("batches_before", 0) + batches),
+            "current": dict.fromkeys(_PHASES, batches),
+            "is_last_batch": is_done,
+        },
+        "epoch_loop.scheduler_progress": _both(done, _OF_STEPS),
         f"{automatic}.state_dict": {},
         f"{automatic}.optim_progress": {
             "optimizer": {
-                "step": _both(steps, "ready completed"),
-                "zero_grad": _both(steps, "ready started completed"),
+                "step": _both(steps, _OF_STEPS),
+                "zero_grad": _both(steps, ("ready", "started", "completed")),
             }
         },
         f"{manual}.state_dict": {},
-        f"{manual}.optim_step_progress": _both(0, "ready completed"),
+        f"{manual}.optim_step_progress": _both(0, _OF_STEPS),
         "epoch_loop.val_loop.state_dict": {},
         "epoch_loop.val_loop.batch_progress": {**_both(0), "is_last_batch": False},
         "epoch_progress": {
@@ -215,5 +223,5 @@ def _loop(name: str, progress: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _both(count: int, names: str = "ready started processed completed") -> dict[str, Any]:
-    return {each: dict.fromkeys(names.split(), count) for each in ("total", "current")}
+def _both(count: int, phases: Sequence[str] = _PHASES) -> dict[str, Any]:
+    return {each: dict.fromkeys(phases, count) for each in ("total", "current")}

@@ -46,6 +46,7 @@ class Fabric(Lite):
             `accelerator="gpu"` or "tpu" and `devices`.
     """
 
+    @in_lightnings_words
     def __init__(self, *arguments: Any, **options: Any) -> None:
         named = inspect.signature(Lite).bind_partial(*arguments).arguments
         if not named.keys() & options.keys():  # otherwise Lite says what was given twice

@@ -18,7 +18,8 @@ from stratagem.checkpoint import SUFFIX
 from stratagem.errors import ConfigurationError
 from stratagem.launch import rank_zero_warn
 from stratagem_lightning.api.utilities.phrases import in_lightnings_words
-from stratagem_lightning_plugin.checkpoint_format import loops_of
+from stratagem_lightning.api.utilities.version import LIGHTNING_VERSION
+from stratagem_lightning_plugin.checkpoint_format import MARK, loops_of
 
 if TYPE_CHECKING:
     from stratagem.module import Module
@@ -118,7 +119,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         return f"{type(self).__qualname__}{arguments!r}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, with the values and the path that scripts read."""
+        """Return the state, with the values and the paths that scripts read."""
         own = super().state_dict()
         return own and {
             **own,
@@ -126,6 +127,8 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             "best_model_path": super().best_model_path,
             "best_model_score": self.best_model_score,
             "current_score": self.current_score,
+            "kth_best_model_path": self.kth_best_model_path,
+            "kth_value": self.kth_value,
         }
 
     def on_load_checkpoint(
@@ -148,7 +151,8 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
     def on_save_checkpoint(
         self, trainer: "Trainer", module: "Module", checkpoint: dict[str, Any]
     ) -> None:
-        """Add the position in training in Lightning's form too, which scripts read."""
+        """Add what scripts read: a version of Lightning, and its form of the progress."""
+        checkpoint[MARK] = LIGHTNING_VERSION
         if "progress" in checkpoint:
             checkpoint["loops"] = loops_of(checkpoint["progress"])
 
@@ -253,6 +257,8 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
                 "filename"
             )
         super().setup(trainer, module, stage)
+        if isinstance(self._folder, Path):
+            self._folder = self._folder.absolute()  # so are the paths of checkpoints
 
     @property
     def _last_global_step_saved(self) -> int:

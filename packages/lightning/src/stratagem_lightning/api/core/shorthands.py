@@ -15,7 +15,7 @@ def expand_shorthands(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a front end's arguments, with accelerator and devices for a shorthand.
 
     Raises:
-        ConfigurationError: both spellings were used.
+        ConfigurationError: both spellings were used, or a number of devices that does not exist.
 
     Example:
         >>> expand_shorthands({"gpus": 2, "precision": 16})
@@ -26,6 +26,11 @@ def expand_shorthands(options: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigurationError(
             f"devices={expanded['devices']!r}: expected a number of devices, their indices, or "
             "'auto'"
+        )
+    if expanded.get("devices") in (-1, "-1") and _accelerator_of(expanded) == "cpu":
+        raise ConfigurationError(
+            f"devices={expanded['devices']!r} means all devices, and a CPU has no number of them: "
+            "expected the number of processes"
         )
     for shorthand, name in (("gpus", "gpu"), ("tpu_cores", "tpu")):
         value = expanded.pop(shorthand, None)
@@ -55,15 +60,19 @@ def replace_half_on_cpu(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     if options.get("precision") not in (16, "16", "16-mixed"):
         return dict(options)
-    chosen = {name: options[name] for name in ("accelerator", "devices") if name in options}
-    try:
-        accelerator = resolve(RunRequest(**chosen), get_registry()).accelerator.name
-    except ConfigurationError:
-        return dict(options)  # the front end refuses them
-    if accelerator != "cpu":
+    if _accelerator_of(options) != "cpu":
         return dict(options)
     rank_zero_warn(
         f"precision={options['precision']!r} is for GPUs: this run uses a CPU, and trains with "
         "precision='bf16-mixed' instead"
     )
     return {**options, "precision": "bf16-mixed"}
+
+
+def _accelerator_of(options: Mapping[str, Any]) -> str:
+    """Return the name of the accelerator; "" if the front end will refuse the arguments."""
+    chosen = {name: options[name] for name in ("accelerator", "devices") if name in options}
+    try:
+        return resolve(RunRequest(**chosen), get_registry()).accelerator.name
+    except ConfigurationError:
+        return ""

@@ -56,6 +56,10 @@ PHRASES = (
     Phrase(r"checkpoint_io was given twice", "Received multiple values for CheckpointIO"),
     Phrase(r"devices='?(0|\[\])", r"`Trainer(devices=\1)` value is not a valid input using"),
     Phrase(
+        r"devices='?-1'? means all devices, and a CPU",
+        "`devices` selected with `CPUAccelerator` should be an int > 0.",
+    ),
+    Phrase(
         r"(max_epochs|max_steps)=.*expected a whole number of at least -1",
         r"`\1` must be a non-negative integer or -1",
     ),
@@ -212,6 +216,18 @@ PHRASES = (
         "`self.log(on_step=False, on_epoch=False)` is not useful.",
     ),
     # -- callbacks
+    Phrase(
+        r"\w*EarlyStopping\(monitor='(.+?)'\): no value of that name was logged; there is (.*?)\.",
+        r"Early stopping conditioned on metric `\1` which is not available. Pass in or modify your "
+        r"`EarlyStopping` callback to use any of the following: `\2`",
+        RuntimeError,
+    ),
+    Phrase(
+        r"\w*ModelCheckpoint\(monitor='(.+?)'\): no value of that name was logged; there is "
+        r"(.*?)\.",
+        r"`ModelCheckpoint(monitor='\1')` could not find the monitored key in the returned "
+        r"metrics: [\2]",
+    ),
     Phrase(
         r"(\w+) has nowhere to log to",
         r"Cannot use `\1` callback with a `Trainer` that has no logger.",

@@ -29,20 +29,8 @@ class UnrepeatedDistributedSampler(DistributedSampler[Any]):
         self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
 
 
-class DistributedSamplerWrapper(DistributedSampler[Any]):
-    """Divides another sampler's indices between ranks.
-
-    Args:
-        sampler: one that yields the same on every rank, and has a length.
-        *args, **kwargs: those of `torch.utils.data.DistributedSampler`.
-
-    Example:
-        >>> from torch.utils.data import SequentialSampler
-        >>> from stratagem_lightning.api.utilities.samplers import DistributedSamplerWrapper
-        >>> sampler = SequentialSampler("abcd")
-        >>> list(DistributedSamplerWrapper(sampler, num_replicas=2, rank=1, shuffle=False))
-        [1, 3]
-    """
+class _OfAnother(DistributedSampler[Any]):
+    """Divides what another sampler yields."""
 
     def __init__(self, sampler: Sampler[Any], *args: Any, **kwargs: Any) -> None:
         super().__init__(_Positions(sampler), *args, **kwargs)
@@ -58,6 +46,40 @@ class DistributedSamplerWrapper(DistributedSampler[Any]):
         of_other = getattr(self._sampler, "set_epoch", None)
         if callable(of_other):
             of_other(epoch)
+
+
+class DistributedSamplerWrapper(_OfAnother):
+    """Divides another sampler's indices between ranks.
+
+    Args:
+        sampler: one that yields the same on every rank, and has a length.
+        *args, **kwargs: those of `torch.utils.data.DistributedSampler`.
+
+    Example:
+        >>> from torch.utils.data import SequentialSampler
+        >>> from stratagem_lightning.api.utilities.samplers import DistributedSamplerWrapper
+        >>> sampler = SequentialSampler("abcd")
+        >>> list(DistributedSamplerWrapper(sampler, num_replicas=2, rank=1, shuffle=False))
+        [1, 3]
+    """
+
+
+class UnrepeatedDistributedSamplerWrapper(_OfAnother, UnrepeatedDistributedSampler):
+    """Divides another sampler's indices between ranks without repeating any.
+
+    Args:
+        sampler: one that yields the same on every rank, and has a length.
+        *args, **kwargs: those of `torch.utils.data.DistributedSampler`.
+
+    Example:
+        >>> from torch.utils.data import SequentialSampler
+        >>> from stratagem_lightning.api.utilities.samplers import (
+        ...     UnrepeatedDistributedSamplerWrapper as Wrapper,
+        ... )
+        >>> sampler = SequentialSampler("abc")
+        >>> [list(Wrapper(sampler, num_replicas=2, rank=r, shuffle=False)) for r in range(2)]
+        [[0, 2], [1]]
+    """
 
 
 class _Positions(Dataset[int]):
