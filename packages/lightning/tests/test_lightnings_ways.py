@@ -30,6 +30,7 @@ from stratagem_lightning.api.callbacks.early_stopping import EarlyStopping
 from stratagem_lightning.api.callbacks.model_checkpoint import ModelCheckpoint
 from stratagem_lightning.api.callbacks.summary import ModelSummary
 from stratagem_lightning.api.callbacks.timer import Timer
+from stratagem_lightning.api.callbacks.weight_averaging import EMAWeightAveraging
 from stratagem_lightning.api.core.module import LightningModule
 from stratagem_lightning.api.core.optimizer import LightningOptimizer
 from stratagem_lightning.api.demos.boring_classes import BoringModel, RandomDataset
@@ -86,6 +87,19 @@ def test_states_of_callbacks_have_lightnings_keys_and_values(tmp_path: Path) -> 
     assert states[key]["kth_best_model_path"] == saver.best_model_path
     assert states[key]["kth_value"] == 2
     assert "EarlyStopping{'monitor': 'step', 'mode': 'min'}" in states
+
+
+def test_an_average_takes_the_weights_of_epochs_in_too(tmp_path: Path) -> None:
+    updates: list[tuple[int, int]] = []
+
+    class Average(EMAWeightAveraging):
+        def _update(self, module: Any) -> None:
+            updates.append((module.trainer.current_epoch, module.trainer.global_step))
+            super()._update(module)
+
+    average = Average(update_every_n_steps=3, update_starting_at_epoch=1)
+    make(tmp_path, callbacks=average, max_epochs=2, enable_checkpointing=False).fit(BoringModel())
+    assert updates == [(0, 1), (1, 4), (1, 4)]
 
 
 class Logs(BoringModel):

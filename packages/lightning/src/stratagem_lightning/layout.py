@@ -25,13 +25,14 @@ def _names(homes: Mapping[str, str]) -> dict[str, str]:
 _CALLBACKS = _names(
     {
         "stratagem.callbacks": "BackboneFinetuning BaseFinetuning Callback "
-        "DeviceStatsMonitor EMAWeightAveraging "
+        "DeviceStatsMonitor "
         "LambdaCallback LearningRateMonitor ModelSummary "
         "OnExceptionCheckpoint RichModelSummary=ModelSummary "
         "StochasticWeightAveraging ThroughputMonitor WeightAveraging",
         f"{_API}.callbacks.accumulation": "GradientAccumulationScheduler",
         f"{_API}.callbacks.pruning": "ModelPruning",
         f"{_API}.callbacks.timer": "Timer",
+        f"{_API}.callbacks.weight_averaging": "EMAWeightAveraging",
         f"{_API}.callbacks.prediction_writer": "BasePredictionWriter",
         f"{_API}.callbacks.progress": "ProgressBar",
         f"{_API}.callbacks.tqdm_bar": "TQDMProgressBar",
