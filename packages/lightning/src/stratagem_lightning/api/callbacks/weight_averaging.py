@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from stratagem import callbacks
+from stratagem_extras.callbacks.weight_averaging import EMAWeightAveraging as NativeAveraging
 
 
-class EMAWeightAveraging(callbacks.EMAWeightAveraging):
+class EMAWeightAveraging(NativeAveraging):
     """Stratagem's, which also updates the average at the end of epochs.
 
     Args:
