@@ -484,6 +484,39 @@ def test_schedulers_within_a_scheduler_know_of_unfrozen_groups(tmp_path: Path) -
     assert resumed.optimizers[0].param_groups[1]["lr"] < backbone["lr"]
 
 
+@pytest.mark.parametrize(
+    "cycle",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40),
+        lambda optimizer: torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=5),
+    ],
+    ids=["OneCycleLR", "CyclicLR"],
+)
+def test_an_unfrozen_group_follows_the_cycle_of_the_first_one(
+    cycle: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    class Cycles(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.9)
+            return [optimizer], [{"scheduler": cycle(optimizer), "interval": "step"}]
+
+    def fit(epochs: int, path: Path | None = None) -> Any:
+        unfreezes = BackboneFinetuning(
+            unfreeze_backbone_at_epoch=1, backbone_initial_ratio_lr=0.2, verbose=False
+        )
+        one = trainer(unfreezes, max_epochs=epochs)
+        one.fit(Cycles(), loader(), ckpt_path=path)
+        return one
+
+    whole = fit(4)
+    head, backbone = whole.optimizers[0].param_groups
+    assert backbone["lr"] == pytest.approx(0.2 * head["lr"])
+    assert backbone["momentum"] == pytest.approx(head["momentum"])
+    fit(3).save_checkpoint(tmp_path / "saved.ckpt")
+    resumed = fit(4, tmp_path / "saved.ckpt").optimizers[0].param_groups
+    assert [group["lr"] for group in resumed] == [head["lr"], backbone["lr"]]
+
+
 def test_gradients_of_the_frozen_epochs_are_not_applied() -> None:
     """Batch norm stays trainable in a frozen backbone, and no optimizer clears its gradients."""
 

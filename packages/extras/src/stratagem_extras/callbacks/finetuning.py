@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CyclicLR
 
 from stratagem.callbacks import Callback
 from stratagem.errors import ConfigurationError, UserCodeError
@@ -249,21 +250,41 @@ class BaseFinetuning(Callback):
 
 
 def _let_schedulers_know(trainer: Trainer, optimizer: Optimizer, groups: int) -> None:
-    """Give torch's schedulers of an optimizer a base learning rate for groups after the first."""
+    """Give torch's schedulers of an optimizer a base learning rate for groups after the first.
+
+    In a cycle, the learning rate of such a group keeps its ratio to that of the first group.
+    """
+    first = optimizer.param_groups[0]
     for group in optimizer.param_groups[groups:]:
+        ratio = group["lr"] / first["lr"] if first["lr"] else 1.0
+        if "max_lr" in first:  # of OneCycleLR
+            rates = ("initial_lr", "max_lr", "min_lr")
+            group.update({name: ratio * first[name] for name in rates})
+        for name in ("base_momentum", "max_momentum"):
+            if name in first:
+                group[name] = first[name]
         group.setdefault("initial_lr", group["lr"])
         for config in trainer.lr_scheduler_configs:
             if getattr(config.scheduler, "optimizer", None) is optimizer:
-                _add_group(config.scheduler, group)
+                _add_group(config.scheduler, group, ratio)
 
 
-def _add_group(scheduler: Any, group: Mapping[str, Any]) -> None:
-    """Tell a scheduler, and those that it is made of, of a further group."""
-    for name, value in (
-        ("base_lrs", group["initial_lr"]),
-        ("_last_lr", group["lr"]),
-        ("min_lrs", None),
-    ):
+def _add_group(scheduler: Any, group: Mapping[str, Any], ratio: float) -> None:
+    """Tell a scheduler, and those that it is made of, of a further group.
+
+    Args:
+        scheduler: one of torch's.
+        group: the further group.
+        ratio: its learning rate over that of the first group.
+    """
+    added: dict[str, float | None] = {
+        "base_lrs": group["initial_lr"],
+        "_last_lr": group["lr"],
+        **dict.fromkeys(("min_lrs", "base_momentums", "max_momentums")),
+    }
+    if isinstance(scheduler, CyclicLR):
+        added |= {name: ratio * getattr(scheduler, name)[0] for name in ("base_lrs", "max_lrs")}
+    for name, value in added.items():
         values = getattr(scheduler, name, None)
         if isinstance(values, list) and values:
             # A list may be shared with another scheduler, which gets a list of its own.
@@ -272,7 +293,7 @@ def _add_group(scheduler: Any, group: Mapping[str, Any]) -> None:
     if functions:
         functions.append(functions[-1])
     for part in getattr(scheduler, "_schedulers", ()):
-        _add_group(part, group)
+        _add_group(part, group, ratio)
 
 
 def multiplicative(epoch: int) -> float:
