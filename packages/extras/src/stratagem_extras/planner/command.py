@@ -223,6 +223,8 @@ def _planned(
     planner: Planner, options: argparse.Namespace, strategies: Sequence[str], devices: int
 ) -> MemoryPlan:
     """Return the plan for the command's nodes, each with so many devices."""
+    from stratagem_extras.planner.forks import in_forks
+
     return planner.plan(
         devices=devices,
         num_nodes=options.num_nodes,
@@ -231,6 +233,7 @@ def _planned(
         host_memory=options.host_memory,
         disk_memory=options.disk_memory,
         strategies=strategies,
+        divide=in_forks,
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from stratagem.discovery import StrategySpec, get_registry, nearest_of
 from stratagem.errors import ConfigurationError, format_names, format_text
 from stratagem.strategies import ActivationCheckpointing, StepMemory, Strategy
 from stratagem_extras.planner.devices import Device, find_device, parse_size
+from stratagem_extras.planner.forks import Divide, in_turn
 from stratagem_extras.planner.simulation import (
     MeasuredState,
     PlannedMemory,
@@ -384,8 +386,9 @@ class Planner:
         host_memory: float | str | None = None,
         disk_memory: float | str | None = None,
         strategies: Sequence[str] = (),
+        divide: Divide = in_turn,
     ) -> MemoryPlan:
-        """Return the plan for a machine; see `plan_memory`."""
+        """Return the plan for a machine; see `plan_memory`. `divide` runs the simulations."""
         _check_numbers(devices=devices, num_nodes=num_nodes)
         host = None if host_memory is None else parse_size(host_memory)
         if host is None and device is None:
@@ -395,7 +398,7 @@ class Planner:
         machines = _Machines(found, devices, num_nodes, host, disk)
         groups = _groups(strategies)
         with _planning():
-            rows = [self._row(spec, alike, machines) for spec, alike in groups]
+            rows = self._rows(groups, machines, divide)
         if not strategies:
             rows = _without_copies(rows, [spec for spec, _ in groups])
         flops = max(memory.flops for memory in self.alone.values())
@@ -443,6 +446,24 @@ class Planner:
             if measures or not in_an_optimizer(other):
                 raise
             return self._without_values(other)
+
+    def _rows(
+        self,
+        groups: Sequence[tuple[StrategySpec, tuple[str, ...]]],
+        machines: _Machines,
+        divide: Divide,
+    ) -> list[PlannedStrategy]:
+        """Return the memory use of strategies; those that share a simulation are one piece."""
+        pieces: dict[str, list[int]] = {}
+        for number, (spec, _) in enumerate(groups):
+            pieces.setdefault(_simulated_as(spec), []).append(number)
+        # Those that divide most take longest, and come first.
+        order = sorted(pieces.values(), key=lambda piece: -len(groups[piece[0]][0].shards))
+        done = divide(
+            len(order), lambda piece: [self._row(*groups[n], machines) for n in order[piece]]
+        )
+        rows = dict(zip(chain(*order), chain(*done), strict=True))
+        return [rows[number] for number in range(len(groups))]
 
     def _row(
         self, spec: StrategySpec, alike: tuple[str, ...], machines: _Machines

@@ -1,0 +1,83 @@
+"""Forks of this process that share its pieces of work."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+Divide = Callable[[int, Callable[[int], Any]], list[Any]]
+"""Returns `[piece(0), piece(1), ...]`, given the number of pieces and `piece`."""
+
+_MOST_PROCESSES = 8
+_MOST_PIECES = 255
+"""A number of a piece is a byte, so that no process reads a part of one."""
+
+
+def in_turn(count: int, piece: Callable[[int], T]) -> list[T]:
+    """Return all pieces; a `Divide` of one process.
+
+    Example:
+        >>> in_turn(3, lambda number: number**2)
+        [0, 1, 4]
+    """
+    return [piece(number) for number in range(count)]
+
+
+def in_forks(count: int, piece: Callable[[int], T]) -> list[T]:
+    """Return all pieces; a `Divide` of one process per processor.
+
+    Each process takes the next piece when it has finished one. If a fork fails, this process does
+    its pieces. A process that may not be forked does all of them: one with other threads, whose
+    locks a fork would wait for, and one that can use a GPU, since autograd refuses to run in its
+    forks.
+
+    Args:
+        count: at most 255 of the pieces are shared.
+        piece: returns a piece by its number, as data that can be pickled.
+    """
+    is_alone = sys.platform == "linux" and threading.active_count() == 1
+    processes = min(len(os.sched_getaffinity(0)), count, _MOST_PROCESSES) if is_alone else 1
+    if processes < 2 or torch.accelerator.is_available():
+        return in_turn(count, piece)
+    numbers, end = os.pipe()
+    os.write(end, bytes(range(min(count, _MOST_PIECES))))
+    os.close(end)
+
+    def taken() -> Iterator[int]:
+        while number := os.read(numbers, 1):
+            yield number[0]
+
+    def work(results: Connection) -> None:
+        torch.set_num_threads(1)  # threads of OpenMP do not exist in a fork
+        results.send({number: piece(number) for number in taken()})
+
+    context = multiprocessing.get_context("fork")
+    forks, pending = [], []
+    try:
+        for _ in range(processes - 1):
+            receiving, sending = context.Pipe(duplex=False)
+            fork = context.Process(target=work, args=(sending,), daemon=True)
+            fork.start()
+            sending.close()  # so that the end of the fork is noticed
+            forks.append(fork)
+            pending.append(receiving)
+        done = {number: piece(number) for number in taken()}
+        while pending and len(done) < count:
+            try:
+                done |= pending.pop().recv()
+            except EOFError:
+                continue  # it has failed
+        return [done[number] if number in done else piece(number) for number in range(count)]
+    finally:
+        os.close(numbers)
+        for fork in forks:
+            fork.kill()
+            fork.join()
