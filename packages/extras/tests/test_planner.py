@@ -639,6 +639,42 @@ def test_a_process_that_has_joined_others_is_refused(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
+FORKS = """
+import os, pathlib, sys, time
+from stratagem_extras.planner.forks import in_forks
+
+os.sched_getaffinity = lambda pid: {0, 1}  # also where there is one processor
+first, fails = os.getpid(), sys.argv[1] == "fails"
+
+def piece(number):
+    # The first process does nothing before its fork has a piece.
+    pathlib.Path(f"{os.getpid()}.taken").touch()
+    while os.getpid() == first and len(list(pathlib.Path().glob("*.taken"))) < 2:
+        time.sleep(0.01)
+    if fails and os.getpid() != first:
+        os._exit(1)
+    return number, os.getpid() == first
+
+pieces = in_forks(5, piece)
+assert [number for number, _ in pieces] == [0, 1, 2, 3, 4], pieces
+assert all(here for _, here in pieces) == fails, pieces
+try:
+    os.waitpid(-1, os.WNOHANG)
+except ChildProcessError:
+    print("no fork is left")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks are for Linux")
+@pytest.mark.parametrize("how", ["works", "fails"])
+def test_forks_share_the_pieces_and_those_of_a_fork_that_fails_are_done(
+    how: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", FORKS, how]
+    done = subprocess.run(command, cwd=tmp_path, timeout=120, capture_output=True, text=True)
+    assert done.stdout == "no fork is left\n", done.stderr
+
+
 def test_the_command_refuses_what_is_missing_and_what_is_too_much(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import dataclasses
+import gc
 import importlib
 import json
 import re
@@ -46,6 +48,8 @@ def plan(arguments: Sequence[str]) -> int:
     """Print a plan; return the exit code."""
     options = parser_of_plan().parse_args(arguments)
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it
+    # Without it, the process collects the garbage of torch's modules for most of a second at exit.
+    atexit.register(gc.freeze)
     try:
         return _plan(options, arguments)
     except StratagemError as error:
