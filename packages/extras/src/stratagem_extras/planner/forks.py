@@ -35,18 +35,15 @@ def in_forks(count: int, piece: Callable[[int], T]) -> list[T]:
     """Return all pieces; a `Divide` of one process per processor.
 
     Each process takes the next piece when it has finished one. If a fork fails, this process does
-    its pieces. A process that may not be forked does all of them: one with other threads, whose
-    locks a fork would wait for, and one that can use a GPU, since autograd refuses to run in its
-    forks.
+    its pieces.
 
     Args:
         count: at most 255 of the pieces are shared.
         piece: returns a piece by its number, as data that can be pickled.
     """
-    is_alone = sys.platform == "linux" and threading.active_count() == 1
-    processes = min(len(os.sched_getaffinity(0)), count, _MOST_PROCESSES) if is_alone else 1
-    if processes < 2 or torch.accelerator.is_available():
+    if sys.platform != "linux" or not _can_fork():
         return in_turn(count, piece)
+    processes = min(len(os.sched_getaffinity(0)), count, _MOST_PROCESSES)
     numbers, end = os.pipe()
     os.write(end, bytes(range(min(count, _MOST_PIECES))))
     os.close(end)
@@ -81,3 +78,12 @@ def in_forks(count: int, piece: Callable[[int], T]) -> list[T]:
         for fork in forks:
             fork.kill()
             fork.join()
+
+
+def _can_fork() -> bool:
+    """Whether a fork of this process can work.
+
+    It would wait for the locks of other threads, and autograd refuses to run in a fork of a process
+    that can use a GPU.
+    """
+    return threading.active_count() == 1 and not torch.accelerator.is_available()
