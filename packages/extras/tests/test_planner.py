@@ -641,23 +641,24 @@ def test_a_process_that_has_joined_others_is_refused(tmp_path: Path) -> None:
 
 FORKS = """
 import os, pathlib, sys, time
-from stratagem_extras.planner.forks import in_forks
+from stratagem_extras.planner import forks
 
+forks._LONGEST_WAIT = 5.0
 os.sched_getaffinity = lambda pid: {0, 1}  # also where there is one processor
-first, fails = os.getpid(), sys.argv[1] == "fails"
+first, how = os.getpid(), sys.argv[1]
 
 def piece(number):
     # The first process does nothing before its fork has a piece.
     pathlib.Path(f"{os.getpid()}.taken").touch()
     while os.getpid() == first and len(list(pathlib.Path().glob("*.taken"))) < 2:
         time.sleep(0.01)
-    if fails and os.getpid() != first:
-        os._exit(1)
+    if os.getpid() != first:
+        {"works": list, "fails": lambda: os._exit(1), "hangs": lambda: time.sleep(600)}[how]()
     return number, os.getpid() == first
 
-pieces = in_forks(5, piece)
+pieces = forks.in_forks(5, piece)
 assert [number for number, _ in pieces] == [0, 1, 2, 3, 4], pieces
-assert all(here for _, here in pieces) == fails, pieces
+assert all(here for _, here in pieces) == (how != "works"), pieces
 try:
     os.waitpid(-1, os.WNOHANG)
 except ChildProcessError:
@@ -666,7 +667,7 @@ except ChildProcessError:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks are for Linux")
-@pytest.mark.parametrize("how", ["works", "fails"])
+@pytest.mark.parametrize("how", ["works", "fails", "hangs"])
 def test_forks_share_the_pieces_and_those_of_a_fork_that_fails_are_done(
     how: str, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -17,6 +18,8 @@ Divide = Callable[[int, Callable[[int], Any]], list[Any]]
 """Returns `[piece(0), piece(1), ...]`, given the number of pieces and `piece`."""
 
 _MOST_PROCESSES = 8
+_LONGEST_WAIT = 120.0
+"""Seconds for the last piece of a fork, when all others are done."""
 _MOST_PIECES = 255
 """A number of a piece is a byte, so that no process reads a part of one."""
 
@@ -34,8 +37,8 @@ def in_turn(count: int, piece: Callable[[int], T]) -> list[T]:
 def in_forks(count: int, piece: Callable[[int], T]) -> list[T]:
     """Return all pieces; a `Divide` of one process per processor.
 
-    Each process takes the next piece when it has finished one. If a fork fails, this process does
-    its pieces.
+    Each process takes the next piece when it has finished one. If a fork fails or hangs, this
+    process does its pieces. If this process cannot be forked, it does all pieces.
 
     Args:
         count: at most 255 of the pieces are shared.
@@ -68,10 +71,10 @@ def in_forks(count: int, piece: Callable[[int], T]) -> list[T]:
             pending.append(receiving)
         done = {number: piece(number) for number in taken()}
         while pending and len(done) < count:
-            try:
-                done |= pending.pop().recv()
-            except EOFError:
-                continue  # it has failed
+            results = pending.pop()
+            if results.poll(_LONGEST_WAIT):
+                with suppress(EOFError):  # the fork has failed
+                    done |= results.recv()
         return [done[number] if number in done else piece(number) for number in range(count)]
     finally:
         os.close(numbers)
