@@ -31,7 +31,6 @@ class OneBitStrategy(ParallelStrategy):
     """
 
     capabilities = CAPABILITIES
-    _adds_up = False  # whether a later backward sends what has added up until then
 
     def __init__(self, *, warmup_steps: int = 0, **components: Any) -> None:
         super().__init__(**components)
@@ -71,16 +70,17 @@ class OneBitStrategy(ParallelStrategy):
     @contextmanager
     def no_sync(self, prepared: PreparedModel) -> Iterator[None]:
         """Let the gradients of several micro-batches add up."""
-        before, self._adds_up = self._adds_up, True
+        own = prepared.strategy_data  # of this model; another one may communicate meanwhile
+        before, own["adds_up"] = own.get("adds_up", False), True
         try:
             yield
         finally:
-            self._adds_up = before
+            own["adds_up"] = before
 
     def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward, then exchange the gradients."""
         super().backward(prepared, loss, *args, **kwargs)
-        if not self._adds_up:
+        if not prepared.strategy_data.get("adds_up"):
             self._exchange(prepared)
 
     def _exchange(self, prepared: PreparedModel) -> None:
@@ -121,7 +121,7 @@ class OneBitStrategy(ParallelStrategy):
 
     def _own(self, prepared: PreparedModel) -> dict[str, Any]:
         """Return the residual (n,) of a model on this rank, and the number of its steps."""
-        if not prepared.strategy_data:
+        if "residual" not in prepared.strategy_data:
             dtypes = [torch.float32, *(p.dtype for p in prepared.original.parameters())]
             dtype = torch.float64 if torch.float64 in dtypes else torch.float32
             size = sum(p.numel() for p in prepared.original.parameters())
