@@ -1397,6 +1397,24 @@ class InnerEndsOuter(ByBackward):
         passed.backward(self, prepared, loss, *args, **kwargs)
 
 
+class HoldsEveryModel(ByBackward):
+    """no_sync of one model holds back the gradients of all models."""
+
+    holds = False
+
+    @contextmanager
+    def no_sync(self, prepared: PreparedModel) -> Iterator[None]:
+        before, self.holds = self.holds, True
+        try:
+            yield
+        finally:
+            self.holds = before
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        passed = ByHand if self.holds else ByBackward
+        passed.backward(self, prepared, loss, *args, **kwargs)
+
+
 class InnerEndsOuterFeedback(ErrorFeedback):
     """The same where gradients travel compressed: other numbers, and no all_reduce of their own."""
 

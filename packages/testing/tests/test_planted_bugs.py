@@ -159,6 +159,7 @@ PLANTED = [
         "evaluation/one model",
         "'net.2' in training mode after an evaluation",
     ),
+    ("HoldsEveryModel", "lite/two models", "keep what belongs to a model in its PreparedModel"),
     ("InnerEndsOuter", "collectives/no_sync", "once another no_sync(prepared) within it had ended"),
     ("InnerEndsOuterFeedback", "lite/accumulation, nested", "Let no_sync(prepared) put back what"),
     ("LosesGroupKeys", "state/round trip", "['param_groups'][1] (['note']"),

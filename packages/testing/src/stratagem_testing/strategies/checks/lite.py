@@ -334,7 +334,7 @@ def _judge_two(found: Result) -> None:
 
 @check("lite/two models", _judge_two, reference=True)
 def _two_models(probe: Probe) -> dict[str, Any]:
-    """Two models that are set up in one Lite are both trained, as in a GAN."""
+    """Two models that are set up in one Lite are both trained, while the other accumulates."""
 
     def train() -> dict[str, Any]:
         lite = probe.lite()
@@ -342,9 +342,10 @@ def _two_models(probe: Probe) -> dict[str, Any]:
         set_up = [_set_up(lite, net, afterwards=True) for net in nets]
         losses = []
         for _, inputs, target in lite.setup_dataloaders(probe.loader(32)):
-            for model, optimizer in set_up:
+            for (model, optimizer), (other, _) in zip(set_up, reversed(set_up), strict=True):
                 loss = mse_loss(model(inputs), target)
-                lite.backward(loss, model=model)
+                with lite.no_backward_sync(other):
+                    lite.backward(loss, model=model)
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(float(loss.detach()))
