@@ -1397,10 +1397,8 @@ class InnerEndsOuter(ByBackward):
         passed.backward(self, prepared, loss, *args, **kwargs)
 
 
-class HoldsEveryModel(ByBackward):
+class HoldsEveryModel(InnerEndsOuter):
     """no_sync of one model holds back the gradients of all models."""
-
-    holds = False
 
     @contextmanager
     def no_sync(self, prepared: PreparedModel) -> Iterator[None]:
@@ -1409,10 +1407,6 @@ class HoldsEveryModel(ByBackward):
             yield
         finally:
             self.holds = before
-
-    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        passed = ByHand if self.holds else ByBackward
-        passed.backward(self, prepared, loss, *args, **kwargs)
 
 
 class InnerEndsOuterFeedback(ErrorFeedback):

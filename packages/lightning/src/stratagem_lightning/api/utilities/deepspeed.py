@@ -38,7 +38,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """
     try:
         backend = import_module("stratagem_deepspeed")
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if error.name != "stratagem_deepspeed":
+            raise  # of something that it imports
         raise MissingPackageError(
             "convert_zero_checkpoint_to_fp32_state_dict needs stratagem-backend-deepspeed: pip "
             "install stratagem-backend-deepspeed"

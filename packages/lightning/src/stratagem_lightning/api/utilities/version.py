@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from stratagem.launch import rank_zero_info
+from stratagem_lightning_plugin.checkpoint_format import WRITTEN_VERSION
 
-LIGHTNING_VERSION = "2.6.6"
+LIGHTNING_VERSION = WRITTEN_VERSION
 """What `lightning.__version__` is, for scripts that compare it."""
 
 
