@@ -290,7 +290,7 @@ def measure_step(size: Size, device: torch.device) -> None:
 
 def measure_small_step(size: Size, device: torch.device) -> None:
     held = [pinned(torch.randn(64, 1024), device) for _ in range(4)]
-    batches = [held[i % 4] for i in range(20 * size.steps + WARM_UP)]
+    batches = [held[i % 4] for i in range(8 * size.steps + WARM_UP)]
     small = replace(size, hidden=size.hidden // 64)
     compare("small step", size, lambda: Dense(small), batches, device)
 

@@ -31,7 +31,7 @@ OURS = (
     *("core", "extras", "testing"),
     *(f"backend-{name}" for name in ("cuda", "deepspeed", "xla", "hpu-ipu", "mps", "xpu")),
 )
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+PLATFORMS = tuple(f"manylinux{version}_x86_64" for version in ("_2_28", "_2_24", "_2_17", "2014"))
 
 
 def closure(names: list[str], python: str, leave_out: set[str]) -> dict[str, Distribution]:

@@ -44,7 +44,7 @@ IGNORED = re.compile(
     # How far a dataset was read that was begun anew since; the next epoch is read from its start.
     r"|\.own\.position$"
     # The memory of a GPU depends on what was there before, and the rest on the GPU.
-    r"|DeviceStatsMonitor\.on_train_batch_\w+/\w+$"
+    r"|DeviceStatsMonitor\.on_\w+/\w+$"
 )
 
 

@@ -26,8 +26,9 @@ from stratagem_cuda.precision.compute_capability import FLOAT8, visible_capabili
 
 pytestmark = [
     pytest.mark.gpu,
-    # torchao's own, where it is compiled from its sources on the way
+    # torchao's own
     pytest.mark.filterwarnings("ignore:.*invalid escape sequence:SyntaxWarning"),
+    pytest.mark.filterwarnings("ignore:torch.get_autocast_gpu_dtype:DeprecationWarning"),
 ]
 
 

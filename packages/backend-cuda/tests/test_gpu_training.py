@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from stratagem import Callback, Module, Trainer
 from stratagem.callbacks import ModelCheckpoint
+from stratagem.errors import ConfigurationError
 from stratagem_extras.profilers.pytorch import PyTorchProfiler
 from stratagem_extras.tuner import BatchSizeFinder
 
@@ -96,6 +97,12 @@ def test_without_a_word_the_trainer_takes_the_gpu(tmp_path: Path) -> None:
     net = Net()
     trainer(tmp_path, accelerator="auto").fit(net, batches(2))
     assert net.net[0].weight.is_cuda
+
+
+def test_more_gpus_than_there_are_are_refused(tmp_path: Path) -> None:
+    there = torch.cuda.device_count()
+    with pytest.raises(ConfigurationError, match=f"devices={there + 1}.*{there}"):
+        trainer(tmp_path, devices=there + 1)
 
 
 class Numbered(Dataset[Tensor]):
@@ -208,6 +215,7 @@ def test_the_largest_batch_is_found_with_a_full_gpu_on_the_way(tmp_path: Path) -
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("options", [True, {"mode": "reduce-overhead"}, "step"])
 def test_inductor_has_the_losses_of_eager(options: Any, tmp_path: Path) -> None:
     eager, compiled = Pure(), Pure()

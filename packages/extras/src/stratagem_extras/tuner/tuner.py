@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -223,7 +222,7 @@ class Tuner:
         tried.snapshot.restore()
         if loader is None:
             del trainer
-            gc.collect()
+            tried.free_memory()
         return loader
 
     def _check_is_used(self, sizes: Mapping[int, Any], name: str) -> None:
