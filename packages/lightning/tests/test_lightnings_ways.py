@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +45,6 @@ from stratagem_lightning.api.strategies.single_device import SingleDeviceStrateg
 from stratagem_lightning.api.trainer import Trainer
 from stratagem_lightning.api.tuner import Tuner
 from stratagem_lightning.api.utilities.data import AttributeDict
-from stratagem_lightning.api.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 from stratagem_lightning.api.utilities.migration import migrate_checkpoint
 from stratagem_lightning.api.utilities.parsing import lightning_getattr
 from stratagem_lightning.api.utilities.version import LIGHTNING_VERSION
@@ -169,19 +167,31 @@ def test_checkpoints_have_lightnings_counters_of_loops(tmp_path: Path) -> None:
     assert (batches["current"]["completed"], batches["total"]["completed"]) == (2, 6)
 
 
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_checkpoint_saved_without_a_modelcheckpoint_has_lightnings_entries_too(
+    tmp_path: Path, weights_only: bool
+) -> None:
+    read: list[Any] = []
+
+    class Reads(BoringModel):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            read.append(checkpoint["loops"])
+
+    trainer = make(tmp_path, enable_checkpointing=False, max_epochs=2)
+    trainer.fit(Reads())
+    trainer.save_checkpoint(tmp_path / "own.ckpt", weights_only)
+    saved = torch.load(tmp_path / "own.ckpt")
+    assert saved["pytorch-lightning_version"] == LIGHTNING_VERSION
+    assert saved["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"] == 2
+    assert [saved["loops"]] == read
+    assert ("optimizer_states" in saved) is not weights_only
+
+
 def test_a_checkpoint_of_an_older_lightning_is_not_migrated() -> None:
     with pytest.raises(
         CheckpointMismatchError, match=r"of Lightning 2\.x, .*'1\.9\.0': upgrade it"
     ):
         migrate_checkpoint({"pytorch-lightning_version": "1.9.0"})
-
-
-def test_conversion_of_shards_names_the_distribution_that_it_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "stratagem_deepspeed", None)
-    with pytest.raises(MissingPackageError, match="pip install stratagem-backend-deepspeed"):
-        convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "one.ckpt")
 
 
 def test_paths_of_checkpoints_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

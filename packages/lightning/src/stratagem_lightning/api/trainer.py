@@ -48,6 +48,8 @@ from stratagem_lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardL
 from stratagem_lightning.api.plugins.layer_sync import expand_layer_sync
 from stratagem_lightning.api.strategies.single_device import belongs_to
 from stratagem_lightning.api.utilities.phrases import in_lightnings_words
+from stratagem_lightning.api.utilities.version import LIGHTNING_VERSION
+from stratagem_lightning_plugin.checkpoint_format import MARK, loops_of
 
 if TYPE_CHECKING:
     from stratagem.strategies import PreparedModel
@@ -347,6 +349,11 @@ class Trainer(trainer.Trainer):
     def save_checkpoint(self, *args: Any, **options: Any) -> None:
         """Save a checkpoint; as `stratagem.Trainer.save_checkpoint`."""
         super().save_checkpoint(*args, **options)
+
+    def _extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the entries that scripts read: Lightning's version, and the loops' progress."""
+        checkpoint[MARK] = LIGHTNING_VERSION
+        checkpoint["loops"] = loops_of(self._progress.state_dict())
 
     def _begin(self, model: Any, datamodule: Any) -> None:
         """Do what Lightning does at the start of a run, and refuse what it alone would call."""
