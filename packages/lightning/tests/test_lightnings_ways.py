@@ -28,6 +28,7 @@ from stratagem_lightning.api.callbacks.accumulation import GradientAccumulationS
 from stratagem_lightning.api.callbacks.early_stopping import EarlyStopping
 from stratagem_lightning.api.callbacks.model_checkpoint import ModelCheckpoint
 from stratagem_lightning.api.callbacks.summary import ModelSummary
+from stratagem_lightning.api.callbacks.throughput import ThroughputMonitor
 from stratagem_lightning.api.callbacks.timer import Timer
 from stratagem_lightning.api.callbacks.weight_averaging import EMAWeightAveraging
 from stratagem_lightning.api.core.module import LightningModule
@@ -185,6 +186,46 @@ def test_a_checkpoint_saved_without_a_modelcheckpoint_has_lightnings_entries_too
     assert saved["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"] == 2
     assert [saved["loops"]] == read
     assert ("optimizer_states" in saved) is not weights_only
+
+
+def test_a_batch_of_none_has_none_as_outputs(tmp_path: Path) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    class Notes(BoringModel):
+        def train_dataloader(self) -> Any:
+            return [None, torch.ones(1, 32)]
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append((batch is None, outputs is None))
+
+    with pytest.warns(UserWarning, match="train_dataloader yielded None"):
+        make(tmp_path, enable_checkpointing=False, limit_val_batches=0).fit(Notes())
+    assert seen == [(True, True), (False, False)]
+
+
+def test_a_rate_finder_skips_a_batch_of_none(tmp_path: Path) -> None:
+    class Skips(BoringModel):
+        lr = 0.1
+
+        def train_dataloader(self) -> Any:
+            return [torch.ones(1, 32), None, torch.ones(1, 32)]
+
+    with pytest.warns(UserWarning, match="train_dataloader yielded None"):
+        finder = Tuner(make(tmp_path)).lr_find(Skips(), num_training=14)
+    assert len(finder.results["lr"]) == 14
+
+
+def test_throughput_is_logged_by_keywords() -> None:
+    logged: list[tuple[Any, int]] = []
+
+    class Logs(Fabric):
+        def log_dict(self, *, metrics: Any, step: Any) -> None:  # type: ignore[override]
+            logged.append((metrics, step))
+
+    monitor = ThroughputMonitor(Logs(accelerator="cpu", devices=1))
+    monitor.update(time=0.5, batches=1, samples=3)
+    monitor.compute_and_log()
+    assert logged == [({"time": 0.5, "batches": 1, "samples": 3}, 0)]
 
 
 def test_a_checkpoint_of_an_older_lightning_is_not_migrated() -> None:

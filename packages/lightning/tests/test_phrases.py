@@ -582,6 +582,12 @@ def test_the_margin_of_a_binary_search_is_taken_off_as_in_lightning() -> None:
     assert Tuner(make()).scale_batch_size(Sized(), **{**options, "mode": "power"}) == 8
 
 
+def test_another_fault_is_not_called_one_of_the_method() -> None:
+    with pytest.raises(ConfigurationError, match="0 < min_lr < max_lr") as raised:
+        Tuner(make()).lr_find(sized(), min_lr=1.0, max_lr=0.1)
+    assert "is invalid" not in str(raised.value)
+
+
 def test_a_tuner_and_a_finder_exclude_one_another() -> None:
     with pytest.raises(ConfigurationError, match="already configured with a `BatchSizeFinder`"):
         Tuner(make(callbacks=BatchSizeFinder())).scale_batch_size(BoringModel())

@@ -36,6 +36,7 @@ from stratagem_lightning.api.core.numbers import (
     divide_by_whole_window,
     draw_at_reload,
     in_order_of_distributed_sampler,
+    pass_none_without_batch,
     reset_seed,
     seed_workers_once,
     shard_for_one_rank,
@@ -379,6 +380,7 @@ class Trainer(trainer.Trainer):
         self._fit_step = step = super().make_train_step(run, prepared)
         step.counts_each_loss = True
         check_manual_outputs(step, run)
+        pass_none_without_batch(step)
         return validate_at_stop(divide_by_whole_window(step, run), run, prepared)
 
     def make_sharded_loader(

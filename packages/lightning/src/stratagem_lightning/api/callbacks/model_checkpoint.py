@@ -283,7 +283,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         """Save the checkpoint of `save_last` if no other save came due."""
         if self.save_last and trainer.global_step and not self.kept_paths:
             self._save(trainer, among_best=False)
-        super().on_train_end(trainer, module)
+        # No `super()`: an error in `on_fit_end` saves too.
 
     def _name(self, trainer: "Trainer") -> str:
         return self._name_of_last(trainer) if self._keeps_last_only else super()._name(trainer)

@@ -150,6 +150,17 @@ def check_manual_outputs(step: Step, run: Run) -> Step:
     return step
 
 
+def pass_none_without_batch(step: Step) -> None:
+    """Let `on_train_batch_end` get None as outputs if the loader yielded None as a batch."""
+    hooks = step._on_batch_end
+
+    def call(outputs: Any, batch: Any, batch_idx: int) -> None:
+        for hook in hooks:
+            hook(None if batch is None else outputs, batch, batch_idx)
+
+    step._on_batch_end = (call,) if hooks else ()
+
+
 def validate_at_stop(step: Step, run: Run, prepared: PreparedModel) -> Step:
     """Let a fit validate where `should_stop` ends it within an epoch, as Lightning does."""
     finish = step.finish

@@ -295,7 +295,7 @@ PHRASES = (
     Phrase(
         r"\w+ with \d+ ranks: one that runs out of memory alone",
         "`Tuner.scale_batch_size()` is not supported with distributed strategies. Batch size "
-        "finder is not supported with distributed strategies",
+        "finder is not supported with distributed strategies.",
     ),
     Phrase(
         r"lr_find\(update_attr=True\): \S+ has no 'lr'",
@@ -308,7 +308,7 @@ PHRASES = (
         r"`mode` should be either of 'power' or 'binsearch', received '\1'",
     ),
     Phrase(
-        r"(?:scale_batch_size|lr_find)\(.*?method='(\w+)'.*?\): expected",
+        r"(?:scale_batch_size|lr_find)\(.*?method='(?!fit')(\w+)'.*?\): expected",
         r"method '\1' is invalid.",
     ),
     # -- Fabric
