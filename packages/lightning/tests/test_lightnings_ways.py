@@ -360,6 +360,21 @@ def test_a_stop_within_an_epoch_validates_once_and_counts_it(
     assert (trainer.current_epoch, trainer.global_step) == (1, 2)
 
 
+def test_a_stop_that_waits_for_a_minimum_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class StopsEarly(BoringModel):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.trainer.should_stop = True
+
+    trainer = make(tmp_path, max_epochs=9, min_epochs=3, enable_checkpointing=False)
+    with caplog.at_level(logging.INFO):
+        trainer.fit(StopsEarly())
+    assert trainer.current_epoch == 3
+    (message,) = (text for text in caplog.messages if "signaled to stop" in text)
+    assert "`min_epochs=3` or `min_steps=None` has not been met" in message
+
+
 def test_a_fit_warns_of_an_epoch_shorter_than_the_logging_interval(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
