@@ -360,6 +360,15 @@ def test_a_stop_within_an_epoch_validates_once_and_counts_it(
     assert (trainer.current_epoch, trainer.global_step) == (1, 2)
 
 
+def test_a_sampler_is_given_each_epoch_once(tmp_path: Path) -> None:
+    epochs: list[int] = []
+    sampler = torch.utils.data.RandomSampler(RandomDataset(32, 2))
+    sampler.set_epoch = epochs.append  # type: ignore[attr-defined]
+    loader = DataLoader(RandomDataset(32, 2), sampler=sampler)
+    make(tmp_path, max_epochs=2, enable_checkpointing=False).fit(BoringModel(), loader)
+    assert epochs == [0, 1]
+
+
 def test_a_stop_that_waits_for_a_minimum_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
