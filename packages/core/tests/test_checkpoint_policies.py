@@ -707,6 +707,20 @@ def test_a_fit_that_ends_before_its_validation_saves_by_the_epoch_and_the_step(
     assert names(tmp_path) == ["step=1.ckpt"]
 
 
+def test_an_epoch_that_does_not_validate_is_none_of_the_best_by_the_epoch(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, "{epoch}", monitor="epoch", save_top_k=-1)
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        max_epochs=4,
+        check_val_every_n_epoch=2,
+        callbacks=saver,
+    )
+    trainer.fit(Validated(), loader(), loader())
+    assert names(tmp_path) == ["epoch=1.ckpt", "epoch=3.ckpt"]
+
+
 def test_last_may_be_asked_for_as_a_link(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, "{epoch}", save_last="link")
     fit_epochs(saver, 1)
