@@ -266,3 +266,4 @@ def test_the_search_for_a_batch_size_starts_at_what_is_predicted_to_fit(tmp_path
     result = json.loads(run("batch_size.py", tmp_path).splitlines()[-1])
     first, predicted, *_ = result["tried"]
     assert (first, predicted) == (2, result["found"])
+    assert result["given back"][-1] == len(result["tried"])  # after the last trial

@@ -97,7 +97,8 @@ class Trials:
         """Give back the device's memory of trials that have ended, which torch keeps in pieces."""
         gc.collect()
         kind = self._trainer.strategy.accelerator.device(0).type
-        if (empty_cache := getattr(torch.get_device_module(kind), "empty_cache", None)) is not None:
+        empty_cache = getattr(getattr(torch, kind, None), "empty_cache", None)
+        if empty_cache is not None:  # of torch.cuda and torch.xpu, for example
             empty_cache()
 
 
