@@ -23,7 +23,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -242,14 +242,16 @@ def with_lightning(net: nn.Module, batches: list[Tensor], device: torch.device) 
     return clock
 
 
+Train = Callable[[nn.Module, list[Tensor], torch.device], Clock]
+
+
 def rounds(
     size: Size,
     make: Callable[[], nn.Module],
     batches: list[Tensor],
     device: torch.device,
-    *others: Callable[[nn.Module, list[Tensor], torch.device], Clock],
+    runs: Sequence[Train] = (raw, with_trainer),
 ) -> Iterator[tuple[Clock, ...]]:
-    runs = (raw, with_trainer, *others)
     for number in range(size.rounds):
         # In turn, so that a GPU that slows down as it warms up does so for all.
         order = runs if number % 2 else runs[::-1]
@@ -264,20 +266,18 @@ def compare(
     batches: list[Tensor],
     device: torch.device,
 ) -> None:
-    peers = [with_lightning] if importlib.util.find_spec("lightning") else []
-    if peers:
+    runs: dict[str, Train] = {"raw": raw, "Trainer": with_trainer}
+    if importlib.util.find_spec("lightning"):
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        runs["Lightning"] = with_lightning
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for clocks in rounds(size, make, batches, device, [*runs.values()]):
+        for name, clock in zip(runs, clocks, strict=True):
+            seconds[name].append(clock.seconds())
     figures = []
-    for name, clocks in zip(
-        ("raw", "Trainer", "Lightning"),
-        zip(*rounds(size, make, batches, device, *peers), strict=True),
-        strict=False,
-    ):
-        seconds = [clock.seconds() for clock in clocks]
-        if name == "raw":
-            first = seconds
-        ratio = statistics.median(own / other for own, other in zip(seconds, first, strict=True))
-        figures.append(f"{name} {statistics.median(seconds) * 1e3:.3f} ms (ratio {ratio:.3f})")
+    for name, own in seconds.items():
+        ratio = statistics.median(a / b for a, b in zip(own, seconds["raw"], strict=True))
+        figures.append(f"{name} {statistics.median(own) * 1e3:.3f} ms (ratio {ratio:.3f})")
     print(f"{title}: {', '.join(figures)}", flush=True)
 
 
