@@ -138,6 +138,25 @@ def judge_refused(found: Result, what: str, capability: str, *names: str) -> Non
         judge_refusal(what, capability, told["refused"], *names)
 
 
+def judge_refusal_of_model(found: Result, names: tuple[str, ...]) -> None:
+    """Judge the refusals of a model in `probe.attempt`, which a strategy may always refuse.
+
+    Args:
+        found: the findings.
+        names: a refusal has to name one of these: of a parameter, mostly.
+
+    Raises:
+        AssertionError: only some ranks refused it, or the refusal does not say why.
+    """
+    refusals = [told["refused"] for told in found.ranks]
+    assert all(refusals), f"only some ranks refused the model: {refusals}"
+    for said in refusals:
+        assert any(name in said["text"] for name in names), (
+            "this model ends in an error that does not name its parameters, such as "
+            f"'net.{names[0]}': {said['kind']}: {said['text']}"
+        )
+
+
 def judge_accepted(found: Result, what: str) -> None:
     """Judge that no rank refused the action in `probe.attempt`.
 

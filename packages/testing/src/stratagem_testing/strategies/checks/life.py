@@ -18,7 +18,7 @@ import torch
 from stratagem.callbacks import Callback
 from stratagem.strategies import Strategy
 from stratagem_testing.strategies.check import Result, check, judge_of
-from stratagem_testing.strategies.judging import close
+from stratagem_testing.strategies.judging import close, shown
 from stratagem_testing.strategies.models import Learner
 from stratagem_testing.strategies.probe import Probe
 from stratagem_testing.surroundings import Surroundings
@@ -111,33 +111,73 @@ def _judge_arguments(found: Result) -> None:
     )
 
 
+SEVERAL = 56
+"""Samples of seven steps: a strategy's period is rarely a divisor of seven."""
+
+
 @check("life/twice", reference=True)
 def _twice(probe: Probe) -> dict[str, Any]:
-    """A model is trained twice in one process, by new strategies, as if each were the first."""
+    """A fit does not depend on the fits before it in the same process.
+
+    A model is trained three times in turn, by new strategies. Another model is trained by the
+    strategy object of the first fit, with the same losses as in the first fit. Binding that object
+    again leaves its options as they are.
+    """
     told: dict[str, Any] = {"fits": []}
     learner = Learner("dense", "momentum")
+    trainers = []
     for number in range(3):
         learner.losses = []
-        trainer = probe.fit(learner)
+        trainers.append(trainer := probe.fit(learner, SEVERAL))
         told["fits"].append(learner.losses)
         if number == 0:
+            told["options"] = _options(trainer.strategy)
             # Validation prepares the model again, and so does the next fit.
             trainer.validate(learner, probe.loader(8), verbose=False)
     told["shard"] = list(trainer.ranks.data_split)
-    return told
+    again = probe.trainer(trainers[0].strategy, max_epochs=1)
+    told["options again"] = _options(again.strategy)
+    learner = Learner("dense", "momentum")
+    again.fit(learner, probe.loader(SEVERAL))
+    return {**told, "again": learner.losses}
+
+
+def _options(strategy: Strategy) -> dict[str, str]:
+    """Return the arguments of a strategy's `__init__` that it keeps as plain data, in words."""
+    made = [vars(kind)["__init__"] for kind in type(strategy).__mro__ if "__init__" in vars(kind)]
+    names = {name for function in made[:-1] for name in inspect.signature(function).parameters}
+    kept = {
+        name: getattr(strategy, name, getattr(strategy, f"_{name}", None)) for name in sorted(names)
+    }
+    plain = (int, float, str, bool, tuple, list, dict)
+    return {name: repr(value) for name, value in kept.items() if isinstance(value, plain)}
 
 
 @judge_of(_twice)
 def _judge_twice(found: Result) -> None:
-    if not found.target.equal:
-        return
-    for number in range(3):
+    for number in range(3) if found.target.equal else ():
         parts = {told["shard"][0]: told["fits"][number] for told in found.ranks}
         own = [sum(values) / len(values) for values in zip(*parts.values(), strict=True)]
         expected = found.reference["fits"][number]
         assert close(own, expected, 10 * found.target.tolerance), (
-            f"fit number {number + 1} of one model in one process has the losses {own}, expected "
-            f"{expected}: what the strategy kept of the fit before gets in its way (see release)"
+            f"fit number {number + 1} of one model in one process has the losses {shown(own)}, "
+            f"expected {shown(expected)}: what the strategy kept of the fit before gets in its way "
+            "(see release)"
+        )
+    for rank, told in enumerate(found.ranks):
+        for name, value in told["options"].items():
+            now = told["options again"].get(name)
+            assert now == value, (
+                f"the option {name!r} of the strategy is {now} on rank {rank} once another Trainer "
+                f"has bound the same object, and was {value} before: bind(components) may be "
+                "called several times, so leave options as __init__ has set them, and keep what "
+                "follows from components in another attribute"
+            )
+        assert close(told["again"], told["fits"][0], found.target.tolerance), (
+            f"a second fit by the same strategy object has the losses {shown(told['again'])} on "
+            f"rank {rank}, and the first one {shown(told['fits'][0])}, from the same weights and "
+            "samples: what self keeps of a fit (a count of steps) changes the next one. Keep it "
+            "in prepared.strategy_data"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -23,23 +23,57 @@ from stratagem_testing.strategies.judging import (
     judge_accepted,
     judge_losses,
     judge_losses_of,
+    judge_refusal_of_model,
     judge_refused,
     mean,
     norm,
     ratio,
+    shown,
 )
 from stratagem_testing.strategies.models import Learner, initial, plain_gradient, trained_names
 from stratagem_testing.strategies.probe import Probe
 
-LIMIT = {"norm": 0.25, "value": 0.05}
+LIMIT = {"norm": 0.2, "value": 0.05}
 """Less than the gradient of every model here, so that clipping has an effect."""
 
 
+class _Observed(Learner):
+    """Keeps the losses that it returned, and doubles gradients in a hook before they are clipped.
+
+    A gradient that is clipped by its norm is the same afterwards.
+
+    Args:
+        model: its name.
+        doubles: whether the hook doubles gradients.
+    """
+
+    def __init__(self, model: str, *, doubles: bool) -> None:
+        super().__init__(model, "unit")
+        self.doubles = doubles
+        self.returned: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.returned.append(loss.detach())  # the same memory
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        for parameter in self.parameters() if self.doubles else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(2)
+
+
 def _one_step(
-    probe: Probe, count: int = 1, model: str = "dense", samples: int = 8, **options: Any
+    probe: Probe,
+    count: int = 1,
+    model: str = "dense",
+    samples: int = 8,
+    *,
+    doubles: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """Take one step of SGD with lr 1: what changes is the gradient that was applied."""
-    learner = Learner(model, "unit")
+    learner = _Observed(model, doubles=doubles)
     trainer = probe.fit(learner, samples * count, accumulate_grad_batches=count, **options)
     # Of the whole model: a rank need not have all of its parts.
     before, after = initial(model), probe.weights(trainer)
@@ -53,11 +87,19 @@ def _one_step(
         # What torch alone finds for this rank's samples.
         "alone": plain_gradient(learner.seen, model),
         "steps": trainer.global_step,
+        "losses": learner.losses,
+        "returned": [float(loss) for loss in learner.returned],
     }
 
 
 def _judge_step(found: Result, count: int = 1, algorithm: str = "") -> None:
     """Compare the gradient that was applied, and say what another one is."""
+    for rank, told in enumerate(found.ranks):
+        assert close(told["returned"], told["losses"], found.target.tolerance), (
+            f"training_step returned the losses {shown(told['losses'])} on rank {rank}, and after "
+            f"the step these tensors are {shown(told['returned'])}: the loss was changed in place, "
+            "and user code may have kept it. Write loss = loss / count, not loss /= count"
+        )
     if not found.target.equal:
         return  # each rank's own; see `losses/`
     for rank, told in enumerate(found.ranks):
@@ -127,8 +169,12 @@ def _candidates(
     }
     if not algorithm:
         return found
+    doubled = 2.0 if algorithm == "norm" else 1.0  # by a hook
+    late = [doubled * value for value in clipped(whole, limit, algorithm)]
     clip = {
-        "the mean gradient, not clipped: look at clip_gradients": whole,
+        "the mean gradient, not clipped: look at clip_gradients": [doubled * v for v in whole],
+        "a gradient that the hook on_before_optimizer_step has changed after it was clipped: call "
+        "step.before_optimizer_step(optimizer) before clip_gradients, as finish_step does": late,
         "the mean of gradients that each rank clipped by itself: clip after they are averaged "
         "over ranks": mean([clipped(mean(part), limit, algorithm) for part in alone]),
         "the sum of gradients that each micro-batch clipped by itself: clip once, when all are "
@@ -202,6 +248,25 @@ def _meaning(factor: float, parts: int, count: int) -> str:
     return ", or ".join(said) or "the loss is scaled on its way"
 
 
+def _judge_exact(found: Result) -> None:
+    """Judge the gradients of float64 of a model that has two dtypes, or its refusal."""
+    if any(told["refused"] for told in found.ranks):
+        judge_refusal_of_model(found, ("layer", "float64"))
+        return
+    _judge_step(found)
+    if not found.target.equal:
+        return
+    own, expected = found.ranks[0]["gradient"], found.reference["gradient"]
+    doubles = {name: values for name, values in expected.items() if "layer" in name}
+    # How samples are divided changes nothing but the last digits of float64.
+    wrong = [name for name in doubles if not close(own[name], doubles[name], 1e-10)]
+    assert not wrong, (
+        f"the gradients of {', '.join(map(repr, wrong))}, which are of float64, were rounded to "
+        "float32: the model's first parameter is of float32. Use one flat tensor for each dtype, "
+        "not one for all parameters"
+    )
+
+
 def _register(
     name: str, about: str, count: int = 1, algorithm: str = "", ranks: int = 0, **of_step: Any
 ) -> None:
@@ -210,6 +275,7 @@ def _register(
         if algorithm
         else {}
     )
+    of_step["doubles"] = algorithm == "norm"
 
     def judge(found: Result) -> None:
         can = found.capabilities
@@ -243,6 +309,12 @@ _register(
     "The same of a model that is larger than a bucket of gradients (25 MB).",
     model="large",
 )
+check(
+    "steps/two dtypes",
+    _judge_exact,
+    about="Gradients keep their dtypes between ranks, in a model of float32 and float64 parameters.",
+    reference=True,
+)(lambda probe: probe.attempt(lambda: _one_step(probe, model="two_dtypes")))
 _register(
     "three ranks",
     "The same on three ranks: what is right for two need not be for any other number.",
@@ -333,10 +405,42 @@ def _not_finite(probe: Probe) -> dict[str, Any]:
     return probe.attempt(train)
 
 
-class _NoLoss(TrainStep):
-    """A step whose micro-batches have no loss, and which notes whether it was taken."""
+class _MicroBatches(Collection[Any]):
+    """The micro-batches of a step, which count how many of them were read."""
 
-    taken = False
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = list(batches)
+        self.read = 0
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __contains__(self, batch: object) -> bool:
+        raise TypeError("the micro-batches of a step are not searched")
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._batches:
+            self.read += 1
+            yield batch
+
+
+class _NoLoss(TrainStep):
+    """A step whose micro-batches have no loss, and which notes whether it was taken.
+
+    Attributes:
+        taken: whether the step was counted.
+        ahead: how many micro-batches were read at most before they began.
+    """
+
+    def __init__(self, micro_batches: _MicroBatches) -> None:
+        self.taken = False
+        self.ahead = self._begun = 0
+        self._micro_batches = micro_batches
+
+    def begin(self, micro_batch: Any) -> Any:
+        self._begun += 1
+        self.ahead = max(self.ahead, self._micro_batches.read - self._begun)
+        return micro_batch
 
     def loss(self, part: Any, *, converted: bool = False) -> None:
         return None
@@ -354,16 +458,19 @@ class _TakesOneMore(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
         """Compare the weights before and after the step."""
-        step, before = _NoLoss(), self._probe.weights(trainer)
-        batches = list(self._probe.loader(16))
+        batches = _MicroBatches(self._probe.loader(32))
+        step, before = _NoLoss(batches), self._probe.weights(trainer)
         trainer.strategy.train_step(trainer.run.require_prepared(), step, batches)
         after = self._probe.weights(trainer)
-        self.found = {"taken": step.taken, "before": before, "after": after}
+        self.found = {"taken": step.taken, "before": before, "after": after, "ahead": step.ahead}
 
 
 @check("steps/no loss")
 def _skipped(probe: Probe) -> dict[str, Any]:
-    """A step is not taken if none of its micro-batches has a loss."""
+    """If no micro-batch of a step has a loss, the step is not taken.
+
+    A step reads its micro-batches one at a time, so that they are not all in memory at once.
+    """
     takes = _TakesOneMore(probe)
     probe.fit(Learner("dense", "momentum"), 16, callbacks=[takes])
     return takes.found
@@ -377,4 +484,10 @@ def _judge_skipped(found: Result) -> None:
             f"rank {rank} took a step of which no micro-batch had a loss, so that momentum and "
             "weight decay move the model and schedulers go on: call finish_step in train_step only "
             f"if accumulate_all returns True. {said}"
+        )
+        # An engine may read the next one while it works.
+        assert told["ahead"] <= 1, (
+            f"train_step had read {told['ahead']} more micro-batches on rank {rank} when it began "
+            "one: they are read from the loader meanwhile, and would all be in memory at once. "
+            "Iterate over micro_batches once, without list(micro_batches), and keep none"
         )
