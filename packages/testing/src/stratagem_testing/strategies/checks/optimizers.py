@@ -292,14 +292,20 @@ def _own_backward(probe: Probe) -> dict[str, Any]:
 
 
 class _ScaledLoss(Precision):
-    """Scales losses, as float16 needs it; steps, unscaled, what it was not asked to unscale."""
+    """Scales losses, as float16 needs it; steps, unscaled, what it was not asked to unscale.
+
+    Args:
+        skips: the number of the step that it skips, as if gradients had overflowed; 0: none.
+    """
 
     name = "scaled_by_the_kit"
     scales_loss = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, skips: int = 0) -> None:
         self.unscaled: set[int] = set()
         self.scaled = False
+        self.skips = skips
+        self.asked = 0
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         self.scaled = True
@@ -316,8 +322,10 @@ class _ScaledLoss(Precision):
         if id(optimizer) not in self.unscaled:
             self.unscale_gradients(optimizer)
         self.unscaled.clear()
-        self.step_was_skipped = False
-        optimizer.step()
+        self.asked += 1
+        self.step_was_skipped = self.asked == self.skips
+        if not self.step_was_skipped:
+            optimizer.step()
 
 
 def _judge_scaled(found: Result) -> None:
@@ -335,6 +343,13 @@ def _judge_scaled(found: Result) -> None:
         "self.precision.optimizer_step(optimizer), which unscales gradients, and clip after "
         "self.precision.unscale_gradients(optimizer)",
     )
+    for rank, told in enumerate(found.ranks):
+        assert told.get("steps") == found.reference.get("steps"), (
+            f"rank {rank} counts {told['steps']} steps, expected {found.reference['steps']}: the "
+            "precision has skipped one, as loss scaling does when gradients overflow. If "
+            "self.precision.step_was_skipped after optimizer_step, call "
+            "step.optimizer_step_was_skipped(optimizer), not step.after_optimizer_step(optimizer)"
+        )
 
 
 @check("precisions/scaled loss", _judge_scaled, reference=True)
@@ -356,16 +371,20 @@ def _scaled(probe: Probe) -> dict[str, Any]:
 
 @check("precisions/scaled loss and clip", _judge_scaled, reference=True)
 def _scaled_and_clipped(probe: Probe) -> dict[str, Any]:
-    """Gradients of a scaled loss are unscaled before they are clipped."""
+    """Gradients of a scaled loss are unscaled before they are clipped.
+
+    A step that the precision skips is not counted.
+    """
     capabilities = probe.target.capabilities()
     clips = capabilities.gradient_clipping and not capabilities.engine_clips
     options: dict[str, Any] = {"gradient_clip_val": 0.3} if clips else {}
 
     def train() -> dict[str, Any]:
-        made = _ScaledLoss()
+        made = _ScaledLoss(skips=2)
         learner = Learner("dense", "momentum")
         trainer = probe.fit(learner, plugins=["single_file", made], **options)
-        return {**probe.report(learner, trainer), "scaled": [made.scaled]}
+        told = probe.report(learner, trainer)
+        return {**told, "scaled": [made.scaled], "steps": trainer.global_step}
 
     return probe.attempt(train)
 
