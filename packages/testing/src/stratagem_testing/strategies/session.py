@@ -292,14 +292,15 @@ def _start(session: Session) -> Ended:
         processes = end_session(process, 0.0 if exit_code is None else 2.0)
         if exit_code is None:
             starter().wait(60.0)
-    left = {
-        int(path.name.split(".")[1]): json.loads(path.read_text())["left"]
+    at_end = {
+        int(path.name.split(".")[1]): json.loads(path.read_text())
         for path in folder.glob("left.*.json")
     }
     return Ended(
         exit_code=exit_code,
         stderr=(folder / "stderr").read_text(errors="replace"),
-        left=left,
+        left={rank: told["left"] for rank, told in at_end.items()},
+        up={rank: told["up"] for rank, told in at_end.items()},
         processes=processes,
         seconds=time.monotonic() - began,
     )

@@ -15,9 +15,11 @@ PLANTED = "planted by the conformance kit"
 
 @check("end/nothing left")
 def _end(probe: Probe) -> dict[str, Any]:
-    """Nothing is left after the end of a rank, and the exit code is 0.
+    """A rank ends with exit code 0, and leaves nothing behind.
 
-    No process, thread, variable, process group or patched function of the strategy's.
+    This means no process, thread, environment variable, process group or patched function of the
+    strategy. `teardown` has torn down the checkpoint format, the cluster environment and the
+    accelerator.
     """
     learner = Learner()
     trainer = probe.trainer(max_epochs=1)
@@ -39,7 +41,13 @@ def _judge_end(found: Result) -> None:
         f"expected 2 steps on each rank, received {found.ranks}"
     )
     assert not ended.processes, f"left running: {'; '.join(ended.processes)}"
-    for rank, left in sorted((ended.left or {}).items()):
+    for rank, up in sorted(ended.up.items()):
+        assert not up, (
+            f"rank {rank} has ended, and nobody has called teardown() of the strategy's "
+            f"{', '.join(up)}: let teardown() call super().teardown(), which does. Otherwise a "
+            "checkpoint that is written in the background may be lost"
+        )
+    for rank, left in sorted(ended.left.items()):
         left = [one for one in left if not one.startswith(found.target.allowed_leftovers)]
         assert not left, (
             f"rank {rank} has after its end {'; '.join(left)}: undo it in teardown(), and call "

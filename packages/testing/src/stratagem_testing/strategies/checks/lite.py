@@ -48,6 +48,7 @@ def _loop(
     clip: float | None = None,
     afterwards: bool = False,
     nested: bool = False,
+    looks: bool = False,
 ) -> dict[str, Any]:
     lite = probe.lite()
     net = build("dense")
@@ -69,6 +70,8 @@ def _loop(
             if clip is not None and not lite.plan.capabilities.engine_clips:
                 norm = lite.clip_gradients(model, optimizer, max_norm=clip)
                 norms.append(None if norm is None else float(norm))
+            if looks:
+                model(inputs)  # and no backward, as to log an output
             optimizer.step()
             optimizer.zero_grad()
     return {
@@ -112,6 +115,29 @@ def _register(name: str, about: str, **options: Any) -> None:
 
 
 _register("loop", "A loop of the user's own trains as the Trainer does.")
+
+
+def _judge_looked(found: Result) -> None:
+    if not found.capabilities.manual_backward:
+        return  # see lite/loop
+    judge_accepted(found, "a forward pass that no backward pass follows, under Lite")
+    judge_losses_of(
+        found,
+        "a forward pass before optimizer.step(), which no backward pass follows, changes what is "
+        "trained. If it leaves gathered weights, free them in optimizer_step "
+        "(PreparedModel.reshard): the next forward pass would use them as they were before the "
+        "step",
+    )
+
+
+@check("lite/forward before the step", _judge_looked, reference=True)
+def _looked(probe: Probe) -> dict[str, Any]:
+    """A forward pass between backward and optimizer step changes nothing."""
+    if not probe.target.capabilities().manual_backward:
+        return {}
+    return probe.attempt(lambda: _loop(probe, looks=True))
+
+
 _register(
     "optimizer afterwards", "An optimizer may be made once the model is set up.", afterwards=True
 )

@@ -288,18 +288,30 @@ def _judge_other_model(found: Result) -> None:
 
 
 class _Options(Callback):
-    """Changes and adds options of a group of the optimizer, as user code does."""
+    """Changes and adds options of a group of the optimizer, as user code does.
+
+    Attributes:
+        last: everything that a checkpoint takes from the strategy, after the last step.
+    """
+
+    def __init__(self) -> None:
+        self.last: dict[str, Any] = {}
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         for group in trainer.optimizers[0].param_groups[-1:]:
             group.update(scale=0.5, note="kit")
 
+    def on_train_batch_end(self, trainer: Any, *of_batch: Any) -> None:
+        if trainer.global_step == SAVED_AT:
+            self.last = _state(trainer)
+
 
 @check("state/round trip")
 def _round_trip(probe: Probe) -> dict[str, Any]:
-    """Model, optimizer and the strategy's own state are after a load what they were at the save.
+    """A load restores model, optimizer and the strategy's own state as they were at the save.
 
-    So are their dtypes, buffers, integers, the options of groups, and a module's extra state.
+    This includes dtypes, buffers, integers, the options of groups, and a module's extra state. The
+    end of a fit (`end_training`) drops nothing of the strategy's own state.
     """
     try:
         return _saved_and_loaded(probe, "counting")
@@ -311,11 +323,12 @@ def _round_trip(probe: Probe) -> dict[str, Any]:
 
 
 def _saved_and_loaded(probe: Probe, optimizer: str) -> dict[str, Any]:
-    first = Learner("unusual", optimizer)
-    trainer = probe.fit(first, SAMPLES, max_steps=SAVED_AT, callbacks=[_Options()])
+    first, options = Learner("unusual", optimizer), _Options()
+    trainer = probe.fit(first, SAMPLES, max_steps=SAVED_AT, callbacks=[options])
     path = probe.folder / "saved.ckpt"
     trainer.save_checkpoint(path)
     told: dict[str, Any] = {
+        "last": options.last,
         "saved": _state(trainer),
         "lives": _live(first, trainer),
         "names": _with_dtypes(Learner("unusual").state_dict()),
@@ -383,6 +396,7 @@ def _judge_round_trip(found: Result) -> None:
     }
     _judge_saved(found.ranks[0])
     for rank, told in enumerate(found.ranks):
+        _judge_end_of_training(rank, told)
         assert told["said"] is None, (
             f"a checkpoint of the strategy's own did not load on rank {rank}: "
             f"{told['said']['kind']}: {told['said']['text']}"
@@ -406,6 +420,20 @@ def _judge_round_trip(found: Result) -> None:
                 "load_model_state and load_optimizer_state, and at what model_state and "
                 f"optimizer_state return): they differ at {where}"
             )
+
+
+def _judge_end_of_training(rank: int, told: Mapping[str, Any]) -> None:
+    """Compare what would be saved after the last step with what is saved after the fit."""
+    last, saved = told["last"], told["saved"]
+    # With other weights (an average), the strategy's own state may well be another one.
+    if any(_first_difference(last[what], saved[what]) for what in ("model", "optimizer")):
+        return
+    where = _first_difference(saved["own"], last["own"])
+    assert where is None, (
+        f"state returned something else on rank {rank} after the fit than after its last step, and "
+        "model and optimizer are the same: end_training(prepared) has changed or dropped what a "
+        f"run that resumes from a save after the fit needs. They differ at {where}"
+    )
 
 
 def _judge_saved(told: Mapping[str, Any]) -> None:
