@@ -31,8 +31,18 @@ def mean_losses(ranks: Sequence[Mapping[str, Any]]) -> list[float]:
     return [sum(values) / len(values) for values in zip(*parts, strict=True)]
 
 
-def judge_losses(found: Result, precision: str = "32-true") -> None:
+def judge_losses(
+    found: Result,
+    precision: str = "32-true",
+    *,
+    first: str = "it is another model, or other samples",
+) -> None:
     """Compare losses and the ranks' values with single_device's.
+
+    Args:
+        found: the findings.
+        precision: decides the tolerance.
+        first: what it means if the first loss differs already.
 
     Raises:
         AssertionError: names the step at which they part.
@@ -50,13 +60,14 @@ def judge_losses(found: Result, precision: str = "32-true") -> None:
         return
     for step, (mine, other) in enumerate(zip(own, expected, strict=True)):
         assert math.isclose(mine, other, rel_tol=tolerance, abs_tol=tolerance), (
-            f"losses are those of single_device up to micro-batch {step - 1} and not from "
-            f"{step} on: {mine:.7g}, expected {other:.7g} (tolerance {tolerance:g}). "
-            + (
-                "The first loss differs: it is another model, or other samples"
+            (
+                f"the first loss is {mine:.7g}, and {other:.7g} on single_device (tolerance "
+                f"{tolerance:g}): {first}"
                 if step == 0
-                else "A step was not that of the mean gradient over all ranks: look at backward "
-                "and optimizer_step"
+                else f"losses are those of single_device up to micro-batch {step - 1} and not from "
+                f"{step} on: {mine:.7g}, expected {other:.7g} (tolerance {tolerance:g}). A step "
+                "was not that of the mean gradient over all ranks: look at backward and "
+                "optimizer_step"
             )
             + _said_of_weights(found)
             + f"\nlosses   {shown(own)}\nexpected {shown(expected)}"
@@ -198,8 +209,12 @@ def difference(own: Mapping[str, Flat], expected: Mapping[str, Flat], tolerance:
             return math.inf
         return max(abs(a - b) for a, b in zip(mine, other, strict=True))
 
+    missing = [repr(name) for name in wrong if name not in own]
+    if missing:
+        others = [repr(name) for name in own if name not in expected]
+        return f"no {' and no '.join(missing[:6])}; there is {', '.join(others[:6]) or 'no other'}"
     worst = max(wrong, key=lambda name: (math.isnan(off(name)), off(name)))
-    mine, other = own.get(worst, []), expected[worst]
+    mine, other = own[worst], expected[worst]
     scale = ratio(mine, other) if len(mine) == len(other) else None
     times = "" if scale is None or abs(scale - 1) < 1e-3 else f" ({scale:.4g} times it)"
     others = [repr(name) for name in wrong if name != worst]

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, RankFailedError
 from stratagem.launch import this_rank
 from stratagem.lite import Lite
 from stratagem.strategies import Strategy
@@ -26,6 +26,10 @@ from stratagem_testing.surroundings import Surroundings
 
 BROKEN = 71
 """The exit code of a rank that a check has left without the others."""
+LOST = RankFailedError.__name__
+"""What the error of a rank begins with that has lost another one."""
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""The variable with the file in which a rank leaves its last error for the process of rank 0."""
 REFUSED = "refused"
 """The file that says of a check with more ranks that the strategy does not take so many."""
 
@@ -123,8 +127,13 @@ def _run(lite: Lite, path: str, before: Surroundings | None) -> None:
         assert run is not None
         (Path(session.folder) / f"at.{rank}").write_text(str(position))
         faulthandler.dump_traceback_later(session.deadline, file=sys.stderr)
+        # An error that an earlier check expected would be taken for the cause of this rank's end.
+        if error_file := os.environ.get(ERROR_FILE):
+            Path(error_file).unlink(missing_ok=True)
         found = _found(run, probe, raises=check.alone)
         _write(session.result(position, rank), found)
+        if found.get("error", "").startswith(LOST):
+            os._exit(BROKEN)
         try:
             probe.meet("ended")
         except TimeoutError:

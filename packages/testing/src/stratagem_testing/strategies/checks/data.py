@@ -211,7 +211,9 @@ def _judge_evaluation(found: Result) -> None:
                 f"{name} is {told[name]:.7g} on rank {rank}, expected {expected:.7g}, the mean "
                 f"over the samples of all ranks: it is that of a part of the data"
             )
-        ((_, only), *_) = (batch for part in by_part(found.ranks, "evaluated of one") for batch in part)
+        ((_, only), *_) = (
+            batch for part in by_part(found.ranks, "evaluated of one") for batch in part
+        )
         assert math.isclose(told["loss of one"], only, rel_tol=1e-4), (
             f"the loss of an evaluation of one sample, of which some ranks have no batch, is "
             f"{told['loss of one']:.7g} on rank {rank}, expected {only:.7g}"

@@ -138,8 +138,8 @@ def _twice(probe: Probe) -> dict[str, Any]:
     again = probe.trainer(trainers[0].strategy, max_epochs=1)
     told["options again"] = _options(again.strategy)
     learner = Learner("dense", "momentum")
-    again.fit(learner, probe.loader(SEVERAL))
-    return {**told, "again": learner.losses}
+    said = probe.said(lambda: again.fit(learner, probe.loader(SEVERAL)))
+    return {**told, "again": learner.losses, "said": said}
 
 
 def _options(strategy: Strategy) -> dict[str, str]:
@@ -173,6 +173,11 @@ def _judge_twice(found: Result) -> None:
                 "called several times, so leave options as __init__ has set them, and keep what "
                 "follows from components in another attribute"
             )
+        said = told["said"]
+        assert said is None, (
+            f"a second fit by the same strategy object, of another model, ended on rank {rank} in "
+            f"{said['kind']}: {said['text']}"
+        )
         assert close(told["again"], told["fits"][0], found.target.tolerance), (
             f"a second fit by the same strategy object has the losses {shown(told['again'])} on "
             f"rank {rank}, and the first one {shown(told['fits'][0])}, from the same weights and "

@@ -120,14 +120,15 @@ _register("loop", "A loop of the user's own trains as the Trainer does.")
 def _judge_looked(found: Result) -> None:
     if not found.capabilities.manual_backward:
         return  # see lite/loop
-    judge_accepted(found, "a forward pass that no backward pass follows, under Lite")
-    judge_losses_of(
-        found,
-        "a forward pass before optimizer.step(), which no backward pass follows, changes what is "
+    meaning = (
+        "a forward pass before optimizer.step(), without a backward pass after it, changes what is "
         "trained. If it leaves gathered weights, free them in optimizer_step "
-        "(PreparedModel.reshard): the next forward pass would use them as they were before the "
-        "step",
+        "(PreparedModel.reshard): the next forward pass would use those from before the step"
     )
+    for rank, told in enumerate(found.ranks):
+        said = told["refused"]
+        assert said is None, f"{meaning}\nrank {rank} raised {said['kind']}: {said['text']}"
+    judge_losses_of(found, meaning)
 
 
 @check("lite/forward before the step", _judge_looked, reference=True)

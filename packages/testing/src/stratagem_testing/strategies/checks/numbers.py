@@ -31,7 +31,9 @@ REFUSABLE = {
     "complex": ("phase", "complex64"),
 }
 """Models that a strategy may refuse, and what the refusal has to name: the parameter, mostly."""
-LOSSES = tuple(name for name in MODELS if name not in ("dropout", "unusual", "large", "wide", "two_dtypes"))
+LOSSES = tuple(
+    name for name in MODELS if name not in ("dropout", "unusual", "large", "wide", "two_dtypes")
+)
 
 
 def _train(probe: Probe, model: str, optimizer: str = "momentum", **options: Any) -> dict[str, Any]:
@@ -47,10 +49,16 @@ def _register_model(model: str) -> None:
     def judge(found: Result) -> None:
         if model in REFUSABLE and any(told["refused"] for told in found.ranks):
             judge_refusal_of_model(found, REFUSABLE[model])
-        else:
-            judge_accepted(found, f"the model {model!r}")
-            judge_losses(found)
-            _judge_weights(found, model)
+            return
+        judge_accepted(found, f"the model {model!r}")
+        if model == "batch_norm":
+            judge_losses(
+                found,
+                first="sync_batchnorm=True, and batch norm does not take its statistics from the "
+                "samples of all ranks: look at synchronize_batch_norm",
+            )
+        judge_losses(found)
+        _judge_weights(found, model)
 
     @check(f"losses/{model}", judge, reference=True)
     def run(probe: Probe) -> dict[str, Any]:
@@ -71,9 +79,15 @@ def _judge_weights(found: Result, model: str) -> None:
     own, expected = found.ranks[0]["weights"], found.reference["weights"]
     trained = {name: expected[name] for name in found.reference["own"]}
     said = difference(own, trained, 100 * found.target.tolerance)
+    assert not trained.keys() - own.keys(), (
+        f"model_state(prepared) returned {said} on rank 0. Return the whole model there, by the "
+        "names of the user's module, as prepared.original.state_dict() has them"
+    )
+    evaluates = " what evaluation(prepared) leaves," if model == "unusual" else ""
     assert not said, (
         "losses are those of single_device, and the model is another one after training (look at "
-        f"optimizer_step, and at what model_state returns): {said}{meaning if unused else ''}"
+        f"optimizer_step,{evaluates} and at what model_state returns): {said}"
+        f"{meaning if unused else ''}"
     )
 
 
@@ -219,9 +233,9 @@ def _judge_initial(found: Result) -> None:
     try:
         judge_replicas(found, found.target.tolerance)
         judge_losses(found)
-        _judge_weights(found, "unusual")
     except AssertionError as error:
         raise AssertionError(f"{meaning}\n{error}") from None
+    _judge_weights(found, "unusual")  # which ranks have trained from rank 0's
 
 
 def _equal(own: float, expected: float) -> bool:

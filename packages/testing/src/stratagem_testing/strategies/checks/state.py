@@ -58,36 +58,55 @@ def _whole(probe: Probe, model: str = "dense", *, shuffle: bool = False) -> Any:
 
 
 class _Saves(Callback):
-    """Saves after each of some steps, and notes what the model is then.
+    """Saves after each of some steps, and notes the optimizer's state at a step.
 
     Args:
         probe: whose folder has the files, "1.ckpt" of the first step.
         steps: after which it saves.
+
+    Attributes:
+        optimizer: this rank's state of the optimizer after the step SAVED_AT.
     """
 
     def __init__(self, probe: Probe, *steps: int) -> None:
         self.probe = probe
         self.steps = steps
+        self.optimizer: list[Any] = []
 
     def on_train_batch_end(self, trainer: Any, *of_batch: Any) -> None:
         if trainer.global_step in self.steps:
             trainer.save_checkpoint(self.probe.folder / f"{trainer.global_step}.ckpt")
+        self.on_train_batch_start(trainer)
+
+    def on_train_batch_start(self, trainer: Any, *of_batch: Any) -> None:
+        if trainer.global_step == SAVED_AT and not self.optimizer:
+            self.optimizer = _optimizer_state(trainer.optimizers[0])
+
+
+def _optimizer_state(optimizer: Any) -> list[Any]:
+    """Return the state that this rank has for each parameter, as plain numbers."""
+
+    def local(value: Any) -> Any:
+        return value.to_local() if hasattr(value, "to_local") else value
+
+    states = (optimizer.state.get(p, {}) for g in optimizer.param_groups for p in g["params"])
+    return [_plain({key: local(value) for key, value in state.items()}) for state in states]
 
 
 def _resumed(probe: Probe, model: str = "dropout", **options: Any) -> dict[str, Any]:
     """Train, save twice on the way, and go on from the second save."""
     whole: dict[str, Any] = {"max_steps": STEPS, "shuffle": True, **options}
     told = {}
-    for name, more in (
-        ("saved", {"callbacks": _Saves(probe, 1, SAVED_AT)}),
-        ("resumed", {"ckpt_path": probe.folder / f"{SAVED_AT}.ckpt"}),
-    ):
+    for name in ("saved", "resumed"):
         resumes = name == "resumed"
+        notes = _Saves(probe, *(() if resumes else (1, SAVED_AT)))
+        more = {"ckpt_path": probe.folder / f"{SAVED_AT}.ckpt"} if resumes else {}
         torch.manual_seed(8 if resumes else 7)
         # Other weights: those of the checkpoint count.
         learner = Scheduled(model, "adam_groups", seed=5 if resumes else 0)
-        trainer = probe.fit(learner, SAMPLES, **whole, **more)
-        told[name] = {**probe.report(learner, trainer), "rates": learner.rates}
+        trainer = probe.fit(learner, SAMPLES, callbacks=[notes], **whole, **more)
+        report = probe.report(learner, trainer)
+        told[name] = {**report, "rates": learner.rates, "optimizer": notes.optimizer}
     return told
 
 
@@ -107,6 +126,7 @@ def _judge_resumed(found: Result, tolerance: float = 1e-6) -> None:
             saved["losses"][SAVED_AT:],
             tolerance,
             f"the run that saved for the second time then, and went on (rank {rank})",
+            _meaning_of_steps(found),
         )
         said = difference(resumed["weights"], saved["weights"], tolerance)
         assert not said, (
@@ -115,6 +135,30 @@ def _judge_resumed(found: Result, tolerance: float = 1e-6) -> None:
             "restored (weights in a higher precision, a compression error, a count of steps); "
             f"return it in optimizer_state or state. {said}"
         )
+
+
+_OF_OPTIMIZER = (
+    "the optimizer's state was not restored, or an earlier save's was (look at optimizer_state and "
+    "load_optimizer_state; at state and load_state for what the strategy itself keeps)"
+)
+"""What it may mean if a run that was resumed has other losses after its first step."""
+
+
+def _meaning_of_steps(found: Result) -> str:
+    """Return what other losses mean, by the ranks' optimizers after the load and at the save."""
+    for rank, told in enumerate(found.ranks):
+        where = _first_difference(told["resumed"]["optimizer"], told["saved"]["optimizer"])
+        if where is not None:
+            return (
+                "the optimizer's state was not restored, or an earlier save's was (look at "
+                f"optimizer_state and load_optimizer_state): it differs at {where} on rank {rank}"
+            )
+    if not any(any(told["saved"]["optimizer"]) for told in found.ranks):
+        return _OF_OPTIMIZER  # an engine has it elsewhere
+    return (
+        "the optimizer's state is that of the save, so look at state and load_state for what the "
+        "strategy itself keeps, such as a count of steps or the error of a compression"
+    )
 
 
 @check("state/exact resume")
@@ -150,6 +194,7 @@ def _register_precision(precision: str, tolerance: float, about: str, meaning: s
         if all((told["refused"] or {}).get("kind") == REFUSAL for told in found.ranks):
             return  # see precisions/
         judge_accepted(found, f"precision={precision!r} with a save and a resume")
+        _judge_resumed(found)
         try:
             _judge_resumed(found, tolerance)
         except AssertionError as error:
@@ -175,7 +220,21 @@ for _precision in ("bf16-mixed", "bf16-true"):
     )
 
 
-def _same_losses(own: list[float], expected: list[float], tolerance: float, of: str) -> None:
+def _same_losses(
+    own: list[float],
+    expected: list[float],
+    tolerance: float,
+    of: str,
+    later: str = _OF_OPTIMIZER,
+) -> None:
+    """Compare the losses after a resume.
+
+    Args:
+        own, expected: the losses.
+        tolerance: relative and absolute.
+        of: whose losses are expected.
+        later: what it means if they differ from a later step on.
+    """
     assert len(own) == len(expected), (
         f"{len(own)} losses after a resume at step {SAVED_AT} of {STEPS}, expected {len(expected)}"
     )
@@ -187,9 +246,7 @@ def _same_losses(own: list[float], expected: list[float], tolerance: float, of: 
                 "The first one differs: weights, the order of samples or random numbers were not "
                 "restored, or an earlier save's were (look at model_state and load_model_state)"
                 if step == 1
-                else "The first step after it differs: the optimizer's state was not restored, or "
-                "an earlier save's was (look at optimizer_state and load_optimizer_state; at state "
-                "and load_state for what the strategy itself keeps)"
+                else f"The weights are those of the save, and a step after it differs: {later}"
             )
             + f"\nlosses   {shown(own)}\nexpected {shown(expected)}"
         )

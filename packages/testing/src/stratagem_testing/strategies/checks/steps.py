@@ -312,7 +312,7 @@ _register(
 check(
     "steps/two dtypes",
     _judge_exact,
-    about="Gradients keep their dtypes between ranks, in a model of float32 and float64 parameters.",
+    about="Gradients of a model with float32 and float64 parameters keep their dtypes.",
     reference=True,
 )(lambda probe: probe.attempt(lambda: _one_step(probe, model="two_dtypes")))
 _register(
