@@ -31,7 +31,7 @@ def _of(rank: int) -> list[float]:
 
 @check("collectives/all_reduce")
 def _all_reduce(probe: Probe) -> dict[str, Any]:
-    """all_reduce returns the mean, sum, max or min over all ranks, and leaves its argument as it is.
+    """all_reduce returns the mean, sum, max or min over all ranks in a new tensor.
 
     Integers keep all their digits, also in all_reduce_ints.
     """

@@ -169,23 +169,23 @@ def _uneven(probe: Probe) -> dict[str, Any]:
     If ranks hang in this check, forward passes of the evaluation communicate: evaluate a module
     that does not (`PreparedModel.evaluation_module`), or set allows_uneven_eval=False.
     """
-    # 9 samples: parts of 5 and 4, in batches of 4 over two ranks: 2 batches and 1. With buffers,
-    # which a wrapper may communicate in each forward pass.
+    # With buffers, which a wrapper may communicate in forward passes.
     learner = Learner("batch_norm")
     trainer = probe.trainer()
-    (validated,) = trainer.validate(learner, probe.loader(9), verbose=False)
-    evaluated = learner.evaluated
-    (tested,) = trainer.test(learner, probe.loader(9), verbose=False)
-    # One sample: a rank has no batch. A message of a few bytes need not wait for its receiver.
-    learner.evaluated = []
+    # One sample: a rank has no batch. At first, since DDP sends buffers in its first pass alone.
     (one,) = trainer.validate(learner, probe.loader(1), verbose=False)
+    of_one, learner.evaluated = learner.evaluated, []
+    # 9 samples: parts of 5 and 4, in batches of 4 over two ranks: 2 batches and 1.
+    (validated,) = trainer.validate(learner, probe.loader(9), verbose=False)
+    (tested,) = trainer.test(learner, probe.loader(9), verbose=False)
+    half = len(learner.evaluated) // 2
     return {
         "shard": list(trainer.ranks.data_split),
         "val_loss": validated["val_loss"],
         "test_loss": tested["val_loss"],
-        "evaluated": evaluated[: len(evaluated) // 2],
+        "evaluated": learner.evaluated[:half],
         "loss of one": one["val_loss"],
-        "evaluated of one": learner.evaluated,
+        "evaluated of one": of_one,
     }
 
 
