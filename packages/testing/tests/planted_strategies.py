@@ -765,7 +765,7 @@ class OneFlatTensor(ByHand):
     def reduce_all(self, prepared: PreparedModel) -> None:
         own = [p.grad for p in prepared.original.parameters() if p.grad is not None]
         flat = self.ranks.all_reduce(torch.cat([g.flatten().to(own[0].dtype) for g in own]))
-        for gradient, part in zip(own, flat.split([g.numel() for g in own]), strict=True):
+        for gradient, part in zip(own, torch.split(flat, [g.numel() for g in own]), strict=True):
             gradient.copy_(part.view_as(gradient))
 
 
@@ -2232,3 +2232,12 @@ class TeardownPastBase(DDPStrategy):
 
     def teardown(self) -> None:
         """Forget nothing that matters."""
+
+
+class WaitsWhenPickled(DDPStrategy):
+    """Rank 0 waits for ever when its strategy is pickled, and other ranks do not."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.ranks.is_global_zero:
+            threading.Event().wait()
+        return dict(vars(self))

@@ -286,6 +286,18 @@ def test_what_a_strategy_leaves_at_its_end_is_found(
     assert phrase in text
 
 
+def test_an_error_that_an_earlier_check_expected_is_not_taken_for_the_cause(
+    tmp_path: Path,
+) -> None:
+    first, second = (item("WaitsWhenPickled", c) for c in ("state/other model", "life/pickled"))
+    outcomes = run_checks([first, second], tmp_path)
+    outcomes[first].judge("state/other model")  # which ends in an error, as it has to
+    text = said(outcomes[second], "life/pickled")
+    assert "rank(s) 0 returned nothing, rank(s) 1 did" in text
+    assert "rank 0 raised RankFailedError: rank 1 of 2 failed with exit code 71" in text
+    assert "CheckpointMismatchError" not in text
+
+
 HEAVY = """
 import torch
 from stratagem.discovery import StrategySpec, hookimpl

@@ -127,9 +127,14 @@ class Probe:
         """Return class and text of the error that an action ends with.
 
         None: it ends without an error.
+
+        Raises:
+            RankFailedError: another rank has ended.
         """
         try:
             action()
+        except RankFailedError:
+            raise
         except Exception as error:
             return {"kind": type(error).__name__, "text": str(error)}
         return None

@@ -121,7 +121,7 @@ def _judge_all_gather(found: Result) -> None:
 
 @check("collectives/broadcast")
 def _broadcast(probe: Probe) -> list[Any]:
-    """Broadcast returns the data of rank src on every rank, whichever rank that is."""
+    """All ranks receive the data of rank src from broadcast(data, src), for each src."""
     ranks = probe.lite().ranks
     received = []
     for src in range(probe.world_size):
@@ -152,7 +152,10 @@ def _judge_broadcast(found: Result) -> None:
 
 @check("collectives/gather")
 def _gather(probe: Probe) -> dict[str, Any]:
-    """gather_objects returns every rank's data in the order of ranks, of whatever size."""
+    """gather_objects returns the data of all ranks in the order of ranks.
+
+    Sizes may differ between ranks. gather_bytes and scatter_bytes do not change the bytes.
+    """
     ranks = probe.lite().ranks
     uneven = torch.arange(float(2 * probe.rank + 1)) + probe.rank
     gathered = ranks.gather_objects({"rank": probe.rank, "uneven": uneven, "none": None})
@@ -186,7 +189,7 @@ def _judge_gather(found: Result) -> None:
 
 @check("collectives/barrier")
 def _barrier(probe: Probe) -> dict[str, list[bool]]:
-    """A barrier waits until every rank is there."""
+    """A barrier returns after every rank has called it."""
     lite = probe.lite()
     waited = []
     for late in range(probe.world_size):
@@ -215,7 +218,7 @@ TOGETHER = (_all_reduce, _all_gather, _broadcast, _gather, _barrier)
 
 @check("collectives/three ranks", ranks=3)
 def _of_three(probe: Probe) -> dict[str, Any]:
-    """The same on three ranks: what is right for two need not be for any other number."""
+    """The five checks above pass on three ranks. On two ranks, two errors may cancel out."""
     return {each.name: each.run(probe) for each in TOGETHER}
 
 
@@ -227,7 +230,10 @@ def _judge_three(found: Result) -> None:
 
 @check("collectives/no_sync")
 def _no_sync(probe: Probe) -> dict[str, Any]:
-    """A backward pass in no_sync(prepared) communicates no gradients, also after an inner one."""
+    """A backward pass in no_sync(prepared) communicates no gradients.
+
+    This holds after another no_sync(prepared) inside it has ended.
+    """
     learner = Learner("dense", "sgd")
     trainer = probe.fit(learner, 8)
     strategy, prepared = trainer.strategy, trainer.run.require_prepared()

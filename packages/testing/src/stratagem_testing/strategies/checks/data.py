@@ -16,7 +16,10 @@ from stratagem_testing.strategies.probe import Probe
 
 @check("data/sampler")
 def _sampler(probe: Probe) -> dict[str, Any]:
-    """Parts of the data are disjoint and complete; ranks of one part read the same batches."""
+    """Ranks divide the data into disjoint parts, which cover all samples.
+
+    Ranks with the same part read the same batches.
+    """
     learner = Learner()
     trainer = probe.fit(learner, 36)
     ranks = trainer.ranks
@@ -109,7 +112,7 @@ for _name in HOOKS:
 
 @check("data/hooks", reference=True)
 def _hooks(probe: Probe) -> list[str]:
-    """Hooks are called as under single_device: once for each micro-batch, in order."""
+    """The hooks of callbacks are called as often and in the same order as on single_device."""
     events = _Events()
     trainer = probe.trainer(callbacks=events, max_epochs=1, accumulate_grad_batches=2)
     trainer.fit(Learner(), probe.loader(24), probe.loader(8))
@@ -136,7 +139,7 @@ def _judge_hooks(found: Result) -> None:
 
 @check("data/logging", reference=True)
 def _logging(probe: Probe) -> dict[str, Any]:
-    """Logged values are reduced over all ranks, and known to all."""
+    """Logged values are reduced over all ranks, and every rank knows the result."""
     learner = Learner()
     trainer = probe.fit(learner)
     return {
@@ -285,8 +288,8 @@ class _Parameters(Callback):
 def _one_model(probe: Probe) -> dict[str, Any]:
     """All ranks evaluate the same model, in evaluation mode.
 
-    This includes all buffers, also those that no checkpoint has (persistent=False). Afterwards,
-    training goes on in training mode, with the parameters as they were.
+    This includes buffers that are not saved (persistent=False). Afterwards, training continues in
+    training mode with the parameters from before the evaluation.
     """
     learner, parameters = _Watching(), _Parameters(not probe.target.capabilities().sharded_state)
     trainer = probe.trainer(max_epochs=1, val_check_interval=1, callbacks=[parameters])

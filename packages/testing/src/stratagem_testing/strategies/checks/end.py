@@ -15,11 +15,10 @@ PLANTED = "planted by the conformance kit"
 
 @check("end/nothing left")
 def _end(probe: Probe) -> dict[str, Any]:
-    """A rank ends with exit code 0, and leaves nothing behind.
+    """Every rank ends with exit code 0, and the strategy leaves nothing behind.
 
-    This means no process, thread, environment variable, process group or patched function of the
-    strategy. `teardown` has torn down the checkpoint format, the cluster environment and the
-    accelerator.
+    This includes processes, threads, environment variables, process groups and patched functions.
+    `teardown` tears down the checkpoint format, the cluster environment and the accelerator.
     """
     learner = Learner()
     trainer = probe.trainer(max_epochs=1)
@@ -70,7 +69,7 @@ class _Failing(Learner):
 
 @check("end/failing rank", alone=True)
 def _fail(probe: Probe) -> None:
-    """An exception on one rank ends all of them, soon, with its traceback and an exit code."""
+    """An exception on one rank ends all ranks soon, with the traceback and a nonzero exit code."""
     probe.fit(_Failing(probe.rank == probe.world_size - 1))
 
 

@@ -29,9 +29,10 @@ ORDER = ("setup_environment", "setup", "prepare", "train_step", "end_training")
 
 @check("life/order")
 def _order(probe: Probe) -> dict[str, Any]:
-    """One strategy trains, evaluates and predicts, called as the docstring of Strategy says.
+    """One strategy trains, validates, tests and predicts.
 
-    In the order of its numbers, on as many ranks as it says.
+    Its methods are called in the order that the docstring of `Strategy` gives, and `ranks` has the
+    right numbers.
     """
     calls: list[str] = []
     trainer = probe.trainer(max_epochs=1)
@@ -85,7 +86,7 @@ def _judge_order(found: Result) -> None:
 
 @check("life/arguments")
 def _arguments(probe: Probe) -> dict[str, Any]:
-    """A strategy takes the arguments of its base class, and passes them on."""
+    """`__init__` accepts the arguments of the base class, and passes them to it."""
     kind = type(probe.trainer().strategy)
     given = {"launcher": "script"}
 
@@ -117,11 +118,10 @@ SEVERAL = 56
 
 @check("life/twice", reference=True)
 def _twice(probe: Probe) -> dict[str, Any]:
-    """A fit does not depend on the fits before it in the same process.
+    """A fit does not depend on earlier fits in the same process.
 
-    A model is trained three times in turn, by new strategies. Another model is trained by the
-    strategy object of the first fit, with the same losses as in the first fit. Binding that object
-    again leaves its options as they are.
+    New strategies train one model three times. Then the first strategy object trains a new model,
+    and has the losses of its first fit. Binding it again does not change its options.
     """
     told: dict[str, Any] = {"fits": []}
     learner = Learner("dense", "momentum")
@@ -188,7 +188,7 @@ def _judge_twice(found: Result) -> None:
 
 @check("life/nothing left between runs")
 def _left(probe: Probe) -> dict[str, Any]:
-    """A run leaves no process group, thread, variable, setting or patched function behind."""
+    """A run leaves no process group, thread, environment variable, setting or patch behind."""
     learner = Learner()
     probe.fit(learner)
     # The first run of a process may set up what stays: modules, the group of all ranks.
@@ -219,7 +219,7 @@ def _judge_left(found: Result) -> None:
 
 @check("life/bound again")
 def _bound_again(probe: Probe) -> dict[str, Any]:
-    """A model may be released twice, and a new strategy of the class works afterwards."""
+    """A model can be released twice, and a new strategy of the class works afterwards."""
     trainer = probe.fit(Learner())
     prepared = trainer.run.require_prepared()
     trainer.strategy.release(prepared)
@@ -239,7 +239,7 @@ def _judge_bound_again(found: Result) -> None:
 
 @check("life/pickled")
 def _pickled(probe: Probe) -> dict[str, Any]:
-    """A strategy that was bound can be pickled, as "spawn" and launchers of clusters do it."""
+    """A strategy can be pickled after bind, because "spawn" and cluster launchers pickle it."""
     launchers = probe.target.capabilities().launchers
     if launchers is not None and "spawn" not in launchers:
         return {"said": None}
@@ -260,7 +260,7 @@ def _judge_pickled(found: Result) -> None:
 
 @check("life/freed")
 def _freed(probe: Probe) -> dict[str, Any]:
-    """A model is freed once it is released, and the strategy goes on with another one."""
+    """A model is freed after release, also while the strategy runs another model."""
     learner = Learner()
     trainer = probe.fit(learner, 16)
     kept = weakref.ref(learner.net)
@@ -305,7 +305,7 @@ _BETWEEN = 4
 
 @check("life/memory")
 def _memory(probe: Probe) -> dict[str, Any]:
-    """A step leaves no tensors behind: after many steps there are as many as after some."""
+    """The number of tensors in the process does not grow from step to step."""
     tensors = _Tensors()
     probe.fit(Learner("dense", "momentum"), 64, max_steps=3 * _BETWEEN, callbacks=[tensors])
     return {"counts": tensors.counts}
@@ -332,9 +332,9 @@ UNCHANGED = ("model_state", "optimizer_state", "state")
 
 @check("life/random numbers")
 def _random(probe: Probe) -> dict[str, Any]:
-    """No call seeds the random numbers, and evaluations and saves leave them as they are.
+    """No method seeds the random numbers of torch, Python or NumPy.
 
-    Those of torch, of Python and of NumPy.
+    Evaluations and saves do not draw from them.
     """
     fits = []
     for number in range(2):

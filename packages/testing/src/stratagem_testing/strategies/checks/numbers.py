@@ -20,7 +20,7 @@ from stratagem_testing.strategies.judging import (
     judge_refused,
     judge_replicas,
 )
-from stratagem_testing.strategies.models import MODELS, Learner, Unusual, flat
+from stratagem_testing.strategies.models import Learner, Unusual, flat
 from stratagem_testing.strategies.probe import Probe
 
 PRECISIONS = ("64-true", "bf16-mixed", "bf16-true")
@@ -31,9 +31,19 @@ REFUSABLE = {
     "complex": ("phase", "complex64"),
 }
 """Models that a strategy may refuse, and what the refusal has to name: the parameter, mostly."""
-LOSSES = tuple(
-    name for name in MODELS if name not in ("dropout", "unusual", "large", "wide", "two_dtypes")
-)
+_HAS = {
+    "dense": "two linear layers",
+    "embedding": "an embedding",
+    "batch_norm": "batch norm and sync_batchnorm=True",
+    "tied": "tied weights",
+    "frozen": "frozen parameters",
+    "unused": "an unused layer",
+    "repeated": "a layer that is called three times",
+    "scalar": "a zero-dimensional parameter",
+    "complex": "complex parameters",
+    "routed": "layers that only one rank each uses",
+}
+"""The models of the checks of losses, and what each has."""
 
 
 def _train(probe: Probe, model: str, optimizer: str = "momentum", **options: Any) -> dict[str, Any]:
@@ -60,9 +70,10 @@ def _register_model(model: str) -> None:
         judge_losses(found)
         _judge_weights(found, model)
 
-    @check(f"losses/{model}", judge, reference=True)
+    about = f"A model with {_HAS[model]} has the losses and weights of single_device."
+
+    @check(f"losses/{model}", judge, about=about, reference=True)
     def run(probe: Probe) -> dict[str, Any]:
-        """The loss of each step is that of single_device on the same samples."""
         return probe.attempt(lambda: _train(probe, model, **options))
 
 
@@ -94,7 +105,7 @@ def _judge_weights(found: Result, model: str) -> None:
 def _register_optimizer(optimizer: str) -> None:
     @check(f"optimizers/{optimizer}", judge_losses, reference=True)
     def run(probe: Probe) -> dict[str, Any]:
-        """The optimizer steps the model's parameters once in each step, with its own state."""
+        """The optimizer updates each parameter once per step, and keeps its own state."""
         return _train(probe, "dense", optimizer)
 
 
@@ -119,7 +130,7 @@ def _register_precision(precision: str) -> None:
 
     @check(f"precisions/{precision}", judge, reference=True)
     def run(probe: Probe) -> dict[str, Any]:
-        """A precision that the capabilities take is applied, and any other one is refused."""
+        """A precision in the capabilities is applied. Any other precision raises an error."""
 
         def train() -> dict[str, Any]:
             learner, dtypes = Learner("dense", "sgd"), set()
@@ -141,7 +152,7 @@ def _register_precision(precision: str) -> None:
         return {**probe.attempt(train), "autocasts": autocasts}
 
 
-for _model in LOSSES:
+for _model in _HAS:
     _register_model(_model)
 for _optimizer in ("sgd", "adam", "adamw"):
     _register_optimizer(_optimizer)
@@ -151,7 +162,7 @@ for _precision in PRECISIONS:
 
 @check("losses/own models", reference=True)
 def _own(probe: Probe) -> dict[str, Any]:
-    """The author's models train as on single_device."""
+    """The models in the attribute `models` have the losses of single_device."""
     return {model: _train(probe, model) for model in probe.target.models if ":" in model}
 
 
@@ -201,10 +212,10 @@ class _Noting(Learner):
 
 @check("losses/initial weights", reference=True)
 def _initial(probe: Probe) -> dict[str, Any]:
-    """Every rank trains from rank 0's weights and buffers, whatever it was seeded with.
+    """Every rank starts with the weights and buffers of rank 0, whatever its seed is.
 
-    Also from frozen parameters, ones that are not contiguous, and buffers of integers. Attributes
-    of parameters and the mode of each layer stay as the user has set them.
+    This includes frozen parameters, parameters that are not contiguous, and integer buffers.
+    Attributes of parameters and the mode of each layer do not change.
     """
     learner = _Noting(seed=probe.rank)
     trainer = probe.trainer(max_epochs=1)

@@ -100,11 +100,11 @@ def _resumed(probe: Probe, model: str = "dropout", **options: Any) -> dict[str, 
     for name in ("saved", "resumed"):
         resumes = name == "resumed"
         notes = _Saves(probe, *(() if resumes else (1, SAVED_AT)))
-        more = {"ckpt_path": probe.folder / f"{SAVED_AT}.ckpt"} if resumes else {}
+        path = probe.folder / f"{SAVED_AT}.ckpt" if resumes else None
         torch.manual_seed(8 if resumes else 7)
         # Other weights: those of the checkpoint count.
         learner = Scheduled(model, "adam_groups", seed=5 if resumes else 0)
-        trainer = probe.fit(learner, SAMPLES, callbacks=[notes], **whole, **more)
+        trainer = probe.fit(learner, SAMPLES, callbacks=[notes], ckpt_path=path, **whole)
         report = probe.report(learner, trainer)
         told[name] = {**report, "rates": learner.rates, "optimizer": notes.optimizer}
     return told
@@ -163,10 +163,10 @@ def _meaning_of_steps(found: Result) -> str:
 
 @check("state/exact resume")
 def _resume(probe: Probe) -> dict[str, Any]:
-    """A run that is resumed within an epoch is the run that saved there and went on.
+    """A run that resumes within an epoch has the same losses as the run that saved and continued.
 
-    Weights, optimizer, learning rates, order of samples, random numbers and the strategy's own
-    state are restored, from a second save in one run.
+    A checkpoint restores weights, optimizer, learning rates, the order of samples, random numbers
+    and the strategy's own state. The check resumes from the second save of a run.
     """
     torch.manual_seed(7)
     learner = Scheduled("dropout", "adam_groups")
@@ -208,7 +208,7 @@ def _register_precision(precision: str, tolerance: float, about: str, meaning: s
 _register_precision(
     "64-true",
     1e-12,
-    "The same in float64: nothing goes through float32 on its way to a checkpoint and back.",
+    "A resumed run in float64 is exact: no state is rounded to float32 in the checkpoint.",
     "weights or optimizer state of float64 may have gone through float32 on their way to the "
     "checkpoint and back (look at model_state, optimizer_state and what loads them): ",
 )
@@ -216,7 +216,7 @@ for _precision in ("bf16-mixed", "bf16-true"):
     _register_precision(
         _precision,
         1e-6,
-        "The same in a low precision, in which rounding hides what was not restored.",
+        "A resumed run in low precision is exact, including weights kept in a higher precision.",
     )
 
 
@@ -266,7 +266,7 @@ def _on_single_device(probe: Probe) -> dict[str, Any]:
 
 @check("state/into single_device", after=_on_single_device)
 def _into(probe: Probe) -> dict[str, Any]:
-    """A checkpoint holds the whole model under its own names, and single_device goes on from it."""
+    """A checkpoint has the whole model by its own names, and single_device resumes from it."""
     whole = _whole(probe)
     learner, _ = _train_and_save(probe)
     module = Learner()
@@ -300,7 +300,7 @@ def _judge_into(found: Result) -> None:
 
 @check("state/out of single_device", reference=True)
 def _out(probe: Probe) -> dict[str, Any]:
-    """Training goes on from a checkpoint of single_device, with its optimizer's state."""
+    """The strategy resumes from a checkpoint of single_device, with the optimizer's state."""
     if probe.target.strategy == "single_device" and probe.folder == probe.reference:
         whole = _whole(probe)
         _train_and_save(probe)
@@ -319,7 +319,7 @@ def _judge_out(found: Result) -> None:
 
 @check("state/other model")
 def _other_model(probe: Probe) -> dict[str, Any]:
-    """A checkpoint of another model is refused, and not loaded in part."""
+    """Loading a checkpoint of another model raises an error that names a parameter."""
     _train_and_save(probe)
     path, other = probe.folder / "saved.ckpt", Learner("batch_norm")
 
@@ -365,10 +365,10 @@ class _Options(Callback):
 
 @check("state/round trip")
 def _round_trip(probe: Probe) -> dict[str, Any]:
-    """A load restores model, optimizer and the strategy's own state as they were at the save.
+    """A load restores the model, the optimizer and the strategy's own state of the save.
 
-    This includes dtypes, buffers, integers, the options of groups, and a module's extra state. The
-    end of a fit (`end_training`) drops nothing of the strategy's own state.
+    This includes dtypes, buffers, integers, options of parameter groups, and a module's extra
+    state. `end_training` does not drop the strategy's own state, which a later save needs.
     """
     try:
         return _saved_and_loaded(probe, "counting")
@@ -554,9 +554,9 @@ def _same_numbers(own: list[Any], other: list[Any], tolerance: float) -> bool:
 
 @check("state/in part")
 def _in_part(probe: Probe) -> dict[str, Any]:
-    """A state that lacks a name is refused before anything is loaded; strict=False loads the rest.
+    """If a name is missing, load_model_state raises an error, and loads nothing.
 
-    Also buffers, and a module's extra state.
+    With strict=False, it loads all other names, including buffers and a module's extra state.
     """
     learner, other = Learner("unusual", "adam"), Learner("unusual", seed=5)
     trainer = probe.fit(learner, 8)

@@ -303,32 +303,40 @@ def _register(
         return probe.attempt(lambda: _one_step(probe, count, **of_step, **options))
 
 
-_register("gradient", "A step applies the mean gradient over all samples of all ranks.", 1)
+_register("gradient", "A step uses the mean gradient of all samples on all ranks.", 1)
 _register(
     "large model",
-    "The same of a model that is larger than a bucket of gradients (25 MB).",
+    "A step of a model that exceeds one bucket of gradients (25 MB) uses the mean gradient.",
     model="large",
 )
 check(
     "steps/two dtypes",
     _judge_exact,
-    about="Gradients of a model with float32 and float64 parameters keep their dtypes.",
+    about="If a model has float32 and float64 parameters, no gradient is rounded to another dtype.",
     reference=True,
 )(lambda probe: probe.attempt(lambda: _one_step(probe, model="two_dtypes")))
 _register(
     "three ranks",
-    "The same on three ranks: what is right for two need not be for any other number.",
+    "A step on three ranks uses the mean gradient. On two ranks, two errors may cancel out.",
     samples=6,
     ranks=3,
 )
-_register("accumulation", "Micro-batches of a step count equally, whichever rank they are on.", 3)
 _register(
-    "clip norm", "Gradients are clipped by their norm over all parameters and ranks.", 1, "norm"
+    "accumulation",
+    "Each micro-batch of a step counts equally. Losses that user code keeps do not change.",
+    3,
 )
-_register("clip value", "Each element of the mean gradient is clipped.", 1, "value")
+_register(
+    "clip norm",
+    "Gradients are clipped by their norm over all parameters and ranks, after the hook "
+    "on_before_optimizer_step, which may change them.",
+    1,
+    "norm",
+)
+_register("clip value", "Each element of the mean gradient is clipped to the limit.", 1, "value")
 _register(
     "accumulation and clip",
-    "Clipping comes once, after the last micro-batch; a tied weight counts once.",
+    "Gradients are clipped once, after the last micro-batch. The norm counts a tied weight once.",
     3,
     "norm",
     model="tied",
@@ -337,7 +345,10 @@ _register(
 
 @check("steps/several", judge_losses, reference=True)
 def _several(probe: Probe) -> dict[str, Any]:
-    """Each step begins without gradients, and a short last step is divided by its own number."""
+    """Each step starts without gradients.
+
+    A last step with fewer micro-batches divides losses by its own number of micro-batches.
+    """
     learner = Learner("dense", "momentum")
     trainer = probe.fit(learner, 40, max_epochs=2, accumulate_grad_batches=2)
     return probe.report(learner, trainer)
@@ -361,7 +372,7 @@ def _judge_zero(found: Result) -> None:
 
 @check("steps/zero gradient", _judge_zero, reference=True)
 def _zero(probe: Probe) -> dict[str, Any]:
-    """A step whose gradients are zero is taken: momentum, weight decay and counts go on."""
+    """A step with zero gradients is taken, so that momentum and weight decay apply."""
     learner = _ZeroGradient("dense", "momentum")
     return probe.report(learner, probe.fit(learner))
 
@@ -389,7 +400,7 @@ def _judge_not_finite(found: Result) -> None:
 
 @check("steps/not finite", _judge_not_finite)
 def _not_finite(probe: Probe) -> dict[str, Any]:
-    """A gradient that is NaN stays NaN: it is clipped to nothing else, and is on all ranks."""
+    """A NaN in a gradient reaches the weights of all ranks, also with clipping."""
     can = probe.target.capabilities()
     clip: dict[str, Any] = {"gradient_clip_val": 1.0} if can.gradient_clipping else {}
 
@@ -469,7 +480,7 @@ class _TakesOneMore(Callback):
 def _skipped(probe: Probe) -> dict[str, Any]:
     """If no micro-batch of a step has a loss, the step is not taken.
 
-    A step reads its micro-batches one at a time, so that they are not all in memory at once.
+    A step reads its micro-batches one at a time, so that only one of them is in memory.
     """
     takes = _TakesOneMore(probe)
     probe.fit(Learner("dense", "momentum"), 16, callbacks=[takes])
