@@ -6,12 +6,13 @@ import re
 from collections.abc import Iterator
 
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
-_NOT_OF_A_STRATEGY = re.compile(r"/(torch|stratagem|stratagem_testing)/")
+_OF_TORCH_OR_PYTHON = re.compile(r"/torch/|/lib/python3\.\d+/(?!site-packages/|dist-packages/)")
+_OF_STRATAGEM = re.compile(r"/(stratagem|stratagem_testing)/")
 _CHECK = re.compile(r"/stratagem_testing/strategies/rank\.py$")
 
 
 def waiting(stderr: str) -> list[str]:
-    """Return the innermost call of the strategy, or of the check, in each main thread's stack.
+    """Return the innermost call of the strategy in each main thread's stack, or else of Stratagem.
 
     Args:
         stderr: what the ranks have printed; each stack has its most recent call first.
@@ -33,9 +34,9 @@ def _waiting(stderr: str) -> Iterator[str]:
         ends = [i for i, (file, _, name) in enumerate(frames) if _CHECK.search(file)]
         if not ends or not ends[0]:
             continue  # another thread, or a rank that has ended the check
-        within = frames[: ends[0]]
-        own = [frame for frame in within if not _NOT_OF_A_STRATEGY.search(frame[0])]
-        file, line, name = (own or within)[0]
-        innermost = within[0][2]
+        innermost = frames[0][2]
+        within = [frame for frame in frames[: ends[0]] if not _OF_TORCH_OR_PYTHON.search(frame[0])]
+        own = [frame for frame in within if not _OF_STRATAGEM.search(frame[0])]
+        file, line, name = (own or within or frames)[0]
         called = f"in {innermost}, called by {name}" if innermost != name else f"in {name}"
         yield f"{called} ({file}, line {line})"
