@@ -3,10 +3,12 @@
     python benchmarks/gpu.py                          # one GPU, some minutes
     python benchmarks/gpu.py --device cpu --small     # tries the script, in seconds
 
-Raw PyTorch and the Trainer take turns in one process; ratios are of the medians over the rounds.
+Raw PyTorch and the Trainer take turns in one process, and Lightning's Trainer where it is
+installed; ratios are medians over the rounds.
 
 - step: a GPT of 125 million parameters in bfloat16 (autocast), fused AdamW. Goal: at most 1.01.
-- loader: batches of 20 MB in pinned memory. The part of a step in which the GPU computes nothing,
+- small step: a network of two layers, in which the host is slower than the GPU.
+- loader: batches of 200 MB in pinned memory. The part of a step in which the GPU computes nothing,
   beside raw PyTorch that copies each batch on the computing stream. Goal: under 5%.
 - waits: how often a step of the Trainer, with values logged and gradients clipped, waits for the
   GPU, by torch's own `set_sync_debug_mode`. Goal: 0.
@@ -15,12 +17,14 @@ Raw PyTorch and the Trainer take turns in one process; ratios are of the medians
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import logging
 import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,7 +49,7 @@ class Size:
     batch: int = 8
     steps: int = 50
     rounds: int = 5
-    megabytes: int = 20
+    megabytes: int = 200
     hidden: int = 8192
 
 
@@ -139,6 +143,19 @@ class Net(Module):
         return optimizer_of(self.net)
 
 
+class Batches:
+    """Batches that Lightning does not take for several loaders."""
+
+    def __init__(self, batches: list[Tensor]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
 class EndOfStep(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         module.clock.mark()
@@ -186,24 +203,96 @@ def raw(net: nn.Module, batches: list[Tensor], device: torch.device) -> Clock:
     return clock
 
 
+def with_lightning(net: nn.Module, batches: list[Tensor], device: torch.device) -> Clock:
+    import lightning.pytorch as pl
+    from lightning.pytorch.loggers import CSVLogger as PeerCSV
+
+    clock = Clock(device)
+
+    class Peer(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            clock.mark()
+            loss = self.net(batch)
+            self.log("loss", loss)
+            return loss
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            clock.mark()
+
+        def configure_optimizers(self) -> Any:
+            return optimizer_of(self.net)
+
+    with tempfile.TemporaryDirectory() as folder:
+        pl.Trainer(
+            accelerator=device.type,
+            devices=1,
+            max_epochs=1,
+            precision="bf16-mixed",
+            logger=PeerCSV(folder),
+            log_every_n_steps=10,
+            default_root_dir=folder,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+        ).fit(Peer(), Batches(batches))
+    return clock
+
+
+Train = Callable[[nn.Module, list[Tensor], torch.device], Clock]
+
+
 def rounds(
-    size: Size, make: Callable[[], nn.Module], batches: list[Tensor], device: torch.device
-) -> Iterator[tuple[Clock, Clock]]:
+    size: Size,
+    make: Callable[[], nn.Module],
+    batches: list[Tensor],
+    device: torch.device,
+    runs: Sequence[Train] = (raw, with_trainer),
+) -> Iterator[tuple[Clock, ...]]:
     for number in range(size.rounds):
-        # In turn, so that a GPU that slows down as it warms up does so for both.
-        order = (raw, with_trainer) if number % 2 else (with_trainer, raw)
+        # In turn, so that a GPU that slows down as it warms up does so for all.
+        order = runs if number % 2 else runs[::-1]
         clocks = {run: run(make(), batches, device) for run in order}
-        yield clocks[raw], clocks[with_trainer]
+        yield tuple(clocks[run] for run in runs)
+
+
+def compare(
+    title: str,
+    size: Size,
+    make: Callable[[], nn.Module],
+    batches: list[Tensor],
+    device: torch.device,
+) -> None:
+    runs: dict[str, Train] = {"raw": raw, "Trainer": with_trainer}
+    if importlib.util.find_spec("lightning"):
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        runs["Lightning"] = with_lightning
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for clocks in rounds(size, make, batches, device, [*runs.values()]):
+        for name, clock in zip(runs, clocks, strict=True):
+            seconds[name].append(clock.seconds())
+    figures = []
+    for name, own in seconds.items():
+        ratio = statistics.median(a / b for a, b in zip(own, seconds["raw"], strict=True))
+        figures.append(f"{name} {statistics.median(own) * 1e3:.3f} ms (ratio {ratio:.3f})")
+    print(f"{title}: {', '.join(figures)}", flush=True)
 
 
 def measure_step(size: Size, device: torch.device) -> None:
     shape = (size.batch, size.length)
     tokens = [pinned(torch.randint(size.words, shape), device) for _ in range(4)]
     batches = [tokens[i % 4] for i in range(size.steps + WARM_UP)]
-    pairs = list(rounds(size, lambda: GPT(size), batches, device))
-    ours, theirs = (statistics.median(pair[i].seconds() for pair in pairs) for i in (1, 0))
-    ratio = statistics.median(own.seconds() / other.seconds() for other, own in pairs)
-    print(f"step: raw {theirs * 1e3:.2f} ms, Trainer {ours * 1e3:.2f} ms, ratio {ratio:.3f}")
+    compare("step", size, lambda: GPT(size), batches, device)
+
+
+def measure_small_step(size: Size, device: torch.device) -> None:
+    held = [pinned(torch.randn(64, 1024), device) for _ in range(4)]
+    batches = [held[i % 4] for i in range(8 * size.steps + WARM_UP)]
+    small = replace(size, hidden=size.hidden // 64)
+    compare("small step", size, lambda: Dense(small), batches, device)
 
 
 def measure_loader(size: Size, device: torch.device) -> None:
@@ -237,7 +326,7 @@ def measure_waits(size: Size, device: torch.device) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         with_trainer(Dense(size), batches, device, callbacks=[Count()], gradient_clip_val=1.0)
-    found = [str(one.message) for one in said if "synchroniz" in str(one.message).lower()]
+    found = [str(one.message) for one in said if "called a synchronizing" in str(one.message)]
     print(f"waits: {len(found)} in {size.steps - WARM_UP + 1} steps {sorted(set(found))}")
 
 
@@ -256,7 +345,7 @@ def main() -> None:
     size = SMALL if given.small else Size()
     name = torch.cuda.get_device_name(device) if given.device == "cuda" else "cpu"
     print(f"torch {torch.__version__}, {name}")
-    for measure in (measure_step, measure_loader, measure_waits):
+    for measure in (measure_step, measure_small_step, measure_loader, measure_waits):
         measure(size, device)
 
 

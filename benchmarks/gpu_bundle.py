@@ -28,10 +28,10 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 OURS = (
-    "core",
+    *("core", "extras", "testing"),
     *(f"backend-{name}" for name in ("cuda", "deepspeed", "xla", "hpu-ipu", "mps", "xpu")),
 )
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+PLATFORMS = tuple(f"manylinux{version}_x86_64" for version in ("_2_28", "_2_24", "_2_17", "2014"))
 
 
 def closure(names: list[str], python: str, leave_out: set[str]) -> dict[str, Distribution]:
@@ -97,6 +97,7 @@ def fetch(needed: dict[str, Distribution], python: str, target: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="made anew")
+    parser.add_argument("--also", action="append", default=[], metavar="NAME", help="as torchao")
     parser.add_argument("--python", default="3.12", help="the other machine's (default: 3.12)")
     parser.add_argument(
         "--without", action="append", default=[], metavar="NAME", help="it is there; numpy is large"
@@ -108,7 +109,7 @@ def main() -> None:
     target.mkdir(parents=True)
     there = {*closure(["torch"], given.python, set()), *map(canonicalize_name, given.without)}
     ours = {canonicalize_name(f"stratagem-{package}") for package in OURS}
-    needed = closure([*ours, "pytest"], given.python, there)
+    needed = closure([*ours, "pytest", *given.also], given.python, there)
     others = {name: found for name, found in needed.items() if name not in ours}
     compiled = {name: found for name, found in others.items() if not is_pure(found)}
     if compiled:

@@ -30,13 +30,19 @@ def batches() -> list[list[int]]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "accelerator",
+    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)],
+)
 @pytest.mark.parametrize("numbers", batches(), ids=lambda numbers: "-".join(map(str, numbers)))
-def test_a_resumed_run_is_the_uninterrupted_one(numbers: list[int], tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one(
+    numbers: list[int], accelerator: str, tmp_path: Path
+) -> None:
     resumes = 0
     run_file(
         FOLDER / "run.py",
         str(tmp_path),
+        accelerator,
         str(SEED),
         *map(str, numbers),
         folder=tmp_path,

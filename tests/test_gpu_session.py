@@ -50,7 +50,7 @@ def test_the_benchmark_of_a_gpu_runs_on_the_cpu_to_be_tried() -> None:
     done = run("-W", "error", "benchmarks/gpu.py", "--device", "cpu", "--small")
     assert done.returncode == 0, done.stderr
     titles = [line.partition(":")[0] for line in done.stdout.splitlines()[1:]]
-    assert titles == ["step", "loader", "waits"]
+    assert titles == ["step", "small step", "loader", "waits"]
 
 
 def test_the_benchmark_of_a_gpu_says_that_there_is_none() -> None:

@@ -28,6 +28,7 @@ class Tied(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.last = nn.Linear(4, 4)
         self.last.weight = self.first.weight
+        self.register_buffer("turned", torch.ones(2, 3).t())
         self.dtypes: set[str] = set()
 
     def forward(self, batch: Tensor) -> Tensor:
@@ -61,6 +62,9 @@ class Net(Module):
         loss = mse_loss(self.net(inputs), targets)
         self.losses.append(loss.detach())
         return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(batch[0])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)

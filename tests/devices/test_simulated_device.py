@@ -121,6 +121,12 @@ def test_no_step_waits_for_the_device(one: Any) -> None:
     assert len(one["logged"]) == 1 + 40 + 10
 
 
+def test_an_evaluation_has_the_buffers_of_rank_0_also_one_that_is_not_contiguous(
+    ranks: list[Any],
+) -> None:
+    assert [rank["turned"] for rank in ranks] == [[[1.0, 1.0]] * 3] * 2
+
+
 @pytest.fixture(scope="module")
 def flight(tmp_path_factory: pytest.TempPathFactory) -> Any:
     printed = run("in_flight.py", tmp_path_factory.mktemp("flight"))
@@ -260,3 +266,4 @@ def test_the_search_for_a_batch_size_starts_at_what_is_predicted_to_fit(tmp_path
     result = json.loads(run("batch_size.py", tmp_path).splitlines()[-1])
     first, predicted, *_ = result["tried"]
     assert (first, predicted) == (2, result["found"])
+    assert result["given back"][-1] == len(result["tried"])  # after the last trial

@@ -35,6 +35,12 @@ synced = [
 out["synchronized differ by"] = distance(*synced)
 out["synchronized differs from plain"] = distance(net, synced[0])
 
+# -- buffers become those of rank 0 for an evaluation
+turned: Any = net.net.turned
+turned += dist.get_rank()
+trainer(folder, **ours).validate(net, loader(), verbose=False)
+out["turned"] = turned.tolist()
+
 # -- resuming, with dropout drawn on each rank's device
 whole = fit(folder, dropout=0.5, **ours)
 half = Net(0.5)

@@ -33,6 +33,7 @@ CALLBACKS = (
 class Case:
     """One configuration.
 
+    - `accelerator`: on which it trains; "cuda" has one rank.
     - `front`: "trainer" or "lite".
     - `data`: how the training data is read.
     - `batches`, `epochs`: of training, per rank.
@@ -46,6 +47,7 @@ class Case:
     """
 
     number: int
+    accelerator: str
     front: str
     strategy: str
     precision: str
@@ -69,15 +71,16 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        return RANKS[self.strategy]
+        return RANKS[self.strategy] if self.accelerator == "cpu" else 1
 
 
-def draw(seed: int, number: int) -> Case:
+def draw(seed: int, number: int, accelerator: str = "cpu") -> Case:
     """Return a configuration that is meant to work.
 
     Args:
         seed: of all cases.
         number: from 0; it says which strategy and which front end.
+        accelerator: "cpu" or "cuda".
     """
     dice = random.Random(f"{seed} {number}")
     strategy = [*RANKS][number % len(RANKS)]
@@ -87,6 +90,8 @@ def draw(seed: int, number: int) -> Case:
     batches, epochs = dice.randint(4, 7), dice.choice([2, 2, 3])
     precisions = ["32-true", "32-true", "bf16-mixed", "bf16-true"]
     optimizers = ["sgd", "adam", "groups"]
+    if accelerator == "cuda":
+        precisions.append("16-mixed")
     if alone or strategy == "ddp":
         optimizers += ["manual"] * (not lite)
         precisions.append("64-true")
@@ -104,6 +109,7 @@ def draw(seed: int, number: int) -> Case:
     scheduler, short = dice.choice(schedulers), dice.random() < 0.5
     return Case(
         number=number,
+        accelerator=accelerator,
         front="lite" if lite else "trainer",
         strategy=strategy,
         precision=dice.choice(["32-true"] if optimizer == "lbfgs" else precisions),

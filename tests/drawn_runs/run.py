@@ -1,4 +1,4 @@
-"""Run by test_drawn_resumes.py: python run.py FOLDER SEED NUMBER...
+"""Run by test_drawn_runs.py: python run.py FOLDER ACCELERATOR SEED NUMBER...
 
 Each case trains once, and once more from each of its checkpoints, as if the process had been killed
 at one of the next hooks. All cases are of one strategy. Each rank writes what differs to
@@ -43,6 +43,8 @@ IGNORED = re.compile(
     r"/time$|_per_sec$|\.Timer\b|\.ThroughputMonitor\.time$"
     # How far a dataset was read that was begun anew since; the next epoch is read from its start.
     r"|\.own\.position$"
+    # The memory of a GPU depends on what was there before, and the rest on the GPU.
+    r"|DeviceStatsMonitor\.on_\w+/\w+$"
 )
 
 
@@ -91,7 +93,7 @@ class Fit:
         net = Net(case)
         clipping: Any = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": case.clip}
         trainer = Trainer(
-            accelerator="cpu",
+            accelerator=case.accelerator,
             devices=case.ranks,
             strategy=strategy_of(case),
             precision=case.precision,
@@ -130,7 +132,7 @@ def loop(case: Case, folder: Path, seed: int, path: Any = None) -> Any:
     torch.manual_seed(seed)
     net = Net(case)
     lite = Lite(
-        accelerator="cpu",
+        accelerator=case.accelerator,
         devices=case.ranks,
         strategy=case.strategy,
         precision=case.precision,
@@ -304,15 +306,14 @@ def check_loops(case: Case, folder: Path, lite: Lite) -> Iterator[Any]:
         yield path.name, said
 
 
-def main(folder: Path, seed: int, numbers: list[int]) -> None:
+def main(folder: Path, accelerator: str, seed: int, numbers: list[int]) -> None:
     warnings.simplefilter("ignore")
-    first = draw(seed, numbers[0])
-    lite = Lite(
-        accelerator="cpu", devices=first.ranks, strategy="ddp" if first.ranks > 1 else "auto"
-    )
+    first = draw(seed, numbers[0], accelerator)
+    strategy = "ddp" if first.ranks > 1 else "auto"
+    lite = Lite(accelerator=accelerator, devices=first.ranks, strategy=strategy)
     lite.launch()
     for number in numbers:
-        case = draw(seed, number)
+        case = draw(seed, number, accelerator)
         check = check_loops if case.front == "lite" else check_fits
         place = folder / f"case{number}"
         result: dict[str, Any] = {}
@@ -333,4 +334,5 @@ def main(folder: Path, seed: int, numbers: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), [int(number) for number in sys.argv[3:]])
+    folder, accelerator, seed, *drawn = sys.argv[1:]
+    main(Path(folder), accelerator, int(seed), [*map(int, drawn)])

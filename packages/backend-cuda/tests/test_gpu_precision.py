@@ -1,4 +1,4 @@
-"""On a GPU: float8, bitsandbytes, Transformer Engine and TF32 (`nox -s gpu`). Never run yet."""
+"""On a GPU: float8, bitsandbytes, Transformer Engine and TF32 (`nox -s gpu`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ from stratagem_cuda.precision import (
 )
 from stratagem_cuda.precision.compute_capability import FLOAT8, visible_capabilities
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # torchao's own
+    pytest.mark.filterwarnings("ignore:.*invalid escape sequence:SyntaxWarning"),
+    pytest.mark.filterwarnings("ignore:torch.get_autocast_gpu_dtype:DeprecationWarning"),
+]
 
 
 def needs(package: str) -> pytest.MarkDecorator:

@@ -1,4 +1,4 @@
-"""On a GPU: bfloat16, float16, offload and FusedAdam (`nox -s gpu`). Never run yet."""
+"""On a GPU: bfloat16, float16, offload and FusedAdam (`nox -s gpu`)."""
 
 from __future__ import annotations
 

@@ -159,8 +159,11 @@ def test_a_bfloat16_checkpoint_becomes_one_file_of_float32_weights(
     more: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
     source = folder / "saved" / "bf16 3"
-    convert_zero_checkpoint_to_fp32_state_dict(source, tmp_path / "fp32.ckpt")
+    contents = convert_zero_checkpoint_to_fp32_state_dict(
+        source.parent, tmp_path / "fp32.ckpt", source.name
+    )
     one = torch.load(tmp_path / "fp32.ckpt", weights_only=True)
+    assert one.keys() == contents.keys()
     assert "optimizer_states" not in one
     expected = DirectoryCheckpointIO().load_checkpoint(source)["state_dict"]
     assert one["state_dict"].keys() == expected.keys()

@@ -695,6 +695,32 @@ def test_the_epoch_and_the_step_may_be_monitored(monitor: str, tmp_path: Path) -
     assert saver.best_model_score == {"epoch": 2.0, "step": 6.0}[monitor]
 
 
+@pytest.mark.parametrize("monitor", ["epoch", "step"])
+def test_a_fit_that_ends_before_its_validation_saves_by_the_epoch_and_the_step(
+    monitor: str, tmp_path: Path
+) -> None:
+    saver = ModelCheckpoint(tmp_path, "{step}", monitor=monitor)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, max_steps=1, callbacks=saver
+    )
+    trainer.fit(Validated(), loader(), loader())
+    assert names(tmp_path) == ["step=1.ckpt"]
+
+
+def test_an_epoch_that_does_not_validate_is_none_of_the_best_by_the_epoch(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, "{epoch}", monitor="epoch", save_top_k=-1)
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        max_epochs=4,
+        check_val_every_n_epoch=2,
+        callbacks=saver,
+    )
+    trainer.fit(Validated(), loader(), loader())
+    assert names(tmp_path) == ["epoch=1.ckpt", "epoch=3.ckpt"]
+
+
 def test_last_may_be_asked_for_as_a_link(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, "{epoch}", save_last="link")
     fit_epochs(saver, 1)

@@ -22,10 +22,16 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 from torch.nn.functional import mse_loss
 
 from stratagem import Lite
+from stratagem.accelerators import DeviceAccelerator
+from stratagem.checkpoint import SingleFileCheckpointIO
 from stratagem.distributed import allocator
+from stratagem.environments import PlainEnvironment
 from stratagem.errors import ConfigurationError
+from stratagem.interfaces.components import Components
+from stratagem.native.sharding.shard_model import give_values
 from stratagem.native.sharding.wrap_policy import find_groups
 from stratagem.native.strategies.fsdp import TAKES_UNUSED_PARAMETERS
+from stratagem.precision import TruePrecision
 from stratagem.strategies import FSDPStrategy, apply_activation_checkpointing
 
 HERE = Path(__file__).parent
@@ -655,3 +661,40 @@ def test_checkpointing_computes_again_with_the_same_random_numbers_and_counts_on
     for result in results[1:]:
         for got, expected in zip(result, results[0], strict=True):
             torch.testing.assert_close(got, expected)
+
+
+# ---------------------------------------------------------------- other devices than the host
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_shards_in_host_memory_are_communicated_by_gloo(backend: str) -> None:
+    class GPU(DeviceAccelerator):
+        name = "cuda"
+        process_group_backend = backend
+
+    strategy = FSDPStrategy(cpu_offload=True)
+    strategy.bind(
+        Components(
+            accelerator=GPU(),
+            precision=TruePrecision(),
+            checkpoint_io=SingleFileCheckpointIO(),
+            cluster_environment=PlainEnvironment(),
+            devices=(0,),
+        )
+    )
+    assert strategy.communication_backend == "cpu:gloo,cuda:nccl"
+
+
+def test_tensors_that_only_a_modules_apply_moves_are_moved() -> None:
+    class Metric(nn.Module):  # as torchmetrics' base class
+        def __init__(self) -> None:
+            super().__init__()
+            self.total = torch.zeros(())
+
+        def _apply(self, fn: Any, recurse: bool = True) -> Any:
+            self.total = fn(self.total)
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    metric = Metric()
+    give_values(metric, torch.device("meta"), name="metric")
+    assert metric.total.is_meta

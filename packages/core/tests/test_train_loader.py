@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+)
 
 from stratagem import Callback, Module, Trainer
 from stratagem.data.resume.resumable_sampler import has_exact_length
@@ -196,6 +203,33 @@ def test_a_fit_resumes_after_whole_steps_with_batches_read_one_at_a_time(tmp_pat
     )
     trainer.fit(model, shuffled(), ckpt_path=tmp_path / "two.ckpt")
     torch.testing.assert_close(model.net.weight, whole.net.weight, rtol=0, atol=0)
+
+
+class Epochs(Sampler[int]):
+    """Notes the epochs that it is given."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(2))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+@pytest.mark.parametrize("batched", [None, "automatically", "by a sampler"])
+def test_a_sampler_is_given_each_epoch_once(batched: str | None) -> None:
+    sampler, data = Epochs(), torch.ones(2, 3)
+    if batched == "by a sampler":
+        loader: DataLoader[Any] = DataLoader(data, batch_sampler=BatchSampler(sampler, 1, False))  # type: ignore[arg-type]
+    else:
+        loader = DataLoader(data, 1 if batched else None, sampler=sampler)  # type: ignore[arg-type]
+    fit(loader, 1)
+    assert sampler.epochs == [0, 1]
 
 
 def test_which_lengths_can_be_relied_on() -> None:

@@ -283,10 +283,17 @@ def test_what_an_error_ends_is_saved_under_the_name_that_was_given(pl: Any, tmp_
             if args[-1] == 1:
                 raise RuntimeError("trouble")
 
-    saver = pl.callbacks.ModelCheckpoint(tmp_path / "c", "mine", save_on_exception=True)
-    with pytest.raises(RuntimeError, match="trouble"):
-        fit(pl, tmp_path, saver, Fails())
-    assert (tmp_path / "c" / "mine.ckpt").exists()
+    class FailsAtLast(Callback):
+        def on_fit_end(self, *args: Any) -> None:
+            raise RuntimeError("trouble")
+
+    for folder, callback in ((tmp_path / "batch", Fails()), (tmp_path / "fit", FailsAtLast())):
+        saver = pl.callbacks.ModelCheckpoint(
+            folder, "mine", save_on_exception=True, every_n_epochs=7
+        )
+        with pytest.raises(RuntimeError, match="trouble"):
+            fit(pl, tmp_path, saver, callback)
+        assert (folder / "mine.ckpt").exists()
 
 
 def test_the_table_of_a_model_has_lightnings_attributes(pl: Any) -> None:

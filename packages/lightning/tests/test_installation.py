@@ -74,3 +74,37 @@ def test_without_the_extras_run_says_what_to_install(
     (line,) = capsys.readouterr().err.splitlines()
     assert caught.value.code == 2
     assert line.startswith(f"stratagem run: error: --as-lightning cannot be used. {NEEDED}")
+
+
+CONVERT = """
+import sys
+import stratagem_lightning
+from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+try:
+    convert_zero_checkpoint_to_fp32_state_dict("saved", "fp32.ckpt", "step=1")
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("disabled", "said"),
+    [
+        ("", "CheckpointNotFoundError no checkpoint 'saved/step=1'"),
+        ("stratagem-backend-deepspeed", "ImportError 'stratagem.checkpoint' has no 'convert_zero_"),
+    ],
+)
+def test_the_conversion_of_shards_is_that_of_the_deepspeed_backend(
+    disabled: str, said: str, tmp_path: Path, script_environment: dict[str, str]
+) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", CONVERT],
+        env={**script_environment, "STRATAGEM_DISABLE_PLUGINS": disabled},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert ran.stdout.startswith(said), ran.stdout
+    assert "stratagem-backend-deepspeed" in ran.stdout or not disabled

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from stratagem_lightning.api.callbacks.accumulation import GradientAccumulationS
 from stratagem_lightning.api.callbacks.early_stopping import EarlyStopping
 from stratagem_lightning.api.callbacks.model_checkpoint import ModelCheckpoint
 from stratagem_lightning.api.callbacks.summary import ModelSummary
+from stratagem_lightning.api.callbacks.throughput import ThroughputMonitor
 from stratagem_lightning.api.callbacks.timer import Timer
 from stratagem_lightning.api.callbacks.weight_averaging import EMAWeightAveraging
 from stratagem_lightning.api.core.module import LightningModule
@@ -46,7 +46,6 @@ from stratagem_lightning.api.strategies.single_device import SingleDeviceStrateg
 from stratagem_lightning.api.trainer import Trainer
 from stratagem_lightning.api.tuner import Tuner
 from stratagem_lightning.api.utilities.data import AttributeDict
-from stratagem_lightning.api.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 from stratagem_lightning.api.utilities.migration import migrate_checkpoint
 from stratagem_lightning.api.utilities.parsing import lightning_getattr
 from stratagem_lightning.api.utilities.version import LIGHTNING_VERSION
@@ -169,19 +168,71 @@ def test_checkpoints_have_lightnings_counters_of_loops(tmp_path: Path) -> None:
     assert (batches["current"]["completed"], batches["total"]["completed"]) == (2, 6)
 
 
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_checkpoint_saved_without_a_modelcheckpoint_has_lightnings_entries_too(
+    tmp_path: Path, weights_only: bool
+) -> None:
+    read: list[Any] = []
+
+    class Reads(BoringModel):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            read.append(checkpoint["loops"])
+
+    trainer = make(tmp_path, enable_checkpointing=False, max_epochs=2)
+    trainer.fit(Reads())
+    trainer.save_checkpoint(tmp_path / "own.ckpt", weights_only)
+    saved = torch.load(tmp_path / "own.ckpt")
+    assert saved["pytorch-lightning_version"] == LIGHTNING_VERSION
+    assert saved["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"] == 2
+    assert [saved["loops"]] == read
+    assert ("optimizer_states" in saved) is not weights_only
+
+
+def test_a_batch_of_none_has_none_as_outputs(tmp_path: Path) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    class Notes(BoringModel):
+        def train_dataloader(self) -> Any:
+            return [None, torch.ones(1, 32)]
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append((batch is None, outputs is None))
+
+    with pytest.warns(UserWarning, match="train_dataloader yielded None"):
+        make(tmp_path, enable_checkpointing=False, limit_val_batches=0).fit(Notes())
+    assert seen == [(True, True), (False, False)]
+
+
+def test_a_rate_finder_skips_a_batch_of_none(tmp_path: Path) -> None:
+    class Skips(BoringModel):
+        lr = 0.1
+
+        def train_dataloader(self) -> Any:
+            return [torch.ones(1, 32), None, torch.ones(1, 32)]
+
+    with pytest.warns(UserWarning, match="train_dataloader yielded None"):
+        finder = Tuner(make(tmp_path)).lr_find(Skips(), num_training=14)
+    assert len(finder.results["lr"]) == 14
+
+
+def test_throughput_is_logged_by_keywords() -> None:
+    logged: list[tuple[Any, int]] = []
+
+    class Logs(Fabric):
+        def log_dict(self, *, metrics: Any, step: Any) -> None:  # type: ignore[override]
+            logged.append((metrics, step))
+
+    monitor = ThroughputMonitor(Logs(accelerator="cpu", devices=1))
+    monitor.update(time=0.5, batches=1, samples=3)
+    monitor.compute_and_log()
+    assert logged == [({"time": 0.5, "batches": 1, "samples": 3}, 0)]
+
+
 def test_a_checkpoint_of_an_older_lightning_is_not_migrated() -> None:
     with pytest.raises(
         CheckpointMismatchError, match=r"of Lightning 2\.x, .*'1\.9\.0': upgrade it"
     ):
         migrate_checkpoint({"pytorch-lightning_version": "1.9.0"})
-
-
-def test_conversion_of_shards_names_the_distribution_that_it_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "stratagem_deepspeed", None)
-    with pytest.raises(MissingPackageError, match="pip install stratagem-backend-deepspeed"):
-        convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "one.ckpt")
 
 
 def test_paths_of_checkpoints_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,6 +358,30 @@ def test_a_stop_within_an_epoch_validates_once_and_counts_it(
     trainer.fit(model)
     assert model.validated == [2]
     assert (trainer.current_epoch, trainer.global_step) == (1, 2)
+
+
+def test_a_sampler_is_given_each_epoch_once(tmp_path: Path) -> None:
+    epochs: list[int] = []
+    sampler = torch.utils.data.RandomSampler(RandomDataset(32, 2))
+    sampler.set_epoch = epochs.append  # type: ignore[attr-defined]
+    loader = DataLoader(RandomDataset(32, 2), sampler=sampler)
+    make(tmp_path, max_epochs=2, enable_checkpointing=False).fit(BoringModel(), loader)
+    assert epochs == [0, 1]
+
+
+def test_a_stop_that_waits_for_a_minimum_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class StopsEarly(BoringModel):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.trainer.should_stop = True
+
+    trainer = make(tmp_path, max_epochs=9, min_epochs=3, enable_checkpointing=False)
+    with caplog.at_level(logging.INFO):
+        trainer.fit(StopsEarly())
+    assert trainer.current_epoch == 3
+    (message,) = (text for text in caplog.messages if "signaled to stop" in text)
+    assert "`min_epochs=3` or `min_steps=None` has not been met" in message
 
 
 def test_a_fit_warns_of_an_epoch_shorter_than_the_logging_interval(

@@ -19,8 +19,9 @@ from stratagem.callbacks import (
 )
 from stratagem.checkpoint import SingleFileCheckpointIO as TorchCheckpointIO
 from stratagem.errors import ConfigurationError, StratagemError, UserCodeError
-from stratagem_extras.tuner import BatchSizeFinder, LearningRateFinder
+from stratagem_extras.tuner import LearningRateFinder
 from stratagem_lightning.api.callbacks.early_stopping import EarlyStopping
+from stratagem_lightning.api.callbacks.finders import BatchSizeFinder
 from stratagem_lightning.api.callbacks.model_checkpoint import ModelCheckpoint
 from stratagem_lightning.api.callbacks.throughput import Throughput
 from stratagem_lightning.api.callbacks.timer import Timer
@@ -343,11 +344,6 @@ CASES: list[tuple[str, type[Exception], Callable[[], Any]]] = [
         lambda: AdvancedProfiler().stop("write"),
     ),
     (
-        "Found invalid table_kwargs key: row_limit. This is already a positional argument",
-        KeyError,
-        lambda: PyTorchProfiler(table_kwargs={"row_limit": None}),
-    ),
-    (
         "cannot be used with dataloaders passed directly",
         ValueError,
         lambda: Tuner(make()).scale_batch_size(BoringModel(), DataLoader(RandomDataset(32, 4))),
@@ -356,6 +352,11 @@ CASES: list[tuple[str, type[Exception], Callable[[], Any]]] = [
         "`Tuner.scale_batch_size()` is not supported with distributed strategies",
         ValueError,
         lambda: Tuner(make(devices=2, strategy="ddp")).scale_batch_size(sized()),
+    ),
+    (
+        "Batch size finder is not supported with distributed strategies",
+        ValueError,
+        lambda: BatchSizeFinder().setup(make(devices=2, strategy="ddp"), sized()),
     ),
     (
         "the model should have one of these fields: lr, learning_rate",
@@ -505,7 +506,8 @@ def test_an_error_has_the_phrase_that_users_search_for(
 def test_each_phrase_has_a_case_above() -> None:
     for phrase in filter(lambda one: one.theirs, phrases.PHRASES):
         fixed = max(re.split(r"\\\d|METHOD", phrase.theirs), key=len)
-        assert any(_overlap(case[0], fixed) for case in CASES), phrase
+        cases: Any = BEGINNINGS if phrase.first else CASES
+        assert any(_overlap(case[0], fixed) for case in cases), phrase
 
 
 def _overlap(one: str, other: str) -> bool:
@@ -519,17 +521,28 @@ def lengths_from_the_second_time_on() -> None:
     throughput.update(time=2.0, batches=2, samples=4, lengths=8)
 
 
-@pytest.mark.parametrize(
-    ("begin", "kind", "call"),
-    [
-        (
-            "Throughput.update(lengths=8): if lengths are passed, there needs to be the same "
-            "number of samples",
-            RuntimeError,
-            lengths_from_the_second_time_on,
-        ),
-    ],
-)
+BEGINNINGS: list[tuple[str, type[Exception], Callable[[], Any]]] = [
+    (
+        "Throughput.update(lengths=8): if lengths are passed, there needs to be the same number "
+        "of samples",
+        RuntimeError,
+        lengths_from_the_second_time_on,
+    ),
+    (
+        "Found invalid table_kwargs key: row_limit. This is already a positional argument of the "
+        "Profiler. PyTorchProfiler(table_kwargs=",
+        KeyError,
+        lambda: PyTorchProfiler(table_kwargs={"row_limit": None}),
+    ),
+    (
+        "Found invalid table_kwargs key: size. PyTorchProfiler(table_kwargs=",
+        KeyError,
+        lambda: PyTorchProfiler(table_kwargs={"size": None}),
+    ),
+]
+
+
+@pytest.mark.parametrize(("begin", "kind", "call"), BEGINNINGS)
 def test_an_error_in_lightnings_words_is_of_its_kind(
     begin: str, kind: type[Exception], call: Callable[[], Any]
 ) -> None:
@@ -567,6 +580,12 @@ def test_the_margin_of_a_binary_search_is_taken_off_as_in_lightning() -> None:
     assert Tuner(make()).scale_batch_size(Sized(), **options) == 7  # 95 % of 8
     assert Tuner(make()).scale_batch_size(Sized(), **options, margin=0.0) == 8
     assert Tuner(make()).scale_batch_size(Sized(), **{**options, "mode": "power"}) == 8
+
+
+def test_another_fault_is_not_called_one_of_the_method() -> None:
+    with pytest.raises(ConfigurationError, match="0 < min_lr < max_lr") as raised:
+        Tuner(make()).lr_find(sized(), min_lr=1.0, max_lr=0.1)
+    assert "is invalid" not in str(raised.value)
 
 
 def test_a_tuner_and_a_finder_exclude_one_another() -> None:

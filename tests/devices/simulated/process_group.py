@@ -42,8 +42,10 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 def _on_host(tensors: Any) -> Any:
     if isinstance(tensors, Tensor):
+        if not tensors.is_contiguous():
+            raise ValueError("Tensors must be contiguous")  # as nccl says it
         is_host = tensors.device.type == "cpu"
-        return tensors if is_host else torch.ops.simulated.host_alias(tensors.contiguous())
+        return tensors if is_host else torch.ops.simulated.host_alias(tensors)
     return [_on_host(tensor) for tensor in tensors]
 
 

@@ -22,6 +22,7 @@ _IS_ROCM = torch.version.hip is not None
 _SMI = "rocm-smi" if _IS_ROCM else "nvidia-smi"
 _BLOCKING = ("AMD_SERIALIZE_KERNEL", "3") if _IS_ROCM else ("CUDA_LAUNCH_BLOCKING", "1")
 """The variable, and its value, with which each call waits for its kernel."""
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 TF32 = (8, 0)
 """The first compute capability with TF32: Ampere (CUDA C++ Programming Guide)."""
@@ -130,11 +131,14 @@ class CUDAAccelerator(DeviceAccelerator):
         """Set cuDNN's choice of convolutions, and cuBLAS's workspace for determinism."""
         before = torch.backends.cudnn.benchmark
         torch.backends.cudnn.benchmark = benchmark
-        if deterministic:
+        sets_workspace = deterministic and _WORKSPACE not in os.environ
+        if sets_workspace:
             # cuBLAS is deterministic only with a workspace of fixed size, and reads it once.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            os.environ[_WORKSPACE] = ":4096:8"
 
         def restore() -> None:
             torch.backends.cudnn.benchmark = before
+            if sets_workspace:
+                os.environ.pop(_WORKSPACE, None)
 
         return restore

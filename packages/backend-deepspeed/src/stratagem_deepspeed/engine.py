@@ -103,9 +103,18 @@ class EngineModule(nn.Module):
             nn.functional.linear = before
 
     def make(
-        self, deepspeed: Any, optimizer: Optimizer | None, config: dict[str, Any], ranks: Ranks
+        self,
+        deepspeed: Any,
+        optimizer: Optimizer | None,
+        config: dict[str, Any],
+        ranks: Ranks,
+        *,
+        has_device: bool,
     ) -> None:
-        """Make the engine, which moves, converts and (at stage 3) shards the model's parameters."""
+        """Make the engine, which moves, converts and (at stage 3) shards the model's parameters.
+
+        `has_device` says whether it computes on another device than the host.
+        """
         names = {id(p): name for name, p in self.module.named_parameters()}
         groups = optimizer.param_groups if optimizer is not None else []
         # DeepSpeed puts flat tensors into the groups, and drops those that are empty.
@@ -117,7 +126,9 @@ class EngineModule(nn.Module):
                 model=self.module, optimizer=optimizer, config=config
             )
         self._linear = linear.replaced
-        self._around = simulated_sharding if is_simulated() else contextlib.nullcontext
+        if is_simulated():
+            offloads = "offload_param" in config.get("zero_optimization", {})
+            self._around = functools.partial(simulated_sharding, from_host=offloads and has_device)
         if stage_of(config) == 3:
             # DeepSpeed replaces it when it shards a model; one that was built in shards has none.
             self._linear = self._linear or _linear_of_stage_3(engine)

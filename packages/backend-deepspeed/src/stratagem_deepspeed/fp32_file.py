@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,15 +14,18 @@ _TO_RESUME = ("optimizer_states", "lr_schedulers")
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str | Path, output_file: str | Path
-) -> None:
-    """Make one file with the weights in float32; training cannot be resumed from it.
+    checkpoint_dir: str | Path, output_file: str | Path, tag: str | None = None
+) -> dict[str, Any]:
+    """Make one file with the weights in float32, and return its contents.
+
+    Training cannot be resumed from it.
 
     `stratagem.checkpoint.consolidate_checkpoint` keeps the optimizer's state too.
 
     Args:
         checkpoint_dir: a checkpoint that was saved as a directory; it must fit into memory.
         output_file: the file, which must not be there yet.
+        tag: the name of the checkpoint within `checkpoint_dir`. None: it is the checkpoint.
 
     Raises:
         CheckpointNotFoundError, CheckpointCorruptError: `checkpoint_dir` is no whole checkpoint.
@@ -30,18 +34,18 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     Example:
         >>> import tempfile, torch
         >>> from stratagem import Lite
-        >>> from stratagem_deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+        >>> from stratagem.checkpoint import convert_zero_checkpoint_to_fp32_state_dict
         >>> lite = Lite(accelerator="cpu", plugins="directory")
         >>> lite.launch()
         >>> folder = tempfile.mkdtemp()
         >>> weights = {"weight": torch.ones(2, dtype=torch.bfloat16)}
         >>> lite.save(f"{folder}/step=1", {"state_dict": weights, "optimizer_states": []})
-        >>> convert_zero_checkpoint_to_fp32_state_dict(f"{folder}/step=1", f"{folder}/fp32.ckpt")
-        >>> torch.load(f"{folder}/fp32.ckpt", weights_only=True)
+        >>> convert_zero_checkpoint_to_fp32_state_dict(folder, f"{folder}/fp32.ckpt", "step=1")
         {'state_dict': {'weight': tensor([1., 1.])}}
     """
     storage.check_is_new(output_file)
-    checkpoint = DirectoryCheckpointIO().load_checkpoint(checkpoint_dir)
+    source = checkpoint_dir if tag is None else storage.join(checkpoint_dir, tag)
+    checkpoint = DirectoryCheckpointIO().load_checkpoint(source)
     for key in _TO_RESUME:
         checkpoint.pop(key, None)
     checkpoint["state_dict"] = {
@@ -51,3 +55,4 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         for name, value in checkpoint["state_dict"].items()
     }
     SingleFileCheckpointIO().save_checkpoint(checkpoint, output_file)
+    return checkpoint

@@ -200,17 +200,25 @@ def simulated_kernels() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def simulated_sharding() -> Iterator[None]:
+def simulated_sharding(*, from_host: bool) -> Iterator[None]:
     """Let stage 3 find its parameters, and compare numbers between ranks, in less time.
 
     The tensors, and what is communicated, stay the same. Of the time of a simulated step at stage 3
     these take nearly half.
+
+    Args:
+        from_host: a single rank copies each parameter from the host to its device when it is
+            needed. A simulation is on the host, where DeepSpeed would copy nothing.
     """
     from unittest.mock import patch
 
     import torch
     import torch.distributed as dist
-    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator, utils
+    from deepspeed.runtime.zero import (
+        partition_parameters as gathering,
+        partitioned_param_coordinator as coordinator,
+        utils,
+    )
 
     all_parameters = coordinator.iter_params
 
@@ -224,7 +232,19 @@ def simulated_sharding() -> Iterator[None]:
         dist.broadcast(torch.empty(len(numbers), dtype=torch.long), src=0)
         return numbers
 
+    def copying(handle: Any) -> Any:
+        make = handle.__init__
+
+        def make_and_copy(self: Any, given: Any) -> None:
+            make(self, given)
+            for parameter in given if isinstance(given, list) else [given]:
+                parameter.data = parameter.data.clone()
+
+        return patch.object(handle, "__init__", make_and_copy if from_host else make)
+
     with (
+        copying(gathering.NoGatherHandle),
+        copying(gathering.NoGatherCoalescedHandle),
         patch.object(coordinator, "iter_params", parameters),
         patch.object(utils, "get_lst_from_rank0", numbers_of_rank_0),
         # Each look at a module asks for it, and to miss an attribute takes a module long.

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from importlib import import_module
 
-from stratagem.discovery import Capabilities, Check, ComponentSpec, StrategySpec, hookimpl
+from stratagem.discovery import (
+    Capabilities,
+    Check,
+    ComponentSpec,
+    NameSpec,
+    StrategySpec,
+    hookimpl,
+)
 
 DEEPSPEED = Capabilities.parallel(
     precisions=("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"),
@@ -59,8 +66,8 @@ _SHARDED_AT: dict[object, tuple[str, ...]] = {
 
 @hookimpl
 def stratagem_components() -> tuple[ComponentSpec, ...]:
-    """Return the strategies: one class, with further presets."""
-    return tuple(
+    """Return the strategies: one class, with further presets; and the converter of checkpoints."""
+    strategies = tuple(
         StrategySpec(
             name=name,
             target="stratagem_deepspeed.strategy:DeepSpeedStrategy",
@@ -75,6 +82,13 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         )
         for name, (summary, arguments) in _PRESETS.items()
     )
+    converter = NameSpec(
+        name="stratagem.checkpoint.convert_zero_checkpoint_to_fp32_state_dict",
+        target="stratagem_deepspeed.fp32_file:convert_zero_checkpoint_to_fp32_state_dict",
+        api_version=1,
+        summary="one file of float32 weights from a checkpoint that is a directory",
+    )
+    return (*strategies, converter)
 
 
 def _offloads(arguments: dict[str, object]) -> tuple[str, ...]:

@@ -371,7 +371,8 @@ class DeepSpeedStrategy(ParallelStrategy):
                 self._deepspeed.checkpointing.configure(
                     None, **checkpointing_options(config["activation_checkpointing"])
                 )
-            called.make(self._deepspeed, optimizer, config, self.ranks)
+            has_device = self.facts.device_type != "cpu"
+            called.make(self._deepspeed, optimizer, config, self.ranks, has_device=has_device)
         if trains and optimizer is None:
             optimizer = called.engine.basic_optimizer
         self._engines = [one for one in self._engines if one.engine is not None] + [called]

@@ -39,7 +39,8 @@ _CALLBACKS = _names(
         f"{_API}.callbacks.early_stopping": "EarlyStopping EarlyStoppingReason",
         f"{_API}.callbacks.rich_bar": "RichProgressBar",
         f"{_API}.callbacks.model_checkpoint": "ModelCheckpoint",
-        "stratagem_extras.tuner": "BatchSizeFinder LearningRateFinder",
+        f"{_API}.callbacks.finders": "BatchSizeFinder",
+        "stratagem_extras.tuner": "LearningRateFinder",
         f"{_API}.callbacks.checkpoint": "Checkpoint",
         f"{_API}.placeholders": "SpikeDetection",
     }
@@ -451,7 +452,7 @@ _PYTORCH: _Layout = {
         **_names({f"{_HELPERS}.data": "warning_cache"}),
     },
     "pytorch.utilities.deepspeed": _names(
-        {f"{_HELPERS}.deepspeed": "convert_zero_checkpoint_to_fp32_state_dict"}
+        {"stratagem.checkpoint": "convert_zero_checkpoint_to_fp32_state_dict"}
     ),
     "pytorch.utilities.enums": _ENUMS,
     "pytorch.utilities.exceptions": _EXCEPTIONS,

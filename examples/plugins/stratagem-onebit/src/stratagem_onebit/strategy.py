@@ -18,9 +18,6 @@ from stratagem.errors import ConfigurationError
 from stratagem.strategies import ParallelStrategy, PreparedModel, StepMemory, user_module
 from stratagem_onebit.plugin import CAPABILITIES
 
-_EXCHANGED = 6.6
-"""Bytes that an exchange works on, over those of the parameters; measured in a step."""
-
 
 class OneBitStrategy(ParallelStrategy):
     """Averages the signs of gradients over ranks, in one gather a step.
@@ -58,12 +55,12 @@ class OneBitStrategy(ParallelStrategy):
     ) -> dict[str, StepMemory]:
         """Return the same with the residual, and with what an exchange after backward works on."""
         residual = max(memory.parameters for memory in phases.values())
-        estimated = super().estimate_memory(phases, shards)
         gradients = max(memory.gradients for memory in phases.values())
+        estimated = super().estimate_memory(phases, shards)
         for phase, memory in estimated.items():
             estimated[phase] = replace(memory, optimizer=memory.optimizer + residual)
-        working = int(_EXCHANGED * residual)
-        exchange = replace(estimated["step"], gradients=gradients, working=working)
+        # An exchange works on 6.6 times the bytes of the parameters, as measured in a step.
+        exchange = replace(estimated["step"], gradients=gradients, working=int(6.6 * residual))
         estimated["backward"] = max(estimated["backward"], exchange, key=lambda held: held.total)
         return estimated
 
@@ -87,6 +84,7 @@ class OneBitStrategy(ParallelStrategy):
         own = self._own(prepared)
         parameters = list(prepared.original.parameters())
         sizes = [p.numel() for p in parameters]
+        counts = torch.tensor(sizes, device=self.device)
         gradients = [p.new_zeros(p.shape) if p.grad is None else p.grad for p in parameters]
         # The scale of the loss changes; the residual is kept without it.
         scale = self.precision.scale_loss(torch.ones((), device=self.device)).item()
@@ -98,25 +96,21 @@ class OneBitStrategy(ParallelStrategy):
         else:
             lengths = torch.stack([part.abs().mean() for part in torch.split(flat, sizes)])
             message = [used.byte(), lengths.view(torch.uint8), _packed(flat >= 0)]
-            ends = [part.numel() for part in message]
             mean, used = torch.zeros_like(flat), torch.zeros_like(used)
             for rank, sent in enumerate(self.ranks.all_gather(torch.cat(message))):
-                their_use, their_lengths, bits = torch.split(sent, ends)
-                means = their_lengths.clone().view(flat.dtype)
-                signs = _unpacked(bits)[: flat.numel()]
-                value = torch.repeat_interleave(means, torch.tensor(sizes, device=self.device))
-                value = torch.where(signs, value, -value)
+                their_use, means, bits = torch.split(sent, [part.numel() for part in message])
+                value = torch.repeat_interleave(means.clone().view(flat.dtype), counts)
+                value = torch.where(_unpacked(bits)[: flat.numel()], value, -value)
                 if rank == self.ranks.global_rank:
                     decoded = value
                 mean += value / self.ranks.world_size
                 used |= their_use.bool()
             # NaN and infinity reach every rank, and are not kept for later steps.
             if bool(mean.isfinite().all()):
-                kept = torch.repeat_interleave(used, torch.tensor(sizes, device=self.device))
+                kept = torch.repeat_interleave(used, counts)
                 own["residual"] = torch.where(kept, flat - decoded, own["residual"])
-        for p, part, is_used in zip(
-            parameters, torch.split(mean * scale, sizes), used, strict=True
-        ):
+        averages = torch.split(mean * scale, sizes)
+        for p, part, is_used in zip(parameters, averages, used, strict=True):
             p.grad = part.view_as(p).to(p.dtype) if is_used else None
 
     def _own(self, prepared: PreparedModel) -> dict[str, Any]:

@@ -197,15 +197,16 @@ def divides_data(loader: Any) -> bool:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Call `set_epoch` of each sampler of a loader that has this method."""
+    """Call `set_epoch` once of each sampler of a loader that has this method."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = (
         getattr(loader, "sampler", None),
         batch_sampler,
         getattr(batch_sampler, "sampler", None),
     )
+    wrappers = [one for one in samplers if getattr(type(one), "passes_epoch_on", False)]
     # A loader with automatic batching has the same sampler in two places.
-    for sampler in {id(one): one for one in samplers}.values():
+    for sampler in {id(one): one for one in wrappers or samplers}.values():
         if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
 

@@ -151,19 +151,10 @@ class DataModule(HyperParametersMixin, DataHooks):
         return module
 
 
-def _loaders_of(data: Any, *, shuffles: bool, batch_size: int, num_workers: int) -> Any:
-    options: dict[str, Any] = {
-        "shuffles": shuffles,
-        "batch_size": batch_size,
-        "num_workers": num_workers,
-    }
+def _loaders_of(data: Any, *, shuffles: bool, **options: Any) -> Any:
     if isinstance(data, Mapping):
-        return {name: _loaders_of(one, **options) for name, one in data.items()}
+        return {n: _loaders_of(one, shuffles=shuffles, **options) for n, one in data.items()}
     if isinstance(data, (list, tuple)):
-        return [_loaders_of(one, **options) for one in data]
-    return DataLoader(
-        data,
-        batch_size,
-        shuffle=shuffles and not isinstance(data, IterableDataset),
-        num_workers=num_workers,
-    )
+        return [_loaders_of(one, shuffles=shuffles, **options) for one in data]
+    shuffles = shuffles and not isinstance(data, IterableDataset)
+    return DataLoader(data, shuffle=shuffles, **options)

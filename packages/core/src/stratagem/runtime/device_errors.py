@@ -8,6 +8,7 @@ message says more.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -78,6 +79,8 @@ def explain_device_error(
     elif (advice := accelerator.explain_lost_device(error)) is not None:
         this_rank.device_is_lost = True
         text = f"{where}: {advice}"
+        # Now, since a library of the device may end the process before the error is shown.
+        print(f"stratagem: {text}", file=sys.stderr, flush=True)
     if text is not None:
         error.args = (f"{error}\n\n{text}",)
         error._stratagem_explained = True  # type: ignore[attr-defined]

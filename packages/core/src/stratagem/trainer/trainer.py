@@ -455,6 +455,9 @@ class Trainer(FrontEnd):
         """
         self.run.save(paths.parse_user_path(filepath), weights_only=weights_only)
 
+    def _extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add a subclass's entries to a checkpoint; called on every rank before the hooks."""
+
     # -- executing a run
 
     def _model_or_last(self, model: Module | None) -> Module:

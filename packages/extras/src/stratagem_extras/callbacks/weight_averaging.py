@@ -349,12 +349,13 @@ class EMAWeightAveraging(WeightAveraging):
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Whether the average is updated after a step."""
-        return (
-            step_idx is not None
-            and step_idx >= (self.update_starting_at_step or 0)
-            and self._epoch >= (self.update_starting_at_epoch or 0)
-            and step_idx % self.update_every_n_steps == 0
-        )
+        has_begun = self._epoch >= (self.update_starting_at_epoch or 0)
+        return has_begun and step_idx is not None and self._is_due(step_idx)
+
+    def _is_due(self, step_idx: int) -> bool:
+        """Whether a step is one of those after which the average is updated."""
+        has_begun = step_idx >= (self.update_starting_at_step or 0)
+        return has_begun and step_idx % self.update_every_n_steps == 0
 
 
 def _decaying(decay: float) -> Average:

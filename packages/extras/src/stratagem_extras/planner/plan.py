@@ -33,6 +33,7 @@ from stratagem_extras.planner.simulation import (
     SimulatedModel,
     Workload,
     build_components,
+    has_foreach_kernels,
     in_an_optimizer,
     needs_values,
     simulated_group,
@@ -320,6 +321,11 @@ class _Machines:
         """The name of the accelerator; "auto" where only the memory is known."""
         return self.device.accelerator
 
+    @property
+    def planned_for(self) -> str:
+        """The name of the accelerator; a device of which only the memory is known is a GPU."""
+        return "cuda" if self.kind == "auto" else self.kind
+
     def fit(self, row: PlannedStrategy) -> bool:
         """Whether a rank fits in its device, and those of a node in its host and on its disk."""
         places = (
@@ -365,16 +371,10 @@ class Planner:
         """Whether a step of the model can be run without values."""
         self._steps: dict[Any, dict[str, PlannedMemory]] = {}
         """Simulated steps, by all that they depend on."""
+        self._steps_alone: dict[str, dict[str, PlannedMemory]] = {}
+        """Steps in one process, by the accelerator that the optimizer steps on."""
         with _planning():
             self.model = _simulated(model, activation_checkpointing)
-            try:
-                self.alone = self._alone(self.model.simulate_step)
-            except ConfigurationError:
-                raise
-            except Exception as error:
-                self.alone = self._without_values(error)
-        reads = self.model.mode.reads
-        self.notes += tuple(f"{place} reads a value of a tensor: 1 here" for place in reads)
 
     def plan(
         self,
@@ -398,10 +398,10 @@ class Planner:
         machines = _Machines(found, devices, num_nodes, host, disk)
         groups = _groups(strategies)
         with _planning():
+            flops = max(memory.flops for memory in self._alone(machines.planned_for).values())
             rows = self._rows(groups, machines, divide)
         if not strategies:
             rows = _without_copies(rows, [spec for spec, _ in groups])
-        flops = max(memory.flops for memory in self.alone.values())
         judged = [_judged(row, machines, flops) for row in rows]
         if devices * num_nodes > 1:
             judged = [row for row in judged if row.name != "single_device"]
@@ -419,7 +419,25 @@ class Planner:
             self.notes,
         )
 
-    def _without_values(self, error: Exception) -> dict[str, PlannedMemory]:
+    def _alone(self, steps_on: str) -> dict[str, PlannedMemory]:
+        """Return the phases of a step in one process, whose optimizer steps on an accelerator."""
+        steps_on = steps_on if has_foreach_kernels(steps_on) else "cpu"
+        if steps_on not in self._steps_alone:
+            model = self.model
+            simulate = model.simulate_step if self.has_activations else model.simulate_state
+            try:
+                phases = self._in_one_process(simulate, steps_on)
+            except ConfigurationError:
+                raise
+            except Exception as error:
+                phases = self._without_values(error, steps_on)
+            if not self._steps_alone:
+                reads = model.mode.reads
+                self.notes += tuple(f"{place} reads a value of a tensor: 1 here" for place in reads)
+            self._steps_alone[steps_on] = phases
+        return self._steps_alone[steps_on]
+
+    def _without_values(self, error: Exception, steps_on: str) -> dict[str, PlannedMemory]:
         """Return the phases of a step in one process, without what has raised an error."""
         if measures := in_an_optimizer(error):
             make = self.workload.optimizer
@@ -429,7 +447,7 @@ class Planner:
                 f"values are needed: {_at(error)}",
             )
             try:
-                return self._alone(self.model.simulate_step)
+                return self._in_one_process(self.model.simulate_step, steps_on)
             except Exception as other:
                 error = other
         if in_an_optimizer(error) or not needs_values(error):
@@ -441,11 +459,11 @@ class Planner:
         self.has_activations = False
         self.notes += (f"activations are not counted, since values are needed: {_at(error)}",)
         try:
-            return self._alone(self.model.simulate_state)
+            return self._in_one_process(self.model.simulate_state, steps_on)
         except Exception as other:
             if measures or not in_an_optimizer(other):
                 raise
-            return self._without_values(other)
+            return self._without_values(other, steps_on)
 
     def _rows(
         self,
@@ -482,19 +500,21 @@ class Planner:
         how = "simulated" if self.has_activations else "computed"
         # A CPU offloads to itself.
         offloads = spec.offloads if machines.kind != "cpu" else ()
+        steps_on = "cpu" if "optimizer" in offloads else machines.planned_for
         largest = max(parameter.numel() for parameter in self.model.model.parameters())
         row = partial(_row_of, spec, alike, offloads, largest)
         if spec.name == "single_device":
-            return row(spec.build(), self.alone, how)
+            return row(spec.build(), self._alone(steps_on), how)
         if capabilities.one_process and ranks > 1:
             why = "one process drives all devices, which cannot be simulated"
             return PlannedStrategy(spec.name, alike, why_not=why)
-        # A device of which only the memory is known is not the host.
-        planned_for = "cuda" if machines.kind == "auto" else kind
-        components = build_components(machines.devices, machines.nodes, self.precision, planned_for)
+        components = build_components(
+            machines.devices, machines.nodes, self.precision, machines.planned_for, steps_on
+        )
         try:
             if self.has_activations:
-                key = _simulated_as(spec), machines.devices, machines.nodes, planned_for
+                where = machines.devices, machines.nodes, machines.planned_for
+                key = _simulated_as(spec), *where, has_foreach_kernels(steps_on)
                 with simulated_ranks(strategy := spec.build(), components):
                     if key not in self._steps:
                         self._steps[key] = self.model.simulate_step(strategy, self.workload)
@@ -504,32 +524,35 @@ class Planner:
         # What needs real tensors, such as DistributedDataParallel, is computed instead.
         except Exception as error:
             _log.debug("%s cannot be simulated: %s", spec.name, error)
+        alone = self._alone(steps_on)
         try:
             with simulated_group(components):
                 (strategy := spec.build()).bind(components)
-                phases = self._estimated(strategy, spec)
+                phases = self._estimated(strategy, spec, alone)
         except Exception as error:
             why = format_text(f"{type(error).__name__}: {error}", 200)
             return PlannedStrategy(spec.name, alike, why_not=why)
         return row(strategy, phases, "computed")
 
-    def _estimated(self, strategy: Strategy, spec: StrategySpec) -> dict[str, PlannedMemory]:
+    def _estimated(
+        self, strategy: Strategy, spec: StrategySpec, alone: dict[str, PlannedMemory]
+    ) -> dict[str, PlannedMemory]:
         """Return a strategy's estimate; what it adds to a step in one process is communication."""
-        estimated = strategy.estimate_memory(self.alone, spec.shards)
+        estimated = strategy.estimate_memory(alone, spec.shards)
         phases = {}
         for phase, memory in estimated.items():
-            alone = self.alone[phase]
-            made = PlannedMemory(**{**asdict(alone), **asdict(memory)})
-            more = max(0, made.working - alone.working)
-            phases[phase] = replace(made, communication=alone.communication + more)
+            before = alone[phase]
+            made = PlannedMemory(**{**asdict(before), **asdict(memory)})
+            more = max(0, made.working - before.working)
+            phases[phase] = replace(made, communication=before.communication + more)
         return phases
 
-    def _alone(
-        self, simulate: Callable[[Strategy, Workload], dict[str, PlannedMemory]]
+    def _in_one_process(
+        self, simulate: Callable[[Strategy, Workload], dict[str, PlannedMemory]], steps_on: str
     ) -> dict[str, PlannedMemory]:
-        """Return the phases of a step in one process."""
         strategy: Strategy = get_registry().find("strategy", "single_device").spec.build()
-        with simulated_ranks(strategy, build_components(1, 1, self.precision)):
+        components = build_components(1, 1, self.precision, steps_on=steps_on)
+        with simulated_ranks(strategy, components):
             return simulate(strategy, self.workload)
 
 

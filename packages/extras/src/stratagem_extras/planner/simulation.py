@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     UnsupportedOperatorException,
 )
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parameter import UninitializedParameter
-from torch.optim import Optimizer
+from torch.optim import Optimizer, optimizer as torch_optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -203,7 +205,7 @@ class SimulatedModel:
         """
 
         def step(kept: dict[str, int]) -> dict[str, PlannedMemory]:
-            with self._without_memory():
+            with self._without_memory(strategy):
                 return measure_step(strategy, workload, lambda: self._shortened(kept))
 
         limits = getattr(strategy, "parameter_limits", ())
@@ -225,7 +227,7 @@ class SimulatedModel:
 
     def simulate_state(self, strategy: Strategy, workload: Workload) -> dict[str, PlannedMemory]:
         """Return rank 0's memory in "step" without activations; the model is not run."""
-        with self._without_memory():
+        with self._without_memory(strategy):
             task = _Task(self._shortened(self.stacks), workload.loss)
             prepared = strategy.prepare(
                 StepModule(task), lambda: [workload.optimizer(task.model)], move_to_device=False
@@ -261,8 +263,9 @@ class SimulatedModel:
         return layers if layers <= 2 * few + 1 else few
 
     @contextmanager
-    def _without_memory(self) -> Iterator[None]:
-        with self.mode, patch.object(nn.Module, "_apply", _apply):
+    def _without_memory(self, strategy: Strategy) -> Iterator[None]:
+        steps_on = getattr(strategy.accelerator, "steps_on", "cpu")
+        with self.mode, patch.object(nn.Module, "_apply", _apply), _step_as_on(steps_on):
             yield
 
     def _shortened(self, kept: dict[str, int]) -> nn.Module:
@@ -337,13 +340,43 @@ class SimulatedAccelerator(CPUAccelerator):
     Attributes:
         plans_for: the name of the accelerator that is planned for, by which an engine has its
             defaults, such as sizes of buckets.
+        steps_on: the name of the accelerator that the optimizer steps on.
     """
 
-    plans_for = "cpu"
+    plans_for = steps_on = "cpu"
+
+
+def has_foreach_kernels(accelerator: str) -> bool:
+    """Return whether torch's optimizers step all parameters at once on an accelerator.
+
+    Their intermediate results have the size of all parameters.
+    """
+    known: Any = torch_optimizer
+    return accelerator in known._get_foreach_kernels_supported_devices()
+
+
+@contextmanager
+def _step_as_on(accelerator: str) -> Iterator[None]:
+    """Let optimizers step fake tensors of the CPU as tensors of an accelerator."""
+    if not has_foreach_kernels(accelerator):
+        yield
+        return
+    types = [Tensor, nn.Parameter, DTensor, FakeTensor]
+    with (
+        patch.object(
+            torch_optimizer, "_get_foreach_kernels_supported_devices", lambda: [accelerator, "cpu"]
+        ),
+        patch.object(torch_optimizer, "_foreach_supported_types", types),
+    ):
+        yield
 
 
 def build_components(
-    devices: int, num_nodes: int, precision: str, accelerator: str = "cpu"
+    devices: int,
+    num_nodes: int,
+    precision: str,
+    accelerator: str = "cpu",
+    steps_on: str = "cpu",
 ) -> Components:
     """Return the components of a simulation.
 
@@ -352,10 +385,11 @@ def build_components(
         num_nodes: how many nodes.
         precision: its name.
         accelerator: the name of the one that is planned for.
+        steps_on: the name of the one that the optimizer steps on.
     """
     registry = get_registry()
     simulated = SimulatedAccelerator()
-    simulated.plans_for = accelerator
+    simulated.plans_for, simulated.steps_on = accelerator, steps_on
     return Components(
         accelerator=simulated,
         precision=registry.find("precision", precision).spec.build(),

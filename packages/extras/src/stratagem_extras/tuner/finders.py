@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from stratagem.callbacks import Callback
-from stratagem_extras.tuner.tuner import Tuner
+from stratagem_extras.tuner.tuner import Tuner, check_has_one_rank
 
 if TYPE_CHECKING:
     from stratagem.module import Module
@@ -53,6 +53,7 @@ class BatchSizeFinder(Callback):
 
     def setup(self, trainer: Trainer, module: Module, stage: str = "fit") -> None:
         """Find it before data is opened."""
+        check_has_one_rank(trainer)
         # A trial, which is a run as well, has no callbacks but its own.
         job = trainer.run.job
         data = {"datamodule": job.datamodule}

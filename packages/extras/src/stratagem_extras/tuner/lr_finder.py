@@ -148,7 +148,7 @@ class Sweep(Callback):
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Note rate and loss after each optimizer step."""
-        if trainer.is_within_step or outputs["loss"] is None:
+        if trainer.is_within_step or batch is None or outputs["loss"] is None:
             return
         results, step = self._finder.results, len(self._finder.results["lr"])
         loss = float(trainer.ranks.all_reduce(outputs["loss"].detach().float()))

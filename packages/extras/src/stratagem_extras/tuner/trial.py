@@ -72,7 +72,7 @@ def trials(trainer: Trainer, model: Module, loaders: Any, **changes: Any) -> Ite
             tried.snapshot.restore()
         finally:
             vars(model)["_trainer"] = attached
-            gc.collect()
+            tried.free_memory()
 
 
 class Trials:
@@ -92,6 +92,14 @@ class Trials:
     def make_trainer(self, *callbacks: Callback) -> Trainer:
         """Return a Trainer for one trial, which has run nothing yet."""
         return self._trainer.with_options(self._options, [self.snapshot, *callbacks])
+
+    def free_memory(self) -> None:
+        """Give back the device's memory of trials that have ended, which torch keeps in pieces."""
+        gc.collect()
+        kind = self._trainer.strategy.accelerator.device(0).type
+        empty_cache = getattr(getattr(torch, kind, None), "empty_cache", None)
+        if empty_cache is not None:  # of torch.cuda and torch.xpu, for example
+            empty_cache()
 
 
 class Snapshot(Callback):

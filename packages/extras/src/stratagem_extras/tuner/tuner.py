@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -197,11 +196,7 @@ class Tuner:
                 "scale_batch_size was given loaders, whose batch size is fixed: define "
                 f"train_dataloader() in the model or a DataModule, which reads self.{name}"
             )
-        if trainer.plan.world_size > 1:
-            raise ConfigurationError(
-                f"scale_batch_size with {trainer.plan.world_size} ranks: one that runs out of "
-                "memory alone would leave the others waiting: tune with devices=1"
-            )
+        check_has_one_rank(trainer)
         if holders := _holders((model, datamodule), name):
             return holders
         raise ConfigurationError(
@@ -223,7 +218,7 @@ class Tuner:
         tried.snapshot.restore()
         if loader is None:
             del trainer
-            gc.collect()
+            tried.free_memory()
         return loader
 
     def _check_is_used(self, sizes: Mapping[int, Any], name: str) -> None:
@@ -323,6 +318,19 @@ class Tuner:
             f"lr_find(update_attr=True): {type(model).__name__} has no {wanted}, as an attribute "
             "or in hparams: use it in configure_optimizers(), or pass attr_name, or "
             "update_attr=False"
+        )
+
+
+def check_has_one_rank(trainer: Trainer) -> None:
+    """Refuse to search for a batch size with several ranks.
+
+    Raises:
+        ConfigurationError: the Trainer has several ranks.
+    """
+    if trainer.plan.world_size > 1:
+        raise ConfigurationError(
+            f"scale_batch_size with {trainer.plan.world_size} ranks: one that runs out of memory "
+            "alone would leave the others waiting: tune with devices=1"
         )
 
 

@@ -36,6 +36,7 @@ from stratagem_lightning.api.core.numbers import (
     divide_by_whole_window,
     draw_at_reload,
     in_order_of_distributed_sampler,
+    pass_none_without_batch,
     reset_seed,
     seed_workers_once,
     shard_for_one_rank,
@@ -48,6 +49,8 @@ from stratagem_lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardL
 from stratagem_lightning.api.plugins.layer_sync import expand_layer_sync
 from stratagem_lightning.api.strategies.single_device import belongs_to
 from stratagem_lightning.api.utilities.phrases import in_lightnings_words
+from stratagem_lightning.api.utilities.version import LIGHTNING_VERSION
+from stratagem_lightning_plugin.checkpoint_format import MARK, loops_of
 
 if TYPE_CHECKING:
     from stratagem.strategies import PreparedModel
@@ -348,6 +351,11 @@ class Trainer(trainer.Trainer):
         """Save a checkpoint; as `stratagem.Trainer.save_checkpoint`."""
         super().save_checkpoint(*args, **options)
 
+    def _extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the entries that scripts read: Lightning's version, and the loops' progress."""
+        checkpoint[MARK] = LIGHTNING_VERSION
+        checkpoint["loops"] = loops_of(self._progress.state_dict())
+
     def _begin(self, model: Any, datamodule: Any) -> None:
         """Do what Lightning does at the start of a run, and refuse what it alone would call."""
         own = [self, self.strategy, *self.callbacks, *self.loggers, *self._loops.values()]
@@ -372,6 +380,7 @@ class Trainer(trainer.Trainer):
         self._fit_step = step = super().make_train_step(run, prepared)
         step.counts_each_loss = True
         check_manual_outputs(step, run)
+        pass_none_without_batch(step)
         return validate_at_stop(divide_by_whole_window(step, run), run, prepared)
 
     def make_sharded_loader(

@@ -23,8 +23,8 @@ def dense() -> nn.Module:
 
 
 def build(make: Callable[[], Any] = dense, seed: int = 0) -> nn.Module:
-    """Return a model with the same weights in every process, whatever the default dtype is."""
-    with default_dtype(torch.float32):
+    """Return a model with the same weights, whatever the default dtype and device are."""
+    with torch.device("cpu"), default_dtype(torch.float32):
         torch.manual_seed(seed)
         drawn: nn.Module = make()
     model: nn.Module = make()

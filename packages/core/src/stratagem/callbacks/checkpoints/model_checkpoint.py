@@ -304,6 +304,9 @@ class ModelCheckpoint(Callback):
         elif self._after_training_epoch(trainer) and self._epoch_is_due(trainer):
             # The monitored value may be from an earlier epoch, or not logged yet.
             known = trainer.run.has_validated or not trainer.run.has_validation
+            if not self._monitors_logged:
+                # A limit may end a fit before the validation of its epoch.
+                known |= trainer.run.validation.is_in_epoch(trainer.current_epoch)
             self._save(trainer, among_best=known or self.monitor is None)
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:

@@ -46,6 +46,9 @@ class ResumableSampler:
             of each batch. None puts nothing there.
     """
 
+    passes_epoch_on = True
+    """Whether `set_epoch` reaches all samplers of the loader."""
+
     def __init__(
         self,
         sampler: Any,

@@ -188,13 +188,10 @@ def _share_rng(accelerator: Accelerator, device: torch.device) -> Callable[[], N
 
     The RNGs of ranks that share a seed go on after the build, as after one in one process.
     """
-    host = torch.get_rng_state, torch.set_rng_state
-    on_device = accelerator.rng_state(device) is not None
-    rngs: list[tuple[Callable[[], Any], Callable[[Tensor], Any]]] = [host]
-    if on_device:
-        rngs.append(
-            (partial(accelerator.rng_state, device), partial(accelerator.set_rng_state, device))
-        )
+    rngs: list[Any] = [(torch.get_rng_state, torch.set_rng_state)]
+    if accelerator.rng_state(device) is not None:
+        of_device = accelerator.rng_state, accelerator.set_rng_state
+        rngs.append(partial(function, device) for function in of_device)
     restores = []
     for get_state, set_state in rngs:
         own = get_state()

@@ -199,14 +199,12 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
             message[0, index] = parameter.grad
             message[1, index] = 1.0
     dist.all_reduce(message)
-    users = message[1].tolist()
-    world_size = dist.get_world_size()
-    for index, parameter in enumerate(wanted):
-        if not users[index]:
+    means = message[0] / dist.get_world_size()
+    for parameter, mean, users in zip(wanted, means, message[1].tolist(), strict=True):
+        if not users:
             continue
-        mean = message[0, index] / world_size
-        mean = (mean if parameter.is_complex() else mean.real).to(parameter.dtype)
+        own = (mean if parameter.is_complex() else mean.real).to(parameter.dtype)
         if parameter.grad is None:
-            parameter.grad = mean.clone()
+            parameter.grad = own.clone()
         else:
-            parameter.grad.copy_(mean)
+            parameter.grad.copy_(own)

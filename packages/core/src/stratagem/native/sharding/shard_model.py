@@ -79,6 +79,8 @@ def give_values(part: nn.Module, device: torch.device, *, name: str) -> None:
     """
     if any(tensor.is_meta for tensor in _own(part)):
         _initialise(part, device, name=name)
+    if type(part)._apply is not nn.Module._apply and not part._parameters:
+        part.to(device)  # its tensors may be other attributes, as those of torchmetrics are
     for parameter in part._parameters.values():
         if parameter is not None and _is_whole(parameter):
             _put_on(parameter, device)

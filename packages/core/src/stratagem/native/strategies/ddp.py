@@ -10,7 +10,6 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -20,6 +19,7 @@ from stratagem.errors import ConfigurationError, StratagemError, UserCodeError
 from stratagem.interfaces.components import Components
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.native.plugin import DDP
+from stratagem.native.sharding.layout import broadcast_from_first
 from stratagem.native.strategies.communication_hooks import CommHook, CommunicationHook, CommWrapper
 from stratagem.native.strategies.unfrozen import reduce_unfrozen
 from stratagem.plan.memory import StepMemory
@@ -204,8 +204,7 @@ class DDPStrategy(ParallelStrategy):
     @contextmanager
     def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
         """Give every rank the buffers of rank 0, which are the ones that are saved."""
-        for buffer in prepared.original.buffers():
-            dist.broadcast(buffer, 0)
+        broadcast_from_first(prepared.original.buffers())
         yield
 
     # -- a step

@@ -186,12 +186,13 @@ class FSDPStrategy(ShardedStrategy):
     def communication_backend(self) -> str:
         """The requested backend, or the accelerator's; gloo is added for shards in host memory.
 
-        The norm of gradients in host memory is reduced there.
+        The norm of gradients in host memory is reduced there. A backend such as
+        "cpu:gloo,cuda:nccl" has one for it already.
         """
         backend = super().communication_backend
         kind = self.accelerator.device(self.components.devices[0]).type
         offloads = self.cpu_offload and not self.accelerator.is_host
-        if offloads and self.process_group_backend is None:
+        if offloads and self.process_group_backend is None and ":" not in backend:
             return f"cpu:gloo,{kind}:{backend}"
         return backend
 

@@ -56,7 +56,8 @@ def fit(run: Run, prepared: PreparedModel, step: Step) -> None:
             if _reloads_data(run):
                 data = run.reopen_training()
                 train_steps = _train_steps(run, prepared, step, data.loader)
-            data.loader.set_epoch(epoch)
+            if not is_begun:
+                data.loader.set_epoch(epoch)
             validates = validation.is_in_epoch(epoch)
             interval = validation.interval(data.loader.batches) if validates else 0
             hooks.call("on_train_epoch_start")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -61,8 +62,13 @@ class LogBuffer:
         self._emit()
 
     def drop_device_values(self) -> None:
-        """Drop values on a failed device, since reading them may block forever."""
+        """Drop values on a failed device, since reading them may block forever.
+
+        A copy that is under way stays in memory for good: torch ends the process if it frees pinned
+        memory that a failed device has used.
+        """
         copied, self._copied = self._copied, None
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(copied))
         kept = ([] if copied is None else copied.rows) + self._rows
         self._rows = [
             (step, {k: v for k, v in row.items() if not isinstance(v, Tensor) or v.is_cpu})

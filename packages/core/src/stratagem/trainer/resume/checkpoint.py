@@ -133,6 +133,7 @@ def collect_checkpoint(run: Run, weights: Weights, *, weights_only: bool) -> dic
             checkpoint["strategy_state"] = own
         if run.datamodule is not None:
             checkpoint["datamodule"] = run.datamodule.state_dict()
+    trainer._extend_checkpoint(checkpoint)
     for callback in trainer.callbacks:
         callback.on_save_checkpoint(trainer, module, checkpoint)
     module.on_save_checkpoint(checkpoint)

@@ -18,8 +18,6 @@ from stratagem.checkpoint import SUFFIX
 from stratagem.errors import ConfigurationError
 from stratagem.launch import rank_zero_warn
 from stratagem_lightning.api.utilities.phrases import in_lightnings_words
-from stratagem_lightning.api.utilities.version import LIGHTNING_VERSION
-from stratagem_lightning_plugin.checkpoint_format import MARK, loops_of
 
 if TYPE_CHECKING:
     from stratagem.module import Module
@@ -147,14 +145,6 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
                 "The checkpoint has the state of callbacks that this Trainer does not have. Please "
                 f"add the following callbacks: {missing}, to go on with what they have kept"
             )
-
-    def on_save_checkpoint(
-        self, trainer: "Trainer", module: "Module", checkpoint: dict[str, Any]
-    ) -> None:
-        """Add what scripts read: a version of Lightning, and its form of the progress."""
-        checkpoint[MARK] = LIGHTNING_VERSION
-        if "progress" in checkpoint:
-            checkpoint["loops"] = loops_of(checkpoint["progress"])
 
     @property
     def dirpath(self) -> str | None:
@@ -293,7 +283,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         """Save the checkpoint of `save_last` if no other save came due."""
         if self.save_last and trainer.global_step and not self.kept_paths:
             self._save(trainer, among_best=False)
-        super().on_train_end(trainer, module)
+        # No `super()`: an error in `on_fit_end` saves too.
 
     def _name(self, trainer: "Trainer") -> str:
         return self._name_of_last(trainer) if self._keeps_last_only else super()._name(trainer)

@@ -50,7 +50,7 @@ class ThroughputMonitor(Throughput):
         """
         self.step = self.step + 1 if step is None else step
         metrics = self.compute(**options)
-        self._lite.log_dict(metrics, step=self.step)
+        self._lite.log_dict(metrics=metrics, step=self.step)
         return metrics
 
 

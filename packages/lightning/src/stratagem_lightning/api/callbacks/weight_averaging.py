@@ -27,8 +27,4 @@ class EMAWeightAveraging(NativeAveraging):
         if epoch_idx is not None:
             start = self.update_starting_at_epoch
             return start is not None and epoch_idx >= start
-        return (
-            step_idx is not None
-            and step_idx >= (self.update_starting_at_step or 0)
-            and step_idx % self.update_every_n_steps == 0
-        )
+        return step_idx is not None and self._is_due(step_idx)

@@ -27,6 +27,7 @@ from stratagem.data import (
     with_sampler,
 )
 from stratagem.errors import UserCodeError
+from stratagem.launch import rank_zero_info
 from stratagem.rng import SEED_VARIABLE, SeededOnce, chosen_seed, seeds_workers
 from stratagem.strategies import ParallelStrategy, Strategy
 from stratagem_lightning.api.utilities.samplers import DistributedSamplerWrapper
@@ -150,13 +151,40 @@ def check_manual_outputs(step: Step, run: Run) -> Step:
     return step
 
 
+def pass_none_without_batch(step: Step) -> None:
+    """Let `on_train_batch_end` get None as outputs if the loader yielded None as a batch."""
+    hooks = step._on_batch_end
+
+    def call(outputs: Any, batch: Any, batch_idx: int) -> None:
+        for hook in hooks:
+            hook(None if batch is None else outputs, batch, batch_idx)
+
+    step._on_batch_end = (call,) if hooks else ()
+
+
 def validate_at_stop(step: Step, run: Run, prepared: PreparedModel) -> Step:
-    """Let a fit validate where `should_stop` ends it within an epoch, as Lightning does."""
+    """Let a fit validate where `should_stop` ends it within an epoch, as Lightning does.
+
+    If `should_stop` has to wait for a minimum of training, say so once.
+    """
     finish = step.finish
+    waits = False
 
     def finish_and_validate() -> None:
+        nonlocal waits
         finish()
-        if not run.trainer.should_stop or run.fit_data is None or not run.should_stop():
+        if not run.trainer.should_stop or run.fit_data is None:
+            return
+        if not run.should_stop():
+            if not waits:
+                options = run.trainer.options
+                rank_zero_info(
+                    "Trainer was signaled to stop but the required "
+                    f"`min_epochs={options.min_epochs or None}` or "
+                    f"`min_steps={options.min_steps or None}` has not been met. Training will "
+                    "continue until it is"
+                )
+            waits = True
             return
         batches, validation = run.fit_data.loader.batches, run.validation
         done, interval = run.progress.batches, run.validation.interval(batches)

@@ -21,11 +21,13 @@ class Phrase(NamedTuple):
         theirs: the key phrase of Lightning's, with the groups of `ours`, and METHOD for the method
             that was called.
         kind: the exception that Lightning raises, for scripts that catch it.
+        first: whether the message begins with the phrase, for scripts that compare its beginning.
     """
 
     ours: str
     theirs: str
     kind: type[Exception] | None = None
+    first: bool = False
 
 
 PHRASES = (
@@ -261,10 +263,17 @@ PHRASES = (
         ValueError,
     ),
     Phrase(
-        r"PyTorchProfiler\(table_kwargs=.*?does not take '(\w+)'",
+        r"PyTorchProfiler\(table_kwargs=.*?does not take '(row_limit|sort_by)'",
         r"Found invalid table_kwargs key: \1. This is already a positional argument of the "
         "Profiler",
         KeyError,
+        first=True,
+    ),
+    Phrase(
+        r"PyTorchProfiler\(table_kwargs=.*?does not take '(\w+)'",
+        r"Found invalid table_kwargs key: \1",
+        KeyError,
+        first=True,
     ),
     Phrase(r"Throughput.update\(lengths", "", RuntimeError),
     # -- hyperparameters
@@ -286,7 +295,7 @@ PHRASES = (
     Phrase(
         r"\w+ with \d+ ranks: one that runs out of memory alone",
         "`Tuner.scale_batch_size()` is not supported with distributed strategies. Batch size "
-        "finder is not supported with distributed strategies",
+        "finder is not supported with distributed strategies.",
     ),
     Phrase(
         r"lr_find\(update_attr=True\): \S+ has no 'lr'",
@@ -299,7 +308,7 @@ PHRASES = (
         r"`mode` should be either of 'power' or 'binsearch', received '\1'",
     ),
     Phrase(
-        r"(?:scale_batch_size|lr_find)\(.*?method='(\w+)'.*?\): expected",
+        r"(?:scale_batch_size|lr_find)\(.*?method='(?!fit')(\w+)'.*?\): expected",
         r"method '\1' is invalid.",
     ),
     # -- Fabric
@@ -358,12 +367,13 @@ def with_phrase(error: StratagemError, method: str) -> Exception:
             continue
         theirs = found.expand(phrase.theirs).replace("METHOD", method)
         if theirs not in text:
-            error.args = (f"{text}. Lightning's message: {theirs}", *error.args[1:])
+            both = f"{theirs}. {text}" if phrase.first else f"{text}. Lightning's message: {theirs}"
+            error.args = (both, *error.args[1:])
         if phrase.kind is None or isinstance(error, phrase.kind):
             return error
         own = type(error)
         names = {"__module__": own.__module__, "__doc__": own.__doc__}
-        both: Any = type(own.__name__, (own, phrase.kind), names)
-        made: Exception = both(*error.args).with_traceback(error.__traceback__)
+        kind: Any = type(own.__name__, (own, phrase.kind), names)
+        made: Exception = kind(*error.args).with_traceback(error.__traceback__)
         return made
     return error

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from stratagem.accelerators import Accelerator
 from stratagem.discovery import AcceleratorSpec, PrecisionSpec, get_registry
 from stratagem.precision import Precision
 from stratagem_testing.components.bench import Bench, brief
@@ -21,9 +22,19 @@ KIND = "precision"
 def bound(bench: Bench) -> Precision:
     """Return a precision that has taken the accelerator."""
     precision: Precision = bench.make()
-    accelerator = get_registry().find("accelerator", bench.option("accelerator")).spec.build()
-    precision.bind(accelerator)
+    precision.bind(_accelerator(bench))
     return precision
+
+
+def _accelerator(bench: Bench) -> Accelerator:
+    spec = get_registry().find("accelerator", bench.option("accelerator")).spec
+    accelerator: Accelerator = spec.build()
+    return accelerator
+
+
+def _device(bench: Bench) -> torch.device:
+    """Return the device on which products are computed."""
+    return _accelerator(bench).device(0)
 
 
 def _settings() -> dict[str, Any]:
@@ -307,8 +318,9 @@ def _products(bench: Bench) -> None:
     model = precision.convert_module(model)
     model.register_forward_hook(lambda layer, inputs, output: seen.append(output.dtype))
     convert = precision.input_converter() or (lambda batch: batch)
+    device = _device(bench)
     with precision.forward_context() or nullcontext():
-        model(convert(torch.ones(2, WIDTH)))
+        model.to(device)(convert(torch.ones(2, WIDTH, device=device)))
     assert seen == [precision.dtype], (
         f"dtype is {precision.dtype}, and a linear layer's output is {seen[0]}: say in `dtype` "
         "what products are computed in, or let forward_context and convert_module do it"
@@ -321,12 +333,13 @@ def _inference(bench: Bench) -> None:
     precision = bound(bench)
     if not precision.inference_mode:
         return
-    model = precision.convert_module(build(_Mixed)).eval()
+    device = _device(bench)
+    model = precision.convert_module(build(_Mixed)).eval().to(device)
     convert = precision.input_converter() or (lambda batch: batch)
 
     def evaluate() -> None:
         with torch.inference_mode(), precision.forward_context() or nullcontext():
-            model(convert(torch.ones(2, WIDTH))).sum().item()
+            model(convert(torch.ones(2, WIDTH, device=device))).sum().item()
 
     error = bench.error(evaluate)
     assert error is None, (
