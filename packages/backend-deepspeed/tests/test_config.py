@@ -21,6 +21,7 @@ from torch import nn
 
 from stratagem import Lite, Trainer
 from stratagem.errors import ConfigurationError
+from stratagem.precision import EnginePrecision, Precision
 from stratagem_deepspeed import library, op_builds, ops, preparation
 from stratagem_deepspeed.config import Facts, engine_config
 from stratagem_deepspeed.config_file import read_config
@@ -529,7 +530,15 @@ def test_a_parameter_without_a_dimension_is_named() -> None:
     model = nn.Linear(2, 2)
     model.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ConfigurationError, match=r"'scale' has no dimension.* shape \(1,\)"):
-        check_parameters(model)
+        check_parameters(model, Precision())
+
+
+def test_a_parameter_of_float64_is_named_unless_the_engine_converts_it() -> None:
+    model = nn.Linear(2, 2, dtype=torch.float64)
+    with pytest.raises(ConfigurationError, match=r"'weight' is of torch.float64.*model.float\(\)"):
+        check_parameters(model, Precision())
+    check_parameters(model, EnginePrecision("bf16-mixed"))
+    check_parameters(model.requires_grad_(False), Precision())
 
 
 def test_a_complex_parameter_is_named() -> None:
@@ -537,7 +546,7 @@ def test_a_complex_parameter_is_named() -> None:
     model.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     expected = r"'phase' is complex \(torch.complex64\).*view_as_complex"
     with pytest.raises(ConfigurationError, match=expected):
-        check_parameters(model)
+        check_parameters(model, Precision())
 
 
 def test_an_automatic_size_is_left_to_deepspeed() -> None:

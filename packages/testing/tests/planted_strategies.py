@@ -31,6 +31,7 @@ from stratagem.strategies import (
     ParallelStrategy,
     PreparedModel,
     ProcessGroupRanks,
+    Strategy,
     TrainStep,
     make_optimizers,
     user_module,
@@ -733,6 +734,90 @@ class HoldsAfterError(ByBackward):
         return [] if self.holds else super().trained(prepared)
 
 
+class ListsMicroBatches(ByBackward):
+    """Reads all micro-batches of a step before the first one is trained on."""
+
+    def train_step(
+        self, prepared: PreparedModel, step: TrainStep, micro_batches: Collection[Any]
+    ) -> None:
+        super().train_step(prepared, step, list(micro_batches))
+
+
+class DividesLossInPlace(ByBackward):
+    """accumulate divides the loss in place, which user code may have kept."""
+
+    def accumulate(
+        self, prepared: PreparedModel, step: TrainStep, micro_batch: Any, count: int
+    ) -> bool:
+        loss = step.loss(step.begin(micro_batch), converted=True)
+        if loss is None:
+            return False
+        step.before_backward(loss)
+        loss /= count
+        self.backward(prepared, loss)
+        step.after_backward()
+        return True
+
+
+class OneFlatTensor(ByHand):
+    """Gradients of all dtypes travel in one tensor, which has the dtype of the first one."""
+
+    def reduce_all(self, prepared: PreparedModel) -> None:
+        own = [p.grad for p in prepared.original.parameters() if p.grad is not None]
+        flat = self.ranks.all_reduce(torch.cat([g.flatten().to(own[0].dtype) for g in own]))
+        for gradient, part in zip(own, torch.split(flat, [g.numel() for g in own]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+class ClipsBeforeHook(ByBackward):
+    """Gradients are clipped before a hook sees them, and may change them."""
+
+    def finish_step(self, prepared: PreparedModel, step: TrainStep) -> None:
+        optimizer = prepared.optimizers[0]
+        if step.clip is not None:
+            self.clip_gradients(prepared, optimizer, step.clip)
+        step.before_optimizer_step(optimizer)
+        self.optimizer_step(prepared, optimizer)
+        step.after_optimizer_step(optimizer)
+        prepared.clear_gradients[0]()
+
+
+class CountsSkippedSteps(ByBackward):
+    """A step that loss scaling has skipped is counted."""
+
+    def finish_step(self, prepared: PreparedModel, step: TrainStep) -> None:
+        optimizer = prepared.optimizers[0]
+        if self.precision.scales_loss:
+            self.precision.unscale_gradients(optimizer)
+        step.before_optimizer_step(optimizer)
+        if step.clip is not None:
+            self.clip_gradients(prepared, optimizer, step.clip)
+        self.optimizer_step(prepared, optimizer)
+        step.after_optimizer_step(optimizer)
+        prepared.clear_gradients[0]()
+
+
+class SavedBuffersOnly(ByBackward):
+    """Buffers that no checkpoint has are those of each rank in an evaluation."""
+
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
+        saved = prepared.original.state_dict()
+        for name, buffer in user_module(prepared.original).named_buffers():
+            if name in saved:
+                buffer.copy_(self.ranks.broadcast(buffer))
+        yield
+
+
+class StaysGathered(FSDPStrategy):
+    """A step does not free the weights that a forward pass without a backward pass has gathered."""
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        return Strategy.optimizer_step(self, prepared, optimizer, closure)
+
+
 class StepsWithoutLoss(ByBackward):
     """Takes a step, whether a micro-batch had a loss or not."""
 
@@ -1018,8 +1103,16 @@ class Periodic(ByHand):
     """Nothing is wrong: replicas step on their own, and are averaged after every second step."""
 
     capabilities = replace(REPLICAS, parameters="drift")
-    every = 2
-    steps = 0
+
+    def __init__(self, *, every: int = 2, **components: Any) -> None:
+        super().__init__(**components)
+        self.every = every
+
+    def count(self, prepared: PreparedModel) -> int:
+        """Count a step of a model; return the number of them."""
+        own = prepared.strategy_data
+        own["steps"] = own.get("steps", 0) + 1
+        return int(own["steps"])
 
     def average(self, prepared: PreparedModel, optimizers: Sequence[Optimizer] = ()) -> None:
         held: list[Tensor] = [*prepared.original.parameters()]
@@ -1036,8 +1129,7 @@ class Periodic(ByHand):
         self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
     ) -> Any:
         returned = super().optimizer_step(prepared, optimizer, closure)
-        self.steps += 1
-        if self.steps % self.every == 0:
+        if self.count(prepared) % self.every == 0:
             self.average(prepared)
         return returned
 
@@ -1065,12 +1157,45 @@ class Periodic(ByHand):
         return super().optimizer_state(prepared, optimizer)
 
     def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        return {"steps": prepared.strategy_data.get("steps", 0)}
+
+    def load_state(
+        self, prepared: PreparedModel, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+    ) -> None:
+        prepared.strategy_data["steps"] = state["steps"]
+
+
+class CountsOfFormerFits(Periodic):
+    """The count of steps is the strategy's, and not the model's: another fit goes on from it."""
+
+    steps = 0
+
+    def count(self, prepared: PreparedModel) -> int:
+        self.steps += 1
+        return self.steps
+
+    def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         return {"steps": self.steps}
 
     def load_state(
         self, prepared: PreparedModel, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
     ) -> None:
         self.steps = state["steps"]
+
+
+class MultipliesOption(Periodic):
+    """bind multiplies an option by the number of ranks, each time that it is called."""
+
+    def bind(self, components: Any) -> None:
+        super().bind(components)
+        self.every *= components.device_count
+
+
+class DropsCountAtEnd(Periodic):
+    """The end of a fit drops the count of steps, which a save after the fit would need."""
+
+    def end_training(self, prepared: PreparedModel) -> None:
+        prepared.strategy_data.clear()
 
 
 class ForgetsCount(Periodic):
@@ -1151,6 +1276,14 @@ class BroadcastsInEvaluation(ByBackward):
     def prepare(self, *arguments: Any, **options: Any) -> PreparedModel:
         made = super().prepare(*arguments, **options)
         return replace(made, evaluation_module=_Broadcasts(made.evaluation_module))
+
+
+class EvaluatesByDDP(DDPStrategy):
+    """Evaluation calls DDP, which sends buffers from rank 0 in each forward pass."""
+
+    def prepare(self, *arguments: Any, **options: Any) -> PreparedModel:
+        made = super().prepare(*arguments, **options)
+        return replace(made, evaluation_module=made.module)
 
 
 class OwnGradients(ByBackward):
@@ -1651,6 +1784,29 @@ class _WholeMeans(ProcessGroupRanks):
         return reduced if tensor.is_floating_point() else reduced.floor()
 
 
+class _FloatNumbers(ProcessGroupRanks):
+    def all_reduce_ints(self, numbers: Any, op: Any) -> list[int]:
+        reduced = self.all_reduce(torch.tensor(numbers, dtype=torch.float32), op)
+        return [int(number) for number in reduced]
+
+
+class ReducesNumbersAsFloats(OtherRanks):
+    """all_reduce_ints goes by float32, which has no odd number above 16777216."""
+
+    kind = _FloatNumbers
+
+
+class _PastGradients(ProcessGroupRanks):
+    def all_gather(self, tensor: Tensor, *, sync_grads: bool = False) -> Tensor:
+        return super().all_gather(tensor)
+
+
+class GathersWithoutGradients(OtherRanks):
+    """all_gather ignores sync_grads."""
+
+    kind = _PastGradients
+
+
 class FloorsMeans(OtherRanks):
     """The mean of integers is cut to an integer."""
 
@@ -2069,3 +2225,19 @@ class TeardownRaises(DDPStrategy):
     def teardown(self) -> None:
         super().teardown()
         raise ValueError("the engine is gone")
+
+
+class TeardownPastBase(DDPStrategy):
+    """teardown does not call that of the base, so that nobody closes the checkpoint format."""
+
+    def teardown(self) -> None:
+        """Forget nothing that matters."""
+
+
+class WaitsWhenPickled(DDPStrategy):
+    """Rank 0 waits for ever when its strategy is pickled, and other ranks do not."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.ranks.is_global_zero:
+            threading.Event().wait()
+        return dict(vars(self))

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from _thread import start_new_thread
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,12 @@ import pytest
 import torch
 
 from stratagem import Lite
+from stratagem_testing import StrategyConformance
 from stratagem_testing.child import Child, Report
 from stratagem_testing.strategies.check import CHECKS, Result
 from stratagem_testing.strategies.checks import load_checks
 from stratagem_testing.strategies.probe import Probe
+from stratagem_testing.strategies.session import Outcome
 from stratagem_testing.strategies.target import Target
 from stratagem_testing.surroundings import Surroundings
 
@@ -27,7 +29,7 @@ load_checks()
 TARGET = Target(strategy="single_device")
 
 
-def result(check: str, *ranks: Any, reference: Any = None) -> Callable[[], None]:
+def result(check: str, *ranks: Any, reference: Any = None) -> partial[None]:
     """Return what judges a check by what ranks have told."""
     found = Result(
         target=TARGET,
@@ -35,7 +37,11 @@ def result(check: str, *ranks: Any, reference: Any = None) -> Callable[[], None]
         ranks=list(ranks),
         reference=reference,
     )
-    return lambda: CHECKS[check].judge(found)
+    return partial(_judge, check, found=found)
+
+
+def _judge(check: str, *, found: Result) -> None:
+    CHECKS[check].judge(found)
 
 
 @pytest.mark.parametrize("check", ["lite/state", "capabilities/rebinds optimizers"])
@@ -57,6 +63,20 @@ def test_a_loop_of_a_check_has_its_batch_on_the_models_device(
     monkeypatch.setattr(sys.modules[CHECKS[check].run.__module__], "mse_loss", loss)
     CHECKS[check].run(Probe(TARGET, 0, 1, tmp_path, tmp_path))
     assert moved
+
+
+def test_a_failure_is_printed_once_and_without_the_kits_own_expressions() -> None:
+    told = {"refused": None, "losses": [1.0], "returned": [0.5], "steps": 1}
+    judge = result("steps/accumulation", told)
+
+    def judged() -> None:
+        Outcome(judge.keywords["found"]).judge("steps/accumulation")
+
+    with pytest.raises(pytest.fail.Exception) as caught:
+        StrategyConformance.judge(judged)
+    assert caught.value.__context__ is None
+    assert "training_step returned the losses [1] on rank 0" in str(caught.value)
+    assert "\nassert " not in str(caught.value)
 
 
 def test_a_precision_that_the_accelerator_cannot_do_is_no_fault_of_the_strategy() -> None:

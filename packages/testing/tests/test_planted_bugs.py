@@ -35,7 +35,7 @@ PLANTED = [
     ("LossScaled", "steps/gradient", "5 times the gradient: the loss is scaled on its way"),
     ("StepsTwice", "steps/gradient", "the step was taken twice"),
     ("NeverSteps", "steps/gradient", "no step was taken"),
-    ("ForgetsZeroGrad", "steps/several", "Each step begins without gradients"),
+    ("ForgetsZeroGrad", "steps/several", "Each step starts without gradients"),
     ("NeverCounts", "steps/gradient", "the step was not counted"),
     ("EndsNoMicroBatch", "steps/accumulation", "before it ended the one before"),
     ("ClipsBeforeReduction", "steps/clip norm", "gradients that each rank clipped by itself"),
@@ -48,7 +48,7 @@ PLANTED = [
     ("Unties", "losses/tied", "not that of the mean gradient"),
     ("TrainsFrozen", "losses/frozen", "not from 1 on"),
     ("UnexplainedUnused", "losses/unused", "does not name its parameters"),
-    ("KeepsBatchNorm", "losses/batch_norm", "losses are those of single_device up to"),
+    ("KeepsBatchNorm", "losses/batch_norm", "look at synchronize_batch_norm"),
     ("OldParameters", "capabilities/rebinds optimizers", "does not train the model"),
     ("IgnoresPrecision", "precisions/bf16-true", "the precision was not applied"),
     ("OwnOptimizer", "lite/optimizer afterwards", "losses are those of single_device up to"),
@@ -186,7 +186,7 @@ PLANTED = [
     ("SavesTrainedOnly", "state/round trip", "lacks 2 of the model's names"),
     ("FloorsMeans", "collectives/all_reduce", "all_reduce(mean of int64) returned"),
     ("NewParametersAtLoad", "state/exact resume", "parameter(s) that the model does not have"),
-    ("DividesByOption", "steps/several", "a short last step is divided by its own number"),
+    ("DividesByOption", "steps/several", "divides losses by its own number of micro-batches"),
     ("ClearsTheModel", "optimizers/two", "one of two optimizers of a model was not stepped"),
     ("SkipsForwardHooks", "lite/outputs and hooks", "forward pre-hook was called 0 time(s)"),
     ("LosesParameterHooks", "lite/hooks of parameters", "the parameter '0.weight' was called 0"),
@@ -195,17 +195,36 @@ PLANTED = [
     ("ConvertsOutputs", "lite/outputs and hooks", "returned torch.float32 at 'number' on rank 0"),
     ("SendsContiguousCopies", "losses/initial weights", "different values of 'net.first.weight'"),
     ("LoadsHalf", "state/in part", "has loaded some of it before"),
+    ("CountsOfFormerFits", "life/twice", "Keep it in prepared.strategy_data"),
+    ("MultipliesOption", "life/twice", "the option 'every' of the strategy is "),
+    ("ClipsBeforeHook", "steps/clip norm", "has changed after it was clipped"),
+    ("ListsMicroBatches", "steps/no loss", "without list(micro_batches)"),
+    ("DividesLossInPlace", "steps/accumulation", "the loss was changed in place"),
+    ("OneFlatTensor", "steps/two dtypes", "Use one flat tensor for each dtype"),
+    ("SavedBuffersOnly", "evaluation/one model", "or persistent=False) are not made alike"),
+    ("CountsSkippedSteps", "precisions/scaled loss and clip", "counts 4 steps, expected 3"),
+    ("DropsCountAtEnd", "state/round trip", "end_training(prepared) has changed or dropped"),
+    ("ReducesNumbersAsFloats", "collectives/all_reduce", "all_reduce_ints('sum') returned"),
+    ("StaysGathered", "lite/forward before the step", "free them in optimizer_step"),
+    ("GathersWithoutGradients", "collectives/all_gather", "gradients do not flow through it"),
+    ("PrefixesNames", "losses/dense", "there is 'module.net.0.weight'"),
+    ("EvaluatesAnAverage", "losses/initial weights", "what evaluation(prepared) leaves"),
+    ("ForgetsCount", "state/exact resume", "the optimizer's state is that of the save"),
+    ("SavesFirstOptimizer", "state/exact resume", "load_optimizer_state): it differs at [0]"),
 ]
 # Whose losses need not be those of single_device.
 NOT_EQUAL = (
     *("AveragesUnderTheTrainer", "ForgetsError", "ForgetsCount", "InnerEndsOuterFeedback"),
     *("SaysAlike", "TrainsInEvaluation"),
+    *("CountsOfFormerFits", "MultipliesOption", "DropsCountAtEnd"),
 )
 # Each in ranks of its own, since what is looked at is their end, or others leave ranks out of step.
 AT_THE_END = [
     ("EvaluatesOwnPart", "evaluation/uneven ranks", "it is that of a part of the data"),
     ("BroadcastsInEvaluation", "evaluation/uneven ranks", ""),
+    ("EvaluatesByDDP", "evaluation/uneven ranks", "returned nothing"),
     ("LeaksProcess", "end/nothing left", "left running: "),
+    ("TeardownPastBase", "end/nothing left", "let teardown() call super().teardown()"),
     ("TeardownRaises", "end/nothing left", "TeardownRaises.teardown() failed after the run"),
     ("KeepsEnvironment", "end/nothing left", "the environment variable MINE_DONE"),
     ("KeepsSignalHandler", "end/nothing left", "the handler of SIGUSR2"),
@@ -261,9 +280,22 @@ def test_what_a_strategy_leaves_at_its_end_is_found(
     name: str, check: str, phrase: str, tmp_path: Path
 ) -> None:
     one = item(name, check)
-    text = said(run_checks([one], tmp_path)[one], check)
+    # Of ranks that wait for each other, soon.
+    text = said(run_checks([one], tmp_path, deadline=20.0)[one], check)
     assert text.startswith(f"{check}: ")
     assert phrase in text
+
+
+def test_an_error_that_an_earlier_check_expected_is_not_taken_for_the_cause(
+    tmp_path: Path,
+) -> None:
+    first, second = (item("WaitsWhenPickled", c) for c in ("state/other model", "life/pickled"))
+    outcomes = run_checks([first, second], tmp_path)
+    outcomes[first].judge("state/other model")  # which ends in an error, as it has to
+    text = said(outcomes[second], "life/pickled")
+    assert "rank(s) 0 returned nothing, rank(s) 1 did" in text
+    assert "rank 0 raised RankFailedError: rank 1 of 2 failed with exit code 71" in text
+    assert "CheckpointMismatchError" not in text
 
 
 HEAVY = """

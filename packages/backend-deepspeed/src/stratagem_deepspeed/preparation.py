@@ -87,8 +87,12 @@ def share_start(model: nn.Module, precision: Precision) -> None:
         dist.broadcast(tensor, 0)
 
 
-def check_parameters(model: nn.Module) -> None:
-    """Refuse the parameters that an engine cannot train: complex ones, and those of no dimension.
+def check_parameters(model: nn.Module, precision: Precision) -> None:
+    """Refuse the parameters that an engine cannot train: complex, float64, and without a dimension.
+
+    Args:
+        model: the user's.
+        precision: the engine's own ones convert float64.
 
     Raises:
         ConfigurationError: names a parameter.
@@ -99,6 +103,13 @@ def check_parameters(model: nn.Module) -> None:
                 f"the parameter {name!r} is complex ({parameter.dtype}), and DeepSpeed expects real"
                 " numbers: pass strategy='ddp' or 'fsdp', or make a real parameter with a last "
                 "dimension of 2 and call torch.view_as_complex in forward"
+            )
+        is_double = parameter.requires_grad and parameter.dtype == torch.float64
+        if is_double and not isinstance(precision, EnginePrecision):
+            raise ConfigurationError(
+                f"the parameter {name!r} is of torch.float64, and DeepSpeed rounds gradients to "
+                "float32: expected torch.float32 or a lower precision; call model.float(), or pass "
+                "strategy='ddp'"
             )
         if not getattr(parameter, "ds_shape", parameter.shape):
             raise ConfigurationError(

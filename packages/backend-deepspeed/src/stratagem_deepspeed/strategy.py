@@ -361,7 +361,7 @@ class DeepSpeedStrategy(ParallelStrategy):
             config.pop("optimizer", None)
             config.pop("scheduler", None)
         else:
-            check_parameters(model)
+            check_parameters(model, self.precision)
             if not can_fuse_adam(self.device.type):
                 use_torchs_adam(config)
             apply_activation_checkpointing(model, self.activation_checkpointing)

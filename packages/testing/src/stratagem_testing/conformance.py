@@ -42,4 +42,8 @@ class Conformance:
         try:
             judge()
         except AssertionError as error:
-            pytest.fail(str(error), pytrace=False)
+            said = str(error)
+        else:
+            return
+        # Outside of `except`: pytest would print the caught error as well.
+        pytest.fail(said, pytrace=False)

@@ -30,7 +30,7 @@ def _table(kind: str, checks: Iterable[tuple[str, str]]) -> str:
     title = f"## `{class_name(kind)}`"
     rows = [f"| `{name}` | {about} |" for name, about in checks]
     return "\n".join(
-        [title, "", "| check | what one that passes it does |", "|---|---|", *rows, ""]
+        [title, "", "| check | what a component that passes it does |", "|---|---|", *rows, ""]
     )
 
 

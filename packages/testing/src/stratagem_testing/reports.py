@@ -32,6 +32,8 @@ def failure_of(name: str, what: str, about: str) -> str:
         >>> said.partition(").")[0]
         'save: torch refuses to make all of it (the file names mine.Clock'
     """
+    # pytest adds the expressions of the kit's own assertions, of which the text says everything.
+    what = what.partition("\nassert ")[0]
     return f"{name}: {_TORCHS_REFUSAL.sub(_other_advice, what)}\n({about})"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +26,15 @@ class Ended:
         exit_code: of the process that was started; None: it was killed at its deadline.
         stderr: what all ranks printed there.
         left: what was still there after each rank's teardown, by rank.
+        up: the components that each rank's strategy has not torn down, by rank.
         processes: what ran when the session was over.
         seconds: how long it took.
     """
 
     exit_code: int | None = None
     stderr: str = ""
-    left: Mapping[int, list[str]] | None = None
+    left: Mapping[int, list[str]] = field(default_factory=dict)
+    up: Mapping[int, list[str]] = field(default_factory=dict)
     processes: tuple[str, ...] = ()
     seconds: float = 0.0
 

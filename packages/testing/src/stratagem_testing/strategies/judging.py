@@ -31,8 +31,18 @@ def mean_losses(ranks: Sequence[Mapping[str, Any]]) -> list[float]:
     return [sum(values) / len(values) for values in zip(*parts, strict=True)]
 
 
-def judge_losses(found: Result, precision: str = "32-true") -> None:
+def judge_losses(
+    found: Result,
+    precision: str = "32-true",
+    *,
+    first: str = "it is another model, or other samples",
+) -> None:
     """Compare losses and the ranks' values with single_device's.
+
+    Args:
+        found: the findings.
+        precision: decides the tolerance.
+        first: what it means if the first loss differs already.
 
     Raises:
         AssertionError: names the step at which they part.
@@ -50,13 +60,14 @@ def judge_losses(found: Result, precision: str = "32-true") -> None:
         return
     for step, (mine, other) in enumerate(zip(own, expected, strict=True)):
         assert math.isclose(mine, other, rel_tol=tolerance, abs_tol=tolerance), (
-            f"losses are those of single_device up to micro-batch {step - 1} and not from "
-            f"{step} on: {mine:.7g}, expected {other:.7g} (tolerance {tolerance:g}). "
-            + (
-                "The first loss differs: it is another model, or other samples"
+            (
+                f"the first loss is {mine:.7g}, and {other:.7g} on single_device (tolerance "
+                f"{tolerance:g}): {first}"
                 if step == 0
-                else "A step was not that of the mean gradient over all ranks: look at backward "
-                "and optimizer_step"
+                else f"losses are those of single_device up to micro-batch {step - 1} and not from "
+                f"{step} on: {mine:.7g}, expected {other:.7g} (tolerance {tolerance:g}). A step "
+                "was not that of the mean gradient over all ranks: look at backward and "
+                "optimizer_step"
             )
             + _said_of_weights(found)
             + f"\nlosses   {shown(own)}\nexpected {shown(expected)}"
@@ -138,6 +149,25 @@ def judge_refused(found: Result, what: str, capability: str, *names: str) -> Non
         judge_refusal(what, capability, told["refused"], *names)
 
 
+def judge_refusal_of_model(found: Result, names: tuple[str, ...]) -> None:
+    """Judge the refusals of a model in `probe.attempt`, which a strategy may always refuse.
+
+    Args:
+        found: the findings.
+        names: a refusal has to name one of these: of a parameter, mostly.
+
+    Raises:
+        AssertionError: only some ranks refused it, or the refusal does not say why.
+    """
+    refusals = [told["refused"] for told in found.ranks]
+    assert all(refusals), f"only some ranks refused the model: {refusals}"
+    for said in refusals:
+        assert any(name in said["text"] for name in names), (
+            "this model ends in an error that does not name its parameters, such as "
+            f"'net.{names[0]}': {said['kind']}: {said['text']}"
+        )
+
+
 def judge_accepted(found: Result, what: str) -> None:
     """Judge that no rank refused the action in `probe.attempt`.
 
@@ -179,8 +209,12 @@ def difference(own: Mapping[str, Flat], expected: Mapping[str, Flat], tolerance:
             return math.inf
         return max(abs(a - b) for a, b in zip(mine, other, strict=True))
 
+    missing = [repr(name) for name in wrong if name not in own]
+    if missing:
+        others = [repr(name) for name in own if name not in expected]
+        return f"no {' and no '.join(missing[:6])}; there is {', '.join(others[:6]) or 'no other'}"
     worst = max(wrong, key=lambda name: (math.isnan(off(name)), off(name)))
-    mine, other = own.get(worst, []), expected[worst]
+    mine, other = own[worst], expected[worst]
     scale = ratio(mine, other) if len(mine) == len(other) else None
     times = "" if scale is None or abs(scale - 1) < 1e-3 else f" ({scale:.4g} times it)"
     others = [repr(name) for name in wrong if name != worst]

@@ -228,6 +228,19 @@ class _Routed(nn.Module):
         return output
 
 
+class _TwoDtypes(nn.Module):
+    """A vector of float32, and a layer of float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(FEATURES))
+        self.layer = nn.Linear(FEATURES, 1, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer((x * self.scale).double()).float()
+        return output
+
+
 def frozen() -> nn.Module:
     """A first layer, and a bias, that are not trained."""
     net = dense()
@@ -274,6 +287,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "large": _Large,
     "wide": wide,
     "routed": _Routed,
+    "two_dtypes": _TwoDtypes,
 }
 """What a model's name stands for."""
 

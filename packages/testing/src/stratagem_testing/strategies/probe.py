@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, RankFailedError
 from stratagem.lite import Lite
 from stratagem.trainer import Trainer
 from stratagem_testing.strategies import models
@@ -109,9 +109,14 @@ class Probe:
         """Return an action's result, with `refused`: the action's error, or None.
 
         Class and text; of an error that nobody raises as a refusal, the traceback too.
+
+        Raises:
+            RankFailedError: another rank has ended, which is no refusal.
         """
         try:
             return {"refused": None, **action()}
+        except RankFailedError:
+            raise
         except ConfigurationError as error:
             return {"refused": {"kind": type(error).__name__, "text": str(error)}}
         except Exception as error:
@@ -122,9 +127,14 @@ class Probe:
         """Return class and text of the error that an action ends with.
 
         None: it ends without an error.
+
+        Raises:
+            RankFailedError: another rank has ended.
         """
         try:
             action()
+        except RankFailedError:
+            raise
         except Exception as error:
             return {"kind": type(error).__name__, "text": str(error)}
         return None

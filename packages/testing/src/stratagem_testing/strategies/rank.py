@@ -8,13 +8,16 @@ import os
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, RankFailedError
 from stratagem.launch import this_rank
 from stratagem.lite import Lite
+from stratagem.strategies import Strategy
 from stratagem_testing.strategies.check import CHECKS
 from stratagem_testing.strategies.checks import load_checks
 from stratagem_testing.strategies.probe import Probe
@@ -23,6 +26,10 @@ from stratagem_testing.surroundings import Surroundings
 
 BROKEN = 71
 """The exit code of a rank that a check has left without the others."""
+LOST = RankFailedError.__name__
+"""What the error of a rank begins with that has lost another one."""
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""The variable with the file in which a rank leaves its last error for the process of rank 0."""
 REFUSED = "refused"
 """The file that says of a check with more ranks that the strategy does not take so many."""
 
@@ -106,9 +113,9 @@ def _run(lite: Lite, path: str, before: Surroundings | None) -> None:
     session = Session.read(path)
     load_checks()
     rank, world_size = lite.ranks.global_rank, lite.ranks.world_size
-    if before is not None:
-        # What is called at the end is called from the last to the first: this comes after all else.
-        this_rank.at_end.insert(0, lambda: _note_what_is_left(session, rank, before))
+    up = _watch_teardown(lite.strategy)
+    # What is called at the end is called from the last to the first: this comes after all else.
+    this_rank.at_end.insert(0, lambda: _note_what_is_left(session, rank, before, up))
     faulthandler.enable(sys.stderr)
     for position in range(session.begin, len(session.work)):
         work = session.work[position]
@@ -120,8 +127,13 @@ def _run(lite: Lite, path: str, before: Surroundings | None) -> None:
         assert run is not None
         (Path(session.folder) / f"at.{rank}").write_text(str(position))
         faulthandler.dump_traceback_later(session.deadline, file=sys.stderr)
+        # An error that an earlier check expected would be taken for the cause of this rank's end.
+        if error_file := os.environ.get(ERROR_FILE):
+            Path(error_file).unlink(missing_ok=True)
         found = _found(run, probe, raises=check.alone)
         _write(session.result(position, rank), found)
+        if found.get("error", "").startswith(LOST):
+            os._exit(BROKEN)
         try:
             probe.meet("ended")
         except TimeoutError:
@@ -153,6 +165,22 @@ def _write(path: Path, found: dict[str, Any]) -> None:
     temporary.replace(path)
 
 
-def _note_what_is_left(session: Session, rank: int, before: Surroundings) -> None:
-    changed = before.changes()
-    _write(Path(session.folder) / f"left.{rank}.json", {"left": changed})
+def _watch_teardown(strategy: Strategy) -> tuple[Strategy, set[str]]:
+    """Return a strategy, and the names of its components whose `teardown` was not called yet."""
+    up = {"checkpoint_io", "cluster_environment", "accelerator"}
+
+    def noted(name: str, teardown: Callable[[], None]) -> None:
+        up.discard(name)
+        teardown()
+
+    for name in up:
+        component = getattr(strategy, name)
+        component.teardown = partial(noted, name, component.teardown)
+    return strategy, up
+
+
+def _note_what_is_left(
+    session: Session, rank: int, before: Surroundings | None, up: tuple[Strategy, set[str]]
+) -> None:
+    found = {"left": before.changes() if before is not None else [], "up": sorted(up[1])}
+    _write(Path(session.folder) / f"left.{rank}.json", found)

@@ -14,7 +14,8 @@ from stratagem_testing.reports import failure_of
 from stratagem_testing.strategies.check import CHECKS, Ended, Result
 from stratagem_testing.strategies.checks import load_checks
 from stratagem_testing.strategies.probe import PATIENCE
-from stratagem_testing.strategies.rank import REFUSED, Session, Work
+from stratagem_testing.strategies.rank import LOST, REFUSED, Session, Work
+from stratagem_testing.strategies.stacks import waiting
 from stratagem_testing.strategies.starter import starter
 from stratagem_testing.strategies.target import REFERENCE, Target
 
@@ -259,14 +260,16 @@ def _collect(session: Session, position: int, ended: Ended) -> tuple[list[Any], 
         f"\nrank {rank} raised {told['error']}\n{told['traceback']}"
         for rank, told in errors.items()
     )
-    if missing:
+    lost = [rank for rank, told in errors.items() if told["error"].startswith(LOST)]
+    if missing or lost:
         how = "they were killed" if ended.exit_code is None else f"exit code {ended.exit_code}"
-        done = ", ".join(str(rank) for rank in range(world_size) if rank not in missing)
+        done = [rank for rank in range(world_size) if rank not in missing and rank not in lost]
+        waits = "".join(f"\na rank was {place}" for place in waiting(ended.stderr))
         return [], (
             f"{_ENDED} in it or did not come to its end ({how}): rank(s) "
-            f"{', '.join(map(str, missing))} returned nothing"
-            + (f", rank(s) {done} did" if done else "")
-            + f"{where}\n--- stderr\n{ended.stderr[-6000:]}"
+            f"{', '.join(map(str, sorted([*missing, *lost])))} returned nothing"
+            + (f", rank(s) {', '.join(map(str, done))} did" if done else "")
+            + f"{waits}{where}\n--- stderr\n{ended.stderr[-6000:]}"
         )
     if errors:
         who = (
@@ -292,14 +295,15 @@ def _start(session: Session) -> Ended:
         processes = end_session(process, 0.0 if exit_code is None else 2.0)
         if exit_code is None:
             starter().wait(60.0)
-    left = {
-        int(path.name.split(".")[1]): json.loads(path.read_text())["left"]
+    at_end = {
+        int(path.name.split(".")[1]): json.loads(path.read_text())
         for path in folder.glob("left.*.json")
     }
     return Ended(
         exit_code=exit_code,
         stderr=(folder / "stderr").read_text(errors="replace"),
-        left=left,
+        left={rank: told["left"] for rank, told in at_end.items()},
+        up={rank: told["up"] for rank, told in at_end.items()},
         processes=processes,
         seconds=time.monotonic() - began,
     )

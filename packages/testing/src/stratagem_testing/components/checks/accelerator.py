@@ -42,7 +42,7 @@ def devices_of(bench: Bench, accelerator: Accelerator) -> list[torch.device]:
 
 @check(KIND, "availability/reason")
 def _reason(bench: Bench) -> None:
-    """availability() says how many devices there are, and why, also where there is none."""
+    """availability() returns the number of devices and the reason, also if there are no devices."""
     accelerator = bench.make()
     assert isinstance(accelerator, Accelerator), (
         f"{bench.component.name} made {accelerator!r}: subclass stratagem.accelerators.Accelerator"
@@ -66,7 +66,7 @@ def _reason(bench: Bench) -> None:
 
 @check(KIND, "availability/probe without torch", slow=True)
 def _probe(bench: Bench) -> None:
-    """The spec's probe says as much as the class, without importing torch."""
+    """The spec's probe returns the same as the class, without importing torch."""
     spec = bench.component.spec
     if not isinstance(spec, AcceleratorSpec):
         return  # it is not published: nobody asks it without importing its class
@@ -91,7 +91,7 @@ def _probe(bench: Bench) -> None:
 
 @check(KIND, "devices/identity")
 def _identity(bench: Bench) -> None:
-    """device(index) returns one torch.device for each index, always the same."""
+    """device(index) always returns the same torch.device for an index."""
     accelerator = bench.make()
     assert isinstance(getattr(accelerator, "name", None), str), "it has no name"
     assert accelerator.name, "its name is empty: strategies list it in their capabilities"
@@ -118,7 +118,7 @@ def _identity(bench: Bench) -> None:
 
 @check(KIND, "devices/process group backend")
 def _backend(bench: Bench) -> None:
-    """process_group_backend has backends that torch.distributed knows, such as 'cpu:gloo'."""
+    """process_group_backend names backends of torch.distributed, such as 'cpu:gloo'."""
     accelerator = bench.make()
     name = getattr(accelerator, "process_group_backend", None)
     known = sorted(dist.Backend.backend_list)
@@ -132,7 +132,7 @@ def _backend(bench: Bench) -> None:
 
 @check(KIND, "devices/set up", needs_device=True)
 def _set_up(bench: Bench) -> None:
-    """setup_device makes a device the current one, on which tensors compute."""
+    """setup_device makes a device the current device, and tensors on it compute."""
     accelerator = bench.make()
     for device in devices_of(bench, accelerator):
         accelerator.setup_device(device)
@@ -149,7 +149,7 @@ def _set_up(bench: Bench) -> None:
 
 @check(KIND, "devices/nothing left", needs_device=True)
 def _nothing_left(bench: Bench) -> None:
-    """After teardown there is no setting, variable, thread or patched function of setup's."""
+    """After teardown, settings, variables, threads and functions are as before setup."""
     first = bench.make()
     devices_of(bench, first)  # the first of a process may load what stays
     first.teardown()
@@ -164,7 +164,7 @@ def _nothing_left(bench: Bench) -> None:
 
 @check(KIND, "rng/round trip", needs_device=True)
 def _rng(bench: Bench) -> None:
-    """rng_state and set_rng_state repeat random numbers exactly, for one device alone."""
+    """rng_state and set_rng_state repeat random numbers exactly, for a single device."""
     accelerator = bench.make()
     devices = devices_of(bench, accelerator)
     state = accelerator.rng_state(devices[0])
@@ -209,7 +209,7 @@ def _rng(bench: Bench) -> None:
 
 @check(KIND, "kernels/restored", needs_device=True)
 def _kernels(bench: Bench) -> None:
-    """What configure_kernels returns restores the settings, whichever they were."""
+    """The function that configure_kernels returns restores the previous settings."""
     accelerator = bench.make()
     devices_of(bench, accelerator)
     cudnn = torch.backends.cudnn
@@ -228,7 +228,7 @@ def _kernels(bench: Bench) -> None:
 
 @check(KIND, "autocast/context", needs_device=True)
 def _autocast(bench: Bench) -> None:
-    """autocast(dtype) is None or a context to be entered again, which computes in dtype."""
+    """autocast(dtype) returns None, or a reusable context in which layers compute in dtype."""
     accelerator = bench.make()
     device = devices_of(bench, accelerator)[0]
     values = torch.ones(4, 4, device=device)
@@ -249,7 +249,7 @@ def _autocast(bench: Bench) -> None:
 
 @check(KIND, "said/hints", needs_device=True)
 def _hints(bench: Bench) -> None:
-    """What hints returns are sentences."""
+    """hints() returns sentences."""
     accelerator = bench.make()
     hints = accelerator.hints(devices_of(bench, accelerator)[0], torch.float32)
     assert not isinstance(hints, str) and all(isinstance(hint, str) for hint in hints), (  # noqa: PT018
@@ -259,7 +259,7 @@ def _hints(bench: Bench) -> None:
 
 @check(KIND, "said/forking")
 def _forking(bench: Bench) -> None:
-    """fork_problem returns a text, or None where no device was used yet."""
+    """fork_problem returns a text, or None if no device was used yet."""
     accelerator = bench.make()
     problem = accelerator.fork_problem()
     assert problem is None or isinstance(problem, str), (
@@ -273,7 +273,7 @@ def _forking(bench: Bench) -> None:
 
 @check(KIND, "training/as on the CPU", needs_device=True)
 def _training(bench: Bench) -> None:
-    """A model trains on its device as on the CPU, or single_device is refused for it."""
+    """A model on the device has the losses of the CPU, or single_device raises an error."""
     accelerator = bench.make()
 
     def train() -> list[float]:
@@ -299,7 +299,7 @@ def _training(bench: Bench) -> None:
 
 @check(KIND, "training/inference mode", needs_device=True)
 def _inference(bench: Bench) -> None:
-    """Tensors work under torch.inference_mode, or inference_mode=False says that they do not."""
+    """Tensors work under torch.inference_mode, unless the accelerator has inference_mode=False."""
     accelerator = bench.make()
     if not accelerator.inference_mode:
         return  # evaluation runs under no_grad

@@ -79,7 +79,7 @@ def _compare(moved: Any, original: Any, device: torch.device) -> None:
 
 @check(KIND, "batches/moved", needs_device=True)
 def _moved(bench: Bench) -> None:
-    """batch_mover moves nested batches, with all values, dtypes and containers as they are."""
+    """batch_mover moves nested batches, and keeps values, dtypes and containers."""
     accelerator = bench.make()
     for device in devices_of(bench, accelerator):
         accelerator.setup_device(device)
@@ -93,7 +93,7 @@ def _moved(bench: Bench) -> None:
 
 @check(KIND, "batches/in flight", needs_device=True)
 def _in_flight(bench: Bench) -> None:
-    """Batches that follow one another in pinned memory are each found whole on the device."""
+    """Consecutive batches in pinned memory arrive on the device without overwriting each other."""
     accelerator = bench.make()
     device = devices_of(bench, accelerator)[0]
     mover = accelerator.batch_mover(device)
@@ -122,7 +122,7 @@ def _in_flight(bench: Bench) -> None:
 
 @check(KIND, "memory/stats", needs_device=True)
 def _stats(bench: Bench) -> None:
-    """device_stats returns numbers by name, those in bytes as whole ones that are not negative."""
+    """device_stats returns numbers by name. Numbers of bytes are integers of at least 0."""
     accelerator = bench.make()
     device = devices_of(bench, accelerator)[0]
     before = accelerator.device_stats(device)
@@ -146,7 +146,7 @@ def _stats(bench: Bench) -> None:
 
 @check(KIND, "memory/who holds it", needs_device=True)
 def _device_memory(bench: Bench) -> None:
-    """device_memory returns None or a DeviceMemory in bytes that adds up."""
+    """device_memory returns None, or a DeviceMemory in bytes whose parts add up."""
     accelerator = bench.make()
     device = devices_of(bench, accelerator)[0]
     before = accelerator.device_memory(device)
@@ -181,7 +181,7 @@ def _device_memory(bench: Bench) -> None:
 
 @check(KIND, "memory/reading values", needs_device=True)
 def _reading(bench: Bench) -> None:
-    """start_reading returns the numbers of tensors of one element, whatever their dtypes."""
+    """start_reading returns the numbers in tensors of one element, for all dtypes."""
     accelerator = bench.make()
     device = devices_of(bench, accelerator)[0]
     if accelerator.is_host:
@@ -204,7 +204,7 @@ def _reading(bench: Bench) -> None:
 
 @check(KIND, "errors/out of memory", needs_device=True)
 def _out_of_memory(bench: Bench) -> None:
-    """is_out_of_memory knows the error of an allocation that does not fit, and no other one."""
+    """is_out_of_memory returns True only for the error of an allocation that does not fit."""
     accelerator = bench.make()
     device = devices_of(bench, accelerator)[0]
     error = bench.error(lambda: torch.empty(1 << 50, dtype=torch.uint8, device=device))
@@ -228,7 +228,7 @@ _OTHERS = (
 
 @check(KIND, "errors/lost device")
 def _lost(bench: Bench) -> None:
-    """explain_lost_device is None for errors of the user's code, else a sentence."""
+    """explain_lost_device returns None for errors of user code, and otherwise a sentence."""
     accelerator = bench.make()
     for other in _OTHERS:
         said = accelerator.explain_lost_device(other)

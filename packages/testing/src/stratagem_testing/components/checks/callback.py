@@ -56,7 +56,7 @@ def _differing(one: Learner, other: Learner) -> list[str]:
 
 @check(KIND, "life/made")
 def _made(bench: Bench) -> None:
-    """It is a Callback, and making one writes no file and starts no thread."""
+    """It is a Callback. Its constructor writes no file and starts no thread."""
     before = Surroundings.now()
     callback = bench.make()
     assert isinstance(callback, Callback), (
@@ -72,7 +72,7 @@ def _made(bench: Bench) -> None:
 
 @check(KIND, "life/hooks")
 def _hooks(bench: Bench) -> None:
-    """Each hook takes the arguments that the Trainer passes, and no hook's name is misspelled."""
+    """Each hook accepts the arguments that the Trainer passes. No name of a hook is misspelled."""
     kind = type(bench.make())
     error = bench.error(lambda: check_overrides(kind, Callback))
     assert error is None, str(error)
@@ -88,7 +88,7 @@ def _hooks(bench: Bench) -> None:
 
 @check(KIND, "runs/every stage")
 def _stages(bench: Bench) -> None:
-    """One callback goes through fit, validate and test, and leaves nothing running."""
+    """One callback works in fit, validate and test, and leaves nothing running."""
     callback = bench.make()
     torch.manual_seed(0)
     model, trainer = Learner(), _trainer(bench, callback)
@@ -104,7 +104,7 @@ def _stages(bench: Bench) -> None:
 
 @check(KIND, "runs/same training")
 def _same(bench: Bench) -> None:
-    """Weights after a run are those of a run without it, unless the class says that it trains."""
+    """A run has the same weights as without the callback, unless changes_training = True."""
     if bench.option("changes_training"):
         return
     different = _differing(_fit(bench, bench.make()), _fit(bench))
@@ -116,7 +116,7 @@ def _same(bench: Bench) -> None:
 
 @check(KIND, "runs/a run that fails")
 def _fails(bench: Bench) -> None:
-    """The error of a training step ends the run, and the callback adds none of its own."""
+    """An error in training_step ends the run, and the callback raises no other error."""
 
     class Fails(Learner):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -139,7 +139,7 @@ def _fails(bench: Bench) -> None:
 
 @check(KIND, "state/plain")
 def _plain(bench: Bench) -> None:
-    """After a run its state can be read back with weights-only loading, under a name of its own."""
+    """After a run, its state loads with weights_only=True, under a unique name."""
     callback = bench.make()
     _fit(bench, callback)
     key = callback.state_key
@@ -157,7 +157,7 @@ def _plain(bench: Bench) -> None:
 
 @check(KIND, "state/resumed")
 def _resumed(bench: Bench) -> None:
-    """A run that is resumed after an epoch ends with the weights of one that was not stopped."""
+    """A run that resumes after an epoch has the same weights as an uninterrupted run."""
     whole = _fit(bench, bench.make(), max_epochs=2)
     path = bench.folder.parent / "after_one.ckpt"
     torch.manual_seed(0)
@@ -184,7 +184,7 @@ class _Saves(Callback):
 
 @check(KIND, "runs/two ranks", slow=True)
 def _two_ranks(bench: Bench) -> None:
-    """Two ranks come to the end of a run with it."""
+    """A run with two ranks ends normally."""
     error = bench.error(
         lambda: _fit(bench, bench.make(), strategy="ddp_fork", devices=2, max_epochs=1)
     )

@@ -109,7 +109,7 @@ def _kind(value: Any) -> str:
 
 @check(KIND, "values/round trip")
 def _round_trip(bench: Bench) -> None:
-    """Everything that a checkpoint may hold comes back with its type and its bits, on the CPU."""
+    """A load returns every kind of value with its type and bits, on the CPU."""
     io = bench.make()
     assert isinstance(io, CheckpointIO), (
         f"{bench.component.name} made {io!r}: subclass stratagem.checkpoint.CheckpointIO"
@@ -127,7 +127,7 @@ def _round_trip(bench: Bench) -> None:
 
 @check(KIND, "values/refused")
 def _refused(bench: Bench) -> None:
-    """What is not safe data is refused by its place in the checkpoint, and nothing is written."""
+    """Saving unsafe data raises an error that names its place, and writes nothing."""
     io = bench.make()
     path = bench.folder / NAME
 
@@ -147,7 +147,7 @@ def _refused(bench: Bench) -> None:
 
 @check(KIND, "values/snapshot")
 def _snapshot(bench: Bench) -> None:
-    """A checkpoint holds what tensors were when save_checkpoint returned, not what they become."""
+    """A checkpoint has the values of tensors at the return of save_checkpoint, not later ones."""
     io = bench.make()
     made = contents(1, shards=io.supports_shards)
     weight: Any = made["state_dict"]["weight"]
@@ -165,7 +165,7 @@ def _snapshot(bench: Bench) -> None:
 
 @check(KIND, "values/shards")
 def _shards(bench: Bench) -> None:
-    """What ranks hand over in shards is whole at load, and can be opened tensor by tensor."""
+    """Shards of several ranks load as whole tensors, and can be opened tensor by tensor."""
     io = bench.make()
     path = bench.folder / NAME
     saved(io, path, 3)
@@ -181,7 +181,7 @@ def _shards(bench: Bench) -> None:
 
 @check(KIND, "values/through Lite")
 def _lite(bench: Bench) -> None:
-    """Lite saves a model and an optimizer in it, and loads them."""
+    """Lite saves and loads a model and an optimizer in the format."""
     lite = bench.lite(plugins=[bench.component.given])
     lite.launch()
     net = torch.nn.Linear(2, 1)
@@ -198,7 +198,7 @@ def _lite(bench: Bench) -> None:
 
 @check(KIND, "paths/text and Path")
 def _paths(bench: Bench) -> None:
-    """A path may be a str or a Path, in a folder that is not there yet."""
+    """A path can be a str or a Path, in a folder that does not exist yet."""
     io = bench.make()
     for path in (bench.folder / "new" / "a.ckpt", str(bench.folder / "other" / "b.ckpt")):
         error = bench.error(lambda path=path: saved(io, path, 1))  # type: ignore[misc]
@@ -208,7 +208,7 @@ def _paths(bench: Bench) -> None:
 
 @check(KIND, "paths/missing")
 def _missing(bench: Bench) -> None:
-    """Where nothing is, reading it is a CheckpointNotFoundError, and removing it no error."""
+    """Without a checkpoint, a load raises CheckpointNotFoundError, and a removal does nothing."""
     io = bench.make()
     path = bench.folder / "nothing.ckpt"
     calls: dict[str, Callable[[Path], Any]] = {
@@ -230,7 +230,7 @@ def _missing(bench: Bench) -> None:
 
 @check(KIND, "paths/saved again")
 def _again(bench: Bench) -> None:
-    """A second save to a path takes the place of the first, and leaves nothing of it."""
+    """A second save to a path replaces the first, and leaves none of its files."""
     io = bench.make()
     path = bench.folder / NAME
     saved(io, path, 1)
@@ -244,7 +244,7 @@ def _again(bench: Bench) -> None:
 
 @check(KIND, "paths/removed")
 def _removed(bench: Bench) -> None:
-    """remove_checkpoint removes all of one checkpoint, and nothing of those beside it."""
+    """remove_checkpoint removes all files of one checkpoint, and no other files."""
     io = bench.make()
     names = (NAME, f"{NAME}.1", f"{NAME}-v1", "model")
     for number, name in enumerate(names):
@@ -265,7 +265,7 @@ def _removed(bench: Bench) -> None:
 
 @check(KIND, "paths/linked")
 def _linked(bench: Bench) -> None:
-    """link_checkpoint gives a checkpoint a second name, or returns False and makes nothing."""
+    """link_checkpoint gives a checkpoint a second name, or returns False and writes nothing."""
     io = bench.make()
     target, link = bench.folder / NAME, bench.folder / "last.ckpt"
     saved(io, target, 4)
@@ -290,7 +290,7 @@ def _linked(bench: Bench) -> None:
 
 @check(KIND, "asynchronous/durable after wait")
 def _durable(bench: Bench) -> None:
-    """After wait() a new process finds what was saved, and when_durable has been called."""
+    """After wait(), a new process can load the checkpoint, and when_durable has been called."""
     io = bench.make()
     path = bench.folder / NAME
     called: list[bool] = []
@@ -311,7 +311,7 @@ def _durable(bench: Bench) -> None:
 
 @check(KIND, "asynchronous/prepared save")
 def _prepared(bench: Bench) -> None:
-    """What prepare_save returns writes the checkpoint in another thread."""
+    """The function that prepare_save returns can write the checkpoint in another thread."""
     io = bench.make()
     path = bench.folder / NAME
     rest = io.prepare_save(contents(6, shards=io.supports_shards), path)
@@ -333,7 +333,7 @@ def _prepared(bench: Bench) -> None:
 
 @check(KIND, "asynchronous/teardown")
 def _teardown(bench: Bench) -> None:
-    """Teardown finishes what is being written, may be called twice, and leaves no thread."""
+    """A teardown finishes pending writes, and leaves no thread. It can be called twice."""
     io = bench.make()
     path = bench.folder / NAME
     before = {thread.ident for thread in threading.enumerate()}

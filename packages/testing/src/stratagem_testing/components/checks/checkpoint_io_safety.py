@@ -55,7 +55,7 @@ def _not_executed(bench: Bench, what: str) -> None:
 
 @check(KIND, "safety/nothing executed")
 def _executed(bench: Bench) -> None:
-    """What pickle would execute is refused at the load, whatever file of a checkpoint has it."""
+    """A load refuses a pickle that would execute code, in each file of a checkpoint."""
     io = bench.make()
     path = bench.folder / NAME
     hostile = {"state_dict": {}, "number": _Hostile()}
@@ -81,7 +81,7 @@ def _executed(bench: Bench) -> None:
 
 @check(KIND, "safety/nothing unpickled")
 def _unpickled(bench: Bench) -> None:
-    """A load makes nothing of what a pickle within a checkpoint names, wherever it stands."""
+    """A load creates no object that a pickle in a checkpoint names, at any place."""
     io = bench.make()
     path = bench.folder / NAME
     # Of these, pickle names a class or a function; a checksum around it proves nothing.
@@ -107,7 +107,7 @@ def _unpickled(bench: Bench) -> None:
 
 @check(KIND, "safety/nothing hostile saved")
 def _saved_hostile(bench: Bench) -> None:
-    """An object with code of its own is refused at the save, or not executed at the load."""
+    """A save refuses an object with code of its own, or the load does not execute it."""
     io = bench.make()
     path = bench.folder / NAME
 
@@ -122,7 +122,7 @@ def _saved_hostile(bench: Bench) -> None:
 
 @check(KIND, "safety/nothing hostile loaded")
 def _loaded_hostile(bench: Bench) -> None:
-    """What somebody else's save has put into a checkpoint, checksums included, is not executed."""
+    """A load executes nothing from a hostile checkpoint, also if its checksums are right."""
     io = bench.make()
     path = bench.folder / NAME
     # A device may be saved; whoever writes a hostile checkpoint pickles it as a call of a function.
@@ -145,7 +145,7 @@ def _loaded_hostile(bench: Bench) -> None:
 
 @check(KIND, "safety/names stay inside")
 def _names(bench: Bench) -> None:
-    """Names in a checkpoint, such as '../x', are data: nothing is written beside its path."""
+    """Names in a checkpoint, such as '../x', are data. No file is written outside of its path."""
     io = bench.make()
     folder = bench.folder / "inner"
     folder.mkdir()
@@ -169,7 +169,7 @@ def _names(bench: Bench) -> None:
 
 @check(KIND, "safety/damage")
 def _damage(bench: Bench) -> None:
-    """A checkpoint that is cut short or has a bit flipped is refused, and never half loaded."""
+    """A truncated checkpoint, or one with a flipped bit, raises an error and loads nothing."""
     io = bench.make()
     path = bench.folder / NAME
     saved(io, path, 1)
@@ -214,7 +214,7 @@ def _judge_damaged(bench: Bench, io: CheckpointIO, path: Path, how: str) -> None
 
 @check(KIND, "safety/failed save")
 def _failed(bench: Bench) -> None:
-    """A save that fails half way leaves the checkpoint that was there, and no file beside it."""
+    """A failed save keeps the previous checkpoint, and leaves no other file."""
     io = bench.make()
     path = bench.folder / NAME
     saved(io, path, 1)
@@ -237,7 +237,7 @@ def _failed(bench: Bench) -> None:
 
 @check(KIND, "safety/half written")
 def _half(bench: Bench) -> None:
-    """Of files that lie elsewhere under a new name, none counts before the save is whole."""
+    """Until a save is complete, none of its files counts as a checkpoint."""
     io = bench.make()
     path, partial = bench.folder / NAME, bench.folder / "partial.ckpt"
     saved(io, path, 1)
@@ -268,9 +268,9 @@ def _half(bench: Bench) -> None:
 
 @check(KIND, "durability/fsync")
 def _synced(bench: Bench) -> None:
-    """A save calls fsync on each file when it is whole, and on the folder that names it.
+    """A save calls fsync on each complete file, and on its folder.
 
-    A kill of the process shows nothing of this: what the kernel holds is lost with the power only.
+    Killing the process cannot test this: only a power failure loses the kernel's buffers.
     """
     io = bench.make()
     path = bench.folder / NAME
@@ -318,31 +318,31 @@ def _register(name: str, about: str, run: Callable[[Scenarios, Subject, Bench], 
 
 _register(
     "kill -9",
-    "A process that is killed while it saves leaves the last durable checkpoint or a newer one.",
+    "After a kill during a save, the last durable checkpoint or a newer one loads.",
     lambda scenarios, subject, bench: scenarios.kill(subject, bench.option("kills")),
 )
 _register(
     "kill -9 on a slow disk",
-    "The same between any two of the steps that give a file its name and make it durable.",
+    "The same holds for a kill between any two calls that rename or sync a file.",
     lambda scenarios, subject, bench: scenarios.kill(subject, bench.option("kills"), slow=True),
 )
 _register(
     "a lost rank",
-    "The same where one of two ranks that save together is killed; the other one ends.",
+    "The same holds if one of two saving ranks is killed. The other rank ends.",
     lambda scenarios, subject, bench: scenarios.lose_rank(subject, 1),
 )
 _register(
     "full disk",
-    "A save that finds no room raises an error, and leaves the checkpoint before.",
+    "A save to a full disk raises an error, and keeps the previous checkpoint.",
     lambda scenarios, subject, bench: scenarios.fill_disk(subject, 2),
 )
 _register(
     "failing fsync",
-    "A save whose fsync fails, whichever it is, raises an error and leaves the checkpoint before.",
+    "If any fsync of a save fails, it raises an error and keeps the previous checkpoint.",
     lambda scenarios, subject, bench: scenarios.fail_syncs(subject),
 )
 _register(
     "read-only folder",
-    "A save that may not write raises an error, and leaves the checkpoint before.",
+    "A save without write permission raises an error, and keeps the previous checkpoint.",
     lambda scenarios, subject, bench: scenarios.forbid_writing(subject),
 )

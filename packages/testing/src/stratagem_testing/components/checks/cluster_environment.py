@@ -42,7 +42,7 @@ def _numbers(environment: ClusterEnvironment) -> dict[str, int]:
 
 @check(KIND, "ranks/consistent")
 def _consistent(bench: Bench) -> None:
-    """Every rank has its own number, and all agree on how many there are, on how many nodes."""
+    """Every rank has its own number. All ranks agree on the numbers of ranks and nodes."""
     ranks = _ranks(bench)
     found = []
     for variables in ranks:
@@ -81,9 +81,9 @@ def _consistent(bench: Bench) -> None:
 
 @check(KIND, "ranks/read when asked")
 def _read_when_asked(bench: Bench) -> None:
-    """One that was made in another process, before there were ranks, knows the rank that it is in.
+    """A copy that was made before the launch returns the rank of the process that asks.
 
-    A user makes it in the program that starts the ranks, and they get a copy.
+    Users make the object in the launching program, and the ranks get copies.
     """
     try:
         made = bench.make()
@@ -107,7 +107,7 @@ def _read_when_asked(bench: Bench) -> None:
 
 @check(KIND, "ranks/started by the cluster")
 def _external(bench: Bench) -> None:
-    """creates_processes_externally is True of a rank that the cluster has started."""
+    """creates_processes_externally is True in a rank that the cluster has started."""
     for number, variables in enumerate(_ranks(bench)):
         with bench.environ(variables):
             environment = bench.make()
@@ -121,7 +121,7 @@ def _external(bench: Bench) -> None:
 
 @check(KIND, "ranks/not a number")
 def _not_a_number(bench: Bench) -> None:
-    """A variable that holds no number ends in an error that names the variable."""
+    """If an environment variable is not a number, an error names the variable."""
     spec = bench.component.spec
     if not isinstance(spec, ClusterEnvironmentSpec):
         return  # only the spec names the variables
@@ -142,7 +142,7 @@ def _not_a_number(bench: Bench) -> None:
 
 @check(KIND, "detection/by its variables")
 def _detected(bench: Bench) -> None:
-    """The spec detects the cluster by a rank's variables, and not without them."""
+    """The spec detects the cluster if the variables of a rank are set, and only then."""
     spec = bench.component.spec
     if not isinstance(spec, ClusterEnvironmentSpec) or not spec.variables:
         return  # it is chosen by name
@@ -160,7 +160,7 @@ def _detected(bench: Bench) -> None:
 
 @check(KIND, "detection/chosen")
 def _chosen(bench: Bench) -> None:
-    """A front end in a rank chooses the environment, and finds as many ranks as there are."""
+    """A front end in a rank chooses the environment, and finds all ranks."""
     spec = bench.component.spec
     ranks, nodes = _ranks(bench), bench.option("nodes")
     named = spec is None or not getattr(spec, "variables", ())
@@ -193,7 +193,7 @@ def _chosen(bench: Bench) -> None:
 
 @check(KIND, "meeting/main address and port", slow=True)
 def _meeting(bench: Bench) -> None:
-    """All ranks learn one address and port, at which rank 0 can listen and the others connect."""
+    """All ranks have the same address and port. Rank 0 can listen there, and others connect."""
 
     def meet(report: Report) -> None:
         environment = bench.make()
@@ -251,7 +251,7 @@ def _told(child: Child, number: int) -> tuple[Any, Any]:
 
 @check(KIND, "meeting/sum over ranks", slow=True)
 def _sum(bench: Bench) -> None:
-    """Ranks that have the variables, and nothing else in common, train together."""
+    """Ranks that share only the variables of the cluster train together."""
     ranks, nodes = _ranks(bench), bench.option("nodes")
 
     def add(report: Report) -> None:
@@ -294,7 +294,7 @@ def _next(child: Child, patience: float) -> dict[str, Any] | None:
 
 @check(KIND, "life/nothing changed")
 def _nothing_changed(bench: Bench) -> None:
-    """Reading changes no environment variable, and teardown leaves no thread, file or socket."""
+    """It changes no environment variable, and its teardown leaves no thread, file or socket."""
     with bench.environ(_ranks(bench)[0]):
         before, variables = Surroundings.now(), dict(os.environ)
         environment = bench.make()
@@ -349,7 +349,7 @@ def _judge_variables(before: Mapping[str, str], now: Mapping[str, str]) -> None:
 
 @check(KIND, "life/same for all")
 def _alike(bench: Bench) -> None:
-    """run_id and restart_count are the same on every rank, and again when they are read again."""
+    """run_id and restart_count are the same on every rank, and do not change."""
     told = []
     for variables in _ranks(bench):
         with bench.environ(variables):

@@ -118,7 +118,7 @@ def _notes(bench: Bench, name: str) -> list[dict[str, Any]]:
 
 @check(KIND, "itself/spec and class")
 def _itself(bench: Bench) -> None:
-    """It is a Launcher, and its spec says the same of it as its class does."""
+    """It is a Launcher, and its spec agrees with its class."""
     launcher = bench.make()
     assert isinstance(launcher, Launcher), (
         f"{bench.component.name} made {launcher!r}: subclass stratagem.launch.Launcher"
@@ -137,7 +137,7 @@ def _itself(bench: Bench) -> None:
 
 @check(KIND, "itself/refusals")
 def _refusals(bench: Bench) -> None:
-    """What the launcher says that it cannot do is refused before anything starts."""
+    """If the launcher declares that it lacks support, an error says so before a process starts."""
     given = bench.component.given
 
     def plan(*, interactive: bool = False, nodes: int = 1, devices: int = 2) -> Any:
@@ -176,9 +176,10 @@ def _refused(error: Exception | None, what: str, capability: str, names: tuple[s
 
 @check(KIND, "launch/ranks", slow=True)
 def _ranks(bench: Bench) -> None:
-    """The function is called once on each rank, with its arguments and its rank's variables.
+    """A launch calls the function once on each rank, with its arguments.
 
-    Twice in one program, in the processes that `new_processes` says, and none is left.
+    Each rank has its environment variables. The processes agree with `new_processes`. A second
+    launch works, and no process is left.
     """
     code, stderr = _run(bench, "note")
     assert code == 0, f"the launching program ended with exit code {code}:\n{stderr[-3000:]}"
@@ -231,7 +232,10 @@ def _judge_variables(variables: Mapping[str, Any], devices: int) -> None:
 
 @check(KIND, "launch/result", slow=True)
 def _result(bench: Bench) -> None:
-    """What the function returns comes back, tensors included; new processes hand back rank 0's."""
+    """A launch returns the function's result, including tensors.
+
+    From new processes, it is the result of rank 0.
+    """
     code, stderr = _run(bench, "return")
     assert code == 0, f"the launching program ended with exit code {code}:\n{stderr[-3000:]}"
     for note in _notes(bench, "returned"):
@@ -243,7 +247,7 @@ def _result(bench: Bench) -> None:
 
 @check(KIND, "launch/result not executed", slow=True)
 def _executed(bench: Bench) -> None:
-    """A result of new processes that is not safe data is refused, and nothing of it executed."""
+    """An unsafe result of new processes raises an error, and is not executed."""
     if not (_can(bench, "new_processes") and bench.option("plain_results")):
         return  # it never leaves the process, or the test's class says that it is pickled
     code, stderr = _run(bench, "hostile")
@@ -258,9 +262,9 @@ def _executed(bench: Bench) -> None:
 
 @check(KIND, "failure/error of a rank", slow=True)
 def _failure(bench: Bench) -> None:
-    """A rank that raises ends all, soon, with its own error and traceback first.
+    """An exception on one rank ends all ranks soon, also those that do not wait for it.
 
-    Also those that do not wait for it.
+    The error starts with the exception and its traceback.
     """
     code, stderr = _run(bench, "fail")
     ended = time.time()
@@ -285,7 +289,7 @@ def _failure(bench: Bench) -> None:
 
 @check(KIND, "failure/error after the others", slow=True)
 def _failure_late(bench: Bench) -> None:
-    """A rank that raises when the others have returned, rank 0 included, is heard of, too."""
+    """An exception on one rank is reported, also if all other ranks have returned."""
     if _devices(bench) < 2:
         return
     code, stderr = _run(bench, "fail late")
@@ -302,7 +306,7 @@ def _failure_late(bench: Bench) -> None:
 
 @check(KIND, "failure/a rank that is killed", slow=True)
 def _killed(bench: Bench) -> None:
-    """A rank that a signal ends ends all of them, with an error that names rank and signal."""
+    """If a signal ends one rank, all ranks end, and the error names the rank and the signal."""
     if _devices(bench) < 2:
         return
     code, stderr = _run(bench, "killed")
@@ -317,7 +321,7 @@ def _killed(bench: Bench) -> None:
 
 @check(KIND, "signals/SIGTERM", slow=True)
 def _terminated(bench: Bench) -> None:
-    """SIGTERM to the launching process ends the ranks too, and nothing is left."""
+    """SIGTERM to the launching process also ends the ranks, and no process is left."""
     process = _start(bench, "wait")
     _wait_for_ranks(bench, process)
     process.send_signal(signal.SIGTERM)
@@ -330,7 +334,7 @@ def _terminated(bench: Bench) -> None:
 
 @check(KIND, "signals/SIGUSR1", slow=True)
 def _forwarded(bench: Bench) -> None:
-    """SIGUSR1, by which clusters announce a job's end, reaches a rank, and ends nothing."""
+    """SIGUSR1, which clusters send before a job's end, reaches a rank and does not end it."""
     process = _start(bench, "wait")
     _wait_for_ranks(bench, process)
     process.send_signal(signal.SIGUSR1)

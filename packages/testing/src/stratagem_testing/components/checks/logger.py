@@ -44,7 +44,7 @@ def _judge_rows(bench: Bench, logger: Logger, expected: Rows, when: str) -> None
 
 @check(KIND, "life/nothing logged")
 def _nothing(bench: Bench) -> None:
-    """A logger that is made, and ended without a value, leaves no file and no thread."""
+    """A logger that is created and finalized without values leaves no file and no thread."""
     before = Surroundings.now()
     logger = bench.make()
     assert isinstance(logger, Logger), (
@@ -63,7 +63,7 @@ def _nothing(bench: Bench) -> None:
 
 @check(KIND, "life/folders")
 def _folders(bench: Bench) -> None:
-    """save_dir is a local path or None, and log_dir one text, the same at each look."""
+    """save_dir is a local path or None. log_dir is a text that does not change."""
     logger = bench.make()
     assert logger.save_dir is None or isinstance(logger.save_dir, (str, Path)), (
         f"save_dir is {logger.save_dir!r}; expected a path, which a Trainer tries before it starts "
@@ -76,7 +76,7 @@ def _folders(bench: Bench) -> None:
 
 @check(KIND, "rows/values")
 def _values(bench: Bench) -> None:
-    """Rows come back with their steps and values, also those whose names come up later."""
+    """All rows are stored with their steps and values, also if new names appear later."""
     logger = bench.make()
     logger.log_rows(ROWS)
     logger.finalize("success")
@@ -85,7 +85,7 @@ def _values(bench: Bench) -> None:
 
 @check(KIND, "rows/one at a time")
 def _metrics(bench: Bench) -> None:
-    """log_metrics takes one row at a time, as log_rows takes many."""
+    """log_metrics stores one row, as log_rows stores many."""
     logger = bench.make()
     for step, values in ROWS:
         logger.log_metrics(values, step)
@@ -96,7 +96,7 @@ def _metrics(bench: Bench) -> None:
 
 @check(KIND, "rows/of one step")
 def _of_one_step(bench: Bench) -> None:
-    """Values that are logged at a step that has some already, as by validation, are kept, too."""
+    """Several rows of one step, for example from training and validation, are all stored."""
     logger = bench.make()
     rows = [{"loss": 1.5}, {"val_loss": 2.5}, {"rate": 0.5}]
     for values in rows:
@@ -117,7 +117,7 @@ def _of_one_step(bench: Bench) -> None:
 
 @check(KIND, "rows/not finite")
 def _not_finite(bench: Bench) -> None:
-    """A value that is NaN or infinite is taken: it is what a user looks for."""
+    """NaN and infinite values are stored."""
     logger = bench.make()
     values = {"nan": math.nan, "inf": math.inf, "large": 1e300}
     error = bench.error(lambda: (logger.log_rows([(0, values)]), logger.finalize("success")))
@@ -131,7 +131,7 @@ def _not_finite(bench: Bench) -> None:
 
 @check(KIND, "rows/flushed")
 def _flushed(bench: Bench) -> None:
-    """What log_rows was given is there after a kill -9 right behind it."""
+    """The rows that log_rows received are on disk, also if the process is killed directly after."""
 
     def log(report: Any) -> None:
         bench.make().log_rows(ROWS)
@@ -147,7 +147,7 @@ def _flushed(bench: Bench) -> None:
 
 @check(KIND, "life/continued")
 def _continued(bench: Bench) -> None:
-    """A second logger of the same run appends, and loses nothing of what is there."""
+    """A second logger of the same run appends to the existing rows."""
     first = bench.make()
     first.log_rows(ROWS[:2])
     first.finalize("failed")
@@ -160,7 +160,7 @@ def _continued(bench: Bench) -> None:
 
 @check(KIND, "life/finalized twice")
 def _twice(bench: Bench) -> None:
-    """Finalize may be called twice, with either status, and values may come in between."""
+    """A run can be finalized twice, with any status, and values can be logged in between."""
     logger = bench.make()
     logger.log_rows(ROWS[:1])
     error = bench.error(lambda: (logger.finalize("failed"), logger.finalize("success")))
@@ -174,7 +174,7 @@ def _twice(bench: Bench) -> None:
 
 @check(KIND, "hyperparameters/taken")
 def _hyperparameters(bench: Bench) -> None:
-    """log_hyperparams takes nested values of any type, and changes none of them."""
+    """log_hyperparams accepts nested values of any type, and does not change them."""
     logger = bench.make()
     values: dict[str, Any] = {
         "rate": 0.1,
@@ -247,7 +247,7 @@ def _steps(rows: Rows) -> list[int | None]:
 
 @check(KIND, "trainer/a run")
 def _run(bench: Bench) -> None:
-    """Under a Trainer it has every step once, in order, with finite values, and ends once."""
+    """A run of the Trainer stores every step once and in order, with finite values."""
     logger, file = bench.make(), bench.folder.parent / "calls"
     _Noting(logger, file)
     _fit(bench, logger)
@@ -264,7 +264,7 @@ def _run(bench: Bench) -> None:
 
 @check(KIND, "trainer/a run that fails")
 def _failed(bench: Bench) -> None:
-    """What was logged before an error is there behind it, and finalize is told that it failed."""
+    """After an error in a run, earlier values are stored, and finalize gets the status "failed"."""
     logger, file = bench.make(), bench.folder.parent / "calls"
     _Noting(logger, file)
     error = bench.error(lambda: _fit(bench, logger, fails_at=3))
@@ -280,7 +280,7 @@ def _failed(bench: Bench) -> None:
 
 @check(KIND, "trainer/rank 0 only", slow=True)
 def _rank_zero(bench: Bench) -> None:
-    """Of two ranks only one writes, and what it writes is there once."""
+    """With two ranks, only rank 0 writes, and each value is stored once."""
     logger, file = bench.make(), bench.folder.parent / "calls"
     _Noting(logger, file)
     _fit(bench, logger, strategy="ddp_fork", devices=2)

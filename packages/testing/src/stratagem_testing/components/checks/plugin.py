@@ -84,7 +84,7 @@ def _called(spec: ComponentSpec) -> str:
 
 @check(KIND, "import/light", slow=True)
 def _light(bench: Bench) -> None:
-    """The module imports neither torch nor an SDK, in little processor time."""
+    """The module imports neither torch nor a vendor's library, in at most `cpu_seconds`."""
     limit = bench.option("cpu_seconds")
     targets = [spec.target for spec in _specs(bench)]
     for entry in _entries(bench):
@@ -101,7 +101,10 @@ def _light(bench: Bench) -> None:
 
 @check(KIND, "import/no side effects", slow=True)
 def _side_effects(bench: Bench) -> None:
-    """The module prints nothing, and changes no variable, signal, path, thread or file."""
+    """Importing the module prints nothing, and has no other side effect.
+
+    It changes no environment variable, signal handler, path, thread or file.
+    """
     for entry in _entries(bench):
         module = entry.value.partition(":")[0]
         environ = clean_environment(bench.component.search_path)
@@ -116,7 +119,7 @@ def _side_effects(bench: Bench) -> None:
 
 @check(KIND, "metadata/requirement on core")
 def _requirement(bench: Bench) -> None:
-    """The distribution requires a range of core without the next minor version, as doctor says."""
+    """The distribution requires a range of core that excludes the next minor version."""
     for entry in _entries(bench):
         if entry.distribution == CORE:
             continue
@@ -125,7 +128,10 @@ def _requirement(bench: Bench) -> None:
 
 @check(KIND, "metadata/disabled by name", slow=True)
 def _disabled(bench: Bench) -> None:
-    """STRATAGEM_DISABLE_PLUGINS switches it off: no name of it is there, nothing imported."""
+    """STRATAGEM_DISABLE_PLUGINS disables it.
+
+    Then its names are unknown, and its module is not imported.
+    """
     for entry in _entries(bench):
         if entry.distribution == CORE:
             continue  # without it nothing runs
@@ -145,7 +151,10 @@ def _disabled(bench: Bench) -> None:
 
 @check(KIND, "specs/targets")
 def _targets(bench: Bench) -> None:
-    """Each spec's target imports, and is a class of the spec's kind or makes one."""
+    """Each spec's target can be imported.
+
+    It is a class of the spec's kind, or returns an object of one.
+    """
     specs = _specs(bench)
     assert specs, f"{bench.component.name} provides no component: see stratagem_components()"
     for spec in specs:
@@ -165,7 +174,10 @@ def _targets(bench: Bench) -> None:
 
 @check(KIND, "specs/names")
 def _names(bench: Bench) -> None:
-    """No name or alias is another distribution's; accelerators may share an alias like "gpu"."""
+    """No name or alias belongs to another distribution.
+
+    Accelerators can share an alias like "gpu".
+    """
     registry = _registry(bench)
     own = normalise(bench.component.name)
     taken = {
@@ -188,7 +200,7 @@ def _names(bench: Bench) -> None:
 
 @check(KIND, "specs/summary and version")
 def _summary(bench: Bench) -> None:
-    """Each spec has a summary of one line, and the version of the plugin API that is here."""
+    """Each spec has a summary of one line, and the installed version of the plugin API."""
     for spec in _specs(bench):
         assert spec.summary.strip(), (
             f"{_called(spec)} has no summary, which `stratagem strategies` and `doctor` show"
@@ -205,7 +217,10 @@ def _summary(bench: Bench) -> None:
 
 @check(KIND, "specs/as the class")
 def _as_the_class(bench: Bench) -> None:
-    """A spec says the same as its class, which can be made, and is called as its base is."""
+    """A spec agrees with its class.
+
+    The class can be instantiated, and its methods have the signatures of the base class.
+    """
     for spec in _specs(bench):
         problems = mistakes_of(spec)
         assert not problems, f"{_called(spec)}: {'; '.join(problems)}"
@@ -213,7 +228,7 @@ def _as_the_class(bench: Bench) -> None:
 
 @check(KIND, "specs/what they name")
 def _named(bench: Bench) -> None:
-    """Launchers, formats and probes that specs name are there."""
+    """The launchers, checkpoint formats and probes that specs name exist."""
     registry = _registry(bench)
     for spec in _specs(bench):
         problems = list(check_spec(spec, registry))
@@ -225,7 +240,7 @@ def _named(bench: Bench) -> None:
 
 @check(KIND, "specs/doctor")
 def _doctor(bench: Bench) -> None:
-    """`stratagem doctor` finds no mistake of the author's in it."""
+    """`stratagem doctor` finds no mistake in it."""
     own = normalise(bench.component.name)
     registry = _registry(bench)
     notes = [

@@ -58,7 +58,7 @@ def _changed(before: dict[str, Any]) -> str:
 
 @check(KIND, "itself/name and dtype")
 def _itself(bench: Bench) -> None:
-    """It is a Precision with a name, a dtype, and what its spec says of it."""
+    """It is a Precision with a name and a dtype, which agree with its spec."""
     precision = bench.make()
     assert isinstance(precision, Precision), (
         f"{bench.component.name} made {precision!r}: subclass stratagem.precision.Precision"
@@ -84,7 +84,7 @@ def _itself(bench: Bench) -> None:
 
 @check(KIND, "itself/accelerators")
 def _accelerators(bench: Bench) -> None:
-    """An accelerator that its spec leaves out is refused; the one it is tested on is taken."""
+    """An accelerator that the spec does not list raises an error. The tested one does not."""
     spec = bench.component.spec
     if not isinstance(spec, PrecisionSpec) or spec.accelerators is None:
         error = bench.error(lambda: bound(bench))
@@ -111,7 +111,7 @@ def _accelerators(bench: Bench) -> None:
 
 @check(KIND, "itself/sharding")
 def _sharding(bench: Bench) -> None:
-    """shardable=False is refused by a strategy with sharded state, with the reason."""
+    """With shardable=False, a strategy with sharded state raises an error with the reason."""
     precision = bench.make()
     if precision.shardable:
         return  # strategies with sharded state are tried by their own kit
@@ -190,9 +190,9 @@ class _Mixed(nn.Module):
 
 @check(KIND, "conversions/module")
 def _module(bench: Bench) -> None:
-    """convert_module keeps names, integers, ties and what is frozen, and values up to rounding.
+    """convert_module converts in place.
 
-    It converts in place.
+    It keeps names, integers, ties, frozen parameters, and values up to rounding.
     """
     precision = bound(bench)
     original, module = build(_Mixed), build(_Mixed)
@@ -246,7 +246,7 @@ def _rounding(dtype: torch.dtype) -> float:
 
 @check(KIND, "conversions/batches")
 def _batches(bench: Bench) -> None:
-    """Converters change floating-point tensors alone, in any nesting, and not the original."""
+    """Converters convert only floating-point tensors, in any nesting, and return new tensors."""
     precision = bound(bench)
     for name, make in (
         ("input_converter", precision.input_converter),
@@ -310,7 +310,7 @@ def _judge_converter(name: str, convert: Callable[[Any], Any]) -> None:
 
 @check(KIND, "conversions/dtype of products")
 def _products(bench: Bench) -> None:
-    """A layer of a converted model computes in `dtype` under forward_context."""
+    """Under forward_context, a layer of a converted model computes in `dtype`."""
     precision = bound(bench)
     seen: list[torch.dtype] = []
     with precision.init_context():
@@ -329,7 +329,7 @@ def _products(bench: Bench) -> None:
 
 @check(KIND, "evaluation/inference mode")
 def _inference(bench: Bench) -> None:
-    """A converted model works under torch.inference_mode, or inference_mode=False says no."""
+    """A converted model works under torch.inference_mode, unless inference_mode=False."""
     precision = bound(bench)
     if not precision.inference_mode:
         return

@@ -38,7 +38,7 @@ def _backward(precision: Precision, parameter: nn.Parameter, factor: float = 1.0
 
 @check(KIND, "steps/gradient")
 def _gradient(bench: Bench) -> None:
-    """unscale_gradients leaves the loss's own gradient, and optimizer_step applies it once."""
+    """unscale_gradients restores the unscaled gradient, and optimizer_step applies it once."""
     precision = bound(bench)
     parameter, optimizer = _one_parameter()
     expected = _backward(precision, parameter)
@@ -64,7 +64,7 @@ def _gradient(bench: Bench) -> None:
 
 @check(KIND, "steps/clipping")
 def _clipping(bench: Bench) -> None:
-    """Clipping between unscale_gradients and optimizer_step limits what is applied."""
+    """Clipping between unscale_gradients and optimizer_step limits the applied gradient."""
     precision = bound(bench)
     parameter, optimizer = _one_parameter()
     _backward(precision, parameter)
@@ -80,7 +80,7 @@ def _clipping(bench: Bench) -> None:
 
 @check(KIND, "steps/without unscaling")
 def _without_unscaling(bench: Bench) -> None:
-    """optimizer_step unscales by itself, where nobody clips."""
+    """Without a call of unscale_gradients, optimizer_step unscales the gradients."""
     precision = bound(bench)
     parameter, optimizer = _one_parameter()
     expected = _backward(precision, parameter)
@@ -93,7 +93,7 @@ def _without_unscaling(bench: Bench) -> None:
 
 @check(KIND, "steps/skipped")
 def _skipped(bench: Bench) -> None:
-    """A step with infinite scaled gradients is left out and said so; the next one is taken."""
+    """A step with infinite gradients is skipped (step_was_skipped). The next step is taken."""
     precision = bound(bench)
     if not precision.scales_loss:
         assert not precision.step_was_skipped, "step_was_skipped, and scales_loss is False"
@@ -117,7 +117,7 @@ def _skipped(bench: Bench) -> None:
 
 @check(KIND, "state/round trip")
 def _state(bench: Bench) -> None:
-    """state_dict is weights-only-safe data that load_state_dict restores; {} begins anew."""
+    """state_dict returns weights-only-safe data, which load_state_dict restores. {} resets it."""
     precision = bound(bench)
     parameter, optimizer = _one_parameter()
     for factor in (1.0, float("inf"), 1.0):  # so that a scale is not the first one
@@ -145,7 +145,7 @@ def _lite(bench: Bench, precision: Any) -> Any:
 
 @check(KIND, "training/losses")
 def _losses(bench: Bench) -> None:
-    """Losses are those of 32-true within the tolerance, for the kit's model and the author's."""
+    """Losses equal those of 32-true within `tolerance`, for the kit's model and for `models`."""
     dtype = bound(bench).dtype
     stated = bench.option("tolerance")
     tolerance = TOLERANCE.get(dtype, 1e-5) if stated is None else stated
@@ -180,7 +180,7 @@ def _trains_all(bench: Bench, make: Any) -> bool:
 
 @check(KIND, "training/resume bit for bit")
 def _resume(bench: Bench) -> None:
-    """A run that saved and was resumed goes on with the same bits."""
+    """A resumed run equals the uninterrupted run in every bit."""
     lite = _lite(bench, bench.make())
     lite.launch()
     with lite.init_module():

@@ -60,7 +60,7 @@ class _Counts:
 
 @check(KIND, "life/made")
 def _made(bench: Bench) -> None:
-    """It is a Profiler, and making one writes no file and starts no thread."""
+    """It is a Profiler. Its constructor writes no file and starts no thread."""
     before = Surroundings.now()
     profiler = bench.make()
     assert isinstance(profiler, Profiler), (
@@ -73,7 +73,7 @@ def _made(bench: Bench) -> None:
 
 @check(KIND, "actions/nested")
 def _nested(bench: Bench) -> None:
-    """An action may lie within another, and may come again; the report is a text."""
+    """Actions can be nested and repeated. The report is a text."""
     profiler = bench.make()
     profiler.setup("fit", None, str(bench.folder))
 
@@ -94,7 +94,7 @@ def _nested(bench: Bench) -> None:
 
 @check(KIND, "actions/passed through")
 def _passed(bench: Bench) -> None:
-    """What profiled functions return and loaders yield is unchanged, and errors come through."""
+    """Profiling does not change results of functions, batches of loaders, or errors."""
     profiler = bench.make()
     profiler.setup("fit", None, str(bench.folder))
     batches = [object(), object()]
@@ -115,7 +115,7 @@ def _passed(bench: Bench) -> None:
 
 @check(KIND, "runs/same training")
 def _same(bench: Bench) -> None:
-    """A profiled run ends with the same weights, and every action of it is ended."""
+    """A profiled run has the same weights, and ends every action that it starts."""
     profiler = bench.make()
     counts = _Counts(profiler)
     weights = _fit(bench, profiler).net.state_dict()
@@ -131,7 +131,7 @@ def _same(bench: Bench) -> None:
 
 @check(KIND, "runs/nothing left")
 def _left(bench: Bench) -> None:
-    """After two runs no thread, process or setting of torch is left of it."""
+    """Two runs leave no thread, process or changed setting of torch."""
     _fit(bench, bench.make())  # what torch starts when it is first profiled
     profiler, before = bench.make(), Surroundings.now()
     for _ in range(2):
@@ -142,7 +142,7 @@ def _left(bench: Bench) -> None:
 
 @check(KIND, "runs/a run that fails")
 def _fails(bench: Bench) -> None:
-    """An error of a training step comes through, and the next run is profiled as the first."""
+    """An error in training_step ends the run. The next run is profiled like the first."""
 
     class Fails(Learner):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -162,7 +162,7 @@ def _fails(bench: Bench) -> None:
 
 @check(KIND, "reports/file")
 def _file(bench: Bench) -> None:
-    """With a filename the report goes to a file of the stage in the folder, and nothing else."""
+    """With a filename, the report of each stage is written to one file in the folder."""
     profiler = bench.make()
     profiler.dirpath, profiler.filename = bench.folder / "reports", "report"
     _fit(bench, profiler)
@@ -178,7 +178,7 @@ def _file(bench: Bench) -> None:
 
 @check(KIND, "reports/each of its own")
 def _own(bench: Bench) -> None:
-    """A second run's report says nothing of the first one's actions."""
+    """The report of a second run has no actions of the first run."""
     profiler = bench.make()
     profiler.setup("fit", None, str(bench.folder))
     with profiler.profile("only_in_the_first_run"):
@@ -197,7 +197,7 @@ def _own(bench: Bench) -> None:
 
 @check(KIND, "runs/two ranks", slow=True)
 def _two_ranks(bench: Bench) -> None:
-    """Two ranks come to the end of a run with it, and write to different files."""
+    """A run with two ranks ends normally, and the ranks write to different files."""
     profiler = bench.make()
     profiler.dirpath, profiler.filename = bench.folder / "reports", "report"
     error = bench.error(lambda: _fit(bench, profiler, strategy="ddp_fork", devices=2))

@@ -28,9 +28,9 @@ from stratagem_testing.strategies.probe import Probe
 
 @check("capabilities/refusals")
 def _refusals(probe: Probe) -> dict[str, Any]:
-    """What the capabilities exclude is refused before a process starts.
+    """If the capabilities exclude a request, an error says so before a process starts.
 
-    Devices, nodes, launchers, clipping and divergence checks.
+    The check requests devices, nodes, launchers, clipping and divergence checks.
     """
 
     def made(**options: Any) -> Any:
@@ -82,7 +82,7 @@ def _judge_refusals(found: Result) -> None:
 
 @check("capabilities/of the spec and the class")
 def _spec(probe: Probe) -> dict[str, Any]:
-    """The spec and the class hold the same capabilities, and the spec's target is the class."""
+    """The spec and the class have the same capabilities, and the spec's target is the class."""
     if probe.target.is_place:
         return {}  # it is not published
     own = type(probe.trainer().strategy)
@@ -113,7 +113,7 @@ def _judge_spec(found: Result) -> None:
 
 @check("capabilities/parameters of ranks")
 def _alike(probe: Probe) -> dict[str, Any]:
-    """Where parameters="same", ranks are alike after each step, as detect_divergence sees it."""
+    """With parameters="same", detect_divergence finds no difference between ranks."""
     if probe.target.capabilities().parameters != "same":
         return probe.attempt(dict)  # see capabilities/refusals
     learner = Learner("dense", "momentum")
@@ -150,7 +150,10 @@ class _Manual(Learner):
 
 @check("capabilities/backward in forward", reference=True)
 def _manual(probe: Probe) -> dict[str, Any]:
-    """Manual optimization trains as automatic does; backward_in_forward=False refuses it."""
+    """Manual optimization has the losses of single_device.
+
+    With backward_in_forward=False or manual_backward=False, it raises an error.
+    """
 
     def train() -> dict[str, Any]:
         learner = _Manual("dense", "momentum")
@@ -179,7 +182,10 @@ def _judge_manual(found: Result) -> None:
 
 @check("capabilities/rebinds optimizers")
 def _rebinds(probe: Probe) -> dict[str, Any]:
-    """Lite.setup(model, optimizer) trains with an optimizer made before, or refuses it."""
+    """Lite.setup(model, optimizer) trains with an optimizer that was made before.
+
+    With accepts_existing_optimizers=False, it raises an error.
+    """
     if not probe.target.capabilities().manual_backward:
         return {}
     lite = probe.lite()
@@ -239,11 +245,12 @@ def _measured(tensors: Iterable[Any]) -> dict[str, Any]:
 
 @check("capabilities/what ranks hold", reference=True)
 def _held(probe: Probe) -> dict[str, Any]:
-    """Each rank has less of what the spec says that it shards, and it is where the spec says.
+    """Each rank holds only a part of the state that the spec lists in `shards`.
 
-    So it is with sharded_state=True, unless the name is a preset (`init_args`) that shards nothing.
-    `estimate_memory` promises no less than a rank has. Host memory and a device's cannot be told
-    apart on the CPU.
+    With sharded_state=True, each rank holds a part of the parameters or of the optimizer's state,
+    unless the spec is a preset (`init_args`) without `shards`. State in `offloads` is in host
+    memory. On the CPU accelerator all state is, so only a run on another accelerator finds a
+    strategy that offloads nothing. `estimate_memory` returns at least the memory that a rank uses.
     """
     gradients = _Gradients()
     trainer = probe.fit(Learner("wide", "adam"), 16, callbacks=[gradients])
@@ -354,7 +361,7 @@ class _Losses(Callback):
 
 @check("capabilities/compiles", reference=True)
 def _compiles(probe: Probe) -> dict[str, Any]:
-    """A model, or a whole step, that the capabilities let torch.compile have trains as ever."""
+    """A compiled model or step has the losses of single_device, if `compiles` lists it."""
 
     def train(whole_step: bool) -> dict[str, Any]:
         noted, module = _Losses(), _Pure()

@@ -31,7 +31,10 @@ def _of(rank: int) -> list[float]:
 
 @check("collectives/all_reduce")
 def _all_reduce(probe: Probe) -> dict[str, Any]:
-    """all_reduce returns mean, sum, max and min over all ranks, and leaves its argument."""
+    """all_reduce returns the mean, sum, max or min over all ranks in a new tensor.
+
+    Integers keep all their digits, also in all_reduce_ints.
+    """
     ranks = probe.lite().ranks
     told: dict[str, Any] = {}
     for op in REDUCTIONS:
@@ -44,23 +47,33 @@ def _all_reduce(probe: Probe) -> dict[str, Any]:
     large = ranks.all_reduce(torch.tensor([LARGE, LARGE * probe.rank]), "sum")
     told["large"] = large.tolist()
     for op in ("sum", "max", "min"):
-        told[f"numbers: {op}"] = ranks.all_reduce_ints([int(v) for v in _of(probe.rank)], op)  # type: ignore[arg-type]
+        own_numbers = [*map(int, _of(probe.rank)), LARGE + probe.rank]
+        told[f"numbers: {op}"] = ranks.all_reduce_ints(own_numbers, op)  # type: ignore[arg-type]
     return told
 
 
 @judge_of(_all_reduce)
 def _judge_reductions(found: Result) -> None:
-    columns = list(zip(*(_of(rank) for rank in range(len(found.ranks))), strict=True))
+    world = len(found.ranks)
+    columns = list(zip(*(_of(rank) for rank in range(world)), strict=True))
+    integers = [*([int(v) for v in c] for c in columns), [LARGE + rank for rank in range(world)]]
     for rank, told in enumerate(found.ranks):
         assert not any(told.pop("changed")), f"all_reduce changed the tensor of rank {rank}"
-        world, large = len(found.ranks), told.pop("large")
+        large = told.pop("large")
         for what, received in told.items():
             op = what.removeprefix("numbers: ").split()[0]
+            if what.startswith("numbers"):
+                exact = [REDUCTIONS[op](column) for column in integers]
+                assert received == exact, (
+                    f"all_reduce_ints({op!r}) returned {received} on rank {rank}, expected {exact}:"
+                    " another reduction, or integers went through a floating-point dtype, which "
+                    "has no room for their last digits"
+                )
+                continue
             expected = [float(REDUCTIONS[op](column)) for column in columns]
-            name = "all_reduce_ints" if what.startswith("numbers") else "all_reduce"
             assert close([float(value) for value in received], expected, 1e-6), (
-                f"{name}({what}) returned {received} on rank {rank}, expected {expected}: another "
-                f"reduction than {op!r}, or not over all ranks"
+                f"all_reduce({what}) returned {received} on rank {rank}, expected {expected}: "
+                f"another reduction than {op!r}, or not over all ranks"
             )
         wanted = [LARGE * world, LARGE * sum(range(world))]
         assert large == wanted, (
@@ -71,16 +84,20 @@ def _judge_reductions(found: Result) -> None:
 
 @check("collectives/all_gather")
 def _all_gather(probe: Probe) -> dict[str, Any]:
-    """all_gather stacks what every rank has, in the order of ranks, with gradients if asked."""
+    """all_gather stacks the tensors of all ranks in the order of ranks.
+
+    With sync_grads=True, gradients flow through it.
+    """
     ranks = probe.lite().ranks
     own = torch.tensor([_of(probe.rank)])
     with_gradient = torch.tensor(_of(probe.rank), requires_grad=True)
     gathered = ranks.all_gather(with_gradient, sync_grads=True)
-    torch.autograd.backward(gathered.square().sum())
-    assert with_gradient.grad is not None
+    if gathered.requires_grad:
+        torch.autograd.backward(gathered.square().sum())
+    gradient = with_gradient.grad
     return {
         "gathered": ranks.all_gather(own).tolist(),
-        "gradient": with_gradient.grad.tolist(),
+        "gradient": [] if gradient is None else gradient.tolist(),
     }
 
 
@@ -94,16 +111,17 @@ def _judge_all_gather(found: Result) -> None:
             "order of ranks with shape (world_size, *shape)"
         )
         # Of the sum of squares on all ranks; or of this rank's alone, as autograd of torch has it.
-        factor = ratio(told["gradient"], _of(rank))
+        factor = ratio(told["gradient"], _of(rank)) if told["gradient"] else None
         assert factor is not None and abs(factor) > 1.9, (  # noqa: PT018
-            f"all_gather(sync_grads=True): rank {rank} has the gradient {told['gradient']} of the "
-            f"sum of squares of {_of(rank)}: gradients do not flow through it"
+            f"all_gather(sync_grads=True): on rank {rank} the sum of squares of what it returned "
+            f"has the gradient {told['gradient'] or None} with respect to {_of(rank)}, expected a "
+            "multiple of that: gradients do not flow through it, as a contrastive loss needs them"
         )
 
 
 @check("collectives/broadcast")
 def _broadcast(probe: Probe) -> list[Any]:
-    """Broadcast returns the data of rank src on every rank, whichever rank that is."""
+    """All ranks receive the data of rank src from broadcast(data, src), for each src."""
     ranks = probe.lite().ranks
     received = []
     for src in range(probe.world_size):
@@ -134,7 +152,10 @@ def _judge_broadcast(found: Result) -> None:
 
 @check("collectives/gather")
 def _gather(probe: Probe) -> dict[str, Any]:
-    """gather_objects returns every rank's data in the order of ranks, of whatever size."""
+    """gather_objects returns the data of all ranks in the order of ranks.
+
+    Sizes may differ between ranks. gather_bytes and scatter_bytes do not change the bytes.
+    """
     ranks = probe.lite().ranks
     uneven = torch.arange(float(2 * probe.rank + 1)) + probe.rank
     gathered = ranks.gather_objects({"rank": probe.rank, "uneven": uneven, "none": None})
@@ -168,7 +189,7 @@ def _judge_gather(found: Result) -> None:
 
 @check("collectives/barrier")
 def _barrier(probe: Probe) -> dict[str, list[bool]]:
-    """A barrier waits until every rank is there."""
+    """A barrier returns after every rank has called it."""
     lite = probe.lite()
     waited = []
     for late in range(probe.world_size):
@@ -197,7 +218,7 @@ TOGETHER = (_all_reduce, _all_gather, _broadcast, _gather, _barrier)
 
 @check("collectives/three ranks", ranks=3)
 def _of_three(probe: Probe) -> dict[str, Any]:
-    """The same on three ranks: what is right for two need not be for any other number."""
+    """The five checks above pass on three ranks. On two ranks, two errors may cancel out."""
     return {each.name: each.run(probe) for each in TOGETHER}
 
 
@@ -209,7 +230,10 @@ def _judge_three(found: Result) -> None:
 
 @check("collectives/no_sync")
 def _no_sync(probe: Probe) -> dict[str, Any]:
-    """A backward pass in no_sync(prepared) communicates no gradients, also after an inner one."""
+    """A backward pass in no_sync(prepared) communicates no gradients.
+
+    This holds after another no_sync(prepared) inside it has ended.
+    """
     learner = Learner("dense", "sgd")
     trainer = probe.fit(learner, 8)
     strategy, prepared = trainer.strategy, trainer.run.require_prepared()

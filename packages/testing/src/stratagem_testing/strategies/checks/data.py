@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from stratagem.callbacks import Callback
 from stratagem_testing.strategies.check import Result, check, judge_of
 from stratagem_testing.strategies.judging import by_part, close
@@ -14,7 +16,10 @@ from stratagem_testing.strategies.probe import Probe
 
 @check("data/sampler")
 def _sampler(probe: Probe) -> dict[str, Any]:
-    """Parts of the data are disjoint and complete; ranks of one part read the same batches."""
+    """Ranks divide the data into disjoint parts, which cover all samples.
+
+    Ranks with the same part read the same batches.
+    """
     learner = Learner()
     trainer = probe.fit(learner, 36)
     ranks = trainer.ranks
@@ -107,7 +112,7 @@ for _name in HOOKS:
 
 @check("data/hooks", reference=True)
 def _hooks(probe: Probe) -> list[str]:
-    """Hooks are called as under single_device: once for each micro-batch, in order."""
+    """The hooks of callbacks are called as often and in the same order as on single_device."""
     events = _Events()
     trainer = probe.trainer(callbacks=events, max_epochs=1, accumulate_grad_batches=2)
     trainer.fit(Learner(), probe.loader(24), probe.loader(8))
@@ -134,7 +139,7 @@ def _judge_hooks(found: Result) -> None:
 
 @check("data/logging", reference=True)
 def _logging(probe: Probe) -> dict[str, Any]:
-    """Logged values are reduced over all ranks, and known to all."""
+    """Logged values are reduced over all ranks, and every rank knows the result."""
     learner = Learner()
     trainer = probe.fit(learner)
     return {
@@ -162,15 +167,18 @@ def _judge_logging(found: Result) -> None:
 
 @check("evaluation/uneven ranks", reference=True)
 def _uneven(probe: Probe) -> dict[str, Any]:
-    """Validation counts each sample once, although ranks have different numbers of batches.
+    """An evaluation counts each sample once if ranks have different numbers of batches, or none.
 
-    Ranks that end in it wait for one another in forward passes of the evaluation: communicate
-    nothing there, or say allows_uneven_eval=False.
+    If ranks hang in this check, forward passes of the evaluation communicate: evaluate a module
+    that does not (`PreparedModel.evaluation_module`), or set allows_uneven_eval=False.
     """
-    # 9 samples: parts of 5 and 4, in batches of 4 over two ranks: 2 batches and 1. With buffers,
-    # which a wrapper may communicate in each forward pass.
+    # With buffers, which a wrapper may communicate in forward passes.
     learner = Learner("batch_norm")
     trainer = probe.trainer()
+    # One sample: a rank has no batch. At first, since DDP sends buffers in its first pass alone.
+    (one,) = trainer.validate(learner, probe.loader(1), verbose=False)
+    of_one, learner.evaluated = learner.evaluated, []
+    # 9 samples: parts of 5 and 4, in batches of 4 over two ranks: 2 batches and 1.
     (validated,) = trainer.validate(learner, probe.loader(9), verbose=False)
     (tested,) = trainer.test(learner, probe.loader(9), verbose=False)
     half = len(learner.evaluated) // 2
@@ -179,6 +187,8 @@ def _uneven(probe: Probe) -> dict[str, Any]:
         "val_loss": validated["val_loss"],
         "test_loss": tested["val_loss"],
         "evaluated": learner.evaluated[:half],
+        "loss of one": one["val_loss"],
+        "evaluated of one": of_one,
     }
 
 
@@ -204,6 +214,13 @@ def _judge_evaluation(found: Result) -> None:
                 f"{name} is {told[name]:.7g} on rank {rank}, expected {expected:.7g}, the mean "
                 f"over the samples of all ranks: it is that of a part of the data"
             )
+        ((_, only), *_) = (
+            batch for part in by_part(found.ranks, "evaluated of one") for batch in part
+        )
+        assert math.isclose(told["loss of one"], only, rel_tol=1e-4), (
+            f"the loss of an evaluation of one sample, of which some ranks have no batch, is "
+            f"{told['loss of one']:.7g} on rank {rank}, expected {only:.7g}"
+        )
     if len(numbers) == 9:
         wanted = found.reference["val_loss"]
         assert math.isclose(expected, wanted, rel_tol=1e-4), (
@@ -212,10 +229,14 @@ def _judge_evaluation(found: Result) -> None:
 
 
 class _Watching(Learner):
-    """Evaluates one and the same input on every rank."""
+    """Evaluates one and the same input on every rank; a buffer that is not saved is a part of it.
+
+    Training steps change this buffer by their samples, which differ between ranks.
+    """
 
     def __init__(self) -> None:
         super().__init__("batch_norm", "sgd")
+        self.register_buffer("latest", torch.zeros(()), persistent=False)
         net: Any = self.net
         net[0].bias.requires_grad_(False)
         net[2].eval()
@@ -226,11 +247,13 @@ class _Watching(Learner):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         net: Any = self.net
         self.put_in_training |= net[2].training
+        self.get_buffer("latest").copy_(batch[1].mean())
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         inputs = Numbered(8).inputs.to(batch[1].device)
-        self.outputs.append(self.net(inputs).flatten().tolist())
+        outputs = self.net(inputs) + self.get_buffer("latest")
+        self.outputs.append(outputs.flatten().tolist())
         self.evaluation_modes.append(self.net.training)
 
 
@@ -263,9 +286,10 @@ class _Parameters(Callback):
 
 @check("evaluation/one model")
 def _one_model(probe: Probe) -> dict[str, Any]:
-    """All ranks evaluate the same model, buffers included, in evaluation mode.
+    """All ranks evaluate the same model, in evaluation mode.
 
-    Training goes on in training mode, with the parameters as they were.
+    This includes buffers that are not saved (persistent=False). Afterwards, training continues in
+    training mode with the parameters from before the evaluation.
     """
     learner, parameters = _Watching(), _Parameters(not probe.target.capabilities().sharded_state)
     trainer = probe.trainer(max_epochs=1, val_check_interval=1, callbacks=[parameters])
@@ -300,6 +324,6 @@ def _judge_one_model(found: Result) -> None:
         for mine, other in zip(told["outputs"], found.ranks[0]["outputs"], strict=True):
             assert close(mine, other, 1e-5), (
                 f"ranks 0 and {rank} evaluate different models: the same input gives other "
-                "outputs. Buffers (of batch norm) or parameters are not made alike in "
-                "evaluation(prepared)"
+                "outputs. Parameters or buffers (of batch norm, or persistent=False) are not made "
+                "alike in evaluation(prepared)"
             )

@@ -15,9 +15,10 @@ PLANTED = "planted by the conformance kit"
 
 @check("end/nothing left")
 def _end(probe: Probe) -> dict[str, Any]:
-    """Nothing is left after the end of a rank, and the exit code is 0.
+    """Every rank ends with exit code 0, and the strategy leaves nothing behind.
 
-    No process, thread, variable, process group or patched function of the strategy's.
+    This includes processes, threads, environment variables, process groups and patched functions.
+    `teardown` tears down the checkpoint format, the cluster environment and the accelerator.
     """
     learner = Learner()
     trainer = probe.trainer(max_epochs=1)
@@ -39,7 +40,13 @@ def _judge_end(found: Result) -> None:
         f"expected 2 steps on each rank, received {found.ranks}"
     )
     assert not ended.processes, f"left running: {'; '.join(ended.processes)}"
-    for rank, left in sorted((ended.left or {}).items()):
+    for rank, up in sorted(ended.up.items()):
+        assert not up, (
+            f"rank {rank} has ended, and nobody has called teardown() of the strategy's "
+            f"{', '.join(up)}: let teardown() call super().teardown(), which does. Otherwise a "
+            "checkpoint that is written in the background may be lost"
+        )
+    for rank, left in sorted(ended.left.items()):
         left = [one for one in left if not one.startswith(found.target.allowed_leftovers)]
         assert not left, (
             f"rank {rank} has after its end {'; '.join(left)}: undo it in teardown(), and call "
@@ -62,7 +69,7 @@ class _Failing(Learner):
 
 @check("end/failing rank", alone=True)
 def _fail(probe: Probe) -> None:
-    """An exception on one rank ends all of them, soon, with its traceback and an exit code."""
+    """An exception on one rank ends all ranks soon, with the traceback and a nonzero exit code."""
     probe.fit(_Failing(probe.rank == probe.world_size - 1))
 
 

@@ -18,7 +18,7 @@ import torch
 from stratagem.callbacks import Callback
 from stratagem.strategies import Strategy
 from stratagem_testing.strategies.check import Result, check, judge_of
-from stratagem_testing.strategies.judging import close
+from stratagem_testing.strategies.judging import close, shown
 from stratagem_testing.strategies.models import Learner
 from stratagem_testing.strategies.probe import Probe
 from stratagem_testing.surroundings import Surroundings
@@ -29,9 +29,10 @@ ORDER = ("setup_environment", "setup", "prepare", "train_step", "end_training")
 
 @check("life/order")
 def _order(probe: Probe) -> dict[str, Any]:
-    """One strategy trains, evaluates and predicts, called as the docstring of Strategy says.
+    """One strategy trains, validates, tests and predicts.
 
-    In the order of its numbers, on as many ranks as it says.
+    Its methods are called in the order that the docstring of `Strategy` gives, and `ranks` has the
+    right numbers.
     """
     calls: list[str] = []
     trainer = probe.trainer(max_epochs=1)
@@ -85,7 +86,7 @@ def _judge_order(found: Result) -> None:
 
 @check("life/arguments")
 def _arguments(probe: Probe) -> dict[str, Any]:
-    """A strategy takes the arguments of its base class, and passes them on."""
+    """`__init__` accepts the arguments of the base class, and passes them to it."""
     kind = type(probe.trainer().strategy)
     given = {"launcher": "script"}
 
@@ -111,39 +112,83 @@ def _judge_arguments(found: Result) -> None:
     )
 
 
+SEVERAL = 56
+"""Samples of seven steps: a strategy's period is rarely a divisor of seven."""
+
+
 @check("life/twice", reference=True)
 def _twice(probe: Probe) -> dict[str, Any]:
-    """A model is trained twice in one process, by new strategies, as if each were the first."""
+    """A fit does not depend on earlier fits in the same process.
+
+    New strategies train one model three times. Then the first strategy object trains a new model,
+    and has the losses of its first fit. Binding it again does not change its options.
+    """
     told: dict[str, Any] = {"fits": []}
     learner = Learner("dense", "momentum")
+    trainers = []
     for number in range(3):
         learner.losses = []
-        trainer = probe.fit(learner)
+        trainers.append(trainer := probe.fit(learner, SEVERAL))
         told["fits"].append(learner.losses)
         if number == 0:
+            told["options"] = _options(trainer.strategy)
             # Validation prepares the model again, and so does the next fit.
             trainer.validate(learner, probe.loader(8), verbose=False)
     told["shard"] = list(trainer.ranks.data_split)
-    return told
+    again = probe.trainer(trainers[0].strategy, max_epochs=1)
+    told["options again"] = _options(again.strategy)
+    learner = Learner("dense", "momentum")
+    said = probe.said(lambda: again.fit(learner, probe.loader(SEVERAL)))
+    return {**told, "again": learner.losses, "said": said}
+
+
+def _options(strategy: Strategy) -> dict[str, str]:
+    """Return the arguments of a strategy's `__init__` that it keeps as plain data, in words."""
+    made = [vars(kind)["__init__"] for kind in type(strategy).__mro__ if "__init__" in vars(kind)]
+    names = {name for function in made[:-1] for name in inspect.signature(function).parameters}
+    kept = {
+        name: getattr(strategy, name, getattr(strategy, f"_{name}", None)) for name in sorted(names)
+    }
+    plain = (int, float, str, bool, tuple, list, dict)
+    return {name: repr(value) for name, value in kept.items() if isinstance(value, plain)}
 
 
 @judge_of(_twice)
 def _judge_twice(found: Result) -> None:
-    if not found.target.equal:
-        return
-    for number in range(3):
+    for number in range(3) if found.target.equal else ():
         parts = {told["shard"][0]: told["fits"][number] for told in found.ranks}
         own = [sum(values) / len(values) for values in zip(*parts.values(), strict=True)]
         expected = found.reference["fits"][number]
         assert close(own, expected, 10 * found.target.tolerance), (
-            f"fit number {number + 1} of one model in one process has the losses {own}, expected "
-            f"{expected}: what the strategy kept of the fit before gets in its way (see release)"
+            f"fit number {number + 1} of one model in one process has the losses {shown(own)}, "
+            f"expected {shown(expected)}: what the strategy kept of the fit before gets in its way "
+            "(see release)"
+        )
+    for rank, told in enumerate(found.ranks):
+        for name, value in told["options"].items():
+            now = told["options again"].get(name)
+            assert now == value, (
+                f"the option {name!r} of the strategy is {now} on rank {rank} once another Trainer "
+                f"has bound the same object, and was {value} before: bind(components) may be "
+                "called several times, so leave options as __init__ has set them, and keep what "
+                "follows from components in another attribute"
+            )
+        said = told["said"]
+        assert said is None, (
+            f"a second fit by the same strategy object, of another model, ended on rank {rank} in "
+            f"{said['kind']}: {said['text']}"
+        )
+        assert close(told["again"], told["fits"][0], found.target.tolerance), (
+            f"a second fit by the same strategy object has the losses {shown(told['again'])} on "
+            f"rank {rank}, and the first one {shown(told['fits'][0])}, from the same weights and "
+            "samples: what self keeps of a fit (a count of steps) changes the next one. Keep it "
+            "in prepared.strategy_data"
         )
 
 
 @check("life/nothing left between runs")
 def _left(probe: Probe) -> dict[str, Any]:
-    """A run leaves no process group, thread, variable, setting or patched function behind."""
+    """A run leaves no process group, thread, environment variable, setting or patch behind."""
     learner = Learner()
     probe.fit(learner)
     # The first run of a process may set up what stays: modules, the group of all ranks.
@@ -174,7 +219,7 @@ def _judge_left(found: Result) -> None:
 
 @check("life/bound again")
 def _bound_again(probe: Probe) -> dict[str, Any]:
-    """A model may be released twice, and a new strategy of the class works afterwards."""
+    """A model can be released twice, and a new strategy of the class works afterwards."""
     trainer = probe.fit(Learner())
     prepared = trainer.run.require_prepared()
     trainer.strategy.release(prepared)
@@ -194,7 +239,7 @@ def _judge_bound_again(found: Result) -> None:
 
 @check("life/pickled")
 def _pickled(probe: Probe) -> dict[str, Any]:
-    """A strategy that was bound can be pickled, as "spawn" and launchers of clusters do it."""
+    """A strategy can be pickled after bind, because "spawn" and cluster launchers pickle it."""
     launchers = probe.target.capabilities().launchers
     if launchers is not None and "spawn" not in launchers:
         return {"said": None}
@@ -215,7 +260,7 @@ def _judge_pickled(found: Result) -> None:
 
 @check("life/freed")
 def _freed(probe: Probe) -> dict[str, Any]:
-    """A model is freed once it is released, and the strategy goes on with another one."""
+    """A model is freed after release, also while the strategy runs another model."""
     learner = Learner()
     trainer = probe.fit(learner, 16)
     kept = weakref.ref(learner.net)
@@ -260,7 +305,7 @@ _BETWEEN = 4
 
 @check("life/memory")
 def _memory(probe: Probe) -> dict[str, Any]:
-    """A step leaves no tensors behind: after many steps there are as many as after some."""
+    """The number of tensors in the process does not grow from step to step."""
     tensors = _Tensors()
     probe.fit(Learner("dense", "momentum"), 64, max_steps=3 * _BETWEEN, callbacks=[tensors])
     return {"counts": tensors.counts}
@@ -287,9 +332,9 @@ UNCHANGED = ("model_state", "optimizer_state", "state")
 
 @check("life/random numbers")
 def _random(probe: Probe) -> dict[str, Any]:
-    """No call seeds the random numbers, and evaluations and saves leave them as they are.
+    """No method seeds the random numbers of torch, Python or NumPy.
 
-    Those of torch, of Python and of NumPy.
+    Evaluations and saves do not draw from them.
     """
     fits = []
     for number in range(2):

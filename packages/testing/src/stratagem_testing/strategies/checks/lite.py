@@ -48,6 +48,7 @@ def _loop(
     clip: float | None = None,
     afterwards: bool = False,
     nested: bool = False,
+    looks: bool = False,
 ) -> dict[str, Any]:
     lite = probe.lite()
     net = build("dense")
@@ -69,6 +70,8 @@ def _loop(
             if clip is not None and not lite.plan.capabilities.engine_clips:
                 norm = lite.clip_gradients(model, optimizer, max_norm=clip)
                 norms.append(None if norm is None else float(norm))
+            if looks:
+                model(inputs)  # and no backward, as to log an output
             optimizer.step()
             optimizer.zero_grad()
     return {
@@ -111,13 +114,37 @@ def _register(name: str, about: str, **options: Any) -> None:
         return probe.attempt(lambda: _loop(probe, **options))
 
 
-_register("loop", "A loop of the user's own trains as the Trainer does.")
+_register("loop", "A hand-written loop under Lite has the losses of single_device.")
+
+
+def _judge_looked(found: Result) -> None:
+    if not found.capabilities.manual_backward:
+        return  # see lite/loop
+    meaning = (
+        "a forward pass before optimizer.step(), without a backward pass after it, changes what is "
+        "trained. If it leaves gathered weights, free them in optimizer_step "
+        "(PreparedModel.reshard): the next forward pass would use those from before the step"
+    )
+    for rank, told in enumerate(found.ranks):
+        said = told["refused"]
+        assert said is None, f"{meaning}\nrank {rank} raised {said['kind']}: {said['text']}"
+    judge_losses_of(found, meaning)
+
+
+@check("lite/forward before the step", _judge_looked, reference=True)
+def _looked(probe: Probe) -> dict[str, Any]:
+    """A forward pass between backward and optimizer.step() does not change training."""
+    if not probe.target.capabilities().manual_backward:
+        return {}
+    return probe.attempt(lambda: _loop(probe, looks=True))
+
+
 _register(
-    "optimizer afterwards", "An optimizer may be made once the model is set up.", afterwards=True
+    "optimizer afterwards", "An optimizer can be made after Lite.setup(model).", afterwards=True
 )
 _register(
     "accumulation",
-    "no_backward_sync around all but the last micro-batch gives the gradient of all of them.",
+    "With no_backward_sync for all micro-batches but the last, a step uses all their gradients.",
     accumulate=2,
 )
 
@@ -135,7 +162,7 @@ def _judge_nested(found: Result) -> None:
 
 @check("lite/accumulation, nested", _judge_nested)
 def _nested(probe: Probe) -> dict[str, Any]:
-    """no_backward_sync within another one changes nothing, and does not end it."""
+    """no_backward_sync inside another no_backward_sync has no effect, and does not end it."""
 
     def train() -> dict[str, Any]:
         once = _loop(probe, accumulate=2)["losses"]
@@ -183,7 +210,7 @@ def _kinds(data: Any) -> Any:
 
 @check("lite/outputs and hooks", reference=True)
 def _outputs(probe: Probe) -> dict[str, Any]:
-    """A model takes arguments by name, returns what its forward returns, and calls its hooks."""
+    """A model takes keyword arguments, returns its outputs unchanged, and calls its hooks."""
     lite = probe.lite()
     if not lite.plan.capabilities.manual_backward:
         return {}
@@ -219,7 +246,7 @@ def _judge_outputs(found: Result) -> None:
 
 @check("lite/hooks of parameters", reference=True)
 def _parameter_hooks(probe: Probe) -> dict[str, Any]:
-    """A hook on a parameter (register_hook) is called with its gradient, or it is refused."""
+    """A hook on a parameter (register_hook) is called with the gradient, or raises an error."""
     if not probe.target.capabilities().manual_backward:
         return {}
 
@@ -273,7 +300,7 @@ def _judge_interrupted(found: Result) -> None:
 
 @check("lite/error in accumulation", _judge_interrupted, reference=True)
 def _interrupted(probe: Probe) -> dict[str, Any]:
-    """An error in no_backward_sync that a loop catches leaves gradients communicated after it."""
+    """After an error inside no_backward_sync that the loop catches, training works as before."""
 
     def train() -> dict[str, Any]:
         lite = probe.lite()
@@ -288,7 +315,10 @@ def _interrupted(probe: Probe) -> dict[str, Any]:
 
 @check("lite/clip", reference=True)
 def _clip(probe: Probe) -> dict[str, Any]:
-    """Lite.clip_gradients clips by the norm over all ranks; an engine that clips refuses it."""
+    """Lite.clip_gradients clips by the norm over all ranks, and returns this norm.
+
+    With engine_clips=True, it raises an error.
+    """
     capabilities = probe.target.capabilities()
     if not capabilities.manual_backward:
         return {}
@@ -334,7 +364,7 @@ def _judge_two(found: Result) -> None:
 
 @check("lite/two models", _judge_two, reference=True)
 def _two_models(probe: Probe) -> dict[str, Any]:
-    """Two models that are set up in one Lite are both trained, while the other accumulates."""
+    """Two models of one Lite train independently, also while one of them accumulates gradients."""
 
     def train() -> dict[str, Any]:
         lite = probe.lite()
@@ -357,7 +387,7 @@ def _two_models(probe: Probe) -> dict[str, Any]:
 
 @check("lite/state")
 def _state(probe: Probe) -> dict[str, Any]:
-    """Lite.save and Lite.load go on with model and optimizer as they were."""
+    """After Lite.load, training continues with the saved model and optimizer."""
     if not probe.target.capabilities().manual_backward:
         return {}
     path = probe.folder / "lite.ckpt"

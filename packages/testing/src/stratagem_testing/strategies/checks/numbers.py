@@ -16,10 +16,11 @@ from stratagem_testing.strategies.judging import (
     difference,
     judge_accepted,
     judge_losses,
+    judge_refusal_of_model,
     judge_refused,
     judge_replicas,
 )
-from stratagem_testing.strategies.models import MODELS, Learner, Unusual, flat
+from stratagem_testing.strategies.models import Learner, Unusual, flat
 from stratagem_testing.strategies.probe import Probe
 
 PRECISIONS = ("64-true", "bf16-mixed", "bf16-true")
@@ -30,7 +31,19 @@ REFUSABLE = {
     "complex": ("phase", "complex64"),
 }
 """Models that a strategy may refuse, and what the refusal has to name: the parameter, mostly."""
-LOSSES = tuple(name for name in MODELS if name not in ("dropout", "unusual", "large", "wide"))
+_HAS = {
+    "dense": "two linear layers",
+    "embedding": "an embedding",
+    "batch_norm": "batch norm and sync_batchnorm=True",
+    "tied": "tied weights",
+    "frozen": "frozen parameters",
+    "unused": "an unused layer",
+    "repeated": "a layer that is called three times",
+    "scalar": "a zero-dimensional parameter",
+    "complex": "complex parameters",
+    "routed": "layers that only one rank each uses",
+}
+"""The models of the checks of losses, and what each has."""
 
 
 def _train(probe: Probe, model: str, optimizer: str = "momentum", **options: Any) -> dict[str, Any]:
@@ -45,15 +58,22 @@ def _register_model(model: str) -> None:
 
     def judge(found: Result) -> None:
         if model in REFUSABLE and any(told["refused"] for told in found.ranks):
-            _judge_refusal_of_model(found, REFUSABLE[model])
-        else:
-            judge_accepted(found, f"the model {model!r}")
-            judge_losses(found)
-            _judge_weights(found, model)
+            judge_refusal_of_model(found, REFUSABLE[model])
+            return
+        judge_accepted(found, f"the model {model!r}")
+        if model == "batch_norm":
+            judge_losses(
+                found,
+                first="sync_batchnorm=True, and batch norm does not take its statistics from the "
+                "samples of all ranks: look at synchronize_batch_norm",
+            )
+        judge_losses(found)
+        _judge_weights(found, model)
 
-    @check(f"losses/{model}", judge, reference=True)
+    about = f"A model with {_HAS[model]} has the losses and weights of single_device."
+
+    @check(f"losses/{model}", judge, about=about, reference=True)
     def run(probe: Probe) -> dict[str, Any]:
-        """The loss of each step is that of single_device on the same samples."""
         return probe.attempt(lambda: _train(probe, model, **options))
 
 
@@ -70,27 +90,22 @@ def _judge_weights(found: Result, model: str) -> None:
     own, expected = found.ranks[0]["weights"], found.reference["weights"]
     trained = {name: expected[name] for name in found.reference["own"]}
     said = difference(own, trained, 100 * found.target.tolerance)
+    assert not trained.keys() - own.keys(), (
+        f"model_state(prepared) returned {said} on rank 0. Return the whole model there, by the "
+        "names of the user's module, as prepared.original.state_dict() has them"
+    )
+    evaluates = " what evaluation(prepared) leaves," if model == "unusual" else ""
     assert not said, (
         "losses are those of single_device, and the model is another one after training (look at "
-        f"optimizer_step, and at what model_state returns): {said}{meaning if unused else ''}"
+        f"optimizer_step,{evaluates} and at what model_state returns): {said}"
+        f"{meaning if unused else ''}"
     )
-
-
-def _judge_refusal_of_model(found: Result, names: tuple[str, ...]) -> None:
-    """Judge the refusal of a model, which has to name one of its parameters."""
-    refusals = [told["refused"] for told in found.ranks]
-    assert all(refusals), f"only some ranks refused the model: {refusals}"
-    for said in refusals:
-        assert any(name in said["text"] for name in names), (
-            "this model ends in an error that does not name its parameters, such as "
-            f"'net.{names[0]}': {said['kind']}: {said['text']}"
-        )
 
 
 def _register_optimizer(optimizer: str) -> None:
     @check(f"optimizers/{optimizer}", judge_losses, reference=True)
     def run(probe: Probe) -> dict[str, Any]:
-        """The optimizer steps the model's parameters once in each step, with its own state."""
+        """The optimizer updates each parameter once per step, and keeps its own state."""
         return _train(probe, "dense", optimizer)
 
 
@@ -115,7 +130,7 @@ def _register_precision(precision: str) -> None:
 
     @check(f"precisions/{precision}", judge, reference=True)
     def run(probe: Probe) -> dict[str, Any]:
-        """A precision that the capabilities take is applied, and any other one is refused."""
+        """A precision in the capabilities is applied. Any other precision raises an error."""
 
         def train() -> dict[str, Any]:
             learner, dtypes = Learner("dense", "sgd"), set()
@@ -137,7 +152,7 @@ def _register_precision(precision: str) -> None:
         return {**probe.attempt(train), "autocasts": autocasts}
 
 
-for _model in LOSSES:
+for _model in _HAS:
     _register_model(_model)
 for _optimizer in ("sgd", "adam", "adamw"):
     _register_optimizer(_optimizer)
@@ -147,7 +162,7 @@ for _precision in PRECISIONS:
 
 @check("losses/own models", reference=True)
 def _own(probe: Probe) -> dict[str, Any]:
-    """The author's models train as on single_device."""
+    """The models in the attribute `models` have the losses of single_device."""
     return {model: _train(probe, model) for model in probe.target.models if ":" in model}
 
 
@@ -197,10 +212,10 @@ class _Noting(Learner):
 
 @check("losses/initial weights", reference=True)
 def _initial(probe: Probe) -> dict[str, Any]:
-    """Every rank trains from rank 0's weights and buffers, whatever it was seeded with.
+    """Every rank starts with the weights and buffers of rank 0, whatever its seed is.
 
-    Also from frozen parameters, ones that are not contiguous, and buffers of integers. Attributes
-    of parameters and the mode of each layer stay as the user has set them.
+    This includes frozen parameters, parameters that are not contiguous, and integer buffers.
+    Attributes of parameters and the mode of each layer do not change.
     """
     learner = _Noting(seed=probe.rank)
     trainer = probe.trainer(max_epochs=1)
@@ -229,9 +244,9 @@ def _judge_initial(found: Result) -> None:
     try:
         judge_replicas(found, found.target.tolerance)
         judge_losses(found)
-        _judge_weights(found, "unusual")
     except AssertionError as error:
         raise AssertionError(f"{meaning}\n{error}") from None
+    _judge_weights(found, "unusual")  # which ranks have trained from rank 0's
 
 
 def _equal(own: float, expected: float) -> bool:

@@ -38,7 +38,7 @@ def _judge_groups(found: Result) -> None:
 
 @check("optimizers/groups and schedule", _judge_groups, reference=True)
 def _groups(probe: Probe) -> dict[str, Any]:
-    """Each group of parameters is stepped with its options as they are at that step."""
+    """Each step uses the current options of each parameter group, such as a scheduled lr."""
     learner = Scheduled(optimizer="groups")
     return probe.report(learner, probe.fit(learner, max_epochs=2))
 
@@ -117,7 +117,7 @@ def _train(
 
 @_under_lite(
     "two",
-    "Each of two optimizers of one model steps its own parameters.",
+    "Each of two optimizers of one model updates its own parameters.",
     "one of two optimizers of a model was not stepped, or with the other one's options",
     "optimizer",
 )
@@ -135,7 +135,7 @@ _CLIPS_ITSELF = "clips gradients itself"
 
 @_under_lite(
     "two and clip",
-    "Lite.clip_gradients clips the parameters of the optimizer that it is given, by their norm.",
+    "Lite.clip_gradients clips only the parameters of its optimizer, by their norm.",
     "clipping the gradients of one of two optimizers changed those of the other one, or took its "
     "norm: clip_gradients(prepared, optimizer, clip) is about optimizer.param_groups",
     "optimizer",
@@ -149,7 +149,7 @@ def _two_clipped(probe: Probe) -> dict[str, Any]:
 def _register_norm(name: str, norm_type: float, which: str) -> None:
     @_under_lite(
         name,
-        f"Lite.clip_gradients(norm_type={norm_type:g}) clips by {which}.",
+        f"Lite.clip_gradients(norm_type={norm_type:g}) uses {which} as the norm.",
         f"norm_type={norm_type:g} did not clip by {which} over all parameters and ranks: look at "
         "clip.norm_type in clip_gradients",
         "norm_type",
@@ -162,7 +162,7 @@ def _register_norm(name: str, norm_type: float, which: str) -> None:
 
 
 _register_norm("clip by the largest", math.inf, "the largest element")
-_register_norm("clip by the sum", 1.0, "the sum of all absolute values")
+_register_norm("clip by the sum", 1.0, "the sum of absolute values")
 
 
 def _judge_clip_not_finite(found: Result) -> None:
@@ -182,7 +182,7 @@ def _judge_clip_not_finite(found: Result) -> None:
 
 @check("optimizers/clip what is not finite", _judge_clip_not_finite)
 def _clip_not_finite(probe: Probe) -> dict[str, Any]:
-    """clip_gradients raises for a norm that is not finite if `error_if_nonfinite`, on all ranks."""
+    """clip_gradients raises an error for a norm that is not finite, if error_if_nonfinite=True."""
     can = probe.target.capabilities()
     if not can.manual_backward or can.engine_clips:
         return {}
@@ -199,7 +199,7 @@ def _clip_not_finite(probe: Probe) -> dict[str, Any]:
 
 @_under_lite(
     "closure",
-    "optimizer.step(closure) returns the loss of the closure, which computes the gradients.",
+    "optimizer.step(closure) calls the closure, and returns its loss.",
     "optimizer.step(closure) did not train as the closure asks, or did not return its loss: pass "
     "it on in optimizer_step(prepared, optimizer, closure), and return what that step returns",
     "closure",
@@ -223,7 +223,7 @@ def _closure(probe: Probe) -> dict[str, Any]:
 
 @_under_lite(
     "arguments of backward",
-    "lite.backward passes its arguments on: retain_graph=True keeps the graph.",
+    "Lite.backward passes its arguments to Tensor.backward, such as retain_graph=True.",
     "backward(loss, retain_graph=True) did not train as without it",
     "retain_graph",
 )
@@ -244,7 +244,7 @@ def _backward(probe: Probe) -> dict[str, Any]:
 
 @_under_lite(
     "dropped gradients",
-    "zero_grad() between backward and step drops the gradients, or is refused.",
+    "zero_grad() between backward and step drops the gradients, or raises an error.",
     "gradients that optimizer.zero_grad() was to drop have counted in a later step: clear them in "
     "what PreparedModel.gradient_clearer returns, or raise there",
     "zero_grad",
@@ -282,7 +282,7 @@ def _judge_own_backward(found: Result) -> None:
 
 @check("optimizers/the Module's backward", _judge_own_backward, reference=True)
 def _own_backward(probe: Probe) -> dict[str, Any]:
-    """A Module that overrides `backward` is trained by it, or refused."""
+    """A Module that overrides `backward` trains by its own method, or raises an error."""
 
     def train() -> dict[str, Any]:
         learner = _OwnBackward()
@@ -292,14 +292,20 @@ def _own_backward(probe: Probe) -> dict[str, Any]:
 
 
 class _ScaledLoss(Precision):
-    """Scales losses, as float16 needs it; steps, unscaled, what it was not asked to unscale."""
+    """Scales losses, as float16 needs it; steps, unscaled, what it was not asked to unscale.
+
+    Args:
+        skips: the number of the step that it skips, as if gradients had overflowed; 0: none.
+    """
 
     name = "scaled_by_the_kit"
     scales_loss = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, skips: int = 0) -> None:
         self.unscaled: set[int] = set()
         self.scaled = False
+        self.skips = skips
+        self.asked = 0
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         self.scaled = True
@@ -316,8 +322,10 @@ class _ScaledLoss(Precision):
         if id(optimizer) not in self.unscaled:
             self.unscale_gradients(optimizer)
         self.unscaled.clear()
-        self.step_was_skipped = False
-        optimizer.step()
+        self.asked += 1
+        self.step_was_skipped = self.asked == self.skips
+        if not self.step_was_skipped:
+            optimizer.step()
 
 
 def _judge_scaled(found: Result) -> None:
@@ -335,11 +343,18 @@ def _judge_scaled(found: Result) -> None:
         "self.precision.optimizer_step(optimizer), which unscales gradients, and clip after "
         "self.precision.unscale_gradients(optimizer)",
     )
+    for rank, told in enumerate(found.ranks):
+        assert told.get("steps") == found.reference.get("steps"), (
+            f"rank {rank} counts {told['steps']} steps, expected {found.reference['steps']}: the "
+            "precision has skipped one, as loss scaling does when gradients overflow. If "
+            "self.precision.step_was_skipped after optimizer_step, call "
+            "step.optimizer_step_was_skipped(optimizer), not step.after_optimizer_step(optimizer)"
+        )
 
 
 @check("precisions/scaled loss", _judge_scaled, reference=True)
 def _scaled(probe: Probe) -> dict[str, Any]:
-    """Gradients of a scaled loss are unscaled before the step, also in a loop under Lite."""
+    """If the precision scales the loss, gradients are unscaled before the step."""
 
     def train() -> dict[str, Any]:
         made = _ScaledLoss()
@@ -356,16 +371,20 @@ def _scaled(probe: Probe) -> dict[str, Any]:
 
 @check("precisions/scaled loss and clip", _judge_scaled, reference=True)
 def _scaled_and_clipped(probe: Probe) -> dict[str, Any]:
-    """Gradients of a scaled loss are unscaled before they are clipped."""
+    """If the precision scales the loss, gradients are unscaled before they are clipped.
+
+    A step that the precision skips is not counted.
+    """
     capabilities = probe.target.capabilities()
     clips = capabilities.gradient_clipping and not capabilities.engine_clips
     options: dict[str, Any] = {"gradient_clip_val": 0.3} if clips else {}
 
     def train() -> dict[str, Any]:
-        made = _ScaledLoss()
+        made = _ScaledLoss(skips=2)
         learner = Learner("dense", "momentum")
         trainer = probe.fit(learner, plugins=["single_file", made], **options)
-        return {**probe.report(learner, trainer), "scaled": [made.scaled]}
+        told = probe.report(learner, trainer)
+        return {**told, "scaled": [made.scaled], "steps": trainer.global_step}
 
     return probe.attempt(train)
 
@@ -414,7 +433,7 @@ def _judge_unfrozen(found: Result) -> None:
 
 @check("steps/unfrozen", _judge_unfrozen, reference=True)
 def _unfrozen(probe: Probe) -> dict[str, Any]:
-    """A layer that is unfrozen, and frozen again, is trained in between, or it is refused."""
+    """A layer can be unfrozen and frozen during a fit, or doing so raises an error."""
 
     def train() -> dict[str, Any]:
         learner = _Frozen()
@@ -461,7 +480,7 @@ def _judge_added(found: Result) -> None:
 
 @check("optimizers/added group", _judge_added, reference=True)
 def _added(probe: Probe) -> dict[str, Any]:
-    """A group of parameters that is added while training goes on is stepped, or refused."""
+    """A parameter group that is added during a fit is trained, or raises an error."""
 
     def train() -> dict[str, Any]:
         learner = _LastLayer()

@@ -13,9 +13,9 @@ from stratagem_testing.strategies.probe import Probe
 
 @check("plugin/light import")
 def _light(probe: Probe) -> dict[str, Any]:
-    """The module of the entry point imports neither torch nor an SDK.
+    """The module of the plugin's entry point imports neither torch nor a vendor's library.
 
-    `stratagem strategies` is quick whatever is installed; `PluginConformance` has the rest.
+    So `stratagem strategies` stays fast. `PluginConformance` checks the rest of a plugin.
     """
     if probe.rank != 0 or probe.target.is_place:
         return {}  # it has no plugin module: it is not published

@@ -58,36 +58,55 @@ def _whole(probe: Probe, model: str = "dense", *, shuffle: bool = False) -> Any:
 
 
 class _Saves(Callback):
-    """Saves after each of some steps, and notes what the model is then.
+    """Saves after each of some steps, and notes the optimizer's state at a step.
 
     Args:
         probe: whose folder has the files, "1.ckpt" of the first step.
         steps: after which it saves.
+
+    Attributes:
+        optimizer: this rank's state of the optimizer after the step SAVED_AT.
     """
 
     def __init__(self, probe: Probe, *steps: int) -> None:
         self.probe = probe
         self.steps = steps
+        self.optimizer: list[Any] = []
 
     def on_train_batch_end(self, trainer: Any, *of_batch: Any) -> None:
         if trainer.global_step in self.steps:
             trainer.save_checkpoint(self.probe.folder / f"{trainer.global_step}.ckpt")
+        self.on_train_batch_start(trainer)
+
+    def on_train_batch_start(self, trainer: Any, *of_batch: Any) -> None:
+        if trainer.global_step == SAVED_AT and not self.optimizer:
+            self.optimizer = _optimizer_state(trainer.optimizers[0])
+
+
+def _optimizer_state(optimizer: Any) -> list[Any]:
+    """Return the state that this rank has for each parameter, as plain numbers."""
+
+    def local(value: Any) -> Any:
+        return value.to_local() if hasattr(value, "to_local") else value
+
+    states = (optimizer.state.get(p, {}) for g in optimizer.param_groups for p in g["params"])
+    return [_plain({key: local(value) for key, value in state.items()}) for state in states]
 
 
 def _resumed(probe: Probe, model: str = "dropout", **options: Any) -> dict[str, Any]:
     """Train, save twice on the way, and go on from the second save."""
     whole: dict[str, Any] = {"max_steps": STEPS, "shuffle": True, **options}
     told = {}
-    for name, more in (
-        ("saved", {"callbacks": _Saves(probe, 1, SAVED_AT)}),
-        ("resumed", {"ckpt_path": probe.folder / f"{SAVED_AT}.ckpt"}),
-    ):
+    for name in ("saved", "resumed"):
         resumes = name == "resumed"
+        notes = _Saves(probe, *(() if resumes else (1, SAVED_AT)))
+        path = probe.folder / f"{SAVED_AT}.ckpt" if resumes else None
         torch.manual_seed(8 if resumes else 7)
         # Other weights: those of the checkpoint count.
         learner = Scheduled(model, "adam_groups", seed=5 if resumes else 0)
-        trainer = probe.fit(learner, SAMPLES, **whole, **more)
-        told[name] = {**probe.report(learner, trainer), "rates": learner.rates}
+        trainer = probe.fit(learner, SAMPLES, callbacks=[notes], ckpt_path=path, **whole)
+        report = probe.report(learner, trainer)
+        told[name] = {**report, "rates": learner.rates, "optimizer": notes.optimizer}
     return told
 
 
@@ -107,6 +126,7 @@ def _judge_resumed(found: Result, tolerance: float = 1e-6) -> None:
             saved["losses"][SAVED_AT:],
             tolerance,
             f"the run that saved for the second time then, and went on (rank {rank})",
+            _meaning_of_steps(found),
         )
         said = difference(resumed["weights"], saved["weights"], tolerance)
         assert not said, (
@@ -117,12 +137,36 @@ def _judge_resumed(found: Result, tolerance: float = 1e-6) -> None:
         )
 
 
+_OF_OPTIMIZER = (
+    "the optimizer's state was not restored, or an earlier save's was (look at optimizer_state and "
+    "load_optimizer_state; at state and load_state for what the strategy itself keeps)"
+)
+"""What it may mean if a run that was resumed has other losses after its first step."""
+
+
+def _meaning_of_steps(found: Result) -> str:
+    """Return what other losses mean, by the ranks' optimizers after the load and at the save."""
+    for rank, told in enumerate(found.ranks):
+        where = _first_difference(told["resumed"]["optimizer"], told["saved"]["optimizer"])
+        if where is not None:
+            return (
+                "the optimizer's state was not restored, or an earlier save's was (look at "
+                f"optimizer_state and load_optimizer_state): it differs at {where} on rank {rank}"
+            )
+    if not any(any(told["saved"]["optimizer"]) for told in found.ranks):
+        return _OF_OPTIMIZER  # an engine has it elsewhere
+    return (
+        "the optimizer's state is that of the save, so look at state and load_state for what the "
+        "strategy itself keeps, such as a count of steps or the error of a compression"
+    )
+
+
 @check("state/exact resume")
 def _resume(probe: Probe) -> dict[str, Any]:
-    """A run that is resumed within an epoch is the run that saved there and went on.
+    """A run that resumes within an epoch has the same losses as the run that saved and continued.
 
-    Weights, optimizer, learning rates, order of samples, random numbers and the strategy's own
-    state are restored, from a second save in one run.
+    A checkpoint restores weights, optimizer, learning rates, the order of samples, random numbers
+    and the strategy's own state. The check resumes from the second save of a run.
     """
     torch.manual_seed(7)
     learner = Scheduled("dropout", "adam_groups")
@@ -150,6 +194,7 @@ def _register_precision(precision: str, tolerance: float, about: str, meaning: s
         if all((told["refused"] or {}).get("kind") == REFUSAL for told in found.ranks):
             return  # see precisions/
         judge_accepted(found, f"precision={precision!r} with a save and a resume")
+        _judge_resumed(found)
         try:
             _judge_resumed(found, tolerance)
         except AssertionError as error:
@@ -163,7 +208,7 @@ def _register_precision(precision: str, tolerance: float, about: str, meaning: s
 _register_precision(
     "64-true",
     1e-12,
-    "The same in float64: nothing goes through float32 on its way to a checkpoint and back.",
+    "A resumed run in float64 is exact: no state is rounded to float32 in the checkpoint.",
     "weights or optimizer state of float64 may have gone through float32 on their way to the "
     "checkpoint and back (look at model_state, optimizer_state and what loads them): ",
 )
@@ -171,11 +216,25 @@ for _precision in ("bf16-mixed", "bf16-true"):
     _register_precision(
         _precision,
         1e-6,
-        "The same in a low precision, in which rounding hides what was not restored.",
+        "A resumed run in low precision is exact, including weights kept in a higher precision.",
     )
 
 
-def _same_losses(own: list[float], expected: list[float], tolerance: float, of: str) -> None:
+def _same_losses(
+    own: list[float],
+    expected: list[float],
+    tolerance: float,
+    of: str,
+    later: str = _OF_OPTIMIZER,
+) -> None:
+    """Compare the losses after a resume.
+
+    Args:
+        own, expected: the losses.
+        tolerance: relative and absolute.
+        of: whose losses are expected.
+        later: what it means if they differ from a later step on.
+    """
     assert len(own) == len(expected), (
         f"{len(own)} losses after a resume at step {SAVED_AT} of {STEPS}, expected {len(expected)}"
     )
@@ -187,9 +246,7 @@ def _same_losses(own: list[float], expected: list[float], tolerance: float, of: 
                 "The first one differs: weights, the order of samples or random numbers were not "
                 "restored, or an earlier save's were (look at model_state and load_model_state)"
                 if step == 1
-                else "The first step after it differs: the optimizer's state was not restored, or "
-                "an earlier save's was (look at optimizer_state and load_optimizer_state; at state "
-                "and load_state for what the strategy itself keeps)"
+                else f"The weights are those of the save, and a step after it differs: {later}"
             )
             + f"\nlosses   {shown(own)}\nexpected {shown(expected)}"
         )
@@ -209,7 +266,7 @@ def _on_single_device(probe: Probe) -> dict[str, Any]:
 
 @check("state/into single_device", after=_on_single_device)
 def _into(probe: Probe) -> dict[str, Any]:
-    """A checkpoint holds the whole model under its own names, and single_device goes on from it."""
+    """A checkpoint has the whole model by its own names, and single_device resumes from it."""
     whole = _whole(probe)
     learner, _ = _train_and_save(probe)
     module = Learner()
@@ -243,7 +300,7 @@ def _judge_into(found: Result) -> None:
 
 @check("state/out of single_device", reference=True)
 def _out(probe: Probe) -> dict[str, Any]:
-    """Training goes on from a checkpoint of single_device, with its optimizer's state."""
+    """The strategy resumes from a checkpoint of single_device, with the optimizer's state."""
     if probe.target.strategy == "single_device" and probe.folder == probe.reference:
         whole = _whole(probe)
         _train_and_save(probe)
@@ -262,7 +319,7 @@ def _judge_out(found: Result) -> None:
 
 @check("state/other model")
 def _other_model(probe: Probe) -> dict[str, Any]:
-    """A checkpoint of another model is refused, and not loaded in part."""
+    """Loading a checkpoint of another model raises an error that names a parameter."""
     _train_and_save(probe)
     path, other = probe.folder / "saved.ckpt", Learner("batch_norm")
 
@@ -288,18 +345,30 @@ def _judge_other_model(found: Result) -> None:
 
 
 class _Options(Callback):
-    """Changes and adds options of a group of the optimizer, as user code does."""
+    """Changes and adds options of a group of the optimizer, as user code does.
+
+    Attributes:
+        last: everything that a checkpoint takes from the strategy, after the last step.
+    """
+
+    def __init__(self) -> None:
+        self.last: dict[str, Any] = {}
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         for group in trainer.optimizers[0].param_groups[-1:]:
             group.update(scale=0.5, note="kit")
 
+    def on_train_batch_end(self, trainer: Any, *of_batch: Any) -> None:
+        if trainer.global_step == SAVED_AT:
+            self.last = _state(trainer)
+
 
 @check("state/round trip")
 def _round_trip(probe: Probe) -> dict[str, Any]:
-    """Model, optimizer and the strategy's own state are after a load what they were at the save.
+    """A load restores the model, the optimizer and the strategy's own state of the save.
 
-    So are their dtypes, buffers, integers, the options of groups, and a module's extra state.
+    This includes dtypes, buffers, integers, options of parameter groups, and a module's extra
+    state. `end_training` does not drop the strategy's own state, which a later save needs.
     """
     try:
         return _saved_and_loaded(probe, "counting")
@@ -311,11 +380,12 @@ def _round_trip(probe: Probe) -> dict[str, Any]:
 
 
 def _saved_and_loaded(probe: Probe, optimizer: str) -> dict[str, Any]:
-    first = Learner("unusual", optimizer)
-    trainer = probe.fit(first, SAMPLES, max_steps=SAVED_AT, callbacks=[_Options()])
+    first, options = Learner("unusual", optimizer), _Options()
+    trainer = probe.fit(first, SAMPLES, max_steps=SAVED_AT, callbacks=[options])
     path = probe.folder / "saved.ckpt"
     trainer.save_checkpoint(path)
     told: dict[str, Any] = {
+        "last": options.last,
         "saved": _state(trainer),
         "lives": _live(first, trainer),
         "names": _with_dtypes(Learner("unusual").state_dict()),
@@ -383,6 +453,7 @@ def _judge_round_trip(found: Result) -> None:
     }
     _judge_saved(found.ranks[0])
     for rank, told in enumerate(found.ranks):
+        _judge_end_of_training(rank, told)
         assert told["said"] is None, (
             f"a checkpoint of the strategy's own did not load on rank {rank}: "
             f"{told['said']['kind']}: {told['said']['text']}"
@@ -406,6 +477,20 @@ def _judge_round_trip(found: Result) -> None:
                 "load_model_state and load_optimizer_state, and at what model_state and "
                 f"optimizer_state return): they differ at {where}"
             )
+
+
+def _judge_end_of_training(rank: int, told: Mapping[str, Any]) -> None:
+    """Compare what would be saved after the last step with what is saved after the fit."""
+    last, saved = told["last"], told["saved"]
+    # With other weights (an average), the strategy's own state may well be another one.
+    if any(_first_difference(last[what], saved[what]) for what in ("model", "optimizer")):
+        return
+    where = _first_difference(saved["own"], last["own"])
+    assert where is None, (
+        f"state returned something else on rank {rank} after the fit than after its last step, and "
+        "model and optimizer are the same: end_training(prepared) has changed or dropped what a "
+        f"run that resumes from a save after the fit needs. They differ at {where}"
+    )
 
 
 def _judge_saved(told: Mapping[str, Any]) -> None:
@@ -469,9 +554,9 @@ def _same_numbers(own: list[Any], other: list[Any], tolerance: float) -> bool:
 
 @check("state/in part")
 def _in_part(probe: Probe) -> dict[str, Any]:
-    """A state that lacks a name is refused before anything is loaded; strict=False loads the rest.
+    """If a name is missing, load_model_state raises an error, and loads nothing.
 
-    Also buffers, and a module's extra state.
+    With strict=False, it loads all other names, including buffers and a module's extra state.
     """
     learner, other = Learner("unusual", "adam"), Learner("unusual", seed=5)
     trainer = probe.fit(learner, 8)
