@@ -34,9 +34,13 @@ def test_kernels_are_chosen_as_asked_until_the_end_of_a_run(
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     restore()
     assert torch.backends.cudnn.benchmark == before
-    CUDAAccelerator().configure_kernels(benchmark=False, deterministic=True)()
+    restore = CUDAAccelerator().configure_kernels(benchmark=False, deterministic=True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    restore()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    CUDAAccelerator().configure_kernels(benchmark=False, deterministic=True)()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # the user's
 
 
 @pytest.mark.skipif(

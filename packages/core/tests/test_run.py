@@ -307,7 +307,8 @@ def test_ranks_that_a_rank_has_started_are_ranks_of_their_own(runs: Runs) -> Non
         timeout=TIMEOUT,
         check=True,
     )
-    assert done.stdout == "inner 2\n", done.stderr
+    said = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # torch 2.9
+    assert said == ["inner 2"], done.stderr
 
 
 def test_two_ranks_train_together(runs: Runs) -> None:

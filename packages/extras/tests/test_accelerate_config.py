@@ -67,7 +67,7 @@ def test_two_ranks_train_as_the_file_says(tmp_path: Path) -> None:
         timeout=120,
     )
     assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.split() == ["2", "ddp", "cpu", "bf16-mixed"]
+    assert finished.stdout.splitlines()[-1] == "2 ddp cpu bf16-mixed"
 
 
 def test_machines_and_ports_are_those_of_the_file(tmp_path: Path) -> None:

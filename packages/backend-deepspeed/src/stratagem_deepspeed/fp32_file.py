@@ -44,7 +44,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         {'state_dict': {'weight': tensor([1., 1.])}}
     """
     storage.check_is_new(output_file)
-    source = checkpoint_dir if tag is None else storage.join(checkpoint_dir, tag)
+    source = checkpoint_dir if tag is None else f"{checkpoint_dir}/{tag}"
     checkpoint = DirectoryCheckpointIO().load_checkpoint(source)
     for key in _TO_RESUME:
         checkpoint.pop(key, None)
