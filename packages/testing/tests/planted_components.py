@@ -14,6 +14,7 @@ import os
 import pickle
 import subprocess
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
@@ -191,6 +192,24 @@ class RoundsLabels(Precision):
         from stratagem.data.pytree import map_tensors
 
         return lambda batch: map_tensors(lambda tensor: tensor.float(), batch)
+
+
+class FlatBatches(TruePrecision):
+    """A dict is passed on as it is, and so are lists within lists."""
+
+    def __init__(self) -> None:
+        super().__init__("bf16-true")
+        self.name = "bf16-flat"
+
+    def input_converter(self) -> Callable[[Any], Any]:
+        def one(value: Any) -> Any:
+            is_float = isinstance(value, Tensor) and value.is_floating_point()
+            return value.to(self.dtype) if is_float else value
+
+        def convert(batch: Any) -> Any:
+            return type(batch)(map(one, batch)) if type(batch) in (tuple, list) else one(batch)
+
+        return convert
 
 
 class ForgetsNamedTuples(Precision):
@@ -535,6 +554,13 @@ class OwnRunID(PlainEnvironment):
         return f"run{self.global_rank()}"
 
 
+class RunOfTheProcess(PlainEnvironment):
+    """Each process has a run of its own."""
+
+    def run_id(self) -> str | None:
+        return f"run{os.getpid()}"
+
+
 # ---------------------------------------------------------------- launchers
 
 
@@ -742,6 +768,28 @@ class Counts(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps = state["steps"]
+
+
+class ResetsAtStart(Counts):
+    """The count begins at 0 in every fit, also in one that is resumed."""
+
+    def on_train_start(self, *_: Any) -> None:
+        self.steps = 0
+
+
+class CountsSeconds(Counts):
+    """Nothing is wrong: no two runs take as many seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        super().on_train_batch_end()
+        self.seconds = time.monotonic()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "seconds": self.seconds}
 
 
 class WritesWhenMade(Counts):

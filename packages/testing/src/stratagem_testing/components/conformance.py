@@ -141,7 +141,9 @@ class ClusterEnvironmentConformance(ComponentConformance):
     Attributes:
         cluster_environment: a name, class, function or place.
         ranks: the environment variables of each rank of one job, as the cluster sets them; at
-            least two ranks. Rank 0's host has to be this one.
+            least two ranks. Rank 0's host has to be this one. If jobs can have several nodes, let
+            a second class have two (`nodes = 2`): with one node, a local rank that is the global
+            rank is right. Variables of a second node need no second machine.
         nodes: how many nodes that job has.
     """
 

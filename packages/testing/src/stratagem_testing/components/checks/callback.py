@@ -10,8 +10,10 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stratagem.callbacks import Callback
+from stratagem.data import map_tensors
 from stratagem.state import find_offending_value
 from stratagem.strategies import check_overrides
 from stratagem.trainer import Trainer
@@ -157,18 +159,40 @@ def _plain(bench: Bench) -> None:
 
 @check(KIND, "state/resumed")
 def _resumed(bench: Bench) -> None:
-    """A run that resumes after an epoch has the same weights as an uninterrupted run."""
-    whole = _fit(bench, bench.make(), max_epochs=2)
+    """A run that resumes after an epoch has the same weights as an uninterrupted run.
+
+    At the end, state_dict() of the callback returns the same.
+    """
+    uninterrupted, continued = bench.make(), bench.make()
+    whole = _fit(bench, uninterrupted, max_epochs=2)
     path = bench.folder.parent / "after_one.ckpt"
     torch.manual_seed(0)
     trainer = _trainer(bench, bench.make(), _Saves(path), max_epochs=2)
     trainer.fit(Learner(), loader(32, 1), loader(16, 1))
-    resumed = _fit(bench, bench.make(), path=path, max_epochs=2)
+    resumed = _fit(bench, continued, path=path, max_epochs=2)
     different = _differing(whole, resumed)
     assert not different, (
         f"a resumed run ends with other weights ({different[0]}): state_dict() has to hold, and "
         "load_state_dict() to restore, what the callback goes on from"
     )
+    expected, found = uninterrupted.state_dict(), continued.state_dict()
+    wrong = [key for key in {**expected, **found} if _differ(expected, found, key)]
+    if wrong:
+        # What two uninterrupted runs have differently, such as seconds, cannot be compared.
+        other = bench.make()
+        _fit(bench, other, max_epochs=2)
+        wrong = [key for key in wrong if not _differ(expected, other.state_dict(), key)]
+    assert not wrong, (
+        f"after a resumed run state_dict() has {wrong[0]!r}: {found.get(wrong[0])!r}, expected "
+        f"{expected.get(wrong[0])!r}, as after an uninterrupted run. load_state_dict() is called "
+        "before `on_train_start`, which must not reset what was loaded: reset it in `setup`"
+    )
+
+
+def _differ(one: dict[str, Any], other: dict[str, Any], key: str) -> bool:
+    """Return whether two states differ at a key."""
+    told = [map_tensors(Tensor.tolist, state.get(key)) for state in (one, other)]
+    return bool(told[0] != told[1])
 
 
 class _Saves(Callback):

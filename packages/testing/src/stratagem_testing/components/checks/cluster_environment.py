@@ -349,13 +349,31 @@ def _judge_variables(before: Mapping[str, str], now: Mapping[str, str]) -> None:
 
 @check(KIND, "life/same for all")
 def _alike(bench: Bench) -> None:
-    """run_id and restart_count are the same on every rank, and do not change."""
-    told = []
-    for variables in _ranks(bench):
-        with bench.environ(variables):
-            environment = bench.make()
-            told.append((environment.run_id(), environment.restart_count()))
-            again = (environment.run_id(), environment.restart_count())
-            environment.teardown()
-        assert again == told[-1], f"run_id and restart_count are {told[-1]}, and then {again}"
-    assert len(set(told)) == 1, f"run_id and restart_count differ by rank: {told}"
+    """run_id and restart_count are the same on every rank, and do not change.
+
+    Each rank is a process of its own.
+    """
+
+    def read(report: Report) -> None:
+        environment = bench.make()
+        for _ in range(2):
+            report(told=[environment.run_id(), environment.restart_count()])
+        environment.teardown()
+
+    children = [bench.in_child(read, variables) for variables in _ranks(bench)]
+    try:
+        told = [[_next(child, _PATIENCE) for _ in range(2)] for child in children]
+    finally:
+        for child in children:
+            child.end()
+    log = bench.folder.parent / "children.log"
+    assert all(each[1] for each in told), (
+        f"a rank did not tell run_id and restart_count\n{log.read_text(errors='replace')[-3000:]}"
+    )
+    for first, again in told:
+        assert again == first, f"run_id and restart_count are {first}, and then {again}"
+    found = [first["told"] for first, _ in told if first]
+    assert all(each == found[0] for each in found), (
+        f"run_id and restart_count differ by rank: {found}. Take them from what the cluster gives "
+        "to every rank of a job, and to its next start; not from the process"
+    )

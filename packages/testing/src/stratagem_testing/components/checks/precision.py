@@ -255,7 +255,8 @@ def _batches(bench: Bench) -> None:
         convert = make()
         if convert is None:
             continue
-        _judge_converter(name, convert)
+        dtype = precision.dtype if name == "output_converter" else torch.float32
+        _judge_converter(name, convert, dtype)
     convert = precision.output_converter()
     if convert is not None:
         output = convert(torch.ones(2, dtype=precision.dtype))
@@ -270,16 +271,17 @@ class _Pair(NamedTuple):
     second: torch.Tensor
 
 
-def _judge_converter(name: str, convert: Callable[[Any], Any]) -> None:
-    floats = torch.linspace(0, 1, 6)
+def _judge_converter(name: str, convert: Callable[[Any], Any], dtype: torch.dtype) -> None:
+    floats = torch.linspace(0, 1, 6).to(dtype)
+    expected = convert(floats).dtype
     batch = {
         "floats": floats,
         "integers": torch.arange(5),
         "flags": torch.tensor([True]),
-        "nested": [(floats * 2, "text", None, 7)],
+        "nested": [(torch.linspace(0, 2, 6).to(dtype), "text", None, 7)],
     }
     converted = convert(batch)
-    assert batch["floats"] is floats and floats.dtype is torch.float32, (  # noqa: PT018
+    assert batch["floats"] is floats and floats.dtype is dtype, (  # noqa: PT018
         f"{name}() changes the batch in place: the loader's own tensors are converted"
     )
     assert isinstance(converted, dict) and converted.keys() == batch.keys(), (  # noqa: PT018
@@ -291,10 +293,11 @@ def _judge_converter(name: str, convert: Callable[[Any], Any]) -> None:
         )
     ((inner, text, nothing, number),) = converted["nested"]
     assert (text, nothing, number) == ("text", None, 7), f"{name}() changed what is no tensor"
-    assert inner.dtype is converted["floats"].dtype, (
-        f"{name}() converts a tensor to {converted['floats'].dtype}, and one in a list in a dict "
-        f"to {inner.dtype}"
-    )
+    for where, found in (("a dict", converted["floats"]), ("a tuple in a list in a dict", inner)):
+        assert found.dtype is expected, (
+            f"{name}() makes {expected} of a tensor of {dtype}, and {found.dtype} of one in "
+            f"{where}: batches are dicts, too. stratagem.data.map_tensors converts any nesting"
+        )
     try:
         pair = convert(_Pair(floats, torch.arange(2)))
     except TypeError as error:
@@ -303,7 +306,7 @@ def _judge_converter(name: str, convert: Callable[[Any], Any]) -> None:
             "such a one is made of its parts as arguments"
         ) from None
     assert isinstance(pair, _Pair), f"{name}() made a {type(pair).__name__} of a named tuple"
-    assert pair.first.dtype is inner.dtype, f"{name}() left a tensor in a named tuple as it was"
+    assert pair.first.dtype is expected, f"{name}() left a tensor in a named tuple as it was"
     off = float((converted["floats"].double() - floats.double()).abs().max())
     assert off <= _rounding(converted["floats"].dtype), f"{name}() changed values by {off:.2g}"
 
