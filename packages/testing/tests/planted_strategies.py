@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from stratagem.discovery import Capabilities
+from stratagem.errors import CommunicationError, StratagemError
 from stratagem.strategies import (
     DDPStrategy,
     FSDPStrategy,
@@ -1097,6 +1098,106 @@ class ForgetsError(ErrorFeedback):
 
     def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         return {}
+
+
+class OwnRowOfError(ErrorFeedback):
+    """A checkpoint of fewer ranks has no row for the last one."""
+
+    def load_state(
+        self, prepared: PreparedModel, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+    ) -> None:
+        own = state["errors"][self.ranks.global_rank]
+        self.error = {name: error.clone() for name, error in own.items()}
+
+
+class SlowWeights(ByBackward):
+    """Nothing is wrong: every third step goes half of the way back to the slow weights."""
+
+    def prepare(self, *arguments: Any, **options: Any) -> PreparedModel:
+        prepared = super().prepare(*arguments, **options)
+        self.take_slow(prepared)
+        return prepared
+
+    def take_slow(self, prepared: PreparedModel) -> None:
+        named = prepared.original.named_parameters()
+        prepared.strategy_data["slow"] = {name: p.detach().clone() for name, p in named}
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        result = super().optimizer_step(prepared, optimizer, closure)
+        own = prepared.strategy_data
+        own["steps"] = own.get("steps", 0) + 1
+        if own["steps"] % 3 == 0:
+            with torch.no_grad():
+                for name, p in prepared.original.named_parameters():
+                    p.copy_(own["slow"][name].lerp_(p, 0.5))
+        return result
+
+    def load_model_state(
+        self, prepared: PreparedModel, state: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
+        super().load_model_state(prepared, state, strict=strict)
+        self.take_slow(prepared)
+
+    def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        slow = {name: value.clone() for name, value in prepared.strategy_data["slow"].items()}
+        return {"slow": slow, "steps": prepared.strategy_data.get("steps", 0)}
+
+    def load_state(
+        self, prepared: PreparedModel, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+    ) -> None:
+        slow = {name: value.clone() for name, value in state["slow"].items()}
+        prepared.strategy_data.update(slow=slow, steps=state["steps"])
+
+
+class StaleSlowWeights(SlowWeights):
+    """Slow weights are those of before, where weights alone are loaded."""
+
+    def take_slow(self, prepared: PreparedModel) -> None:
+        if "slow" not in prepared.strategy_data:
+            super().take_slow(prepared)
+
+
+class ForgetsAverage(ByBackward):
+    """The average of weights, which evaluation uses, is in no checkpoint."""
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        named = dict(prepared.original.named_parameters())
+        before = {name: p.detach().clone() for name, p in named.items()}
+        average = prepared.strategy_data.setdefault("average", before)
+        result = super().optimizer_step(prepared, optimizer, closure)
+        for name, p in named.items():
+            average[name].lerp_(p.detach(), 0.1)
+        return result
+
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
+        named = dict(prepared.original.named_parameters())
+        own = {name: p.detach().clone() for name, p in named.items()}
+        with super().evaluation(prepared), torch.no_grad():
+            for name, p in named.items():
+                p.copy_(prepared.strategy_data.get("average", own)[name])
+            yield
+            for name, p in named.items():
+                p.copy_(own[name])
+
+
+class ExplainsEverything(ByBackward):
+    """Every RuntimeError is one of communication."""
+
+    def explain(self, prepared: PreparedModel, error: RuntimeError) -> StratagemError | None:
+        return CommunicationError("a rank was lost: look at the network")
+
+
+class ConvertsNothing(ByBackward):
+    """Its prepare leaves out the conversion to the precision."""
+
+    def prepare(self, module: Any, optimizers: Any = (), *, move_to_device: bool = True) -> Any:
+        wrapped = self.wrap(module)
+        return PreparedModel(wrapped, module, make_optimizers(optimizers), evaluation_module=module)
 
 
 class Periodic(ByHand):

@@ -83,6 +83,8 @@ class Check:
         after: run under `single_device` when the ranks are gone, in the same folder; None: nothing.
         alone: needs ranks of its own, since it ends them.
         ranks: how many it needs; 0: as many as the target has.
+        follows: the check that runs before, on the target's own ranks, and whose folder is the
+            probe's `reference`; "": none.
     """
 
     name: str
@@ -93,6 +95,7 @@ class Check:
     after: Run | None = None
     alone: bool = False
     ranks: int = 0
+    follows: str = ""
 
 
 CHECKS: dict[str, Check] = {}
@@ -108,6 +111,7 @@ def check(
     after: Run | None = None,
     alone: bool = False,
     ranks: int = 0,
+    follows: str = "",
 ) -> Callable[[Run], Check]:
     """Make the decorated function a check; see `Check`.
 
@@ -115,7 +119,7 @@ def check(
         name: "group/what".
         judge: None: what `judge_of` decorates.
         about: what it means when it fails; "": the function's docstring.
-        reference, after, alone, ranks: as `Check` has them.
+        reference, after, alone, ranks, follows: as `Check` has them.
     """
 
     def register(run: Run) -> Check:
@@ -128,6 +132,7 @@ def check(
             after=after,
             alone=alone,
             ranks=ranks,
+            follows=follows,
         )
         return made
 

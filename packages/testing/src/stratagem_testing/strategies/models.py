@@ -380,11 +380,13 @@ class Learner(Module):
         evaluated: (numbers of the samples, sum of their losses) of each evaluation batch.
         modes: whether the model was in training mode, for each micro-batch.
         rates: the learning rates of all groups, for each micro-batch.
+        begun: the parameters before anything was done to them.
     """
 
     def __init__(self, model: str = "dense", optimizer: str = "sgd", seed: int = 0) -> None:
         super().__init__()
         self.net = build(model, seed)
+        self.begun = flat(dict(self.named_parameters()))
         self.optimizer = optimizer
         self.losses: list[float] = []
         self.seen: list[list[int]] = []

@@ -30,7 +30,7 @@ class Probe:
         rank: this process's number.
         world_size: the number of processes.
         folder: the check's own, the same on all ranks.
-        reference: where `single_device` has left its files of this check.
+        reference: where `single_device`, or the check that this one follows, has left files.
     """
 
     def __init__(
@@ -74,14 +74,29 @@ class Probe:
         return models.loader(samples, self.target.data_groups, shuffle=shuffle)
 
     def fit(
-        self, learner: models.Learner, samples: int = 32, *, shuffle: bool = False, **options: Any
+        self,
+        learner: models.Learner,
+        samples: int = 32,
+        *,
+        shuffle: bool = False,
+        validated: int = 0,
+        **options: Any,
     ) -> Trainer:
-        """Train, for one epoch where nothing else is said; return the Trainer."""
+        """Train, for one epoch where nothing else is said; return the Trainer.
+
+        Args:
+            learner: what is trained.
+            samples: of training; all ranks together.
+            shuffle: whether in another order.
+            validated: samples of the validation after each epoch; 0: no validation.
+            **options: of the Trainer and of `fit`.
+        """
         if not {"max_epochs", "max_steps"} & options.keys():
             options["max_epochs"] = 1
         path = options.pop("ckpt_path", None)
         trainer = self.trainer(**options)
-        trainer.fit(learner, self.loader(samples, shuffle=shuffle), ckpt_path=path)
+        validation = self.loader(validated) if validated else None
+        trainer.fit(learner, self.loader(samples, shuffle=shuffle), validation, ckpt_path=path)
         return trainer
 
     def report(self, learner: models.Learner, trainer: Trainer) -> dict[str, Any]:
@@ -89,6 +104,7 @@ class Probe:
         return {
             "shard": list(trainer.ranks.data_split),
             "losses": learner.losses,
+            "begun": learner.begun,
             "weights": self.weights(trainer),
             "own": self.own_weights(trainer.run.require_prepared().original),
         }

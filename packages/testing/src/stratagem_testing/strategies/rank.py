@@ -42,7 +42,8 @@ class Work:
         target: what is tested.
         check: a name.
         folder: where ranks may leave files.
-        reference: the same of `single_device`, which has run before.
+        reference: the same of `single_device`, or of the check that it follows, which has run
+            before.
     """
 
     target: Target

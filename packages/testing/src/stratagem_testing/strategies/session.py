@@ -111,14 +111,17 @@ def run_checks(
         deadline: seconds that a check may take.
 
     Returns:
-        What came of each.
+        What came of each, and of each check that one of them follows.
     """
     load_checks()
+    before = [(target, CHECKS[name].follows) for target, name in items if CHECKS[name].follows]
+    items = list(dict.fromkeys([*before, *items]))
     outcomes: dict[Item, Outcome] = {}
     names = list(dict.fromkeys(name for _, name in items if CHECKS[name].reference))
     reference = reference or Reference(folder, deadline)
     reference_folder, references = reference.of(items[0][0], names)
     targets = list(dict.fromkeys(target for target, _ in items))
+    folders: dict[Item, str] = {}
     for number, group in enumerate(_groups(items)):
         own = folder / f"ranks{number}"
         work = {}
@@ -129,7 +132,11 @@ def run_checks(
                 outcomes[target, name] = Outcome()
                 continue
             target_folder = own / f"target{targets.index(target)}"
-            work[target, name] = _work((tested, name), target_folder, reference_folder)
+            one = _work((tested, name), target_folder, reference_folder)
+            if followed := CHECKS[name].follows:
+                one = replace(one, reference=folders[target, followed])
+            work[target, name] = one
+            folders[target, name] = one.folder
         ran = _run(work, own, deadline) if work else {}
         follow = {
             item: replace(one, target=_plain(one.target))
@@ -139,6 +146,9 @@ def run_checks(
         after = _run(follow, own / "after", deadline, after=True) if follow else {}
         for item, one in work.items():
             outcomes[item] = _outcome(one, ran[item], references, after.get(item))
+            followed = CHECKS[item[1]].follows
+            if followed and outcomes[item[0], followed].failure:
+                outcomes[item] = Outcome()  # what it needs is not there, as the other one says
     return outcomes
 
 

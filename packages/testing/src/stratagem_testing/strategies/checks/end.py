@@ -67,6 +67,31 @@ class _Failing(Learner):
         return super().training_step(batch, batch_idx)
 
 
+@check("end/the user's error")
+def _own_error(probe: Probe) -> dict[str, Any]:
+    """A RuntimeError that user code raises ends the run as what it is, with its own text."""
+
+    class Fails(Learner):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 1:
+                raise RuntimeError(PLANTED)
+            return super().training_step(batch, batch_idx)
+
+    return {"said": probe.said(lambda: probe.fit(Fails()))}
+
+
+@judge_of(_own_error)
+def _judge_own_error(found: Result) -> None:
+    for rank, told in enumerate(found.ranks):
+        said = told["said"] or {"kind": "no error", "text": ""}
+        assert PLANTED in said["text"], (
+            f"training_step raised RuntimeError: {PLANTED}, and fit ended on rank {rank} in "
+            f"{said['kind']}: {said['text']}. explain(prepared, error) has to return None for an "
+            "error of which it does not know the cause; return another one only for what the "
+            "engine says"
+        )
+
+
 @check("end/failing rank", alone=True)
 def _fail(probe: Probe) -> None:
     """An exception on one rank ends all ranks soon, with the traceback and a nonzero exit code."""

@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from stratagem.discovery import get_registry
 from stratagem_testing.strategies.check import Result, check, judge_of
 from stratagem_testing.strategies.judging import (
+    close,
     difference,
     judge_accepted,
     judge_losses,
@@ -67,6 +68,8 @@ def _register_model(model: str) -> None:
                 first="sync_batchnorm=True, and batch norm does not take its statistics from the "
                 "samples of all ranks: look at synchronize_batch_norm",
             )
+        if model == "tied":
+            _judge_tie(found)
         judge_losses(found)
         _judge_weights(found, model)
 
@@ -75,6 +78,20 @@ def _register_model(model: str) -> None:
     @check(f"losses/{model}", judge, about=about, reference=True)
     def run(probe: Probe) -> dict[str, Any]:
         return probe.attempt(lambda: _train(probe, model, **options))
+
+
+def _judge_tie(found: Result) -> None:
+    """Judge that a weight with two names is one after training."""
+    weights = found.ranks[0]["weights"]
+    first, second = (weights.get(f"net.{name}.weight") for name in ("first", "second"))
+    if first is None or second is None:
+        return  # see _judge_weights
+    assert close(first, second, found.target.tolerance), (
+        "'net.first.weight' and 'net.second.weight' are one parameter of the user's model, and two "
+        "after training: prepare or wrap has replaced them one by one. Change a parameter in "
+        "place, or put the new one at each of its names "
+        "(named_parameters(remove_duplicate=False))"
+    )
 
 
 def _judge_weights(found: Result, model: str) -> None:

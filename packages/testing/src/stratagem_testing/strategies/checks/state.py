@@ -8,15 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import mse_loss
 
 from stratagem.callbacks import Callback
 from stratagem.checkpoint import read_whole
-from stratagem.errors import ConfigurationError
+from stratagem.errors import CheckpointMismatchError, ConfigurationError
 from stratagem_testing.strategies.check import Result, check, judge_of
 from stratagem_testing.strategies.judging import (
     close,
     difference,
     judge_accepted,
+    judge_replicas,
     mean_losses,
     shown,
 )
@@ -24,6 +26,7 @@ from stratagem_testing.strategies.models import (
     FIRST_STEP,
     Counting,
     Learner,
+    Numbered,
     Scheduled,
     numbers,
 )
@@ -32,6 +35,8 @@ from stratagem_testing.strategies.probe import Probe
 SAVED_AT, STEPS = 3, 6
 """Steps; an epoch has 5, so that both are within one."""
 SAMPLES = 40
+VALIDATED = 8
+"""Samples of the validation at the end of the epoch, which is after a resume."""
 REFUSAL = ConfigurationError.__name__
 
 
@@ -45,10 +50,19 @@ def _train_and_save(
     return learner, trainer
 
 
-def _go_on(probe: Probe, path: Any, model: str = "dense", *, shuffle: bool = False) -> Any:
-    learner = Learner(model, "adam", seed=5)  # other weights: those of the checkpoint count
-    trainer = probe.fit(learner, SAMPLES, max_steps=STEPS, shuffle=shuffle, ckpt_path=path)
-    return probe.report(learner, trainer)
+def _go_on(probe: Probe, path: Any, weights: Mapping[str, Any] | None = None) -> Any:
+    """Go on from a checkpoint.
+
+    Args:
+        probe: the rank's.
+        path: of the checkpoint.
+        weights: the model's before; None: others than those of the checkpoint, which count.
+    """
+    learner = Learner("dense", "adam", seed=5)
+    if weights is not None:
+        learner.load_state_dict(weights)
+    trainer = probe.fit(learner, SAMPLES, max_steps=STEPS, ckpt_path=path)
+    return {**probe.report(learner, trainer), "seen": learner.seen}
 
 
 def _whole(probe: Probe, model: str = "dense", *, shuffle: bool = False) -> Any:
@@ -95,7 +109,7 @@ def _optimizer_state(optimizer: Any) -> list[Any]:
 
 def _resumed(probe: Probe, model: str = "dropout", **options: Any) -> dict[str, Any]:
     """Train, save twice on the way, and go on from the second save."""
-    whole: dict[str, Any] = {"max_steps": STEPS, "shuffle": True, **options}
+    whole: dict[str, Any] = {**_TO_THE_END, **options}
     told = {}
     for name in ("saved", "resumed"):
         resumes = name == "resumed"
@@ -106,8 +120,17 @@ def _resumed(probe: Probe, model: str = "dropout", **options: Any) -> dict[str, 
         learner = Scheduled(model, "adam_groups", seed=5 if resumes else 0)
         trainer = probe.fit(learner, SAMPLES, callbacks=[notes], ckpt_path=path, **whole)
         report = probe.report(learner, trainer)
-        told[name] = {**report, "rates": learner.rates, "optimizer": notes.optimizer}
+        told[name] = {
+            **report,
+            "rates": learner.rates,
+            "optimizer": notes.optimizer,
+            "validated": [loss for _, loss in learner.evaluated],
+        }
     return told
+
+
+_TO_THE_END: Mapping[str, Any] = {"max_steps": STEPS, "shuffle": True, "validated": VALIDATED}
+"""What runs have in common that a resumed one is compared with."""
 
 
 def _judge_resumed(found: Result, tolerance: float = 1e-6) -> None:
@@ -127,6 +150,12 @@ def _judge_resumed(found: Result, tolerance: float = 1e-6) -> None:
             tolerance,
             f"the run that saved for the second time then, and went on (rank {rank})",
             _meaning_of_steps(found),
+        )
+        assert close(resumed["validated"], saved["validated"], tolerance), (
+            "the losses of training after a resume are those of the run that saved and went on, "
+            f"and the losses of a validation are {shown(resumed['validated'])}, expected "
+            f"{shown(saved['validated'])} (rank {rank}): what evaluation(prepared) uses, such as "
+            "an average of weights, was not restored; return it in state"
         )
         said = difference(resumed["weights"], saved["weights"], tolerance)
         assert not said, (
@@ -166,11 +195,12 @@ def _resume(probe: Probe) -> dict[str, Any]:
     """A run that resumes within an epoch has the same losses as the run that saved and continued.
 
     A checkpoint restores weights, optimizer, learning rates, the order of samples, random numbers
-    and the strategy's own state. The check resumes from the second save of a run.
+    and the strategy's own state. The check resumes from the second save of a run. A validation
+    after the resume has the same losses, too.
     """
     torch.manual_seed(7)
     learner = Scheduled("dropout", "adam_groups")
-    trainer = probe.fit(learner, SAMPLES, max_steps=STEPS, shuffle=True)
+    trainer = probe.fit(learner, SAMPLES, **_TO_THE_END)
     return {**_resumed(probe), "whole": probe.report(learner, trainer)}
 
 
@@ -300,12 +330,20 @@ def _judge_into(found: Result) -> None:
 
 @check("state/out of single_device", reference=True)
 def _out(probe: Probe) -> dict[str, Any]:
-    """The strategy resumes from a checkpoint of single_device, with the optimizer's state."""
+    """The strategy resumes from a checkpoint of single_device, with the optimizer's state.
+
+    What a strategy has made of the weights before, such as slow weights, is renewed.
+    """
     if probe.target.strategy == "single_device" and probe.folder == probe.reference:
         whole = _whole(probe)
         _train_and_save(probe)
         return {"whole": whole}
-    return {"resumed": _go_on(probe, probe.reference / "saved.ckpt")}
+    path = probe.reference / "saved.ckpt"
+    told = {"resumed": _go_on(probe, path)}
+    if not probe.target.equal:  # else the losses say it
+        weights = read_whole(probe.trainer().checkpoint_writer.load(path))["state_dict"]
+        told["on its weights"] = _go_on(probe, path, weights)
+    return told
 
 
 @judge_of(_out)
@@ -315,6 +353,53 @@ def _judge_out(found: Result) -> None:
     if not found.target.equal:
         expected, own = expected[:1], own[:1]
     _same_losses(own, expected, 10 * found.target.tolerance, "single_device's run")
+    for rank, told in enumerate(found.ranks if not found.target.equal else ()):
+        own, expected = told["resumed"], told["on its weights"]
+        said = difference(own["weights"], expected["weights"], 1e-6)
+        assert close(own["losses"], expected["losses"], 1e-6) and not said, (  # noqa: PT018
+            "a resume from a checkpoint without the strategy's own state trains otherwise than "
+            "one of a model that had the checkpoint's weights before: load_model_state has to "
+            "renew what prepare has made of the weights (slow weights, an average), of which "
+            f"load_state may know nothing. Rank {rank} has the losses {shown(own['losses'])}, "
+            f"expected {shown(expected['losses'])}{'; at the end ' if said else ''}{said}"
+        )
+
+
+@check("state/other number of ranks", ranks=3, follows="state/into single_device")
+def _other_number(probe: Probe) -> dict[str, Any]:
+    """A run on three ranks resumes from the checkpoint of two, with the strategy's own state.
+
+    load_state takes the state of more or fewer ranks than there are. A strategy that cannot raises
+    a CheckpointMismatchError that says so.
+    """
+    path = probe.reference / "saved.ckpt"
+    try:
+        told = _go_on(probe, path)
+    except (ConfigurationError, CheckpointMismatchError) as error:
+        if "rank" not in str(error):
+            raise
+        return {"refused": str(error)}
+    # The first loss by hand: that of the checkpoint's weights, of the samples that were read.
+    saved = read_whole(probe.trainer().checkpoint_writer.load(path))["state_dict"]
+    learner, every, first = Learner("dense"), Numbered(SAMPLES), told["seen"][0]
+    learner.load_state_dict(saved)
+    loss = mse_loss(learner.net(every.inputs[first]), every.targets[first])
+    return {**told, "expected": float(loss.detach()), "refused": None}
+
+
+@judge_of(_other_number)
+def _judge_other_number(found: Result) -> None:
+    refused = [told["refused"] for told in found.ranks]
+    if any(refused):
+        assert all(refused), f"only some ranks refused it: {refused}"
+        return
+    for rank, told in enumerate(found.ranks):
+        assert close(told["losses"][:1], [told["expected"]], 10 * found.target.tolerance), (
+            "on another number of ranks, a resumed run does not begin with the weights of its "
+            f"checkpoint: the first loss is {told['losses'][0]:.7g} on rank {rank}, expected "
+            f"{told['expected']:.7g}"
+        )
+    judge_replicas(found, found.target.tolerance)
 
 
 @check("state/other model")
