@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from stratagem.checkpoint import CheckpointIO
 from stratagem.errors import CheckpointNotFoundError
 from stratagem_testing.child import Report
-from stratagem_testing.durability.saver import NAME, Model, Subject
+from stratagem_testing.durability.saver import NAME, Model, Subject, numbers_of
 
 
 def judge(subject: Subject, folder: Path, durable: int, begun: int, report: Report) -> None:
@@ -94,5 +92,4 @@ def the_number(io: CheckpointIO, path: Path) -> int:
 
 
 def _numbers(state: dict[str, Any]) -> list[float]:
-    tensors: list[Tensor] = list(state.values())
-    return [float(number) for tensor in tensors for number in (tensor.min(), tensor.max())]
+    return [number for name, tensor in state.items() for number in numbers_of(name, tensor)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,9 +68,10 @@ class Subject:
 
 
 class Model:
-    """Tensors whose elements are all the number of the step.
+    """Tensors whose elements are random numbers, plus the number of the step.
 
     They are changed in place, as training does, so that a save that is no snapshot mixes numbers.
+    Random numbers, as weights are, since a format that compresses made other ones much smaller.
 
     Args:
         megabytes: all of them together.
@@ -78,15 +80,16 @@ class Model:
 
     def __init__(self, megabytes: float, rank: int = 0, world_size: int = 1) -> None:
         rows = max(4, int(megabytes * 2**20 / 4 / 256 / 8))
-        self.tensors = {f"layer{i}.weight": torch.zeros(rows, 256) for i in range(8)}
-        self.tensors.update({f"layer{i}.bias": torch.zeros(256) for i in range(8)})
-        self.tensors["scalar"] = torch.zeros(())
+        self.tensors = {f"layer{i}.weight": torch.empty(rows, 256) for i in range(8)}
+        self.tensors.update({f"layer{i}.bias": torch.empty(256) for i in range(8)})
+        self.tensors["scalar"] = torch.empty(())
+        self.train(0)
         self.rank, self.world_size = rank, world_size
 
     def train(self, number: int) -> None:
         """Become another step's."""
-        for tensor in self.tensors.values():
-            tensor.fill_(number)
+        for name, tensor in self.tensors.items():
+            tensor.copy_(_random(name, tensor.shape)).add_(number)
 
     def checkpoint(self, number: int, *, shards: bool) -> dict[str, Any]:
         """Return the checkpoint that is saved."""
@@ -99,6 +102,18 @@ class Model:
         size = tensor.numel()
         start, end = (size * (self.rank + i) // self.world_size for i in (0, 1))
         return Shards.of_flat(tensor.shape, tensor.flatten()[start:end], start=start)
+
+
+def _random(name: str, shape: torch.Size) -> Tensor:
+    """Return whole numbers, to which float32 adds the number of a step exactly."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randint(1 << 22, shape, generator=generator).float()
+
+
+def numbers_of(name: str, tensor: Tensor) -> tuple[float, float]:
+    """Return the least and the largest number of a step that a tensor of a model has."""
+    numbers = tensor - _random(name, tensor.shape)
+    return float(numbers.min()), float(numbers.max())
 
 
 def save_for_ever(subject: Subject, folder: Path, report: Report) -> None:

@@ -101,7 +101,8 @@ class Scenarios:
         row = Row(subject, "full disk", note="tmpfs")
         size = self._size_of_a_checkpoint(subject)
         for _ in range(count):
-            room = int(size * self._chance.uniform(1.15, 1.85)) + (256 << 10)
+            room = int(size * self._chance.uniform(1.15, 1.85))
+            room = min(room + (256 << 10), int(1.9 * size))  # a second one has no room
             with self._folder() as above, faults.small_disk(above / "disk", room) as mounted:
                 if mounted:
                     self._break(row, above / "disk", faults.nothing_more)
