@@ -69,6 +69,13 @@ def _is_installed(module: str) -> bool:
 
 
 def _load(file: Path) -> ModuleType:
+    # Under its own name, a process that a launcher spawns finds what is pickled: it has sys.path.
+    if file.stem.isidentifier() and file.stem not in sys.modules:
+        sys.path.insert(0, str(file.parent))
+        return importlib.import_module(file.stem)
+    own = sys.modules.get(file.stem)
+    if own is not None and Path(getattr(own, "__file__", None) or "").resolve() == file.resolve():
+        return own
     # Two files may have one name, as each of several distributions has a test_strategy.py.
     place = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]
     name = f"_stratagem_conformance_{file.stem}_{place}"
