@@ -27,6 +27,19 @@ class TestCPU(AcceleratorConformance):
     accelerator = "cpu"
 
 
+def stand_in() -> Any:
+    """Return the accelerator of the page about accelerators."""
+    page = Path(__file__).parents[3] / "docs/extend/accelerator.md"
+    made: dict[str, Any] = {}
+    exec(page.read_text().split("```python\n")[1].split("```")[0], made)
+    return made["StandIn"]()
+
+
+@pytest.mark.conformance
+class TestStandIn(AcceleratorConformance):
+    accelerator = stand_in
+
+
 class TestBF16Mixed(PrecisionConformance):
     precision = "bf16-mixed"
 

@@ -107,7 +107,7 @@ class Precision(ABC):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state."""
+        """Restore the state. {}, from a checkpoint of another precision, resets it."""
 
 
 class EnginePrecision(Precision):
