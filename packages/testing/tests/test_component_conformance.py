@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -213,15 +214,24 @@ def test_a_class_of_an_editable_installation_is_imported_and_not_read_from_its_f
     assert place_of(DDPStrategy) == "stratagem.native.strategies.ddp:DDPStrategy"
 
 
-def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
-    """As in one run of pytest over two distributions, which both have a test_strategy.py."""
-    places = []
+def test_two_files_of_one_name_are_two_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in one run of pytest over two distributions, which both have a test_own_strategy.py."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "test_own_strategy", raising=False)
+    made = []
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
-        file = tmp_path / folder / "test_strategy.py"
+        file = tmp_path / folder / "test_own_strategy.py"
         file.write_text(f"def make():\n    return {folder!r}\n")
-        places.append(f"{file}:make")
-    assert [find(place)() for place in places] == ["one", "two"]
+        made.append(find(f"{file}:make"))
+    assert [make() for make in made] == ["one", "two"]
+    assert find(f"{tmp_path}/one/test_own_strategy.py:make") is made[0]
+    # Where a process that a launcher spawns finds it, to which sys.path goes.
+    assert made[0].__module__ == "test_own_strategy"
+    assert sys.path[1] == str(tmp_path / "one")
+    sys.modules.pop("test_own_strategy")
 
 
 def test_a_logger_kit_without_read_says_what_to_set() -> None:
