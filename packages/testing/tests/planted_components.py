@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import gzip
 import hashlib
 import io
 import itertools
@@ -16,6 +17,7 @@ import subprocess
 import threading
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from contextlib import nullcontext
@@ -46,6 +48,8 @@ from stratagem.launch import (
 from stratagem.loggers import CSVLogger, Logger
 from stratagem.precision import Precision, TruePrecision
 from stratagem.profilers import Profiler
+from stratagem.state import from_bytes, to_bytes
+from stratagem.storage import durable_replace
 
 # ---------------------------------------------------------------- accelerators
 
@@ -479,6 +483,26 @@ class LosesDtype(SingleFileCheckpointIO):
 
         loaded: dict[str, Any] = convert_floats(super().load_checkpoint(path), torch.float32)
         return loaded
+
+
+class Compresses(CheckpointIO):
+    """Nothing is wrong: a checkpoint takes less than its bytes."""
+
+    def save_checkpoint(self, checkpoint: Any, path: Any) -> None:
+        with durable_replace(path) as file:
+            Path(file).write_bytes(gzip.compress(to_bytes(checkpoint, path), 1))
+
+    def load_checkpoint(self, path: Any) -> Any:
+        try:
+            data = gzip.decompress(Path(path).read_bytes())
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(f"there is no checkpoint {path}") from error
+        except (OSError, EOFError, zlib.error) as error:
+            raise CheckpointCorruptError(f"{path}: {error}") from error
+        return from_bytes(data, path)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        Path(path).unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------- cluster environments

@@ -183,6 +183,7 @@ def test_a_planted_bug_of_processes_is_found_and_named(
         ("precision", "Scaled", "steps/clipping"),
         ("logger", "Rows", "rows/values"),
         ("logger", "Rows", "rows/of one step"),
+        ("checkpoint_io", "Compresses", "durability/full disk"),
         ("callback", "CountsSeconds", "state/resumed"),
         *(("callback", "Counts", check) for check in checks_of("callback")),
         *(("profiler", "Times", check) for check in checks_of("profiler")),
