@@ -20,10 +20,10 @@ def waiting(stderr: str) -> list[str]:
     Example:
         >>> waiting('''Thread 0x01 (most recent call first):
         ...   File "/env/torch/distributed/distributed_c10d.py", line 5356 in barrier
-        ...   File "/home/me/mine.py", line 76 in release
+        ...   File "/plugins/mine.py", line 76 in release
         ...   File "/env/stratagem_testing/strategies/rank.py", line 123 in _run
         ... ''')
-        ['in barrier, called by release (/home/me/mine.py, line 76)']
+        ['in barrier, called by release (/plugins/mine.py, line 76)']
     """
     return list(dict.fromkeys(_waiting(stderr)))
 
