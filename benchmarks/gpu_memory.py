@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from planned_memory import MARK, Decoder
+from planned_memory import MARK, Decoder, measured
 from torch import Tensor
 
 CELLS = (
@@ -75,18 +73,6 @@ def measure(width: int, layers: int, words: int, length: int, strategy: str, pre
     return torch.cuda.max_memory_allocated()
 
 
-def measured(*run: str | int) -> int | str:
-    """Return what `measure` does in a process of its own, or the last line of its error."""
-    command = [sys.executable, __file__, "--measure", *map(str, run)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    for line in done.stdout.splitlines():
-        if line.startswith(MARK):
-            return int(line.removeprefix(MARK))
-    if "out of memory" in done.stderr:
-        return "out of memory"
-    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:200]
-
-
 def predicted(model: Sequence[int], cell: tuple[str, str]) -> Any:
     """Return the row of a plan."""
     from stratagem import plan_memory
@@ -105,7 +91,7 @@ def predicted(model: Sequence[int], cell: tuple[str, str]) -> Any:
 
 def compare(cells: Sequence[tuple[str, str]], *model: int) -> None:
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        real = pool.map(lambda cell: measured(*model, *cell), cells)
+        real = pool.map(lambda cell: measured(*map(str, model), *cell, script=__file__), cells)
         print("| strategy | precision | predicted GiB | measured | ratio |\n|---|---|---|---|---|")
         for cell, bytes_or_error in zip(cells, real, strict=True):
             row = predicted(model, cell)
@@ -119,6 +105,8 @@ def compare(cells: Sequence[tuple[str, str]], *model: int) -> None:
 
 def find_largest(*model: int) -> None:
     """Plan with more layers until one does not fit; train with the most that do, and with more."""
+    from stratagem.strategies import StepMemory
+
     width, words, length = model
     total = torch.cuda.get_device_properties(0).total_memory
 
@@ -127,13 +115,13 @@ def find_largest(*model: int) -> None:
 
     few, more = (sized(layers).on_device for layers in (4, 6))
     each = (more - few) / 2
-    # A plan leaves a tenth of a device to the allocator and to CUDA.
-    planned = 4 + int((0.9 * total - few) / each)
+    planned = 4 + int((StepMemory.USABLE * total - few) / each)
     full = 4 + int((total - few) / each)
     fits = [sized(layers).fits for layers in (planned, planned + 1)]
     print(f"planned: {planned} layers fit ({fits}), {full} fill the whole of {total / 2**30:.1f}")
     for layers in range(planned, full + 2):
-        real = measured(width, layers, words, length, "single_device", "32-true")
+        sizes = map(str, (width, layers, words, length))
+        real = measured(*sizes, "single_device", "32-true", script=__file__)
         print(f"{layers} layers: {real if isinstance(real, str) else real / 2**30}", flush=True)
         if isinstance(real, str):
             break

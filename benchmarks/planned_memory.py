@@ -321,16 +321,18 @@ def measure(model: str, strategy: str, precision: str, checkpointing: str) -> No
         print(MARK + json.dumps([tensors, resident]), flush=True)
 
 
-def measured(*run: str) -> tuple[int, int] | str:
-    """Return bytes of tensors and of resident memory of a real run, or why there is none."""
-    command = [sys.executable, __file__, "--measure", *run]
+def measured(*run: str, script: str = __file__) -> Any:
+    """Return what a script has measured in a process of its own, or the last line of its error.
+
+    Here: bytes of tensors and of resident memory.
+    """
+    command = [sys.executable, script, "--measure", *run]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     for line in done.stdout.splitlines():
         if line.startswith(MARK):
-            tensors, resident = json.loads(line.removeprefix(MARK))
-            return tensors, resident
+            return json.loads(line.removeprefix(MARK))
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    return lines[-1][:100]
+    return next((line for line in lines if "out of memory" in line), lines[-1])[:100]
 
 
 def main() -> None:

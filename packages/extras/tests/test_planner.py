@@ -930,7 +930,9 @@ def test_stage_3_is_simulated_in_less_time_and_holds_and_sends_the_same(
         return planned_memory
 
     fast, times = memory(), len(looked_up)
-    monkeypatch.setattr("stratagem_deepspeed.engine.simulated_sharding", lambda **_: nullcontext())
+    monkeypatch.setattr(
+        "stratagem_deepspeed.strategy.simulated_sharding", lambda **_: nullcontext()
+    )
     assert memory() == fast
     assert len(looked_up) > 10 * times
     assert coordinator.iter_params is noted

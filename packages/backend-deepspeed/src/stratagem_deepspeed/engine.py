@@ -17,7 +17,6 @@ from stratagem.data import map_tensors
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.strategies import Ranks
 from stratagem_deepspeed.config import stage_of
-from stratagem_deepspeed.library import is_simulated, simulated_sharding
 
 
 class EngineModule(nn.Module):
@@ -45,7 +44,7 @@ class EngineModule(nn.Module):
         self.config: dict[str, Any] = {}
         self.groups: list[list[str]] = []
         self._linear: Callable[..., Any] | None = None
-        self._around: Callable[[], Any] = contextlib.nullcontext
+        self.around: Callable[[], Any] = contextlib.nullcontext
         """Makes the context of each forward and backward."""
         self._watches: list[Any] = []
 
@@ -97,24 +96,15 @@ class EngineModule(nn.Module):
         """Replace `torch.nn.functional.linear` by the function of stage 3."""
         before, nn.functional.linear = nn.functional.linear, self._linear or nn.functional.linear
         try:
-            with self._around():
+            with self.around():
                 yield
         finally:
             nn.functional.linear = before
 
     def make(
-        self,
-        deepspeed: Any,
-        optimizer: Optimizer | None,
-        config: dict[str, Any],
-        ranks: Ranks,
-        *,
-        has_device: bool,
+        self, deepspeed: Any, optimizer: Optimizer | None, config: dict[str, Any], ranks: Ranks
     ) -> None:
-        """Make the engine, which moves, converts and (at stage 3) shards the model's parameters.
-
-        `has_device` says whether it computes on another device than the host.
-        """
+        """Make the engine, which moves, converts and (at stage 3) shards the model's parameters."""
         names = {id(p): name for name, p in self.module.named_parameters()}
         groups = optimizer.param_groups if optimizer is not None else []
         # DeepSpeed puts flat tensors into the groups, and drops those that are empty.
@@ -126,9 +116,6 @@ class EngineModule(nn.Module):
                 model=self.module, optimizer=optimizer, config=config
             )
         self._linear = linear.replaced
-        if is_simulated():
-            offloads = "offload_param" in config.get("zero_optimization", {})
-            self._around = functools.partial(simulated_sharding, from_host=offloads and has_device)
         if stage_of(config) == 3:
             # DeepSpeed replaces it when it shards a model; one that was built in shards has none.
             self._linear = self._linear or _linear_of_stage_3(engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -48,6 +49,7 @@ from stratagem_deepspeed.library import (
     is_simulated,
     quiet_rank,
     release_groups,
+    simulated_sharding,
 )
 from stratagem_deepspeed.optimizers import (
     only_one,
@@ -371,8 +373,11 @@ class DeepSpeedStrategy(ParallelStrategy):
                 self._deepspeed.checkpointing.configure(
                     None, **checkpointing_options(config["activation_checkpointing"])
                 )
-            has_device = self.facts.device_type != "cpu"
-            called.make(self._deepspeed, optimizer, config, self.ranks, has_device=has_device)
+            called.make(self._deepspeed, optimizer, config, self.ranks)
+        if is_simulated():
+            offloads = "offload_param" in config.get("zero_optimization", {})
+            from_host = offloads and self.facts.device_type != "cpu"
+            called.around = functools.partial(simulated_sharding, from_host=from_host)
         if trains and optimizer is None:
             optimizer = called.engine.basic_optimizer
         self._engines = [one for one in self._engines if one.engine is not None] + [called]

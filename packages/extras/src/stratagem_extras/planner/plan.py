@@ -326,6 +326,10 @@ class _Machines:
         """The name of the accelerator; a device of which only the memory is known is a GPU."""
         return "cuda" if self.kind == "auto" else self.kind
 
+    def foreach(self, offloads: Sequence[str] = ()) -> bool:
+        """Whether torch's optimizers step all parameters at once, with this state offloaded."""
+        return "optimizer" not in offloads and has_foreach_kernels(self.planned_for)
+
     def fit(self, row: PlannedStrategy) -> bool:
         """Whether a rank fits in its device, and those of a node in its host and on its disk."""
         places = (
@@ -371,8 +375,8 @@ class Planner:
         """Whether a step of the model can be run without values."""
         self._steps: dict[Any, dict[str, PlannedMemory]] = {}
         """Simulated steps, by all that they depend on."""
-        self._steps_alone: dict[str, dict[str, PlannedMemory]] = {}
-        """Steps in one process, by the accelerator that the optimizer steps on."""
+        self._steps_alone: dict[bool, dict[str, PlannedMemory]] = {}
+        """Steps in one process, by whether the optimizer steps all parameters at once."""
         with _planning():
             self.model = _simulated(model, activation_checkpointing)
 
@@ -398,7 +402,7 @@ class Planner:
         machines = _Machines(found, devices, num_nodes, host, disk)
         groups = _groups(strategies)
         with _planning():
-            flops = max(memory.flops for memory in self._alone(machines.planned_for).values())
+            flops = max(memory.flops for memory in self._alone(machines.foreach()).values())
             rows = self._rows(groups, machines, divide)
         if not strategies:
             rows = _without_copies(rows, [spec for spec, _ in groups])
@@ -419,25 +423,24 @@ class Planner:
             self.notes,
         )
 
-    def _alone(self, steps_on: str) -> dict[str, PlannedMemory]:
-        """Return the phases of a step in one process, whose optimizer steps on an accelerator."""
-        steps_on = steps_on if has_foreach_kernels(steps_on) else "cpu"
-        if steps_on not in self._steps_alone:
+    def _alone(self, foreach: bool) -> dict[str, PlannedMemory]:
+        """Return the phases of a step in one process."""
+        if foreach not in self._steps_alone:
             model = self.model
             simulate = model.simulate_step if self.has_activations else model.simulate_state
             try:
-                phases = self._in_one_process(simulate, steps_on)
+                phases = self._in_one_process(simulate, foreach)
             except ConfigurationError:
                 raise
             except Exception as error:
-                phases = self._without_values(error, steps_on)
+                phases = self._without_values(error, foreach)
             if not self._steps_alone:
                 reads = model.mode.reads
                 self.notes += tuple(f"{place} reads a value of a tensor: 1 here" for place in reads)
-            self._steps_alone[steps_on] = phases
-        return self._steps_alone[steps_on]
+            self._steps_alone[foreach] = phases
+        return self._steps_alone[foreach]
 
-    def _without_values(self, error: Exception, steps_on: str) -> dict[str, PlannedMemory]:
+    def _without_values(self, error: Exception, foreach: bool) -> dict[str, PlannedMemory]:
         """Return the phases of a step in one process, without what has raised an error."""
         if measures := in_an_optimizer(error):
             make = self.workload.optimizer
@@ -447,7 +450,7 @@ class Planner:
                 f"values are needed: {_at(error)}",
             )
             try:
-                return self._in_one_process(self.model.simulate_step, steps_on)
+                return self._in_one_process(self.model.simulate_step, foreach)
             except Exception as other:
                 error = other
         if in_an_optimizer(error) or not needs_values(error):
@@ -459,11 +462,11 @@ class Planner:
         self.has_activations = False
         self.notes += (f"activations are not counted, since values are needed: {_at(error)}",)
         try:
-            return self._in_one_process(self.model.simulate_state, steps_on)
+            return self._in_one_process(self.model.simulate_state, foreach)
         except Exception as other:
             if measures or not in_an_optimizer(other):
                 raise
-            return self._without_values(other, steps_on)
+            return self._without_values(other, foreach)
 
     def _rows(
         self,
@@ -500,21 +503,21 @@ class Planner:
         how = "simulated" if self.has_activations else "computed"
         # A CPU offloads to itself.
         offloads = spec.offloads if machines.kind != "cpu" else ()
-        steps_on = "cpu" if "optimizer" in offloads else machines.planned_for
+        foreach = machines.foreach(offloads)
         largest = max(parameter.numel() for parameter in self.model.model.parameters())
         row = partial(_row_of, spec, alike, offloads, largest)
         if spec.name == "single_device":
-            return row(spec.build(), self._alone(steps_on), how)
+            return row(spec.build(), self._alone(foreach), how)
         if capabilities.one_process and ranks > 1:
             why = "one process drives all devices, which cannot be simulated"
             return PlannedStrategy(spec.name, alike, why_not=why)
+        where = machines.devices, machines.nodes, machines.planned_for
         components = build_components(
-            machines.devices, machines.nodes, self.precision, machines.planned_for, steps_on
+            machines.devices, machines.nodes, self.precision, machines.planned_for, foreach=foreach
         )
         try:
             if self.has_activations:
-                where = machines.devices, machines.nodes, machines.planned_for
-                key = _simulated_as(spec), *where, has_foreach_kernels(steps_on)
+                key = _simulated_as(spec), *where, foreach
                 with simulated_ranks(strategy := spec.build(), components):
                     if key not in self._steps:
                         self._steps[key] = self.model.simulate_step(strategy, self.workload)
@@ -524,7 +527,7 @@ class Planner:
         # What needs real tensors, such as DistributedDataParallel, is computed instead.
         except Exception as error:
             _log.debug("%s cannot be simulated: %s", spec.name, error)
-        alone = self._alone(steps_on)
+        alone = self._alone(foreach)
         try:
             with simulated_group(components):
                 (strategy := spec.build()).bind(components)
@@ -548,10 +551,10 @@ class Planner:
         return phases
 
     def _in_one_process(
-        self, simulate: Callable[[Strategy, Workload], dict[str, PlannedMemory]], steps_on: str
+        self, simulate: Callable[[Strategy, Workload], dict[str, PlannedMemory]], foreach: bool
     ) -> dict[str, PlannedMemory]:
         strategy: Strategy = get_registry().find("strategy", "single_device").spec.build()
-        components = build_components(1, 1, self.precision, steps_on=steps_on)
+        components = build_components(1, 1, self.precision, foreach=foreach)
         with simulated_ranks(strategy, components):
             return simulate(strategy, self.workload)
 

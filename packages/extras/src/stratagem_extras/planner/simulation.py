@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -264,8 +264,8 @@ class SimulatedModel:
 
     @contextmanager
     def _without_memory(self, strategy: Strategy) -> Iterator[None]:
-        steps_on = getattr(strategy.accelerator, "steps_on", "cpu")
-        with self.mode, patch.object(nn.Module, "_apply", _apply), _step_as_on(steps_on):
+        foreach = _foreach() if getattr(strategy.accelerator, "foreach", False) else nullcontext()
+        with self.mode, patch.object(nn.Module, "_apply", _apply), foreach:
             yield
 
     def _shortened(self, kept: dict[str, int]) -> nn.Module:
@@ -340,10 +340,11 @@ class SimulatedAccelerator(CPUAccelerator):
     Attributes:
         plans_for: the name of the accelerator that is planned for, by which an engine has its
             defaults, such as sizes of buckets.
-        steps_on: the name of the accelerator that the optimizer steps on.
+        foreach: whether the optimizer steps on an accelerator with `has_foreach_kernels`.
     """
 
-    plans_for = steps_on = "cpu"
+    plans_for = "cpu"
+    foreach = False
 
 
 def has_foreach_kernels(accelerator: str) -> bool:
@@ -355,20 +356,13 @@ def has_foreach_kernels(accelerator: str) -> bool:
     return accelerator in known._get_foreach_kernels_supported_devices()
 
 
-@contextmanager
-def _step_as_on(accelerator: str) -> Iterator[None]:
-    """Let optimizers step fake tensors of the CPU as tensors of an accelerator."""
-    if not has_foreach_kernels(accelerator):
-        yield
-        return
-    types = [Tensor, nn.Parameter, DTensor, FakeTensor]
-    with (
-        patch.object(
-            torch_optimizer, "_get_foreach_kernels_supported_devices", lambda: [accelerator, "cpu"]
-        ),
-        patch.object(torch_optimizer, "_foreach_supported_types", types),
-    ):
-        yield
+def _foreach() -> AbstractContextManager[Any]:
+    """Return a context in which optimizers step all fake tensors at once by default."""
+    return patch.multiple(
+        torch_optimizer,
+        _get_foreach_kernels_supported_devices=lambda: ["cpu"],
+        _foreach_supported_types=[Tensor, nn.Parameter, DTensor, FakeTensor],
+    )
 
 
 def build_components(
@@ -376,7 +370,8 @@ def build_components(
     num_nodes: int,
     precision: str,
     accelerator: str = "cpu",
-    steps_on: str = "cpu",
+    *,
+    foreach: bool = False,
 ) -> Components:
     """Return the components of a simulation.
 
@@ -385,11 +380,11 @@ def build_components(
         num_nodes: how many nodes.
         precision: its name.
         accelerator: the name of the one that is planned for.
-        steps_on: the name of the one that the optimizer steps on.
+        foreach: whether the optimizer steps all parameters at once; see `has_foreach_kernels`.
     """
     registry = get_registry()
     simulated = SimulatedAccelerator()
-    simulated.plans_for, simulated.steps_on = accelerator, steps_on
+    simulated.plans_for, simulated.foreach = accelerator, foreach
     return Components(
         accelerator=simulated,
         precision=registry.find("precision", precision).spec.build(),

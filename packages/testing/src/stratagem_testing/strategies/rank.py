@@ -115,8 +115,10 @@ def _run(lite: Lite, path: str, before: Surroundings | None) -> None:
     load_checks()
     rank, world_size = lite.ranks.global_rank, lite.ranks.world_size
     up = _watch_teardown(lite.strategy)
-    # What is called at the end is called from the last to the first: this comes after all else.
-    this_rank.at_end.insert(0, lambda: _note_what_is_left(session, rank, before, up))
+    # What is called at the end is called from the last to the first: this comes after all else. It
+    # holds the strategy, which is torn down only if somebody still has it.
+    note = partial(_note_what_is_left, session, rank, before, up, lite.strategy)
+    this_rank.at_end.insert(0, note)
     faulthandler.enable(sys.stderr)
     for position in range(session.begin, len(session.work)):
         work = session.work[position]
@@ -166,8 +168,8 @@ def _write(path: Path, found: dict[str, Any]) -> None:
     temporary.replace(path)
 
 
-def _watch_teardown(strategy: Strategy) -> tuple[Strategy, set[str]]:
-    """Return a strategy, and the names of its components whose `teardown` was not called yet."""
+def _watch_teardown(strategy: Strategy) -> set[str]:
+    """Return the names of a strategy's components whose `teardown` was not called yet."""
     up = {"checkpoint_io", "cluster_environment", "accelerator"}
 
     def noted(name: str, teardown: Callable[[], None]) -> None:
@@ -177,11 +179,11 @@ def _watch_teardown(strategy: Strategy) -> tuple[Strategy, set[str]]:
     for name in up:
         component = getattr(strategy, name)
         component.teardown = partial(noted, name, component.teardown)
-    return strategy, up
+    return up
 
 
 def _note_what_is_left(
-    session: Session, rank: int, before: Surroundings | None, up: tuple[Strategy, set[str]]
+    session: Session, rank: int, before: Surroundings | None, up: set[str], strategy: Strategy
 ) -> None:
-    found = {"left": before.changes() if before is not None else [], "up": sorted(up[1])}
+    found = {"left": before.changes() if before is not None else [], "up": sorted(up)}
     _write(Path(session.folder) / f"left.{rank}.json", found)

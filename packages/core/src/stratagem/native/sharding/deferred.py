@@ -191,7 +191,7 @@ def _share_rng(accelerator: Accelerator, device: torch.device) -> Callable[[], N
     rngs: list[Any] = [(torch.get_rng_state, torch.set_rng_state)]
     if accelerator.rng_state(device) is not None:
         of_device = accelerator.rng_state, accelerator.set_rng_state
-        rngs.append(partial(function, device) for function in of_device)
+        rngs.append([partial(function, device) for function in of_device])
     restores = []
     for get_state, set_state in rngs:
         own = get_state()

@@ -168,8 +168,9 @@ def _judge_resumed(found: Result, tolerance: float = 1e-6) -> None:
 
 _OF_OPTIMIZER = (
     "the optimizer's state was not restored, or an earlier save's was (look at optimizer_state and "
-    "load_optimizer_state; at state and load_state for what the strategy itself keeps)"
+    "load_optimizer_state)"
 )
+_OF_STEPS = f"{_OF_OPTIMIZER}; or what the strategy itself keeps was not (state and load_state)"
 """What it may mean if a run that was resumed has other losses after its first step."""
 
 
@@ -178,12 +179,9 @@ def _meaning_of_steps(found: Result) -> str:
     for rank, told in enumerate(found.ranks):
         where = _first_difference(told["resumed"]["optimizer"], told["saved"]["optimizer"])
         if where is not None:
-            return (
-                "the optimizer's state was not restored, or an earlier save's was (look at "
-                f"optimizer_state and load_optimizer_state): it differs at {where} on rank {rank}"
-            )
+            return f"{_OF_OPTIMIZER}: it differs at {where} on rank {rank}"
     if not any(any(told["saved"]["optimizer"]) for told in found.ranks):
-        return _OF_OPTIMIZER  # an engine has it elsewhere
+        return _OF_STEPS  # an engine has it elsewhere
     return (
         "the optimizer's state is that of the save, so look at state and load_state for what the "
         "strategy itself keeps, such as a count of steps or the error of a compression"
@@ -255,7 +253,7 @@ def _same_losses(
     expected: list[float],
     tolerance: float,
     of: str,
-    later: str = _OF_OPTIMIZER,
+    later: str = _OF_STEPS,
 ) -> None:
     """Compare the losses after a resume.
 
