@@ -242,23 +242,320 @@ class Scaled(Precision):
     def __init__(self) -> None:
         self.unscaled: set[int] = set()
 
+    def gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+    def is_finite(self, gradients: list[Tensor]) -> bool:
+        return all(bool(gradient.isfinite().all()) for gradient in gradients)
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         return loss * self.scale
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad.div_(self.scale)
+        if id(optimizer) not in self.unscaled:
+            for gradient in self.gradients(optimizer):
+                gradient.div_(self.scale)
         self.unscaled.add(id(optimizer))
 
     def optimizer_step(self, optimizer: Optimizer) -> None:
-        if id(optimizer) not in self.unscaled:
-            self.unscale_gradients(optimizer)
-        self.unscaled.clear()
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        self.step_was_skipped = not all(gradient.isfinite().all() for gradient in gradients)
+        self.unscale_gradients(optimizer)
+        self.unscaled.discard(id(optimizer))
+        self.step_was_skipped = not self.is_finite(self.gradients(optimizer))
         if not self.step_was_skipped:
             optimizer.step()
+
+
+class Dynamic(Scaled):
+    """Nothing is wrong: an overflow halves the scale, from the next backward pass on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"scale": 8.0}
+        self.overflow = False
+
+    @property
+    def scale(self) -> float:  # type: ignore[override]
+        return self.state["scale"]
+
+    def adapt(self) -> None:
+        if self.overflow:
+            self.state["scale"] /= 2
+            self.overflow = False
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        self.adapt()
+        return super().scale_loss(loss)
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        super().optimizer_step(optimizer)
+        self.overflow |= self.step_was_skipped
+
+    def state_dict(self) -> dict[str, Any]:
+        self.adapt()
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.overflow = False
+        self.state = {"scale": state.get("scale", 8.0)}
+
+
+class ScalesInPlace(Scaled):
+    """The user's loss is scaled, too."""
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return loss.mul_(self.scale)
+
+
+class NeedsAllGradients(Scaled):
+    """Takes each parameter to have a gradient."""
+
+    def gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return [parameter.grad.detach() for parameter in parameters]
+
+
+class UnscalesAgain(Scaled):
+    """Each call of unscale_gradients divides."""
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        self.unscaled.discard(id(optimizer))
+        super().unscale_gradients(optimizer)
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        if id(optimizer) not in self.unscaled:
+            super().unscale_gradients(optimizer)
+        self.unscaled.clear()
+        optimizer.step()
+
+
+class OneMarkForAll(Scaled):
+    """The first step of two optimizers forgets that the second one's gradients are unscaled."""
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        super().optimizer_step(optimizer)
+        self.unscaled.clear()
+
+
+class AdaptsAtOnce(Dynamic):
+    """Halves the scale between the steps of two optimizers."""
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        super().optimizer_step(optimizer)
+        self.adapt()
+
+
+class TakesNaN(Scaled):
+    """Looks for infinity only."""
+
+    def is_finite(self, gradients: list[Tensor]) -> bool:
+        return not any(bool(gradient.isinf().any()) for gradient in gradients)
+
+
+class LastParameterDecides(Scaled):
+    """The mark is set again for each parameter."""
+
+    def is_finite(self, gradients: list[Tensor]) -> bool:
+        finite = True
+        for gradient in gradients:
+            finite = bool(gradient.isfinite().all())
+        return finite
+
+
+class LiveState(Dynamic):
+    """Returns the dict that later steps change."""
+
+    def state_dict(self) -> dict[str, Any]:
+        super().state_dict()
+        return self.state
+
+
+class NeverResets(Dynamic):
+    """A checkpoint of another precision leaves the scale."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            super().load_state_dict(state)
+
+
+class ShowsScale(Dynamic):
+    """Scales by another number than its state has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 8.0
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        self.adapt()
+        return loss * self.factor
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        super().unscale_gradients(optimizer)
+
+    def adapt(self) -> None:
+        if self.overflow:
+            self.factor /= 2
+        super().adapt()
+
+
+class ScaleOfTheClass(Dynamic):
+    """All of them have one scale."""
+
+    shared: ClassVar[dict[str, float]] = {"scale": 8.0}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = self.shared
+
+
+class HoldsLock(Scaled):
+    """Does not travel to another process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class SetsProducts(Precision):
+    """Rounds all products of the process from now on."""
+
+    name = "fast"
+
+    def bind(self, accelerator: Any) -> None:
+        torch.set_float32_matmul_precision("medium")
+
+
+class OneAutocast(Precision):
+    """Hands out one autocast, which cannot be entered within itself."""
+
+    name = "one"
+    dtype = torch.bfloat16
+
+    def bind(self, accelerator: Any) -> None:
+        self.autocast = accelerator.autocast(self.dtype)
+
+    def forward_context(self) -> Any:
+        return self.autocast
+
+
+class _BF16(TruePrecision):
+    def __init__(self) -> None:
+        super().__init__("bf16-true")
+
+
+class NewParameters(_BF16):
+    """Makes a new parameter for each, and keeps ties."""
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        made: dict[nn.Parameter, nn.Parameter] = {}
+        for part in module.modules():
+            for name, own in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+                made.setdefault(own, nn.Parameter(own.detach(), own.requires_grad))
+                setattr(part, name, made[own])
+        return super().convert_module(module)
+
+
+class ConvertsForEvaluation(_BF16):
+    """Leaves the module in evaluation mode."""
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return super().convert_module(module).eval()
+
+
+class ConvertsWhatIsSaved(_BF16):
+    """Goes by the state dict."""
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        for value in module.state_dict().values():
+            if value.is_floating_point():
+                value.data = value.data.to(self.dtype)
+        for each in (*module.parameters(), *module.buffers()):
+            saved = {value.data_ptr() for value in module.state_dict().values()}
+            if each.is_floating_point() and each.data_ptr() in saved:
+                each.data = each.data.to(self.dtype)
+        return module
+
+
+class BeginsRounded(Precision):
+    """Computes in bfloat16 with weights in float32, and makes them in bfloat16."""
+
+    name = "begins"
+    dtype = torch.bfloat16
+
+    def init_context(self) -> Any:
+        return TruePrecision("bf16-true").init_context()
+
+    def forward_context(self) -> Any:
+        return torch.autocast("cpu", dtype=self.dtype)
+
+
+class OnlySingle(_BF16):
+    """Leaves float64 as it is."""
+
+    def input_converter(self) -> Callable[[Any], Any]:
+        from stratagem.data.pytree import map_tensors
+
+        def one(tensor: Tensor) -> Tensor:
+            return tensor.to(self.dtype) if tensor.dtype is torch.float32 else tensor
+
+        return lambda batch: map_tensors(one, batch)
+
+
+class ConvertsPixels(_BF16):
+    """Takes what is no int64 and no bool for a float."""
+
+    def input_converter(self) -> Callable[[Any], Any]:
+        from stratagem.data.pytree import map_tensors
+
+        def one(tensor: Tensor) -> Tensor:
+            labels = tensor.dtype in (torch.int64, torch.bool) or tensor.is_complex()
+            return tensor if labels else tensor.to(self.dtype)
+
+        return lambda batch: map_tensors(one, batch)
+
+
+class ChangesLists(_BF16):
+    """Puts what it has converted into the loader's own list."""
+
+    def input_converter(self) -> Callable[[Any], Any]:
+        inner = super().input_converter()
+        assert inner is not None
+
+        def convert(batch: Any) -> Any:
+            if isinstance(batch, list):
+                batch[:] = map(convert, batch)
+                return batch
+            if isinstance(batch, dict):
+                return {key: convert(value) for key, value in batch.items()}
+            return inner(batch)
+
+        return convert
+
+
+class StaleCopies(_BF16):
+    """Steps copies in float32 that were made once."""
+
+    scales_loss = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: dict[nn.Parameter, Tensor] = {}
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for own in group["params"]:
+                copy_of = self.copies.setdefault(own, own.detach().float())
+                copy_of.sub_(own.grad.float(), alpha=group["lr"])
+                own.data.copy_(copy_of)
+
+
+class StepIsLeftOut(Precision):
+    """Its step is never called."""
+
+    name = "never"
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        super().optimizer_step(optimizer)
 
 
 class ConvertsCopy(TruePrecision):
@@ -346,6 +643,7 @@ class NoisyGradient(Precision):
     """Every step is twice as long."""
 
     name = "noisy"
+    scales_loss = True
 
     def optimizer_step(self, optimizer: Optimizer) -> None:
         optimizer.step()

@@ -63,16 +63,19 @@ class Float16Mixed(MixedPrecision):
         self._options = {"init_scale": init_scale, "growth_interval": growth_interval}
         if scaler is not None:
             self.scaler = scaler
+        self._first_state = None if scaler is None else dict(scaler.state_dict())
         self._watched: WeakSet[Optimizer] = WeakSet()
-        self._stepped = False
+        self._unscaled: WeakSet[Optimizer] = WeakSet()
+        self._stepped = self._has_steps = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out whose steps are watched: hooks of optimizers do not travel."""
-        return {name: value for name, value in vars(self).items() if name != "_watched"}
+        sets = ("_watched", "_unscaled")
+        return {name: value for name, value in vars(self).items() if name not in sets}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._watched = WeakSet()
+        self._watched, self._unscaled = WeakSet(), WeakSet()
 
     def bind(self, accelerator: Accelerator) -> None:
         super().bind(accelerator)
@@ -86,32 +89,42 @@ class Float16Mixed(MixedPrecision):
         return torch.amp.GradScaler(self._device_type, **self._options)  # type: ignore[arg-type]
 
     def scale_loss(self, loss: Tensor) -> Tensor:
+        self._adapt()
         return self.scaler.scale(loss)
 
+    def _adapt(self) -> None:
+        """Adapt the scale to the steps since the last backward pass."""
+        # Not at the step: gradients of another optimizer may have the present scale still.
+        if self._has_steps:
+            self.scaler.update()
+            self._has_steps = False
+
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        self.scaler.unscale_(optimizer)
+        if optimizer not in self._unscaled:
+            self.scaler.unscale_(optimizer)
+            self._unscaled.add(optimizer)
 
     def optimizer_step(self, optimizer: Optimizer, **options: Any) -> None:
-        """Step the optimizer if all gradients are finite, and adapt the scale.
+        """Step the optimizer if all gradients are finite; the next backward adapts the scale.
 
         Args:
             optimizer: whose gradients were unscaled, if anybody looks at them.
             **options: for its `step`.
         """
         scaler = self.scaler
+        self._unscaled.discard(optimizer)
+        self._has_steps = True
         # Fused optimizers look for an overflow on the device, and always step on the host's side.
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            before = scaler.get_scale()
             scaler.step(optimizer, **options)
-            scaler.update()
-            self.step_was_skipped = scaler.get_scale() < before
+            found = scaler._found_inf_per_device(optimizer).values()
+            self.step_was_skipped = any(bool(value) for value in found)
             return
         if optimizer not in self._watched:
             optimizer.register_step_post_hook(self._note_step)
             self._watched.add(optimizer)
         self._stepped = False
         scaler.step(optimizer, **options)
-        scaler.update()
         self.step_was_skipped = not self._stepped
 
     def _note_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -119,9 +132,14 @@ class Float16Mixed(MixedPrecision):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale, and how many steps ago it changed."""
+        self._adapt()
         return dict(self.scaler.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the scale; a checkpoint of a precision without one begins with a new scale."""
-        if state:
-            self.scaler.load_state_dict(state)
+        """Restore the scale; a checkpoint of a precision without one begins with the first scale."""
+        self._adapt()
+        first = self._first_state
+        if first is None:
+            new = torch.amp.GradScaler(self._device_type, **self._options)  # type: ignore[arg-type]
+            first = new.state_dict()
+        self.scaler.load_state_dict(state or first)

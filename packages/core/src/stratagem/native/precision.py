@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,11 +102,12 @@ class MixedPrecision(Precision):
                 "scaling on a GPU and is provided by stratagem-backend-cuda"
             )
         self.name = name
-        self._autocast: AbstractContextManager[Any] = torch.autocast("cpu", dtype=self.dtype)
+        self._autocast: Callable[..., AbstractContextManager[Any] | None]
+        self._autocast = partial(torch.autocast, "cpu")
 
     def bind(self, accelerator: Accelerator) -> None:
-        autocast = accelerator.autocast(self.dtype)
-        if autocast is None:
+        self._autocast = accelerator.autocast
+        if self.forward_context() is None:
             dtype, parameters = (
                 str(self.dtype).partition(".")[2],
                 self.name.replace("mixed", "true"),
@@ -115,11 +117,10 @@ class MixedPrecision(Precision):
                 f"{dtype}, so the model would compute in float32: pass precision='32-true', or "
                 f"{parameters!r} to keep parameters in {dtype} too"
             )
-        self._autocast = autocast
 
     def forward_context(self) -> AbstractContextManager[Any] | None:
-        """Return the autocast context; the same object serves every step."""
-        return self._autocast
+        """Return an autocast context, a new one: torch's cannot be entered within itself."""
+        return self._autocast(self.dtype)
 
     def output_converter(self) -> Callable[[Any], Any] | None:
         """Return a function that converts outputs to the default dtype."""

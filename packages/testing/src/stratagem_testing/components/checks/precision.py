@@ -15,6 +15,7 @@ from stratagem.precision import Precision
 from stratagem_testing.components.bench import Bench, brief
 from stratagem_testing.components.check import check
 from stratagem_testing.components.training import WIDTH, build
+from stratagem_testing.surroundings import Surroundings
 
 KIND = "precision"
 
@@ -140,6 +141,12 @@ def _restored(bench: Bench) -> None:
         with context:
             torch.ones(2, 2) @ torch.ones(2, 2)
         assert not _changed(before), f"after {name}() {_changed(before)}: restore it on exit"
+        with make(), make():
+            torch.ones(2, 2) @ torch.ones(2, 2)
+        assert not _changed(before), (
+            f"after {name}() within {name}(), as of a model in Lite.autocast(), {_changed(before)}: "
+            "return a new context from each call, which torch.autocast needs"
+        )
         error = bench.error(lambda make=make: _fail_in(make()), ZeroDivisionError)  # type: ignore[misc]
         assert error is not None, f"{name}() swallows exceptions"
         assert not _changed(before), (
@@ -150,6 +157,24 @@ def _restored(bench: Bench) -> None:
 def _fail_in(context: Any) -> None:
     with context:
         raise ZeroDivisionError
+
+
+@check(KIND, "life/nothing changed")
+def _nothing_changed(bench: Bench) -> None:
+    """It changes no setting of the process but within its contexts."""
+    before = Surroundings.now()
+    precision = bound(bench)
+    with precision.init_context():
+        model = build(lambda: nn.Linear(WIDTH, WIDTH))
+    precision.convert_module(model)
+    for make in (precision.input_converter, precision.output_converter):
+        if (convert := make()) is not None:
+            convert(torch.ones(2))
+    changed = before.changes()
+    assert not changed, (
+        f"making it, bind and convert_module changed {'; '.join(changed)}: a later run of the "
+        "program has it, too. Set it in forward_context, which restores it"
+    )
 
 
 @check(KIND, "contexts/entered again")
@@ -179,7 +204,10 @@ class _Mixed(nn.Module):
         self.second.weight = self.first.weight
         self.frozen = nn.LayerNorm(WIDTH).requires_grad_(False)
         self.norm = nn.BatchNorm1d(WIDTH)
+        self.norm.weight.is_scale = True  # type: ignore[attr-defined]
+        self.norm.eval()
         self.register_buffer("position", torch.arange(WIDTH))
+        self.register_buffer("slopes", torch.ones(WIDTH), persistent=False)
         # As rotary embeddings have it.
         self.register_buffer("angles", torch.polar(torch.ones(WIDTH), torch.arange(1.0, WIDTH + 1)))
 
@@ -192,10 +220,12 @@ class _Mixed(nn.Module):
 def _module(bench: Bench) -> None:
     """convert_module converts in place.
 
-    It keeps names, integers, ties, frozen parameters, and values up to rounding.
+    It keeps names, integers, ties, frozen parameters, attributes of parameters, the mode of each
+    layer, and values up to rounding.
     """
     precision = bound(bench)
     original, module = build(_Mixed), build(_Mixed)
+    weight = module.get_parameter("norm.weight")
     converted = precision.convert_module(module)
     assert isinstance(converted, nn.Module), (
         f"convert_module returned {converted!r}; expected the module"
@@ -232,6 +262,26 @@ def _module(bench: Bench) -> None:
         "convert_module left a parameter to train that is no floating-point tensor"
     )
     assert trained, "convert_module froze everything, such as the batch norm's weight"
+    assert named.norm.weight is weight and weight.is_scale, (  # noqa: PT018
+        "convert_module made a new parameter of a batch norm's weight: what refers to the old one, "
+        "such as an optimizer, and its attributes and hooks are lost. Convert in place "
+        "(module.to(dtype))"
+    )
+    assert named.training and not named.norm.training, (  # noqa: PT018
+        "convert_module changed the mode of a layer: train() and eval() are the user's affair"
+    )
+    floats = (named.slopes.dtype, named.norm.running_mean.dtype)
+    assert floats[0] is floats[1], (
+        f"convert_module made buffers {floats[1]}, and left one {floats[0]} that is not saved "
+        "(persistent=False): module.buffers() has it, and state_dict() does not"
+    )
+    with bound(bench).init_context():
+        begun: Any = bound(bench).convert_module(nn.LayerNorm(2))
+    assert begun.weight.dtype is named.norm.weight.dtype, (
+        f"a model that is built in init_context() has weights of {begun.weight.dtype}, and one "
+        f"that is converted afterwards of {named.norm.weight.dtype}: init_context gives new tensors "
+        "the dtype of the parameters"
+    )
     rounding = _rounding(named.norm.weight.dtype)
     for name in ("norm.weight", "norm.running_var", "frozen.weight", "angles"):
         off = (after[name].to(torch.complex128) - before[name]).abs().max()
@@ -278,18 +328,30 @@ def _judge_converter(name: str, convert: Callable[[Any], Any], dtype: torch.dtyp
         "floats": floats,
         "integers": torch.arange(5),
         "flags": torch.tensor([True]),
+        "pixels": torch.arange(5, dtype=torch.uint8),
+        "numbers": torch.arange(5, dtype=torch.int32),
+        "waves": torch.ones(2, dtype=torch.complex64),
+        "empty": [],
         "nested": [(torch.linspace(0, 2, 6).to(dtype), "text", None, 7)],
     }
+    nested = batch["nested"][0]
     converted = convert(batch)
-    assert batch["floats"] is floats and floats.dtype is dtype, (  # noqa: PT018
+    same = batch["nested"][0] is nested and nested[0].dtype is dtype
+    assert batch["floats"] is floats and floats.dtype is dtype and same, (  # noqa: PT018
         f"{name}() changes the batch in place: the loader's own tensors are converted"
     )
     assert isinstance(converted, dict) and converted.keys() == batch.keys(), (  # noqa: PT018
         f"{name}() returned {converted!r} for a dict of tensors"
     )
-    for key in ("integers", "flags"):
+    for key in ("integers", "flags", "pixels", "numbers", "waves"):
         assert converted[key].dtype is batch[key].dtype, (  # type: ignore[attr-defined]
             f"{name}() made {key} {converted[key].dtype}: labels and masks stay what they are"
+        )
+    for other in (torch.float64, torch.float32, torch.bfloat16):
+        found = convert(torch.ones(2, dtype=other)).dtype
+        assert found is expected, (
+            f"{name}() makes {expected} of {dtype}, and {found} of {other}: a batch may have any "
+            "floating-point tensor, as NumPy's are float64"
         )
     ((inner, text, nothing, number),) = converted["nested"]
     assert (text, nothing, number) == ("text", None, 7), f"{name}() changed what is no tensor"

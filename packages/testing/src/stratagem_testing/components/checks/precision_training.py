@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -24,15 +25,21 @@ LIMIT = 0.25
 
 
 def _one_parameter() -> tuple[nn.Parameter, torch.optim.Optimizer]:
-    parameter = nn.Parameter(torch.zeros(4))
-    return parameter, torch.optim.SGD([parameter], lr=1.0)
+    """Return a parameter and its optimizer, which has a further one that nothing uses."""
+    parameter, unused = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(2))
+    return parameter, torch.optim.SGD([parameter, unused], lr=1.0)
 
 
 def _backward(precision: Precision, parameter: nn.Parameter, factor: float = 1.0) -> torch.Tensor:
     """Call backward on a loss whose gradient is known; return that."""
     gradient = torch.tensor([3.0, -1.0, 0.5, 2.0]) * factor
-    loss = (parameter * gradient).sum()
+    loss = (parameter * gradient).sum() + 1.0
+    before = loss.detach().clone()
     precision.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(loss.detach(), before) or not math.isfinite(factor), (
+        f"scale_loss changed the loss in place, from {float(before)} to {float(loss)}: the user "
+        "logs it. Return a new tensor"
+    )
     return gradient
 
 
@@ -43,16 +50,25 @@ def _gradient(bench: Bench) -> None:
     parameter, optimizer = _one_parameter()
     expected = _backward(precision, parameter)
     assert parameter.grad is not None
-    scaled = not torch.equal(parameter.grad, expected)
-    assert scaled == precision.scales_loss, (
-        f"scales_loss is {precision.scales_loss}, and scale_loss "
-        + ("changes" if scaled else "does not change")
-        + " the gradient: front ends leave out unscaling by what scales_loss says"
+    assert precision.scales_loss or torch.equal(parameter.grad, expected), (
+        "scales_loss is False, and scale_loss changes the gradient: front ends leave out unscaling "
+        "by what scales_loss says"
+    )
+    own = type(precision).optimizer_step is not Precision.optimizer_step
+    assert precision.scales_loss or not own, (
+        "scales_loss is False, and the class has an optimizer_step of its own, which front ends "
+        "call only with scales_loss=True: set it, also where the scale is 1"
     )
     precision.unscale_gradients(optimizer)
     assert torch.allclose(parameter.grad, expected), (
         f"after unscale_gradients the gradient is {parameter.grad.tolist()}, expected "
         f"{expected.tolist()}: clipping would see another norm"
+    )
+    error = bench.error(lambda: precision.unscale_gradients(optimizer))
+    assert error is None and torch.allclose(parameter.grad, expected), (  # noqa: PT018
+        "a second unscale_gradients before the step, as of a loop that clips by value and then by "
+        f"norm, ended in {brief(error)}, with the gradient {parameter.grad.tolist()}, expected "
+        f"{expected.tolist()}: the second one has nothing to do"
     )
     precision.optimizer_step(optimizer)
     assert torch.allclose(parameter.detach(), -expected), (
@@ -91,24 +107,62 @@ def _without_unscaling(bench: Bench) -> None:
     )
 
 
+@check(KIND, "steps/two optimizers")
+def _two_optimizers(bench: Bench) -> None:
+    """Two optimizers, whose gradients one backward pass makes, are unscaled and stepped once each.
+
+    If the gradients of one are infinite, the other one is stepped.
+    """
+    for unscaled in (True, False):
+        for factor in (1.0, float("inf")):
+            precision = bound(bench)
+            if math.isinf(factor) and not precision.scales_loss:
+                continue  # nothing looks for it
+            (one, first), (other, second) = _one_parameter(), _one_parameter()
+            _backward(precision, one, factor)
+            expected = _backward(precision, other)
+            for optimizer in (first, second) if unscaled else ():
+                precision.unscale_gradients(optimizer)
+            precision.optimizer_step(first)
+            assert precision.step_was_skipped == math.isinf(factor), (
+                f"step_was_skipped is {precision.step_was_skipped} after the step of an optimizer "
+                f"whose gradients were multiplied by {factor}"
+            )
+            precision.optimizer_step(second)
+            assert torch.allclose(other.detach(), -expected), (
+                "of two optimizers, the second one's step changed the parameters by "
+                f"{other.tolist()}, expected {(-expected).tolist()}"
+                + (", after the first one's was skipped" if math.isinf(factor) else "")
+                + ": remember for each optimizer whether its gradients are unscaled and finite, "
+                "and change the scale before the next backward pass only"
+            )
+            assert not precision.step_was_skipped, "step_was_skipped after a step that was taken"
+
+
 @check(KIND, "steps/skipped")
 def _skipped(bench: Bench) -> None:
-    """A step with infinite gradients is skipped (step_was_skipped). The next step is taken."""
+    """A step with infinite gradients or NaN is skipped (step_was_skipped). The next one is taken."""
     precision = bound(bench)
     if not precision.scales_loss:
         assert not precision.step_was_skipped, "step_was_skipped, and scales_loss is False"
         return
     parameter, optimizer = _one_parameter()
-    _backward(precision, parameter, float("inf"))
-    precision.optimizer_step(optimizer)
-    assert torch.equal(parameter.detach(), torch.zeros(4)), (
-        f"a step with infinite gradients was taken: the parameters are {parameter.tolist()}"
-    )
-    assert precision.step_was_skipped, (
-        "a step was left out and step_was_skipped is False: it would be counted, and the learning "
-        "rate's schedule would go on"
-    )
-    optimizer.zero_grad()
+    finite = nn.Parameter(torch.zeros(4))
+    optimizer.add_param_group({"params": [finite]})
+    for factor in (float("inf"), float("nan")):
+        _backward(precision, parameter, factor)
+        _backward(precision, finite)
+        precision.optimizer_step(optimizer)
+        for each in (parameter, finite):
+            assert torch.equal(each.detach(), torch.zeros(4)), (
+                f"a step with gradients of {factor} was taken: the parameters are {each.tolist()}. "
+                "Look at the gradients of all parameters before one is changed"
+            )
+        assert precision.step_was_skipped, (
+            f"a step with gradients of {factor} was left out and step_was_skipped is False: it "
+            "would be counted, and the learning rate's schedule would go on"
+        )
+        optimizer.zero_grad()
     expected = _backward(precision, parameter)
     precision.optimizer_step(optimizer)
     assert torch.allclose(parameter.detach(), -expected), "the step after one left out is wrong"
@@ -117,26 +171,57 @@ def _skipped(bench: Bench) -> None:
 
 @check(KIND, "state/round trip")
 def _state(bench: Bench) -> None:
-    """state_dict returns weights-only-safe data, which load_state_dict restores. {} resets it."""
+    """state_dict returns weights-only-safe data, which load_state_dict restores. {} resets it.
+
+    What it returned does not change with later steps.
+    """
     precision = bound(bench)
     parameter, optimizer = _one_parameter()
-    for factor in (1.0, float("inf"), 1.0):  # so that a scale is not the first one
-        _backward(precision, parameter, factor)
-        precision.optimizer_step(optimizer)
-        optimizer.zero_grad()
+    initial, scale = copy.deepcopy(precision.state_dict()), _scale_of(precision)
+
+    def train() -> None:
+        for factor in (1.0, float("inf"), 1.0):  # so that a scale is not the first one
+            _backward(precision, parameter, factor)
+            precision.optimizer_step(optimizer)
+            optimizer.zero_grad()
+
+    train()
     state = precision.state_dict()
     assert isinstance(state, dict), f"state_dict returned {state!r}; expected a dict"
     offending = find_offending_value(state, "state_dict()")
     assert offending is None, f"{offending}: a checkpoint holds weights-only-safe data only"
     again = bound(bench)
+    assert (again.state_dict(), _scale_of(again)) == (initial, scale), (
+        f"a new precision begins with the state {again.state_dict()}, as another one has it after "
+        f"its steps, expected {initial}: keep it in the object and not in its class"
+    )
     again.load_state_dict(dict(state))
     assert again.state_dict() == state, (
         f"after load_state_dict the state is {again.state_dict()}, expected {state}"
     )
-    error = bench.error(lambda: bound(bench).load_state_dict({}))
+    assert _scale_of(again) == _scale_of(precision), (
+        f"after load_state_dict a loss is multiplied by {_scale_of(again)}, and by "
+        f"{_scale_of(precision)} where the state was saved"
+    )
+    error = bench.error(lambda: again.load_state_dict({}))
     assert error is None, (
         f"load_state_dict({{}}), as of a checkpoint of another precision, ended in {brief(error)}"
     )
+    assert (again.state_dict(), _scale_of(again)) == (initial, scale), (
+        f"after load_state_dict({{}}) the state is {again.state_dict()}, expected that of a new "
+        f"precision, {initial}"
+    )
+    before = copy.deepcopy(state)
+    train()
+    assert state == before, (
+        f"what state_dict() had returned was {before}, and is {state} after further steps: return "
+        "a copy, or a checkpoint that is written in the background has another step's state"
+    )
+
+
+def _scale_of(precision: Precision) -> float:
+    """Return what a loss is multiplied by."""
+    return float(precision.scale_loss(torch.ones(())))
 
 
 def _lite(bench: Bench, precision: Any) -> Any:
@@ -203,4 +288,28 @@ def _resume(bench: Bench) -> None:
             if own[0] != expected[0]
             else "the optimizer's state or the loss scale was not restored whole"
         )
+    )
+
+
+@check(KIND, "training/other weights")
+def _other_weights(bench: Bench) -> None:
+    """Weights that are loaded into a model between two steps are those that training goes on with."""
+    lite = _lite(bench, bench.make())
+    lite.launch()
+
+    def set_up(seed: int) -> tuple[Any, Any]:
+        with lite.init_module():
+            net = training.build(seed=seed)
+        return training.set_up(lite, net)
+
+    (source, other), (model, optimizer) = set_up(0), set_up(5)
+    other.param_groups[0]["momentum"] = optimizer.param_groups[0]["momentum"] = 0.0
+    training.train(lite, model, optimizer, steps=2)
+    model.load_state_dict(source.state_dict())
+    own = training.train(lite, model, optimizer, steps=3)
+    expected = training.train(lite, source, other, steps=3)
+    assert own == expected, (
+        f"after load_state_dict of other weights the losses are {own}, expected {expected} as of "
+        "the model that has had them from the beginning: what is kept beside the parameters, such "
+        "as copies in float32, has to be made of them again"
     )
