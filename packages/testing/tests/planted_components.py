@@ -13,6 +13,7 @@ import io
 import itertools
 import os
 import pickle
+import sqlite3
 import subprocess
 import threading
 import time
@@ -781,6 +782,131 @@ class LosesDtype(SingleFileCheckpointIO):
 
         loaded: dict[str, Any] = convert_floats(super().load_checkpoint(path), torch.float32)
         return loaded
+
+
+class EmptiesCheckpoint(SingleFileCheckpointIO):
+    """Takes the tensors out of the caller's dict."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        shared = checkpoint.pop("shared", None)
+        super().save_checkpoint({**checkpoint, "shared": shared} if shared else checkpoint, path)
+
+
+class TextKeys(SingleFileCheckpointIO):
+    """Numbers and None become texts where they are keys, unless that text is a key, too."""
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        loaded = super().load_checkpoint(path)
+        if "keys" in loaded:
+            loaded["keys"] = {str(key): value for key, value in loaded["keys"].items()}
+        return loaded
+
+
+class WholeNumbers(SingleFileCheckpointIO):
+    """A float without a fraction is an int."""
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        loaded = super().load_checkpoint(path)
+        if "numbers" in loaded:
+            loaded["numbers"][1] = 1
+        return loaded
+
+
+class RemembersLoads(SingleFileCheckpointIO):
+    """A second load returns the object of the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[str, dict[str, Any]] = {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        super().save_checkpoint(checkpoint, path)
+        self.known.pop(str(path), None)
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        if str(path) not in self.known:
+            self.known[str(path)] = super().load_checkpoint(path)
+        return self.known[str(path)]
+
+
+class KnowsItsPath(SingleFileCheckpointIO):
+    """A checkpoint is good at the path that it was saved to."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        super().save_checkpoint({**checkpoint, "path": str(path)}, path)
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        loaded = super().load_checkpoint(path)
+        if loaded.pop("path") != str(path):
+            raise CheckpointCorruptError(f"{path} is that of another run")
+        return loaded
+
+
+class OtherSuffix(SingleFileCheckpointIO):
+    """Has a suffix of its own in the place of that of the path."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        super().save_checkpoint(checkpoint, Path(path).with_suffix(".mine"))
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        return super().load_checkpoint(Path(path).with_suffix(".mine"))
+
+    def verify_checkpoint(self, path: str | Path) -> None:
+        super().verify_checkpoint(Path(path).with_suffix(".mine"))
+
+
+class LooksForNames(SingleFileCheckpointIO):
+    """Takes a path for a pattern."""
+
+    def verify_checkpoint(self, path: str | Path) -> None:
+        found = list(Path(path).parent.glob(Path(path).name))
+        if not found:
+            raise CheckpointNotFoundError(str(path))
+        super().verify_checkpoint(found[0])
+
+
+class Adds(SingleFileCheckpointIO):
+    """What a checkpoint before had stays, as in a database."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        before = super().load_checkpoint(path) if Path(path).exists() else {}
+        super().save_checkpoint({**before, **checkpoint}, path)
+
+
+class PrivateFiles(SingleFileCheckpointIO):
+    """Nobody but the owner can read it."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        super().save_checkpoint(checkpoint, path)
+        Path(path).chmod(0o600)
+
+
+class KeepsFilesOpen(SingleFileCheckpointIO):
+    """Each load leaves a file open."""
+
+    opened: ClassVar[list[Any]] = []
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        loaded = super().load_checkpoint(path)
+        self.opened.append(Path(path).open("rb"))  # noqa: SIM115
+        return loaded
+
+
+class LocksWhenLoading(SingleFileCheckpointIO):
+    """A load leaves a file beside the checkpoint."""
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        loaded = super().load_checkpoint(path)
+        Path(f"{path}.lock").touch()
+        return loaded
+
+
+class HoldsConnection(SingleFileCheckpointIO):
+    """Is connected when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.connection = sqlite3.connect(":memory:")
 
 
 class Compresses(CheckpointIO):

@@ -70,6 +70,7 @@ class Float16Mixed(MixedPrecision):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out whose steps are watched: hooks of optimizers do not travel."""
+        self._adapt()  # torch's scaler does not travel between a step and its update
         sets = ("_watched", "_unscaled")
         return {name: value for name, value in vars(self).items() if name not in sets}
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -45,8 +48,9 @@ def number_in(io: CheckpointIO, path: Path) -> int:
 def _values() -> dict[str, Any]:
     """Return a checkpoint with one of everything that one may hold."""
     shared = torch.arange(6.0)
-    floats = ("float64", "float32", "float16", "bfloat16", "complex64")
-    integers = ("int64", "int32", "int16", "int8", "uint8")
+    floats = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
+    floats += ("float8_e4m3fn", "float8_e5m2")
+    integers = ("int64", "int32", "int16", "int8", "uint8", "uint16")
     tensors = {name: torch.arange(5).to(getattr(torch, name)) for name in (*floats, *integers)}
     return {
         **tensors,
@@ -59,7 +63,9 @@ def _values() -> dict[str, Any]:
         "parameter": torch.nn.Parameter(torch.ones(2)),
         "shared": [shared, shared[2:], shared],
         "plain": [None, True, 1 << 80, -1.5, float("inf"), 2 + 3j, "text \u2713 \n\0", b"\0\xff"],
+        "numbers": [1, 1.0, True, False, 0, -0.0, 1 / 3, 5e-324, float("nan"), float("-inf")],
         "nested": {"tuple": (1, ("two", [3])), "set": {1, "a"}, 7: "a key", (1, 2): "a tuple"},
+        "keys": {"1": "text", 1: "int", "None": 0, None: 1, "a.b": 2, "a": {"b": 3}, "": 4, 0.5: 5},
         "ordered": OrderedDict(b=1, a=2),
         "counter": Counter("aab"),
         "shape": torch.Size((2, 3)),
@@ -83,7 +89,7 @@ def _difference(own: Any, other: Any, where: str = "it") -> str | None:
     if type(own) is not type(other) and not (isinstance(own, dict) and isinstance(other, dict)):
         return f"{where} is {_kind(own)}, expected {_kind(other)}"
     if isinstance(other, dict):
-        if list(own) != list(other):
+        if [*map(repr, own)] != [*map(repr, other)]:
             return f"{where} has the keys {list(own)}, expected {list(other)}"
         inner = (_difference(own[key], other[key], f"{where}[{key!r}]") for key in other)
         return next((found for found in inner if found), None)
@@ -93,7 +99,8 @@ def _difference(own: Any, other: Any, where: str = "it") -> str | None:
         pairs = enumerate(zip(own, other, strict=True))
         inner = (_difference(a, b, f"{where}[{index}]") for index, (a, b) in pairs)
         return next((found for found in inner if found), None)
-    return None if own == other else f"{where} is {own!r}, expected {other!r}"
+    same = repr(own) == repr(other) if isinstance(other, float) else own == other  # NaN, -0.0
+    return None if same else f"{where} is {own!r}, expected {other!r}"
 
 
 def _bits(tensor: Tensor) -> bytes:
@@ -115,11 +122,23 @@ def _round_trip(bench: Bench) -> None:
         f"{bench.component.name} made {io!r}: subclass stratagem.checkpoint.CheckpointIO"
     )
     path = bench.folder / NAME
-    io.save_checkpoint(_values(), path)
+    given = _values()
+    io.save_checkpoint(given, path)
     io.wait()
+    where = _difference(given, _values(), "checkpoint")
+    assert where is None, (
+        f"save_checkpoint changed what it was given: {where}. The run goes on with it, and other "
+        "callbacks save it, too: take copies of what is changed"
+    )
+    files = bench.files()
     loaded = bench.make().load_checkpoint(path)
     where = _difference(loaded, _values(), "checkpoint")
     assert where is None, f"a checkpoint came back changed: {where}"
+    bench.make().verify_checkpoint(path)
+    assert bench.files() == files, (
+        f"loading made or removed {', '.join(set(files) ^ set(bench.files()))}: a checkpoint may "
+        "lie in a folder that others own"
+    )
     assert loaded["shared"][0].data_ptr() == loaded["shared"][2].data_ptr(), (
         "a tensor that was saved twice came back as two: tied weights would come apart"
     )
@@ -163,6 +182,42 @@ def _snapshot(bench: Bench) -> None:
     )
 
 
+@check(KIND, "values/independent")
+def _independent(bench: Bench) -> None:
+    """A loaded checkpoint is a copy: changes of it do not reach the stored one, nor do later saves.
+
+    It can be moved, and be loaded where it is then.
+    """
+    io = bench.make()
+    path = bench.folder / NAME
+    made = contents(1, shards=io.supports_shards)
+    io.save_checkpoint(made, path)
+    io.wait()
+    first = io.load_checkpoint(path)
+    first["state_dict"]["weight"].fill_(5.0)  # as training does with weights that it has loaded
+    first["number"] = 5
+    found = bench.error(lambda: number_in(io, path)) or number_in(io, path)
+    assert found == 1, (
+        f"after changes of what load_checkpoint had returned, a second load returns {found}, "
+        "expected 1: return tensors with memory of their own, which no file or cache shares"
+    )
+    second = io.load_checkpoint(path)
+    saved(io, path, 2)
+    values = second["state_dict"]["weight"].unique().tolist()
+    assert values == [1.0], (
+        f"a loaded tensor has the values {values} after a later save to the same path, expected "
+        "[1.0]"
+    )
+    for each in bench.folder.glob(f"{NAME}*"):
+        each.rename(bench.folder / f"moved{each.name}")
+    moved = bench.folder / f"moved{NAME}"
+    found = bench.error(lambda: number_in(io, moved)) or number_in(io, moved)
+    assert found == 2, (
+        f"a checkpoint that was moved to another name loads as {found!r}, expected 2: store no path "
+        "of its own in it"
+    )
+
+
 @check(KIND, "values/shards")
 def _shards(bench: Bench) -> None:
     """Shards of several ranks load as whole tensors, and can be opened tensor by tensor."""
@@ -198,12 +253,29 @@ def _lite(bench: Bench) -> None:
 
 @check(KIND, "paths/text and Path")
 def _paths(bench: Bench) -> None:
-    """A path can be a str or a Path, in a folder that does not exist yet."""
+    """A path can be a str or a Path, absolute or relative, in a folder that does not exist yet.
+
+    Names may have spaces, brackets, other letters and several dots, or no suffix.
+    """
     io = bench.make()
-    for path in (bench.folder / "new" / "a.ckpt", str(bench.folder / "other" / "b.ckpt")):
-        error = bench.error(lambda path=path: saved(io, path, 1))  # type: ignore[misc]
+    folder = bench.folder
+    paths: list[Any] = [folder / "new" / "a.ckpt", str(folder / "other" / "b.ckpt"), "c.ckpt"]
+    paths += ["relative/d.ckpt", Path("relative/e.ckpt"), folder / "epoch=1-loss=0.25.ckpt"]
+    paths += [
+        folder / name for name in ("best [1] *.ckpt", "\u00fc 100%25.ckpt", "step#3?x=1.ckpt")
+    ]
+    paths += [folder / name for name in ("epoch=1-loss=0.5.ckpt", "epoch=1-loss=0.25.pt", "last")]
+    for number, path in enumerate(paths):
+        error = bench.error(lambda path=path, number=number: saved(io, path, number))  # type: ignore[misc]
         assert error is None, f"saving to {path!r} ended in {brief(error)}: make its folder"
-        io.verify_checkpoint(path)
+    for number, path in enumerate(paths):
+        error = bench.error(lambda path=path: bench.make().verify_checkpoint(path))  # type: ignore[misc]
+        assert error is None, f"the checkpoint at {path!r} cannot be found: {brief(error)}"
+        assert number_in(io, path) == number, (
+            f"at {path!r} is the checkpoint of {paths[number_in(io, path)]!r}: make no other name of "
+            "a path, as without its suffix"
+        )
+    assert Path("relative/d.ckpt").exists(), "nothing is at the path 'relative/d.ckpt'"
 
 
 @check(KIND, "paths/missing")
@@ -230,13 +302,30 @@ def _missing(bench: Bench) -> None:
 
 @check(KIND, "paths/saved again")
 def _again(bench: Bench) -> None:
-    """A second save to a path replaces the first, and leaves none of its files."""
+    """A second save to a path replaces the first, and leaves none of its files or contents.
+
+    The files have the permissions that the user's umask gives.
+    """
     io = bench.make()
     path = bench.folder / NAME
-    saved(io, path, 1)
+    larger = contents(1, shards=io.supports_shards)
+    larger["state_dict"]["more"], larger["only in the first"] = torch.ones(1000), [1] * 1000
+    io.save_checkpoint(larger, path)
+    io.wait()
     first = bench.files()
+    os.umask(mask := os.umask(0))  # there is no other way to read it
+    for name in first:
+        if (file := bench.folder / name).is_file():
+            mode = file.stat().st_mode & 0o777
+            assert mode & 0o444 == 0o444 & ~mask, (
+                f"the file {name} has the mode {mode:o}, and the umask is {mask:03o}: other users "
+                "of the group cannot read it, as of a file that tempfile makes; chmod it"
+            )
     saved(io, path, 2)
     assert number_in(io, path) == 2, "after a second save the first checkpoint is there"
+    loaded = io.load_checkpoint(path)
+    left = {*loaded, *loaded["state_dict"]} - {"state_dict", "number", "weight"}
+    assert not left, f"after a second save {', '.join(left)} of the first checkpoint is there"
     assert len(bench.files()) == len(first), (
         f"a second save left {sorted(set(bench.files()) - set(first))} beside {first}"
     )
@@ -333,10 +422,20 @@ def _prepared(bench: Bench) -> None:
 
 @check(KIND, "asynchronous/teardown")
 def _teardown(bench: Bench) -> None:
-    """A teardown finishes pending writes, and leaves no thread. It can be called twice."""
+    """A teardown finishes pending writes, and leaves no thread and no open file.
+
+    It can be called twice. A removal right after a save removes what that has written.
+    """
     io = bench.make()
     path = bench.folder / NAME
-    before = {thread.ident for thread in threading.enumerate()}
+    saved(io, path, 7)
+    io.load_checkpoint(path)
+    before, files = {thread.ident for thread in threading.enumerate()}, _open_files()
+    io.save_checkpoint(contents(8, shards=io.supports_shards), bench.folder / "removed.ckpt")
+    io.remove_checkpoint(bench.folder / "removed.ckpt")
+    io.wait()
+    there = [name for name in bench.files() if name.startswith("removed.ckpt")]
+    assert not there, f"remove_checkpoint right after a save left {', '.join(there)}"
     io.save_checkpoint(contents(7, shards=io.supports_shards), path)
     io.teardown()
     io.teardown()
@@ -344,3 +443,17 @@ def _teardown(bench: Bench) -> None:
     assert error is None, f"after teardown() the checkpoint is not there whole: {brief(error)}"
     left = [thread.name for thread in threading.enumerate() if thread.ident not in before]
     assert not left, f"after teardown() there are the threads {', '.join(left)}"
+    for _ in range(5):
+        bench.error(lambda: bench.make().load_checkpoint(path))
+    left = sorted({file for file in _open_files() if file not in files})
+    assert not left, f"after saves and loads these files are open still: {', '.join(left)}"
+
+
+def _open_files() -> list[str]:
+    """Return the paths of the files that this process has open."""
+    gc.collect()
+    found = []
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.append(str(each.readlink()))
+    return [path for path in found if path.startswith("/") and not path.startswith("/proc")]

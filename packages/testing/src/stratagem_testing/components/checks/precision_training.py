@@ -141,7 +141,7 @@ def _two_optimizers(bench: Bench) -> None:
 
 @check(KIND, "steps/skipped")
 def _skipped(bench: Bench) -> None:
-    """A step with infinite gradients or NaN is skipped (step_was_skipped). The next one is taken."""
+    """A step with infinite or NaN gradients is skipped (step_was_skipped). The next is taken."""
     precision = bound(bench)
     if not precision.scales_loss:
         assert not precision.step_was_skipped, "step_was_skipped, and scales_loss is False"
@@ -293,7 +293,7 @@ def _resume(bench: Bench) -> None:
 
 @check(KIND, "training/other weights")
 def _other_weights(bench: Bench) -> None:
-    """Weights that are loaded into a model between two steps are those that training goes on with."""
+    """Training goes on with weights that are loaded into the model between two steps."""
     lite = _lite(bench, bench.make())
     lite.launch()
 
