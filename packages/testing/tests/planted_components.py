@@ -13,6 +13,7 @@ import io
 import itertools
 import os
 import pickle
+import socket
 import sqlite3
 import subprocess
 import threading
@@ -1007,6 +1008,52 @@ class RunOfTheProcess(PlainEnvironment):
 
     def run_id(self) -> str | None:
         return f"run{os.getpid()}"
+
+
+class RaisesValueError(PlainEnvironment):
+    """Reads numbers by int()."""
+
+    def local_rank(self) -> int:
+        return int(os.environ["LOCAL_RANK"])
+
+
+class PortOfTheJob(PlainEnvironment):
+    """Has a port for each job, as long as there are not many."""
+
+    @property
+    def main_port(self) -> int:
+        return 20000 + int(os.environ["MINE_JOB"])
+
+
+class AgentOfTheProcess(PlainEnvironment):
+    """Each rank is its own agent."""
+
+    def agent_id(self) -> str | None:
+        return f"agent{os.getpid()}"
+
+
+class OneRunForAll(PlainEnvironment):
+    """All jobs are one run."""
+
+    def run_id(self) -> str | None:
+        return "run-of-mine"
+
+
+class RunOfTheStart(PlainEnvironment):
+    """A restart is another run."""
+
+    def run_id(self) -> str | None:
+        return f"{os.environ['MINE_JOB']}-{self.restart_count()}"
+
+    def restart_count(self) -> int:
+        return self._number("MINE_RESTARTS", 0)
+
+
+class HoldsSocket(PlainEnvironment):
+    """Listens when it is made."""
+
+    def __init__(self) -> None:
+        self.socket = socket.socket()
 
 
 # ---------------------------------------------------------------- launchers

@@ -19,7 +19,7 @@ FILE = Path(__file__).with_name("planted_components.py")
 RANKS = [
     {
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29747", "NODE_RANK": "0"},
-        **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+        **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MINE_JOB": "7", "MINE_RESTARTS": "0"},
         **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
     }
     for rank in range(2)
@@ -156,6 +156,17 @@ PLANTED = [
     ("cluster_environment", "LeavesThread", "life/nothing changed", "the thread mine"),
     ("cluster_environment", "OwnRunID", "life/same for all", "differ by rank"),
     ("cluster_environment", "RunOfTheProcess", "life/same for all", "not from the process"),
+    ("cluster_environment", "RaisesValueError", "ranks/not a number", "'two' ended in ValueError"),
+    ("cluster_environment", "PortOfTheJob", "meeting/main address and port", "MINE_JOB=65540"),
+    ("cluster_environment", "AgentOfTheProcess", "life/same for all", "agent_id differs by rank"),
+    ("cluster_environment", "OneRunForAll", "life/same for all", "whatever the variables of the"),
+    (
+        "cluster_environment",
+        "RunOfTheStart",
+        "life/same for all",
+        "keeps its id when it is restarted",
+    ),
+    ("cluster_environment", "HoldsSocket", "life/pickled", "it cannot be pickled"),
     ("logger", "WritesAtOnce", "life/nothing logged", "begin with the first value"),
     ("logger", "HoldsBack", "rows/flushed", "after a kill behind log_rows"),
     ("logger", "BeginsAnew", "life/continued", "after a run that was resumed the run has"),

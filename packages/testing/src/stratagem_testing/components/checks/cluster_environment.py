@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from stratagem.discovery import ClusterEnvironmentSpec, get_registry
@@ -21,6 +22,8 @@ from stratagem_testing.surroundings import Surroundings
 
 KIND = "cluster_environment"
 _PATIENCE = 40.0
+_FIRST_PORT = 1024
+"""Of those that a program may listen on without rights of its own."""
 
 
 def _ranks(bench: Bench) -> list[dict[str, str]]:
@@ -119,9 +122,35 @@ def _external(bench: Bench) -> None:
         )
 
 
+def _reads(environment: ClusterEnvironment) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield what can be asked without waiting for other ranks, by its name."""
+    yield "_numbers", lambda: _numbers(environment)
+    for name in ("run_id", "restart_count", "agent_id"):
+        yield name, getattr(environment, name)
+
+
 @check(KIND, "ranks/not a number")
 def _not_a_number(bench: Bench) -> None:
-    """If an environment variable is not a number, an error names the variable."""
+    """If an environment variable is not a number, an error names the variable.
+
+    If one is missing, there is a default, or a ConfigurationError.
+    """
+    ranks = _ranks(bench)[1]
+    for variable, value in ranks.items():
+        for text in ("two", "", None) if value.isdigit() else ("", None):
+            changed = {k: v for k, v in ranks.items() if k != variable}
+            if text is not None:
+                changed[variable] = text
+            with bench.environ(changed):
+                for name, read in _reads(bench.make()):
+                    error = bench.error(read)
+                    assert error is None or isinstance(error, ConfigurationError), (
+                        f"{name}() with {variable}={text!r} ended in {brief(error)}; expected a "
+                        "ConfigurationError that says which variable is wrong, and what it has"
+                    )
+                    assert error is None or text != "two" or variable in str(error), (
+                        f"the error of {name}() does not name {variable}: {error}"
+                    )
     spec = bench.component.spec
     if not isinstance(spec, ClusterEnvironmentSpec):
         return  # only the spec names the variables
@@ -214,6 +243,11 @@ def _meeting(bench: Bench) -> None:
     children = [bench.in_child(meet, variables) for variables in _ranks(bench)]
     try:
         found = [_told(child, number) for number, child in enumerate(children)]
+        for others in _ports_of_other_jobs(bench):
+            assert _FIRST_PORT <= others[1] < 1 << 16, (
+                f"main_port is {others[1]} in a job with {others[0]}; expected "
+                f"{_FIRST_PORT} to 65535, for the numbers of all jobs"
+            )
         address, port = found[0]
         assert isinstance(address, str) and address, f"main_address is {address!r}"  # noqa: PT018
         assert isinstance(port, int) and 0 < port < 1 << 16, f"main_port is {port!r}"  # noqa: PT018
@@ -235,6 +269,28 @@ def _meeting(bench: Bench) -> None:
     finally:
         for child in children:
             child.end()
+
+
+def _ports_of_other_jobs(bench: Bench) -> list[tuple[str, int]]:
+    """Return main_port where a variable of the job, such as its number, has another value."""
+    ranks, numbers = _ranks(bench), ("8", "65540", "4294967299")
+    alike = [k for k, v in ranks[0].items() if v.isdigit() and all(r.get(k) == v for r in ranks)]
+    # A port that a variable has is the user's.
+    asked = [(k, number) for k in alike if "PORT" not in k.upper() for number in numbers]
+
+    def read(report: Report) -> None:
+        for variable, number in asked:
+            os.environ[variable] = number
+            environment = bench.make()
+            with contextlib.suppress(ConfigurationError):
+                if environment.world_size() == len(ranks) == environment.local_world_size():
+                    report(port=[f"{variable}={number}", environment.main_port])
+            os.environ[variable] = ranks[0][variable]
+
+    child = bench.in_child(read, ranks[0])
+    with contextlib.suppress(StuckError):
+        child.wait_for("nothing", 5.0)  # of one that waits for other ranks nothing is judged
+    return [(told["port"][0], told["port"][1]) for told in child.end()]
 
 
 def _told(child: Child, number: int) -> tuple[Any, Any]:
@@ -351,18 +407,21 @@ def _judge_variables(before: Mapping[str, str], now: Mapping[str, str]) -> None:
 def _alike(bench: Bench) -> None:
     """run_id and restart_count are the same on every rank, and do not change.
 
-    Each rank is a process of its own.
+    Each rank is a process of its own. agent_id is the same on the ranks of a node. Another job has
+    another run_id, and a restart of the same job has not.
     """
 
     def read(report: Report) -> None:
         environment = bench.make()
         for _ in range(2):
             report(told=[environment.run_id(), environment.restart_count()])
+        report(agent=[environment.node_rank(), environment.agent_id()])
         environment.teardown()
 
     children = [bench.in_child(read, variables) for variables in _ranks(bench)]
     try:
         told = [[_next(child, _PATIENCE) for _ in range(2)] for child in children]
+        agents = [(_next(child, _PATIENCE) or {}).get("agent") for child in children]
     finally:
         for child in children:
             child.end()
@@ -376,4 +435,36 @@ def _alike(bench: Bench) -> None:
     assert all(each == found[0] for each in found), (
         f"run_id and restart_count differ by rank: {found}. Take them from what the cluster gives "
         "to every rank of a job, and to its next start; not from the process"
+    )
+    for node, agent in filter(None, agents):
+        others = {other for number, other in filter(None, agents) if number == node}
+        assert others == {agent}, (
+            f"agent_id differs by rank of node {node}: {others}. It is that of the program that "
+            "restarts the node's ranks, and outlives them"
+        )
+    if found and found[0][0] is not None:
+        _judge_other_jobs(bench, found[0])
+
+
+def _judge_other_jobs(bench: Bench, own: list[Any]) -> None:
+    """Fail if no other variables make another run, or if those of a restart do."""
+    variables = _ranks(bench)[0]
+    changes = False
+    for name, value in variables.items():
+        with bench.environ({**variables, name: f"{value}1"}):
+            environment = bench.make()
+            told: list[Any] = []
+            error = bench.error(
+                lambda told=told, it=environment: told.extend([it.run_id(), it.restart_count()])  # type: ignore[misc]
+            )
+        if error is not None:
+            continue
+        changes = changes or told[0] != own[0]
+        assert told[1] == own[1] or told[0] == own[0], (
+            f"with {name}={value}1 restart_count() is {told[1]}, and run_id() {told[0]!r}, before "
+            f"{own[0]!r}: a run keeps its id when it is restarted, or it would begin anew"
+        )
+    assert changes, (
+        f"run_id() is {own[0]!r} whatever the variables of the cluster are: another job in the same "
+        "folder would continue from this one's checkpoint. Take what identifies the job, or None"
     )
