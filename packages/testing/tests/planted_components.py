@@ -11,11 +11,15 @@ import gzip
 import hashlib
 import io
 import itertools
+import json
 import os
 import pickle
+import random
+import signal
 import socket
 import sqlite3
 import subprocess
+import tempfile
 import threading
 import time
 import warnings
@@ -1134,6 +1138,74 @@ class LosesResult(Copies):
     loses_result = True
 
 
+class KeepsTruth(Copies):
+    """A result that counts as false is none."""
+
+    def launch(self, plan: RunPlan, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return super().launch(plan, function, *args, **kwargs) or None
+
+
+class LeavesHandler(Copies):
+    """Ignores SIGUSR1 from now on."""
+
+    def launch(self, plan: RunPlan, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        return super().launch(plan, function, *args, **kwargs)
+
+
+class LeavesFile(Copies):
+    """Each launch leaves a folder."""
+
+    def launch(self, plan: RunPlan, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tempfile.mkdtemp()
+        return super().launch(plan, function, *args, **kwargs)
+
+
+class AnyError(Copies):
+    """The error of a rank is none of Stratagem's."""
+
+    def launch(self, plan: RunPlan, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().launch(plan, function, *args, **kwargs)
+        except Exception as error:
+            text = str(error)
+        raise RuntimeError(text)
+
+
+class _Changed:
+    """A function that a rank calls after it has changed something."""
+
+    def __init__(self, change: Callable[[], None], function: Callable[..., Any]) -> None:
+        self.change, self.function = change, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.change()
+        return self.function(*args, **kwargs)
+
+
+class DropsVariables(Copies):
+    """Ranks have only what a launch sets."""
+
+    def launch(self, plan: RunPlan, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        changed = _Changed(lambda: os.environ.pop("CONFORMANCE_KIT_GIVEN"), function)  # type: ignore[arg-type,return-value]
+        return super().launch(plan, changed, *args, **kwargs)
+
+
+class OtherFolder(Copies):
+    """Ranks work in another folder."""
+
+    def launch(self, plan: RunPlan, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return super().launch(plan, _Changed(lambda: os.chdir("/"), function), *args, **kwargs)
+
+
+class ThroughJSON(Copies):
+    """Arguments travel as text."""
+
+    def launch(self, plan: RunPlan, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        kwargs = json.loads(json.dumps(kwargs, default=str))
+        return super().launch(plan, function, *args, **kwargs)
+
+
 class UnpicklesResult(Copies):
     """Reads a result by pickle, from a file."""
 
@@ -1246,6 +1318,90 @@ class StrictJSON(Rows):
         json.dumps(params)
 
 
+class RoundsValues(Rows):
+    """Writes four digits."""
+
+    def log_rows(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        super().log_rows([(s, {k: float(f"{v:.4g}") for k, v in row.items()}) for s, row in rows])
+
+
+class PlainText(Rows):
+    """Puts commas between names."""
+
+    def log_rows(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        names = list(dict.fromkeys(name for _, row in rows for name in row))
+        LOGS.parent.mkdir(parents=True, exist_ok=True)
+        lines = [",".join(["step", *names])]
+        for step, row in rows:
+            lines.append(",".join(str(value) for value in (step, *(row.get(n, "") for n in names))))
+        LOGS.write_text("\n".join(lines))
+
+
+class TakesFromRows(Rows):
+    """Removes what it has written from the rows, which other loggers get, too."""
+
+    def log_rows(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        super().log_rows(rows)
+        for _, row in rows:
+            row.clear()  # type: ignore[attr-defined]
+
+
+class GoesForward(Rows):
+    """Leaves out rows of earlier steps than the last."""
+
+    last = -1
+
+    def log_rows(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        super().log_rows([row for row in rows if row[0] >= self.last])
+        self.last = max([self.last, *(step for step, _ in rows)])
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        super().log_metrics(metrics, step)
+        self.last = max(self.last, step or 0)
+
+
+class StaysOpen(Rows):
+    """Its file is open when the run is over."""
+
+    def log_rows(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        super().log_rows(rows)
+        self.file = LOGS.open("a")
+
+
+class LeavesSender(Rows):
+    """Its thread runs on."""
+
+    def log_rows(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        super().log_rows(rows)
+        threading.Thread(target=threading.Event().wait, name="sender", daemon=True).start()
+
+
+class BeginsAnewWithRun(Rows):
+    """Removes what was there when a fit begins."""
+
+    def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
+        super().begin_run(run_id, resumed_at)
+        LOGS.unlink(missing_ok=True)
+
+
+class OnceOnly(Rows):
+    """Takes hyperparameters once."""
+
+    taken = False
+
+    def log_hyperparams(self, params: Any) -> None:
+        assert not self.taken
+        self.taken = True
+
+
+class HoldsQueue(Rows):
+    """Has a queue with a lock from the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = threading.Condition()
+
+
 # ---------------------------------------------------------------- callbacks
 
 
@@ -1293,6 +1449,76 @@ class WritesWhenMade(Counts):
     def __init__(self) -> None:
         super().__init__()
         Path("steps.txt").touch()
+
+
+class NeedsTraining(Counts):
+    """Validation needs what training has begun."""
+
+    def on_train_start(self, *_: Any) -> None:
+        self.best = 0.0
+
+    def on_validation_end(self, *_: Any) -> None:
+        self.best += 1
+
+
+class NeedsFit(Counts):
+    """A validation needs what a fit has begun."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        self.best = 0.0
+
+    def on_validation_end(self, *_: Any) -> None:
+        self.best += 1
+
+
+class NeedsTarget(Counts):
+    """Takes what is predicted for a dict with a loss."""
+
+    def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.last = outputs["loss"]
+
+
+class DrawsOnly(Counts):
+    """Draws a number, and changes nothing by it."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        torch.rand(())
+
+
+class DrawsFromPython(Counts):
+    """Chooses samples to show."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        random.random()
+
+
+class LeavesEvaluation(Counts):
+    """Shows what the model does, in evaluation mode, and leaves it there."""
+
+    def on_train_batch_start(self, trainer: Trainer, module: Module, *_: Any) -> None:
+        module.eval()
+
+
+class ScalesMetrics(Counts):
+    """Changes values that all callbacks see."""
+
+    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+        trainer.callback_metrics["val_loss"].mul_(100)
+
+
+class AllWrite(Counts):
+    """Every rank writes to one file."""
+
+    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+        Path("steps.txt").write_text(str(self.steps))
+
+
+class HoldsFile(Counts):
+    """Its file is open from the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.file = Path(os.devnull).open("w")  # noqa: SIM115
 
 
 class MisspellsHook(Counts):

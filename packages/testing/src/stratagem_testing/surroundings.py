@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import gc
 import inspect
 import logging
@@ -140,6 +141,16 @@ class Surroundings:
             changed.append(f"{now.groups - self.groups} process group(s) of torch.distributed")
         changed += [f"the process {c}" for c in now.children if c not in self.children]
         return changed
+
+
+def open_files() -> list[str]:
+    """Return the paths of the files that this process has open."""
+    gc.collect()
+    found = []
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # it was that of the folder itself
+            found.append(str(each.readlink()))
+    return [path for path in found if path.startswith("/") and not path.startswith("/proc")]
 
 
 def _is_set_by_others(variable: str) -> bool:

@@ -16,8 +16,11 @@ import torch
 
 from stratagem.lite import Lite
 from stratagem_testing.components.component import Component
+from stratagem_testing.surroundings import Surroundings
 
 PLANTED = "planted by the conformance kit"
+GIVEN = "CONFORMANCE_KIT_GIVEN"
+"""A variable that the program sets before it launches."""
 _VARIABLES = (
     *("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
@@ -61,10 +64,14 @@ def main(path: str) -> None:
         before = dict(os.environ)
         lite = _lite(launch)
         if launch.what == "note":
-            lite.launch(note, f"{folder}/rank{number}", 1, "two", three=3.0)
+            os.environ[GIVEN] = before[GIVEN] = PLANTED
+            around = Surroundings.now()
+            four = {"tensor": torch.tensor([4.0])}
+            returned = lite.launch(note, f"{folder}/rank{number}", 1, "two", three=3.0, four=four)
             changed = sorted(k for k in before.keys() | os.environ.keys()
                              if before.get(k) != os.environ.get(k))  # fmt: skip
-            _note(f"{folder}/program{number}", changed=changed)
+            left = around.changes() if launch.new_processes and not changed else []
+            _note(f"{folder}/program{number}", changed=changed, returned=returned, left=left)
             if changed and launch.new_processes:
                 break  # a mistake, by which the next launch may wait for ranks that do not come
         elif launch.what == "return":
@@ -91,14 +98,17 @@ def _lite(launch: Launch) -> Lite:
     return lite
 
 
-def note(lite: Lite, place: str, *args: Any, **kwargs: Any) -> None:
-    """Note rank, process and arguments."""
+def note(lite: Lite, place: str, *args: Any, four: dict[str, Any], **kwargs: Any) -> float:
+    """Note rank, process and arguments, and print more than a pipe holds; return 0.0."""
     global _calls
     _calls += 1
     calls, _calls = _calls, 0
-    variables = {name: os.environ.get(name) for name in _VARIABLES}
-    _note(place, variables=variables, arguments=[args, kwargs], calls=calls)
+    variables = {name: os.environ.get(name) for name in (*_VARIABLES, GIVEN)}
+    arguments = [args, {**kwargs, "four": four["tensor"].tolist()}]
+    _note(place, variables=variables, arguments=arguments, calls=calls, folder=str(Path.cwd()))
+    sys.stdout.write(("x" * 99 + "\n") * 2000)
     lite.barrier()
+    return 0.0
 
 
 def returns(lite: Lite) -> dict[str, Any]:

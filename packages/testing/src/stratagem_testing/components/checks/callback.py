@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import os
+import random
+import sys
 from difflib import get_close_matches
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stratagem.callbacks import Callback
 from stratagem.data import map_tensors
@@ -23,18 +27,22 @@ from stratagem_testing.strategies.models import Learner, loader
 from stratagem_testing.surroundings import Surroundings
 
 KIND = "callback"
+_NUMPY = "numpy"
+"""Used if torch has imported it."""
 
 
 def _trainer(bench: Bench, *callbacks: Callback, **options: Any) -> Trainer:
     return Trainer(
         accelerator="cpu",
         callbacks=list(callbacks),
-        num_sanity_val_steps=0,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=bench.folder.parent / "root",
-        **{"strategy": "single_device", "devices": 1, "max_epochs": 2, "logger": True, **options},
+        **{
+            **{"strategy": "single_device", "devices": 1, "max_epochs": 2, "logger": True},
+            **{"num_sanity_val_steps": 0, **options},
+        },
     )
 
 
@@ -90,30 +98,78 @@ def _hooks(bench: Bench) -> None:
 
 @check(KIND, "runs/every stage")
 def _stages(bench: Bench) -> None:
-    """One callback works in fit, validate and test, and leaves nothing running."""
+    """One callback works in fit, validate, test and predict, and leaves nothing running.
+
+    This includes a second fit, the sanity check before training, and a validation without a fit.
+    """
     callback = bench.make()
     torch.manual_seed(0)
     model, trainer = Learner(), _trainer(bench, callback)
     trainer.fit(model, loader(32, 1), loader(16, 1))  # what torch starts at first use is there
     before = Surroundings.now()
-    trainer = _trainer(bench, bench.make())
+    trainer = _trainer(bench, callback, num_sanity_val_steps=2)
     trainer.fit(model, loader(32, 1), loader(16, 1))
     trainer.validate(model, loader(16, 1), verbose=False)
     trainer.test(model, loader(16, 1), verbose=False)
+    trainer.predict(model, loader(16, 1))
+    error = bench.error(
+        lambda: _trainer(bench, bench.make()).validate(model, loader(16, 1), verbose=False)
+    )
+    assert error is None, f"a validation without a fit before ended in {brief(error)}"
     changed = before.changes()
     assert not changed, f"after three runs there is {'; '.join(changed)}: end it in `teardown`"
 
 
 @check(KIND, "runs/same training")
 def _same(bench: Bench) -> None:
-    """A run has the same weights as without the callback, unless changes_training = True."""
+    """A run has the same weights as without the callback, unless changes_training = True.
+
+    The model has dropout, and draws random numbers of Python and NumPy. Values that the model logs
+    are the same, too.
+    """
     if bench.option("changes_training"):
         return
-    different = _differing(_fit(bench, bench.make()), _fit(bench))
+    (own, values), (other, expected) = (
+        _values(bench, *callbacks) for callbacks in ([bench.make()], [])
+    )
+    different = _differing(own, other)
     assert not different, (
         f"with the callback a run ends with other weights ({different[0]}): it draws random "
-        "numbers or changes the model. If it is meant to, set changes_training = True"
+        "numbers, changes the model, or its mode (eval()). If it is meant to, set "
+        "changes_training = True"
     )
+    wrong = [name for name in expected if values.get(name) != expected[name]]
+    assert not wrong, (
+        f"with the callback the logged value {wrong[0]!r} is {values.get(wrong[0])}, expected "
+        f"{expected[wrong[0]]}: trainer.callback_metrics and what hooks are given are everybody's"
+    )
+
+
+class _Random(Learner):
+    """Draws from all generators that a model may use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        drawn = random.random() + (
+            sys.modules[_NUMPY].random.random() if _NUMPY in sys.modules else 0
+        )
+        loss = super().training_step(batch, batch_idx) * (1 + drawn)
+        dropped: Tensor = self.dropout(loss * torch.ones(8))
+        return dropped.mean()
+
+
+def _values(bench: Bench, *callbacks: Callback) -> tuple[Learner, dict[str, float]]:
+    """Return the model of a run and what it has logged."""
+    torch.manual_seed(0)
+    random.seed(0)
+    if _NUMPY in sys.modules:
+        sys.modules[_NUMPY].random.seed(0)
+    model, trainer = _Random(), _trainer(bench, *callbacks)
+    trainer.fit(model, loader(32, 1), loader(16, 1))
+    return model, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 @check(KIND, "runs/a run that fails")
@@ -208,8 +264,24 @@ class _Saves(Callback):
 
 @check(KIND, "runs/two ranks", slow=True)
 def _two_ranks(bench: Bench) -> None:
-    """A run with two ranks ends normally."""
+    """A run with two ranks ends normally, and no two ranks write to one file."""
+    here = os.path.realpath(bench.folder.parent)
+    note = (bench.folder.parent / "written").open("a", buffering=1)
+
+    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+        path, mode = (*arguments, None, None)[:2]
+        if event == "open" and isinstance(path, str) and set(str(mode)) & set("wax+"):
+            note.write(f"{os.environ.get('RANK')} {os.path.realpath(path)}\n")
+
+    sys.addaudithook(hear)
     error = bench.error(
         lambda: _fit(bench, bench.make(), strategy="ddp_fork", devices=2, max_epochs=1)
     )
     assert error is None, f"a run on two ranks ended in {brief(error)}"
+    lines = set((bench.folder.parent / "written").read_text().splitlines())
+    written = [line.partition(" ")[2] for line in lines if not line.startswith("None ")]
+    twice = sorted({path for path in written if written.count(path) > 1 and path.startswith(here)})
+    assert not twice, (
+        f"both ranks write to {Path(twice[0]).name}: write where trainer.is_global_zero, or name "
+        "files by the rank"
+    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import threading
 from collections import Counter, OrderedDict
@@ -18,6 +16,7 @@ from stratagem.checkpoint import CheckpointIO, Shards
 from stratagem.errors import CheckpointContentError, CheckpointNotFoundError
 from stratagem_testing.components.bench import Bench, brief
 from stratagem_testing.components.check import check
+from stratagem_testing.surroundings import open_files
 
 KIND = "checkpoint_io"
 NAME = "model.ckpt"
@@ -213,8 +212,8 @@ def _independent(bench: Bench) -> None:
     moved = bench.folder / f"moved{NAME}"
     found = bench.error(lambda: number_in(io, moved)) or number_in(io, moved)
     assert found == 2, (
-        f"a checkpoint that was moved to another name loads as {found!r}, expected 2: store no path "
-        "of its own in it"
+        f"a checkpoint that was moved to another name loads as {found!r}, expected 2: store no "
+        "path of its own in it"
     )
 
 
@@ -272,8 +271,8 @@ def _paths(bench: Bench) -> None:
         error = bench.error(lambda path=path: bench.make().verify_checkpoint(path))  # type: ignore[misc]
         assert error is None, f"the checkpoint at {path!r} cannot be found: {brief(error)}"
         assert number_in(io, path) == number, (
-            f"at {path!r} is the checkpoint of {paths[number_in(io, path)]!r}: make no other name of "
-            "a path, as without its suffix"
+            f"at {path!r} is the checkpoint of {paths[number_in(io, path)]!r}: make no other name "
+            "of a path, as without its suffix"
         )
     assert Path("relative/d.ckpt").exists(), "nothing is at the path 'relative/d.ckpt'"
 
@@ -430,7 +429,7 @@ def _teardown(bench: Bench) -> None:
     path = bench.folder / NAME
     saved(io, path, 7)
     io.load_checkpoint(path)
-    before, files = {thread.ident for thread in threading.enumerate()}, _open_files()
+    before, files = {thread.ident for thread in threading.enumerate()}, open_files()
     io.save_checkpoint(contents(8, shards=io.supports_shards), bench.folder / "removed.ckpt")
     io.remove_checkpoint(bench.folder / "removed.ckpt")
     io.wait()
@@ -445,15 +444,5 @@ def _teardown(bench: Bench) -> None:
     assert not left, f"after teardown() there are the threads {', '.join(left)}"
     for _ in range(5):
         bench.error(lambda: bench.make().load_checkpoint(path))
-    left = sorted({file for file in _open_files() if file not in files})
+    left = sorted({file for file in open_files() if file not in files})
     assert not left, f"after saves and loads these files are open still: {', '.join(left)}"
-
-
-def _open_files() -> list[str]:
-    """Return the paths of the files that this process has open."""
-    gc.collect()
-    found = []
-    for each in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            found.append(str(each.readlink()))
-    return [path for path in found if path.startswith("/") and not path.startswith("/proc")]

@@ -465,6 +465,6 @@ def _judge_other_jobs(bench: Bench, own: list[Any]) -> None:
             f"{own[0]!r}: a run keeps its id when it is restarted, or it would begin anew"
         )
     assert changes, (
-        f"run_id() is {own[0]!r} whatever the variables of the cluster are: another job in the same "
-        "folder would continue from this one's checkpoint. Take what identifies the job, or None"
+        f"run_id() is {own[0]!r} whatever the variables of the cluster are: another job in the "
+        "same folder would continue from this one's checkpoint. Take what identifies the job"
     )

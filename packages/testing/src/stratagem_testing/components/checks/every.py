@@ -1,4 +1,4 @@
-"""What components of several kinds have to do alike: travel to the processes that a launch starts."""
+"""What components of several kinds have to do: travel to the processes that a launch starts."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from stratagem.launch import Launcher, RunRequest
 from stratagem.plan import resolve
 from stratagem_testing.components.bench import Bench, brief
 from stratagem_testing.components.check import check
-from stratagem_testing.components.launched import PLANTED, Launch
+from stratagem_testing.components.launched import GIVEN, PLANTED, Launch
 from stratagem_testing.processes import clean_environment, end_children, end_session
 
 KIND = "launcher"
@@ -65,13 +65,18 @@ def _start(bench: Bench, what: str) -> subprocess.Popen[str]:
     )
     (bench.folder / "launch.json").write_text(launch.text())
     (bench.folder / "program.py").write_text(_SCRIPT)
+    (bench.folder / "temporary").mkdir()
     spec = _spec(bench)
     # What starts no ranks finds that it is one.
     of_rank = {} if spec is None or spec.starts_ranks or spec.name != "external" else _ONE_RANK
     return subprocess.Popen(
         [sys.executable, "program.py", "launch.json"],
         cwd=bench.folder,
-        env={**clean_environment(bench.component.search_path), **of_rank},
+        env={
+            **clean_environment(bench.component.search_path),
+            **of_rank,
+            "TMPDIR": str(bench.folder / "temporary"),
+        },
         stdin=subprocess.DEVNULL,
         stdout=(bench.folder / "stdout").open("w"),
         stderr=(bench.folder / "stderr").open("w"),
@@ -178,11 +183,14 @@ def _refused(error: Exception | None, what: str, capability: str, names: tuple[s
 def _ranks(bench: Bench) -> None:
     """A launch calls the function once on each rank, with its arguments.
 
-    Each rank has its environment variables. The processes agree with `new_processes`. A second
-    launch works, and no process is left.
+    Each rank has its environment variables, besides those of the program, and may print much. The
+    processes agree with `new_processes`. A second launch works. No process, handler of a signal or
+    temporary file is left.
     """
     code, stderr = _run(bench, "note")
     assert code == 0, f"the launching program ended with exit code {code}:\n{stderr[-3000:]}"
+    left = sorted(path.name for path in (bench.folder / "temporary").iterdir())
+    assert not left, f"two launches left {', '.join(left)} in the folder for temporary files"
     devices = _devices(bench)
     for number in range(2):
         notes = _notes(bench, f"rank{number}")
@@ -196,15 +204,31 @@ def _ranks(bench: Bench) -> None:
             assert note["calls"] == 1, (
                 f"the function was called {note['calls']} times on rank {note['rank']}"
             )
-            assert note["arguments"] == [[1, "two"], {"three": 3.0}], (
+            assert note["arguments"] == [[1, "two"], {"three": 3.0, "four": [4.0]}], (
                 f"rank {note['rank']} was given {note['arguments']}, expected the arguments of "
                 "launch"
             )
             if not alone:
                 _judge_variables(note["variables"], devices)
+            if not _can(bench, "devices_elsewhere"):
+                assert note["variables"][GIVEN] == PLANTED, (
+                    f"rank {note['rank']} has no variable {GIVEN}, which the program had set: give "
+                    "ranks the variables of the launching process, too"
+                )
+                assert note["folder"] == str(bench.folder), (
+                    f"rank {note['rank']} works in {note['folder']}, and the program in "
+                    f"{bench.folder}: relative paths would mean others"
+                )
         pids = {note["pid"] for note in notes}
         assert len(pids) == devices, f"{devices} ranks ran in {len(pids)} process(es)"
         starter = _notes(bench, f"program{number}")
+        for program in starter:
+            assert program["returned"] == 0.0, (
+                f"launch returned {program['returned']!r} where the function had returned 0.0"
+            )
+            assert not program["left"], (
+                f"after a launch the launching process has {'; '.join(program['left'])}: undo it"
+            )
         inside = {note["pid"] for note in starter} & pids
         if _can(bench, "new_processes"):
             assert not inside, "new_processes=True, and the launching process is a rank itself"
@@ -226,6 +250,10 @@ def _judge_variables(variables: Mapping[str, Any], devices: int) -> None:
             f"rank {variables['RANK']} has {name}={variables[name]}, expected {value}: give it "
             "stratagem.launch.rank_environment(...)"
         )
+    assert variables["LOCAL_RANK"] in (variables["RANK"], None), (
+        f"rank {variables['RANK']} of one node has LOCAL_RANK={variables['LOCAL_RANK']}: ranks "
+        "would share a device"
+    )
     for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         assert variables[name], f"rank {variables['RANK']} has no {name}"
 
@@ -283,6 +311,10 @@ def _failure(bench: Bench) -> None:
         f"the program ended {seconds:.0f} s after a rank had failed: end the others then, which "
         "may compute for long before they miss it"
     )
+    if _can(bench, "new_processes"):
+        assert "RankFailedError" in stderr, (
+            f"the launch raised no RankFailedError, which programs expect:\n{stderr[-2000:]}"
+        )
     if _devices(bench) > 1 and _can(bench, "new_processes"):
         assert f"rank {last}" in stderr, f"the error does not name rank {last}:\n{stderr[-2000:]}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import os
@@ -17,7 +18,7 @@ from stratagem_testing.components.bench import Bench, brief
 from stratagem_testing.components.check import check
 from stratagem_testing.places import find
 from stratagem_testing.strategies.models import Learner, loader
-from stratagem_testing.surroundings import Surroundings
+from stratagem_testing.surroundings import Surroundings, open_files
 
 KIND = "logger"
 Rows = Sequence[tuple[int | None, Mapping[str, float]]]
@@ -76,11 +77,57 @@ def _folders(bench: Bench) -> None:
 
 @check(KIND, "rows/values")
 def _values(bench: Bench) -> None:
-    """All rows are stored with their steps and values, also if new names appear later."""
+    """All rows are stored with their steps and values, also if new names appear later.
+
+    The rows that log_rows receives do not change. After finalize, no thread and no file of the
+    logger is open.
+    """
+    before = Surroundings.now()
     logger = bench.make()
-    logger.log_rows(ROWS)
+    rows = copy.deepcopy(ROWS)
+    logger.log_rows(rows)
     logger.finalize("success")
+    assert rows == ROWS, (
+        f"log_rows changed the rows that it was given to {rows}: other loggers get them, too"
+    )
+    changed = before.changes()
+    assert not changed, f"after finalize() there is {'; '.join(changed)}: end it there"
+    left = [file for file in open_files() if file.startswith(str(bench.folder))]
+    assert not left, f"after finalize() {', '.join(left)} is open still"
     _judge_rows(bench, logger, ROWS, "after log_rows and finalize")
+
+
+_NAMES = (
+    "val/loss",
+    "train loss",
+    'a, "b"; c',
+    "gr\u00f6\u00dfe (%)",
+    "lr-Adam/pg1",
+    "a.b[0]",
+    "x" * 90,
+)
+
+
+@check(KIND, "rows/names and digits")
+def _names(bench: Bench) -> None:
+    """Names may have slashes, spaces, commas, quotes and other letters. Seven digits are stored."""
+    logger = bench.make()
+    values = (1 / 3, 1.25e-7, -12345678.0, 2e30, 0.1, 3.0, 1234.5678)
+    row = dict(zip(_NAMES, values, strict=True))
+    error = bench.error(lambda: (logger.log_rows([(0, row)]), logger.finalize("success")))
+    assert error is None, f"a row with the names {', '.join(row)} ended in {brief(error)}"
+    stored = {name: value for _, row in _read(bench, logger) for name, value in row.items()}
+    found = list(stored.values())
+    for name, value in row.items():
+        assert math.isclose(stored.get(name, value), value, rel_tol=1e-6), (
+            f"{name!r} has the value {stored[name]!r}, expected {value!r}: a name before it is "
+            "taken for several"
+        )
+        assert any(math.isclose(value, each, rel_tol=1e-6) for each in found), (
+            f"the value {value!r} of {name!r} is not stored; there are {sorted(found)}: write all "
+            "digits (repr), and names as the format wants them"
+        )
+    assert len(found) == len(row), f"{len(row)} values of a row became {len(found)}"
 
 
 @check(KIND, "rows/one at a time")
@@ -96,7 +143,10 @@ def _metrics(bench: Bench) -> None:
 
 @check(KIND, "rows/of one step")
 def _of_one_step(bench: Bench) -> None:
-    """Several rows of one step, for example from training and validation, are all stored."""
+    """Several rows of one step, for example from training and validation, are all stored.
+
+    So are rows of earlier steps than the last: the batches of an evaluation count from 0.
+    """
     logger = bench.make()
     rows = [{"loss": 1.5}, {"val_loss": 2.5}, {"rate": 0.5}]
     for values in rows:
@@ -112,6 +162,13 @@ def _of_one_step(bench: Bench) -> None:
     assert found == expected, (
         f"three rows of step 3 came back as {found}, expected {expected}: a second row of a step "
         "has other values, and is no repetition"
+    )
+    logger.log_rows([(0, {"batch_loss": 4.0}), (1, {"batch_loss": 5.0})])
+    logger.finalize("success")
+    steps = {step: row["batch_loss"] for step, row in _read(bench, logger) if "batch_loss" in row}
+    assert steps == {0: 4.0, 1: 5.0}, (
+        f"after a row of step 3, rows of the steps 0 and 1 came back as {steps}, expected "
+        "{0: 4.0, 1: 5.0}: batches of an evaluation are counted from 0"
     )
 
 
@@ -179,8 +236,13 @@ def _hyperparameters(bench: Bench) -> None:
     values: dict[str, Any] = {
         "rate": 0.1,
         "layers": [1, (2, 3)],
-        "nested": {"path": Path("x"), 7: None, "kind": torch.float32},
+        "nested": {"path": Path("x"), 7: None, "kind": torch.float32, "empty": {}},
         "function": math.sqrt,
+        "tensor": torch.ones(2),
+        "object": object(),
+        "set": {1, 2},
+        "not finite": math.nan,
+        "text": "two\nlines, \u00fc",
     }
     before = repr(values)
     error = bench.error(lambda: logger.log_hyperparams(values))
@@ -189,6 +251,9 @@ def _hyperparameters(bench: Bench) -> None:
         "be stored"
     )
     assert repr(values) == before, "log_hyperparams changed the user's hyperparameters"
+    for again in (values, {}):
+        error = bench.error(lambda again=again: logger.log_hyperparams(again))  # type: ignore[misc]
+        assert error is None, f"a second log_hyperparams, of a second fit, ended in {brief(error)}"
     logger.finalize("success")
 
 
@@ -227,18 +292,20 @@ class _Logging(Learner):
         return loss
 
 
-def _fit(bench: Bench, logger: Logger, fails_at: int = -1, **options: Any) -> None:
+def _fit(
+    bench: Bench, logger: Logger, fails_at: int = -1, path: Any = None, **options: Any
+) -> Trainer:
     trainer = Trainer(
         accelerator="cpu",
         logger=logger,
-        max_epochs=1,
         log_every_n_steps=1,
         enable_checkpointing=False,
         enable_progress_bar=False,
         default_root_dir=bench.folder.parent / "root",
-        **{"strategy": "single_device", "devices": 1, **options},
+        **{"strategy": "single_device", "devices": 1, "max_epochs": 1, **options},
     )
-    trainer.fit(_Logging(fails_at), loader(32, 1))
+    trainer.fit(_Logging(fails_at), loader(32, 1), ckpt_path=path)
+    return trainer
 
 
 def _steps(rows: Rows) -> list[int | None]:
@@ -276,6 +343,21 @@ def _failed(bench: Bench) -> None:
     )
     calls = [line.split()[1:] for line in file.read_text().splitlines()]
     assert ["finalize", "failed"] in calls, f"finalize('failed') was not called: {calls}"
+
+
+@check(KIND, "trainer/a resumed run")
+def _resumed(bench: Bench) -> None:
+    """After a resume, the rows of both runs are stored, and those of before once."""
+    path = bench.folder.parent / "saved.ckpt"
+    trainer = _fit(bench, bench.make())
+    trainer.save_checkpoint(path)
+    second = bench.make()
+    _fit(bench, second, path=path, max_epochs=2)
+    steps = _steps(_read(bench, second))
+    assert steps == [*range(8)], (
+        f"a run of 4 steps that was resumed for 4 more has rows of the steps {steps}, expected "
+        f"{[*range(8)]}: append to what the run has (begin_run says that it is resumed, and where)"
+    )
 
 
 @check(KIND, "trainer/rank 0 only", slow=True)

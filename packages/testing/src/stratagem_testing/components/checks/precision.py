@@ -144,8 +144,8 @@ def _restored(bench: Bench) -> None:
         with make(), make():
             torch.ones(2, 2) @ torch.ones(2, 2)
         assert not _changed(before), (
-            f"after {name}() within {name}(), as of a model in Lite.autocast(), {_changed(before)}: "
-            "return a new context from each call, which torch.autocast needs"
+            f"after {name}() within {name}(), as of a model in Lite.autocast(), "
+            f"{_changed(before)}: return a new context from each call, which torch.autocast needs"
         )
         error = bench.error(lambda make=make: _fail_in(make()), ZeroDivisionError)  # type: ignore[misc]
         assert error is not None, f"{name}() swallows exceptions"
@@ -279,8 +279,8 @@ def _module(bench: Bench) -> None:
         begun: Any = bound(bench).convert_module(nn.LayerNorm(2))
     assert begun.weight.dtype is named.norm.weight.dtype, (
         f"a model that is built in init_context() has weights of {begun.weight.dtype}, and one "
-        f"that is converted afterwards of {named.norm.weight.dtype}: init_context gives new tensors "
-        "the dtype of the parameters"
+        f"that is converted afterwards of {named.norm.weight.dtype}: init_context gives new "
+        "tensors the dtype of the parameters"
     )
     rounding = _rounding(named.norm.weight.dtype)
     for name in ("norm.weight", "norm.running_var", "frozen.weight", "angles"):
