@@ -164,6 +164,60 @@ class CountsBytes(CountsKibibytes):
         return DeviceMemory(total=None, allocated=own, peak=own, reserved=own)
 
 
+class ChoosesDevices(CPUAccelerator):
+    """Sets a variable when it is made."""
+
+    def __init__(self) -> None:
+        os.environ["MINE_VISIBLE_DEVICES"] = "0"
+
+
+class NeverForks(CPUAccelerator):
+    """Says that a process cannot be forked, whatever it has done."""
+
+    def fork_problem(self) -> str | None:
+        return "has devices"
+
+
+class OneAutocastOfAll(CPUAccelerator):
+    """Hands out one autocast, which cannot be entered within itself."""
+
+    def __init__(self) -> None:
+        self.context = torch.autocast("cpu", dtype=torch.bfloat16)
+
+    def autocast(self, dtype: torch.dtype) -> Any:
+        return self.context if dtype is torch.bfloat16 else None
+
+
+class MovesTensors(CPUAccelerator):
+    """Leaves objects that can move themselves where they are."""
+
+    def batch_mover(self, device: torch.device) -> Callable[[Any], Any]:
+        from stratagem.data.pytree import map_tensors
+
+        return lambda batch: map_tensors(lambda tensor: tensor.to(device), batch)
+
+
+class MakesDicts(CPUAccelerator):
+    """Makes a dict of every mapping."""
+
+    def batch_mover(self, device: torch.device) -> Callable[[Any], Any]:
+        move = super().batch_mover(device)
+
+        def moved(batch: Any) -> Any:
+            if isinstance(batch, dict):
+                return {key: moved(value) for key, value in batch.items()}
+            return move(batch)
+
+        return moved
+
+
+class HoldsHandle(CPUAccelerator):
+    """Has a handle of the device's library from the beginning."""
+
+    def __init__(self) -> None:
+        self.handle = threading.RLock()
+
+
 class KeepsKernels(CPUAccelerator):
     """Restores no setting of kernels."""
 

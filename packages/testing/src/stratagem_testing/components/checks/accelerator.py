@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -42,12 +43,27 @@ def devices_of(bench: Bench, accelerator: Accelerator) -> list[torch.device]:
 
 @check(KIND, "availability/reason")
 def _reason(bench: Bench) -> None:
-    """availability() returns the number of devices and the reason, also if there are no devices."""
+    """availability() returns the number of devices and the reason, also if there are no devices.
+
+    Asking changes nothing in the process, and the process can still be forked.
+    """
+    before = Surroundings.now()
     accelerator = bench.make()
     assert isinstance(accelerator, Accelerator), (
         f"{bench.component.name} made {accelerator!r}: subclass stratagem.accelerators.Accelerator"
     )
     found = accelerator.availability()
+    accelerator.device(0)
+    changed = before.changes()
+    assert not changed, (
+        f"making it and asking availability() and device(0) changed {'; '.join(changed)}: the "
+        "launching process asks, which may use another accelerator then. Set it in setup()"
+    )
+    problem = accelerator.fork_problem()
+    assert problem is None, (
+        f"before a device was used, fork_problem says {problem!r}, and launchers that fork refuse "
+        "it: return None until then, and use no device in __init__ and availability()"
+    )
     assert isinstance(found, Availability), (
         f"availability() returned {found!r}; expected stratagem.discovery.Availability"
     )
@@ -236,15 +252,18 @@ def _autocast(bench: Bench) -> None:
         context = accelerator.autocast(dtype)
         if context is None:
             continue  # MixedPrecision refuses the accelerator then
-        for _ in range(2):
-            with context:
+        for nested in (False, True):
+            with context, (accelerator.autocast(dtype) if nested else None) or nullcontext():
                 inside = (values @ values).dtype
             outside = (values @ values).dtype
             assert inside is dtype, (
                 f"in autocast({dtype}) a matrix product is {inside}: return None where operations "
                 "cannot be autocast, so that mixed precision is refused"
             )
-            assert outside is torch.float32, f"after autocast({dtype}) a product is {outside}"
+            assert outside is torch.float32, (
+                f"after autocast({dtype}){' within another' if nested else ''} a product is "
+                f"{outside}: return a new context from each call, which torch.autocast needs"
+            )
 
 
 @check(KIND, "said/hints", needs_device=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,24 @@ class _Pair(NamedTuple):
     second: list[Tensor]
 
 
+@dataclass
+class _Sample:
+    image: Tensor
+    label: str
+
+
+class _Own:
+    """What a collate function may return: it moves itself."""
+
+    def __init__(self) -> None:
+        self.places: list[Any] = []
+
+    def to(self, device: Any, **_: Any) -> _Own:
+        moved = _Own()
+        moved.places = [*self.places, device]
+        return moved
+
+
 def _batch(device: torch.device, number: int = 0) -> dict[str, Any]:
     """Return a batch with one of everything that a DataLoader yields and the device can hold."""
     generator = torch.Generator().manual_seed(number)
@@ -36,6 +56,8 @@ def _batch(device: torch.device, number: int = 0) -> dict[str, Any]:
         "scalar": torch.tensor(1.5 + number),
         "pair": _Pair(values + 1, [values + 2, values + 3]),
         "nested": ({"deep": [values.sum(0)]}, "text", None, 7, b"bytes", 1.5),
+        "ordered": OrderedDict(first=values + 4),
+        "sample": _Sample(values + 5, "label"),
     }
     try:
         torch.zeros(1, dtype=torch.float64).to(device)
@@ -47,7 +69,10 @@ def _batch(device: torch.device, number: int = 0) -> dict[str, Any]:
 def _flat(data: Any) -> list[Any]:
     """Return the leaves of a batch in order."""
     if isinstance(data, dict):
-        return [leaf for key in data for leaf in [key, *_flat(data[key])]]
+        keys = [leaf for key in data for leaf in [key, *_flat(data[key])]]
+        return [type(data).__name__, *keys]
+    if isinstance(data, _Sample):
+        return [type(data).__name__, *_flat(data.image), *_flat(data.label)]
     if isinstance(data, (list, tuple)):
         return [type(data).__name__, *(leaf for each in data for leaf in _flat(each))]
     return [data]
@@ -86,6 +111,11 @@ def _moved(bench: Bench) -> None:
         mover = accelerator.batch_mover(device)
         original = _batch(device)
         _compare(mover(original), _batch(device), device)
+        own = mover(_Own())
+        assert isinstance(own, _Own) and own.places == [device], (  # noqa: PT018
+            "the mover did not call to(device) of a batch that is an object with that method, as a "
+            "tokenizer returns it: stratagem.data.move_to_device does"
+        )
         assert all(
             leaf.device.type == "cpu" for leaf in _flat(original) if isinstance(leaf, Tensor)
         ), "the mover changed the batch that it was given"

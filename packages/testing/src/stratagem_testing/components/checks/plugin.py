@@ -84,7 +84,11 @@ def _called(spec: ComponentSpec) -> str:
 
 @check(KIND, "import/light", slow=True)
 def _light(bench: Bench) -> None:
-    """The module imports neither torch nor a vendor's library, in at most `cpu_seconds`."""
+    """The module imports neither torch nor a vendor's library, in at most `cpu_seconds`.
+
+    Nor do the modules of the functions that specs name, which run while a request is resolved:
+    `probe`, `incompatible_because` and `local_world_size`.
+    """
     limit = bench.option("cpu_seconds")
     targets = [spec.target for spec in _specs(bench)]
     for entry in _entries(bench):
@@ -97,6 +101,21 @@ def _light(bench: Bench) -> None:
             f"importing the plugin module {module} takes {seconds:.3f} s of processor time, "
             f"expected at most {limit}: every program that uses Stratagem pays it"
         )
+    for module in sorted(_modules_of_functions(bench)):
+        cost = import_alone(module, clean_environment(bench.component.search_path))
+        assert not (why := cost.why_not_light(module)), (
+            f"a function that a spec names runs while a request is resolved, and {why}"
+        )
+
+
+def _modules_of_functions(bench: Bench) -> set[str]:
+    """Return the modules of the functions that the distribution's specs name."""
+    named = [
+        getattr(spec, field, None)
+        for spec in _specs(bench)
+        for field in ("probe", "incompatible_because", "local_world_size")
+    ]
+    return {each.partition(":")[0] for each in named if isinstance(each, str)}
 
 
 @check(KIND, "import/no side effects", slow=True)
