@@ -113,6 +113,27 @@ def test_a_precision_that_has_stepped_travels_to_another_process() -> None:
     assert (weight.item(), again.step_was_skipped) == (0.0, False)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_of_one_optimizer_leaves_the_step_of_another(fused: bool) -> None:
+    precision = Float16Mixed(scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=0.5, fused=fused) for weight in weights]
+    loss = weights[0].sum() * float("inf") + weights[1].sum()
+    precision.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
+    skipped = []
+    for optimizer in optimizers:
+        precision.unscale_gradients(optimizer)
+        precision.unscale_gradients(optimizer)  # clipped by value, and then by norm
+    for optimizer in optimizers:
+        precision.optimizer_step(optimizer)
+        skipped.append(precision.step_was_skipped)
+    assert skipped == [True, False]
+    assert [weight.item() for weight in weights] == [1.0, 0.5]
+    assert precision.state_dict()["scale"] == 2.0
+    precision.load_state_dict({})
+    assert precision.state_dict()["scale"] == 4.0
+
+
 def test_the_numbers_are_those_of_torchs_own_loop() -> None:
     torch.manual_seed(3)
     module = Linear()

@@ -98,6 +98,17 @@ def test_a_loop_ends_with_the_weights_of_the_raw_one(
     assert_same_weights(net, raw)
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_a_model_within_autocast_leaves_no_setting(precision: str) -> None:
+    lite = lite_on_cpu(precision=precision)
+    model = lite.setup(network())
+    inputs, _ = next(iter(loader()))
+    with lite.autocast():
+        model(inputs)
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.get_default_dtype() is torch.float32
+
+
 def test_accumulation_and_clipping_by_hand_equal_the_raw_ones() -> None:
     for clip in ({"max_norm": 0.3}, {"clip_val": 0.01}):
         lite = lite_on_cpu()

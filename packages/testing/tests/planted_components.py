@@ -1241,7 +1241,7 @@ class DropsVariables(Copies):
     """Ranks have only what a launch sets."""
 
     def launch(self, plan: RunPlan, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        changed = _Changed(lambda: os.environ.pop("CONFORMANCE_KIT_GIVEN"), function)  # type: ignore[arg-type,return-value]
+        changed = _Changed(lambda: os.environ.pop("CONFORMANCE_KIT_GIVEN"), function)  # type: ignore[arg-type]
         return super().launch(plan, changed, *args, **kwargs)
 
 

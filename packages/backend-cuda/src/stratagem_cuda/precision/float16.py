@@ -137,7 +137,7 @@ class Float16Mixed(MixedPrecision):
         return dict(self.scaler.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the scale; a checkpoint of a precision without one begins with the first scale."""
+        """Restore the scale; a checkpoint of another precision begins with the first scale."""
         self._adapt()
         first = self._first_state
         if first is None:

@@ -207,7 +207,7 @@ class Accelerator(ABC):
         torch.get_device_module(device).set_rng_state(state, device)
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any] | None:
-        """Return an autocast context that can be entered many times.
+        """Return a new autocast context that can be entered many times.
 
         Return None if operations on these devices cannot be autocast to `dtype`. Mixed precision
         then raises an error.

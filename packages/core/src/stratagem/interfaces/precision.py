@@ -52,7 +52,7 @@ class Precision(ABC):
     """Whether the converted parameters can be sharded. If False, strategies with sharded state
     reject this precision."""
     scales_loss: bool = False
-    """Whether `scale_loss`, `unscale_gradients` and `optimizer_step` scale the loss."""
+    """Whether the loss is scaled. If False, `optimizer_step` is never called."""
     inference_mode: bool = True
     """Whether tensors of this precision work under `torch.inference_mode`. Otherwise evaluation
     runs under `torch.no_grad`."""
@@ -88,7 +88,7 @@ class Precision(ABC):
         return None
 
     def forward_context(self) -> AbstractContextManager[Any] | None:
-        """Return a context for forward passes that can be entered many times, or None."""
+        """Return a new context for forward passes that can be entered many times, or None."""
         return None
 
     def scale_loss(self, loss: Tensor) -> Tensor:

@@ -47,8 +47,8 @@ def number_in(io: CheckpointIO, path: Path) -> int:
 def _values() -> dict[str, Any]:
     """Return a checkpoint with one of everything that one may hold."""
     shared = torch.arange(6.0)
-    floats = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
-    floats += ("float8_e4m3fn", "float8_e5m2")
+    floats = ["float64", "float32", "float16", "bfloat16", "complex64", "complex128"]
+    floats += ["float8_e4m3fn", "float8_e5m2"]
     integers = ("int64", "int32", "int16", "int8", "uint8", "uint16")
     tensors = {name: torch.arange(5).to(getattr(torch, name)) for name in (*floats, *integers)}
     return {

@@ -142,8 +142,8 @@ def _not_a_number(bench: Bench) -> None:
             if text is not None:
                 changed[variable] = text
             with bench.environ(changed):
-                for name, read in _reads(bench.make()):
-                    error = bench.error(read)
+                for name, ask in _reads(bench.make()):
+                    error = bench.error(ask)
                     assert error is None or isinstance(error, ConfigurationError), (
                         f"{name}() with {variable}={text!r} ended in {brief(error)}; expected a "
                         "ConfigurationError that says which variable is wrong, and what it has"

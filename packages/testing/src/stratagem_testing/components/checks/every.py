@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,10 +18,7 @@ def _pickled(bench: Bench) -> None:
     made = bench.make()
     if hasattr(made, "bind"):
         made.bind(bench.lite().strategy.accelerator)
-    pickler: Any = pickle
-    if find_spec("cloudpickle"):
-        import cloudpickle as pickler
-
+    pickler: Any = import_module("cloudpickle") if find_spec("cloudpickle") else pickle
     error = bench.error(lambda: pickle.loads(pickler.dumps(made)))
     assert error is None, (
         f"it cannot be pickled ({brief(error)}): make locks, files, connections and threads where "

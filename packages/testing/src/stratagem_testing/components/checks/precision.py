@@ -141,7 +141,7 @@ def _restored(bench: Bench) -> None:
         with context:
             torch.ones(2, 2) @ torch.ones(2, 2)
         assert not _changed(before), f"after {name}() {_changed(before)}: restore it on exit"
-        with make(), make():
+        with make() or nullcontext(), make() or nullcontext():
             torch.ones(2, 2) @ torch.ones(2, 2)
         assert not _changed(before), (
             f"after {name}() within {name}(), as of a model in Lite.autocast(), "
@@ -324,7 +324,7 @@ class _Pair(NamedTuple):
 def _judge_converter(name: str, convert: Callable[[Any], Any], dtype: torch.dtype) -> None:
     floats = torch.linspace(0, 1, 6).to(dtype)
     expected = convert(floats).dtype
-    batch = {
+    batch: dict[str, Any] = {
         "floats": floats,
         "integers": torch.arange(5),
         "flags": torch.tensor([True]),
@@ -344,7 +344,7 @@ def _judge_converter(name: str, convert: Callable[[Any], Any], dtype: torch.dtyp
         f"{name}() returned {converted!r} for a dict of tensors"
     )
     for key in ("integers", "flags", "pixels", "numbers", "waves"):
-        assert converted[key].dtype is batch[key].dtype, (  # type: ignore[attr-defined]
+        assert converted[key].dtype is batch[key].dtype, (
             f"{name}() made {key} {converted[key].dtype}: labels and masks stay what they are"
         )
     for other in (torch.float64, torch.float32, torch.bfloat16):
