@@ -485,6 +485,15 @@ class SetsProducts(Precision):
         torch.set_float32_matmul_precision("medium")
 
 
+class EntersAutocast(Precision):
+    """Is on from its making."""
+
+    name = "enters"
+
+    def bind(self, accelerator: Any) -> None:
+        accelerator.autocast(torch.bfloat16).__enter__()
+
+
 class OneAutocast(Precision):
     """Hands out one autocast, which cannot be entered within itself."""
 
@@ -958,6 +967,32 @@ class LocksWhenLoading(SingleFileCheckpointIO):
         loaded = super().load_checkpoint(path)
         Path(f"{path}.lock").touch()
         return loaded
+
+
+class OneTemporary(NeverSyncs):
+    """All checkpoints of a folder are written to one temporary file."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        temporary = Path(path).parent / "new"
+        torch.save(checkpoint, temporary)
+        temporary.replace(path)
+
+
+class LinksOnce(SingleFileCheckpointIO):
+    """Cannot replace a link."""
+
+    def link_checkpoint(self, target: str | Path, path: str | Path) -> bool:
+        Path(path).symlink_to(Path(target).name)
+        return True
+
+
+class LinksFromHere(SingleFileCheckpointIO):
+    """A link names its target as seen from the current folder."""
+
+    def link_checkpoint(self, target: str | Path, path: str | Path) -> bool:
+        Path(path).unlink(missing_ok=True)
+        Path(path).symlink_to(target)
+        return True
 
 
 class HoldsConnection(SingleFileCheckpointIO):

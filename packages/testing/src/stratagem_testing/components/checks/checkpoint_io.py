@@ -6,6 +6,8 @@ import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from stratagem.checkpoint import CheckpointIO, Shards
 from stratagem.errors import CheckpointContentError, CheckpointNotFoundError
+from stratagem_testing.child import Report, StuckError
 from stratagem_testing.components.bench import Bench, brief
 from stratagem_testing.components.check import check
 from stratagem_testing.surroundings import open_files
@@ -351,9 +354,36 @@ def _removed(bench: Bench) -> None:
         assert number_in(io, bench.folder / name) == number
 
 
+@check(KIND, "paths/two runs")
+def _two_runs(bench: Bench) -> None:
+    """Two processes save to two paths of one folder at the same time."""
+
+    def save(number: int, report: Report) -> None:
+        io, path = bench.make(), bench.folder / f"run{number}.ckpt"
+        for _ in range(25):
+            error = bench.error(lambda: saved(io, path, number))
+            if error is not None:
+                break
+        report(error=brief(error), number=number_in(io, path) if error is None else None)
+
+    children = [bench.in_child(partial(save, number)) for number in range(2)]
+    for child in children:
+        with suppress(StuckError):
+            child.wait_for("number")
+    for number, reports in enumerate([child.end() for child in children]):
+        assert reports == [{"error": "no error", "number": number}], (
+            f"while another process saved to run{1 - number}.ckpt, saves to run{number}.ckpt in "
+            f"the same folder came to {reports}: give each path and process a temporary name of "
+            "its own (stratagem.storage.durable_replace does)"
+        )
+
+
 @check(KIND, "paths/linked")
 def _linked(bench: Bench) -> None:
-    """link_checkpoint gives a checkpoint a second name, or returns False and writes nothing."""
+    """link_checkpoint gives a checkpoint a second name, or returns False and writes nothing.
+
+    The name may be that of another checkpoint, which it replaces, and paths may be relative.
+    """
     io = bench.make()
     target, link = bench.folder / NAME, bench.folder / "last.ckpt"
     saved(io, target, 4)
@@ -367,6 +397,17 @@ def _linked(bench: Bench) -> None:
         return
     assert linked is True, f"link_checkpoint returned {linked!r}; expected True or False"
     assert number_in(io, link) == 4
+    for number, name in ((5, "inner/next.ckpt"), (6, "inner/one more.ckpt")):
+        saved(io, Path(name), number)
+        error = bench.error(
+            lambda name=name: (io.link_checkpoint(name, "inner/last.ckpt"), io.wait())  # type: ignore[misc]
+        )
+        error = error or bench.error(lambda: number_in(io, Path("inner/last.ckpt")))
+        assert error is None, (
+            f"link_checkpoint({name!r}, 'inner/last.ckpt') ended in {brief(error)}: a link is "
+            "replaced by each save, and what it names is beside it"
+        )
+        assert number_in(io, Path("inner/last.ckpt")) == number, "a second link is the first one"
     io.remove_checkpoint(link)
     io.wait()
     assert link.name not in bench.files(), f"remove_checkpoint left the link {link.name}"

@@ -162,7 +162,7 @@ def _fail_in(context: Any) -> None:
 @check(KIND, "life/nothing changed")
 def _nothing_changed(bench: Bench) -> None:
     """It changes no setting of the process but within its contexts."""
-    before = Surroundings.now()
+    before, settings = Surroundings.now(), _settings()
     precision = bound(bench)
     with precision.init_context():
         model = build(lambda: nn.Linear(WIDTH, WIDTH))
@@ -170,7 +170,7 @@ def _nothing_changed(bench: Bench) -> None:
     for make in (precision.input_converter, precision.output_converter):
         if (convert := make()) is not None:
             convert(torch.ones(2))
-    changed = before.changes()
+    changed = before.changes() + list(filter(None, [_changed(settings)]))
     assert not changed, (
         f"making it, bind and convert_module changed {'; '.join(changed)}: a later run of the "
         "program has it, too. Set it in forward_context, which restores it"
