@@ -152,7 +152,7 @@ PLANTED = [
     ("checkpoint_io", "Adds", "paths/saved again", "of the first checkpoint is there"),
     ("checkpoint_io", "PrivateFiles", "paths/saved again", "has the mode 600, and the umask"),
     ("checkpoint_io", "KeepsFilesOpen", "asynchronous/teardown", "these files are open still"),
-    ("checkpoint_io", "OneTemporary", "paths/two runs", "give each path and process a temporary"),
+    ("checkpoint_io", "OneTemporary", "paths/two runs", "each path and process a temporary"),
     ("checkpoint_io", "LinksOnce", "paths/linked", "a link is replaced by each save"),
     ("checkpoint_io", "LinksFromHere", "paths/linked", "what it names is beside it"),
     ("checkpoint_io", "HoldsConnection", "life/pickled", "connections and threads where"),

@@ -6,8 +6,6 @@ import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from torch import Tensor
 
 from stratagem.checkpoint import CheckpointIO, Shards
 from stratagem.errors import CheckpointContentError, CheckpointNotFoundError
-from stratagem_testing.child import Report, StuckError
 from stratagem_testing.components.bench import Bench, brief
 from stratagem_testing.components.check import check
 from stratagem_testing.surroundings import open_files
@@ -356,26 +353,31 @@ def _removed(bench: Bench) -> None:
 
 @check(KIND, "paths/two runs")
 def _two_runs(bench: Bench) -> None:
-    """Two processes save to two paths of one folder at the same time."""
+    """Two runs save to two paths of one folder at the same time."""
+    paths = [bench.folder / f"run{number}.ckpt" for number in range(2)]
+    begun: list[str] = []
 
-    def save(number: int, report: Report) -> None:
-        io, path = bench.make(), bench.folder / f"run{number}.ckpt"
-        for _ in range(25):
-            error = bench.error(lambda: saved(io, path, number))
-            if error is not None:
-                break
-        report(error=brief(error), number=number_in(io, path) if error is None else None)
+    def hook(name: str) -> None:
+        real = getattr(os, name)
 
-    children = [bench.in_child(partial(save, number)) for number in range(2)]
-    for child in children:
-        with suppress(StuckError):
-            child.wait_for("number")
-    for number, reports in enumerate([child.end() for child in children]):
-        assert reports == [{"error": "no error", "number": number}], (
-            f"while another process saved to run{1 - number}.ckpt, saves to run{number}.ckpt in "
-            f"the same folder came to {reports}: give each path and process a temporary name of "
-            "its own (stratagem.storage.durable_replace does)"
-        )
+        def hooked(*arguments: Any, **options: Any) -> Any:
+            if not begun:  # what the first one has written gets its name while the other one saves
+                begun.append(name)
+                saved(bench.make(), paths[1], 1)
+            return real(*arguments, **options)
+
+        setattr(os, name, hooked)
+
+    hook("replace")
+    hook("rename")
+    error = bench.error(lambda: saved(bench.make(), paths[0], 0))
+    assert error is None, (
+        f"a save to run0.ckpt, while another run saved to run1.ckpt, ended in {brief(error)}: give "
+        "each path and process a temporary name of its own (stratagem.storage.durable_replace does)"
+    )
+    for number, path in enumerate(paths[: 1 + len(begun)]):
+        found = number_in(bench.make(), path)
+        assert found == number, f"at {path.name} is the checkpoint {found} of another run"
 
 
 @check(KIND, "paths/linked")
