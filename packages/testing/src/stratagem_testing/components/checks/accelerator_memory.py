@@ -14,6 +14,7 @@ from stratagem.data import map_tensors
 from stratagem_testing.components.bench import Bench
 from stratagem_testing.components.check import check
 from stratagem_testing.components.checks.accelerator import devices_of
+from stratagem_testing.components.checks.every import pickled
 
 KIND = "accelerator"
 
@@ -270,3 +271,6 @@ def _lost(bench: Bench) -> None:
     assert told is None or (isinstance(told, str) and told.strip()), (
         f"explain_lost_device returned {told!r}; expected a sentence, or None"
     )
+
+
+check(KIND, "life/pickled")(pickled)

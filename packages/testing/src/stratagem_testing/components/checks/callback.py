@@ -23,6 +23,7 @@ from stratagem.strategies import check_overrides
 from stratagem.trainer import Trainer
 from stratagem_testing.components.bench import Bench, brief
 from stratagem_testing.components.check import check
+from stratagem_testing.components.checks.every import pickled
 from stratagem_testing.strategies.models import Learner, loader
 from stratagem_testing.surroundings import Surroundings
 
@@ -285,3 +286,6 @@ def _two_ranks(bench: Bench) -> None:
         f"both ranks write to {Path(twice[0]).name}: write where trainer.is_global_zero, or name "
         "files by the rank"
     )
+
+
+check(KIND, "life/pickled")(pickled)

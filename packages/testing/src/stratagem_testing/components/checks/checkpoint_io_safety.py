@@ -20,6 +20,7 @@ from stratagem.errors import CheckpointError, CheckpointNotFoundError
 from stratagem_testing.components.bench import Bench, brief
 from stratagem_testing.components.check import check
 from stratagem_testing.components.checks.checkpoint_io import NAME, contents, number_in, saved
+from stratagem_testing.components.checks.every import pickled
 from stratagem_testing.durability.faults import note_syncs
 from stratagem_testing.durability.saver import Subject
 from stratagem_testing.durability.scenarios import Row, Scenarios
@@ -346,3 +347,6 @@ _register(
     "A save without write permission raises an error, and keeps the previous checkpoint.",
     lambda scenarios, subject, bench: scenarios.forbid_writing(subject),
 )
+
+
+check(KIND, "life/pickled")(pickled)

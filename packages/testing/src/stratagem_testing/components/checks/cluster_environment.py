@@ -18,6 +18,7 @@ from stratagem.plan import resolve
 from stratagem_testing.child import Child, Report, StuckError
 from stratagem_testing.components.bench import Bench, brief
 from stratagem_testing.components.check import check
+from stratagem_testing.components.checks.every import pickled
 from stratagem_testing.surroundings import Surroundings
 
 KIND = "cluster_environment"
@@ -468,3 +469,6 @@ def _judge_other_jobs(bench: Bench, own: list[Any]) -> None:
         f"run_id() is {own[0]!r} whatever the variables of the cluster are: another job in the "
         "same folder would continue from this one's checkpoint. Take what identifies the job"
     )
+
+
+check(KIND, "life/pickled")(pickled)

@@ -16,6 +16,7 @@ from stratagem.loggers import Logger
 from stratagem.trainer import Trainer
 from stratagem_testing.components.bench import Bench, brief
 from stratagem_testing.components.check import check
+from stratagem_testing.components.checks.every import pickled
 from stratagem_testing.places import find
 from stratagem_testing.strategies.models import Learner, loader
 from stratagem_testing.surroundings import Surroundings, open_files
@@ -119,13 +120,14 @@ def _names(bench: Bench) -> None:
     stored = {name: value for _, row in _read(bench, logger) for name, value in row.items()}
     found = list(stored.values())
     for name, value in row.items():
-        assert math.isclose(stored.get(name, value), value, rel_tol=1e-6), (
-            f"{name!r} has the value {stored[name]!r}, expected {value!r}: a name before it is "
-            "taken for several"
-        )
         assert any(math.isclose(value, each, rel_tol=1e-6) for each in found), (
             f"the value {value!r} of {name!r} is not stored; there are {sorted(found)}: write all "
             "digits (repr), and names as the format wants them"
+        )
+    for name, value in row.items():
+        assert math.isclose(stored.get(name, value), value, rel_tol=1e-6), (
+            f"{name!r} has the value {stored[name]!r}, expected {value!r}: a name before it is "
+            "taken for several"
         )
     assert len(found) == len(row), f"{len(row)} values of a row became {len(found)}"
 
@@ -372,3 +374,6 @@ def _rank_zero(bench: Bench) -> None:
     )
     steps = _steps(_read(bench, logger))
     assert len(set(steps)) == len(steps), f"steps were written more than once: {steps}"
+
+
+check(KIND, "life/pickled")(pickled)

@@ -14,6 +14,7 @@ from stratagem.state import find_offending_value
 from stratagem_testing.components import training
 from stratagem_testing.components.bench import Bench, brief
 from stratagem_testing.components.check import check
+from stratagem_testing.components.checks.every import pickled
 from stratagem_testing.components.checks.precision import bound
 from stratagem_testing.places import find
 
@@ -313,3 +314,6 @@ def _other_weights(bench: Bench) -> None:
         "the model that has had them from the beginning: what is kept beside the parameters, such "
         "as copies in float32, has to be made of them again"
     )
+
+
+check(KIND, "life/pickled")(pickled)
