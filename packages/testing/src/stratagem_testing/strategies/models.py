@@ -124,7 +124,8 @@ class Unusual(nn.Module):
 
     Random numbers in buffers and frozen parameters, a buffer of float64 and one of large integers,
     which each training step changes, a weight and a buffer that are not contiguous, an attribute of
-    a parameter, a layer that stays in evaluation mode, and state of the module's own.
+    a parameter, a layer that stays in evaluation mode, state of the module's own, a layer whose
+    name is "module", a weight with two names, and entries of parameters and buffers that are None.
 
     Attributes:
         history: the module's own state, which grows by a number in each training step.
@@ -135,12 +136,16 @@ class Unusual(nn.Module):
         self.first = nn.Linear(FEATURES, 8)
         self.first.weight = nn.Parameter(torch.randn(FEATURES, 8).div_(3).t())
         self.norm = nn.BatchNorm1d(8).requires_grad_(False).eval()
+        self.module = nn.Linear(8, 8, bias=False)
+        self.tied = nn.Linear(8, 8, bias=False)
+        self.tied.weight = self.module.weight
         self.last = nn.Linear(8, 1)
         self.last.bias.is_last = True  # type: ignore[attr-defined]
         self.register_buffer("scale", 0.5 + torch.rand(FEATURES))
         self.register_buffer("fraction", 1 / (3 + torch.rand(2, 3, dtype=torch.float64)).t())
         self.register_buffer("count", torch.tensor([LARGE, 2**24 + 1]) + torch.randint(9, (2,)))
         self.register_buffer("table", torch.zeros(2), persistent=False)
+        self.register_buffer("nothing", None)
         self.history: list[int] = []
         with torch.no_grad():
             for value in (self.norm.weight, self.norm.bias, self.norm.running_mean):
@@ -163,7 +168,7 @@ class Unusual(nn.Module):
                 self.get_buffer("fraction").mul_(1.1)
             self.history.append(len(self.history))
         hidden = self.norm(self.first(x * self.get_buffer("scale")))
-        output: Tensor = self.last(torch.tanh(hidden))
+        output: Tensor = self.last(torch.tanh(self.tied(torch.tanh(self.module(hidden)))))
         return output
 
 

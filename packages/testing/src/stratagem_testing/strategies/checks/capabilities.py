@@ -251,6 +251,7 @@ def _held(probe: Probe) -> dict[str, Any]:
     unless the spec is a preset (`init_args`) without `shards`. State in `offloads` is in host
     memory. On the CPU accelerator all state is, so only a run on another accelerator finds a
     strategy that offloads nothing. `estimate_memory` returns at least the memory that a rank uses.
+    It is called after `bind` alone.
     """
     gradients = _Gradients()
     trainer = probe.fit(Learner("wide", "adam"), 16, callbacks=[gradients])
@@ -274,7 +275,8 @@ def _held(probe: Probe) -> dict[str, Any]:
         "parameters": _measured(prepared.original.parameters()),
         "gradients": gradients.measured,
         "optimizer": _measured(tensors),
-        "estimate": _estimated(trainer.strategy, getattr(spec, "shards", ())),
+        # As a plan does it, in a process without a launch.
+        "estimate": _estimated(probe.trainer().strategy, getattr(spec, "shards", ())),
     }
 
 
@@ -284,7 +286,10 @@ _ALONE = StepMemory(parameters=10_000, gradients=10_000, optimizer=20_000, buffe
 def _estimated(strategy: Strategy, shards: Sequence[str]) -> Any:
     """Return the parts of `_ALONE` that the strategy's estimate leaves on a rank, or its repr."""
     phases = dict.fromkeys(("forward", "backward", "step"), _ALONE)
-    estimated = strategy.estimate_memory(phases, shards)
+    try:
+        estimated = strategy.estimate_memory(phases, shards)
+    except Exception as error:
+        return format_text(f"{type(error).__name__}: {error}", 200)
     memory = estimated.get("step") if isinstance(estimated, Mapping) else None
     if not isinstance(memory, StepMemory):
         return format_text(repr(estimated), 200)
@@ -311,7 +316,7 @@ def _judge_held(found: Result) -> None:
             )
         estimate = told["estimate"]
         assert isinstance(estimate, dict), (
-            "estimate_memory was called with the phase 'step', and returned "
+            "estimate_memory was called after bind alone, with the phase 'step', and returned "
             f"{estimate}; expected a dict with a StepMemory for each phase that it was called with"
         )
         for part, share in estimate.items():
