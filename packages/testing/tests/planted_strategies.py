@@ -2581,6 +2581,68 @@ class GathersNoEmptyBytes(OtherRanks):
     kind = _NotEmpty
 
 
+class TakesOverTensors(ByBackward):
+    """A load makes the tensors of the state the model's own."""
+
+    def load_model_state(
+        self, prepared: PreparedModel, state: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
+        super().load_model_state(prepared, state, strict=strict)
+        for name, parameter in prepared.original.named_parameters():
+            if isinstance(state.get(name), Tensor):
+                parameter.data = state[name]
+
+
+class DropsStateAtRelease(ByBackward):
+    """A model that was released has no parameters any more."""
+
+    def release(self, prepared: PreparedModel) -> None:
+        prepared.strategy_data["released"] = True
+        super().release(prepared)
+
+    def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
+        if "released" in prepared.strategy_data:
+            raise RuntimeError("the model was released")
+        return super().model_state(prepared)
+
+
+class _SinglePrecision(ProcessGroupRanks):
+    def all_reduce(self, tensor: Tensor, op: Any = "mean") -> Tensor:
+        if tensor.dtype == torch.float64:
+            return super().all_reduce(tensor.float(), op).double()
+        return super().all_reduce(tensor, op)
+
+
+class ReducesInSinglePrecision(OtherRanks):
+    """all_reduce of float64 goes by float32."""
+
+    kind = _SinglePrecision
+
+
+class _MaximumByFloat(ProcessGroupRanks):
+    def all_reduce(self, tensor: Tensor, op: Any = "mean") -> Tensor:
+        if op in ("max", "min") and not tensor.is_floating_point():
+            return super().all_reduce(tensor.double(), op).to(tensor.dtype)
+        return super().all_reduce(tensor, op)
+
+
+class ComparesAsFloats(OtherRanks):
+    """The largest integer is found among float64, which has not all of them."""
+
+    kind = _MaximumByFloat
+
+
+class _OnlyLeaves(ProcessGroupRanks):
+    def all_reduce(self, tensor: Tensor, op: Any = "mean") -> Tensor:
+        return torch.from_numpy(super().all_reduce(torch.from_numpy(tensor.numpy()), op).numpy())
+
+
+class ReducesByNumpy(OtherRanks):
+    """all_reduce goes by NumPy, which takes no tensor with a gradient and no bfloat16."""
+
+    kind = _OnlyLeaves
+
+
 class _Shared(torch.autograd.Function):
     """The sum over ranks, of which one has something; the gradient is the same on all of them."""
 

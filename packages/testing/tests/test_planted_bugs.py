@@ -262,6 +262,11 @@ PLANTED = [
     ("NeedsOptimizerToLoad", "state/other model", "prepared.optimizers is empty"),
     ("GathersNoEmptyBytes", "collectives/gather", "expected ['', 'BB']"),
     ("NeedsPartner", "life/one rank", "ZeroDivisionError"),
+    ("TakesOverTensors", "state/in part", "the model changes with the tensors of the state"),
+    ("DropsStateAtRelease", "life/bound again", "the model may still be evaluated or saved"),
+    ("ReducesInSinglePrecision", "collectives/all_reduce", "all_reduce of float64 returned"),
+    ("ComparesAsFloats", "collectives/all_reduce", "all_reduce of large integers returned"),
+    ("ReducesByNumpy", "collectives/all_reduce", "raised TypeError"),
     ("LastLossCounts", "life/one rank", "a loss of None for every micro-batch"),
 ]
 # Whose losses need not be those of single_device.

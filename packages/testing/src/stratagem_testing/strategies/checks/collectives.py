@@ -33,8 +33,8 @@ def _of(rank: int) -> list[float]:
 def _all_reduce(probe: Probe) -> dict[str, Any]:
     """all_reduce returns the mean, sum, max or min over all ranks in a new tensor.
 
-    Integers keep all their digits, also in all_reduce_ints. Scalars, bools, bfloat16 and tensors
-    that are not contiguous keep shape and dtype.
+    Integers keep all their digits, also in all_reduce_ints. Scalars, bools, bfloat16, float64,
+    tensors that are not contiguous and losses with a gradient keep shape and dtype.
     """
     ranks = probe.lite().ranks
     told: dict[str, Any] = {}
@@ -55,6 +55,9 @@ def _all_reduce(probe: Probe) -> dict[str, Any]:
             ("a tensor that is not contiguous", grid.t(), "sum"),
             ("bfloat16", grid[0].bfloat16(), "sum"),
             ("bools", torch.tensor([probe.rank == 0, False, True]), "max"),
+            ("float64", torch.tensor([probe.rank + 1 / 3], dtype=torch.float64), "max"),
+            ("large integers", torch.tensor([LARGE + 2 * probe.rank]), "max"),
+            ("a loss", torch.ones((), requires_grad=True) * probe.rank, "sum"),
         )
     }
     for op in ("sum", "max", "min"):
@@ -65,7 +68,7 @@ def _all_reduce(probe: Probe) -> dict[str, Any]:
 
 def _described(tensor: torch.Tensor) -> list[Any]:
     """Return dtype, shape and values of a tensor."""
-    return [str(tensor.dtype), list(tensor.shape), tensor.double().flatten().tolist()]
+    return [str(tensor.dtype), list(tensor.shape), tensor.detach().flatten().tolist()]
 
 
 @judge_of(_all_reduce)
@@ -81,7 +84,10 @@ def _judge_reductions(found: Result) -> None:
             [value for value in sums for _ in range(2)],
         ],
         "bfloat16": ["torch.bfloat16", [3], sums],
-        "bools": ["torch.bool", [3], [1.0, 0.0, 1.0]],
+        "bools": ["torch.bool", [3], [True, False, True]],
+        "float64": ["torch.float64", [1], [world - 1 + 1 / 3]],
+        "large integers": ["torch.int64", [1], [LARGE + 2 * (world - 1)]],
+        "a loss": ["torch.float32", [], [float(sum(range(world)))]],
     }
     integers = [*([int(v) for v in c] for c in columns), [LARGE + rank for rank in range(world)]]
     for rank, told in enumerate(found.ranks):
@@ -218,12 +224,14 @@ def _gather(probe: Probe) -> dict[str, Any]:
     """
     ranks = probe.lite().ranks
     uneven = torch.arange(float(2 * probe.rank + 1)) + probe.rank
-    gathered = ranks.gather_objects({"rank": probe.rank, "uneven": uneven, "none": None})
+    gathered = ranks.gather_objects({"rank": probe.rank, "uneven": uneven, 3: (probe.rank, None)})
     own = bytes([65 + probe.rank]) * (2 * probe.rank)  # none on rank 0
     to_zero = ranks.gather_bytes(own)
     handed = [b"part %d" % rank for rank in range(probe.world_size)]
     return {
-        "gathered": [[each["rank"], each["uneven"].tolist()] for each in gathered],
+        "gathered": [
+            [each["rank"], each["uneven"].tolist(), repr(each.get(3))] for each in gathered
+        ],
         "bytes": [each.decode() for each in to_zero],
         "part": ranks.scatter_bytes(handed if ranks.is_global_zero else []).decode(),
     }
@@ -232,7 +240,9 @@ def _gather(probe: Probe) -> dict[str, Any]:
 @judge_of(_gather)
 def _judge_gather(found: Result) -> None:
     count = len(found.ranks)
-    expected = [[r, [float(r + i) for i in range(2 * r + 1)]] for r in range(count)]
+    expected = [
+        [r, [float(r + i) for i in range(2 * r + 1)], repr((r, None))] for r in range(count)
+    ]
     for rank, told in enumerate(found.ranks):
         assert told["gathered"] == expected, (
             f"gather_objects returned {told['gathered']} on rank {rank}, expected {expected}: in "

@@ -22,7 +22,7 @@ from torch import nn
 from stratagem.callbacks import Callback
 from stratagem.strategies import Strategy
 from stratagem_testing.strategies.check import Result, check, judge_of
-from stratagem_testing.strategies.judging import close, judge_losses_of, shown
+from stratagem_testing.strategies.judging import close, difference, judge_losses_of, shown
 from stratagem_testing.strategies.models import Learner
 from stratagem_testing.strategies.probe import Probe
 from stratagem_testing.surroundings import Surroundings
@@ -276,21 +276,36 @@ def _judge_left(found: Result) -> None:
 
 @check("life/bound again")
 def _bound_again(probe: Probe) -> dict[str, Any]:
-    """A model can be released twice, and a new strategy of the class works afterwards."""
+    """A model can be released twice, and a new strategy of the class works afterwards.
+
+    A released model has the same state, which can be saved.
+    """
     trainer = probe.fit(Learner())
     prepared = trainer.run.require_prepared()
+    before = probe.weights(trainer)
     trainer.strategy.release(prepared)
     trainer.strategy.release(prepared)
+    told: dict[str, Any] = {"before": before, "after": {}}
+    # While others wait for no error of this rank alone.
+    told["said"] = probe.said(lambda: told.update(after=probe.weights(trainer)))
     learner = Learner()
     again = probe.fit(learner, 16)
-    return {"losses": len(learner.losses), "steps": again.global_step}
+    return {**told, "run": {"losses": len(learner.losses), "steps": again.global_step}}
 
 
 @judge_of(_bound_again)
 def _judge_bound_again(found: Result) -> None:
     for rank, told in enumerate(found.ranks):
-        assert told == {"losses": 2, "steps": 2}, (
-            f"rank {rank} came to {told} after the release of another model, expected 2 steps"
+        assert told["run"] == {"losses": 2, "steps": 2}, (
+            f"rank {rank} came to {told['run']} after the release of another model, expected 2 "
+            "steps"
+        )
+        said = told["said"] or {"kind": "no error", "text": ""}
+        is_other = bool(told["said"] or difference(told["after"], told["before"], 1e-6))
+        assert not is_other, (
+            f"model_state of a model that was released is not what it was before on rank {rank} "
+            f"({said['kind']}: {said['text']}): release(prepared) frees what training needs, and "
+            "the model may still be evaluated or saved"
         )
 
 

@@ -230,6 +230,7 @@ class _CallsTwice(SGD):
     "it on in optimizer_step(prepared, optimizer, closure), and return what that step returns. "
     "The optimizer calls its closure twice, and the second call has to compute a new gradient",
     "closure",
+    _CallsTwice.__name__,
 )
 def _closure(probe: Probe) -> dict[str, Any]:
     lite = probe.lite()

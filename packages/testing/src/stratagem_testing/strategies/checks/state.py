@@ -668,7 +668,8 @@ def _same_numbers(own: list[Any], other: list[Any], tolerance: float) -> bool:
 def _in_part(probe: Probe) -> dict[str, Any]:
     """If a name is missing, load_model_state raises an error, and loads nothing.
 
-    With strict=False, it loads all other names, including buffers and a module's extra state.
+    With strict=False, it loads all other names, including buffers and a module's extra state. It
+    copies values, so that the model shares no memory with the state.
     """
     learner, other = Learner("unusual", "adam"), Learner("unusual", seed=5)
     trainer = probe.fit(learner, 8)
@@ -684,7 +685,12 @@ def _in_part(probe: Probe) -> dict[str, Any]:
     refused = now()
     strategy.load_model_state(prepared, part, strict=False)
     told = {"said": said, "before": before, "refused": refused, "loaded": now()}
-    return {**told, "part": _plain(part)}
+    told["part"] = _plain(part)
+    with torch.no_grad():
+        for value in part.values():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                value.zero_()
+    return {**told, "later": now()}
 
 
 LEFT_OUT = "net.last.weight"
@@ -717,4 +723,10 @@ def _judge_in_part(found: Result) -> None:
         "load_model_state(prepared, state, strict=False) has to load every parameter, buffer and "
         "extra state that both have, and to leave the rest: the model's state is another one at "
         f"{where}"
+    )
+    where = _first_difference(told["later"], told["loaded"])
+    assert where is None, (
+        "the model changes with the tensors of the state that load_model_state was given: copy "
+        "their values (parameter.copy_), and do not make them the model's own (parameter.data = "
+        f"...), which may also have another dtype; it has changed at {where}"
     )
