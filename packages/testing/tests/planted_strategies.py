@@ -2412,7 +2412,8 @@ class CannotBeCopied(ByBackward):
     """The user's module holds what copy.deepcopy cannot copy."""
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        user_module(module).net.lock = threading.Lock()  # type: ignore[union-attr, assignment]
+        for part in user_module(module).modules():
+            part.lock = threading.Lock()  # type: ignore[assignment]
         return super().wrap(module)
 
 
@@ -2641,6 +2642,37 @@ class ReducesByNumpy(OtherRanks):
     """all_reduce goes by NumPy, which takes no tensor with a gradient and no bfloat16."""
 
     kind = _OnlyLeaves
+
+
+class NewOptimizerAtSetUp(ByBackward):
+    """An optimizer that was made before is made again, without its groups and its state."""
+
+    def prepare(self, module: Any, optimizers: Any = (), **options: Any) -> PreparedModel:
+        prepared = super().prepare(module, optimizers, **options)
+        if not callable(optimizers):
+            for each in prepared.optimizers:
+                each.state.clear()
+        return prepared
+
+
+class ForwardInForwardOnly(ByBackward):
+    """Takes it for granted that layers run in the forward pass only, and no step of it twice."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        def hold(layer: nn.Module, inputs: Any) -> None:
+            if self._in_backward:
+                raise RuntimeError("a layer runs in backward")
+
+        for part in user_module(module).modules():
+            part.register_forward_pre_hook(hold)
+        return super().wrap(module)
+
+    _in_backward = False
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self._in_backward = True
+        super().backward(prepared, loss, *args, **kwargs)
+        self._in_backward = False
 
 
 class _Shared(torch.autograd.Function):

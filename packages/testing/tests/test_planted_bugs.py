@@ -267,6 +267,8 @@ PLANTED = [
     ("ReducesInSinglePrecision", "collectives/all_reduce", "all_reduce of float64 returned"),
     ("ComparesAsFloats", "collectives/all_reduce", "all_reduce of large integers returned"),
     ("ReducesByNumpy", "collectives/all_reduce", "raised TypeError"),
+    ("NewOptimizerAtSetUp", "capabilities/rebinds optimizers", "with their options, and its state"),
+    ("ForwardInForwardOnly", "losses/repeated", "a layer runs in backward"),
     ("LastLossCounts", "life/one rank", "a loss of None for every micro-batch"),
 ]
 # Whose losses need not be those of single_device.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from stratagem.module import Module
@@ -88,7 +89,7 @@ class _Tied(nn.Module):
 
 
 class _Repeated(nn.Module):
-    """One module called three times in a step."""
+    """One module called three times in a step, and once more in backward (checkpointing)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,8 +97,9 @@ class _Repeated(nn.Module):
         self.last = nn.Linear(FEATURES, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(3):
+        for _ in range(2):
             x = torch.tanh(self.layer(x))
+        x = torch.tanh(checkpoint(self.layer, x, use_reentrant=False))
         output: Tensor = self.last(x)
         return output
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import mean
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
@@ -19,10 +20,11 @@ from stratagem_testing.strategies.check import Result, check, judge_of
 from stratagem_testing.strategies.judging import (
     judge_accepted,
     judge_losses,
+    judge_losses_of,
     judge_refusal,
     judge_refused,
 )
-from stratagem_testing.strategies.models import OPTIMIZERS, Learner, build
+from stratagem_testing.strategies.models import GROUPED, OPTIMIZERS, Learner, Numbered, build
 from stratagem_testing.strategies.probe import Probe
 
 
@@ -180,11 +182,12 @@ def _judge_manual(found: Result) -> None:
         ) from None
 
 
-@check("capabilities/rebinds optimizers")
+@check("capabilities/rebinds optimizers", reference=True)
 def _rebinds(probe: Probe) -> dict[str, Any]:
     """Lite.setup(model, optimizer) trains with an optimizer that was made before.
 
-    With accepts_existing_optimizers=False, it raises an error.
+    The optimizer keeps its parameter groups and the state of earlier steps, or an error says that
+    it has such a state. With accepts_existing_optimizers=False, it raises an error.
     """
     if not probe.target.capabilities().manual_backward:
         return {}
@@ -192,16 +195,25 @@ def _rebinds(probe: Probe) -> dict[str, Any]:
     net = build("dense")
 
     def train() -> dict[str, Any]:
-        model, optimizer = lite.setup(net, OPTIMIZERS["sgd"](net.parameters()))
+        made = GROUPED["groups"](net.named_parameters())
+        # A step before, of samples that all ranks have.
+        every = Numbered(8)
+        torch.autograd.backward(mse_loss(net(every.inputs), every.targets))
+        made.step()
+        made.zero_grad()
+        model, optimizer = lite.setup(net, made)
         losses = []
-        batch = lite.to_device(next(iter(probe.loader(8))))
-        for _ in range(2):
-            loss = mse_loss(model(batch[1]), batch[2])
+        first, *others = lite.setup_dataloaders(probe.loader(32))
+        for _, inputs, target in (first, first, *others):
+            loss = mse_loss(model(inputs), target)
             lite.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
-        return {"changed": losses[0] != losses[1]}
+        own = probe.own_weights(net)
+        changed = losses[0] != losses[1]
+        shard = list(lite.ranks.data_split)
+        return {"changed": changed, "losses": losses, "own": own, "shard": shard}
 
     return probe.attempt(train)
 
@@ -216,12 +228,20 @@ def _judge_rebinds(found: Result) -> None:
             found, "Lite.setup(model, optimizer)", "accepts_existing_optimizers=False", "optimizer"
         )
         return
+    if all(told["refused"] for told in found.ranks):
+        judge_refused(found, "an optimizer that has taken a step", "an engine", "state of earlier")
+        return
     judge_accepted(found, "Lite.setup(model, optimizer) (accepts_existing_optimizers=True)")
     for rank, told in enumerate(found.ranks):
         assert told["changed"], (
             f"rank {rank}: an optimizer that was made before Lite.setup(model, optimizer) does not "
             "train the model: rebind it to the parameters that the model has then"
         )
+    judge_losses_of(
+        found,
+        "an optimizer that was made before Lite.setup(model, optimizer), and has taken a step, is "
+        "not what it was: keep its parameter groups, with their options, and its state",
+    )
 
 
 class _Gradients(Callback):

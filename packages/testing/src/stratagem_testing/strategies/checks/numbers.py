@@ -39,7 +39,7 @@ _HAS = {
     "tied": "tied weights",
     "frozen": "frozen parameters",
     "unused": "an unused layer",
-    "repeated": "a layer that is called three times",
+    "repeated": "a layer that is called three times, once with activation checkpointing,",
     "scalar": "a zero-dimensional parameter",
     "complex": "complex parameters",
     "routed": "layers that only one rank each uses",
