@@ -544,12 +544,13 @@ def test_a_parameter_of_float64_is_named_unless_the_engine_converts_it() -> None
 def test_an_optimizer_that_has_taken_a_step_is_refused() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    assert suited(optimizer, {}) is optimizer
+    config = {"zero_optimization": {"stage": 1}}
+    assert suited(optimizer, dict(config)) is optimizer
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     expected = r"the SGD has the state of earlier steps.* before its first step.*Lite\.load"
     with pytest.raises(ConfigurationError, match=expected):
-        suited(optimizer, {})
+        suited(optimizer, config)
 
 
 def test_a_complex_parameter_is_named() -> None:

@@ -2261,16 +2261,17 @@ class KeepsWhatWasDropped(ByBackward):
 
     def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         own = prepared.strategy_data
+        waiting: dict[nn.Parameter, Any] = own.setdefault("waiting", {})
         if own.get("held"):
             ByHand.backward(self, prepared, loss, *args, **kwargs)
             for p in self.trained(prepared):
                 if p.grad is not None:
-                    own[p] = own.get(p, 0.0) + p.grad
+                    waiting[p] = waiting.get(p, 0.0) + p.grad
                     p.grad = None
             return
         super().backward(prepared, loss, *args, **kwargs)
         for p in self.trained(prepared):
-            held = own.pop(p, None)
+            held = waiting.pop(p, None)
             if held is not None:
                 p.grad = (0 if p.grad is None else p.grad) + self.ranks.all_reduce(held)
 

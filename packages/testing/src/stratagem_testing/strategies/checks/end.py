@@ -90,7 +90,8 @@ def _own_error(probe: Probe) -> dict[str, Any]:
     # In the second micro-batch of a step.
     trainer = probe.trainer(max_epochs=1, accumulate_grad_batches=2)
     first = Learner("dense", "momentum")
-    told = {"said": probe.said(lambda: trainer.fit(Fails("dense", "momentum"), probe.loader(32)))}
+    told: dict[str, Any] = {}
+    told["said"] = probe.said(lambda: trainer.fit(Fails("dense", "momentum"), probe.loader(32)))
     probe.fit(first)
     again = probe.trainer(trainer.strategy, max_epochs=1)
     second = Learner("dense", "momentum")

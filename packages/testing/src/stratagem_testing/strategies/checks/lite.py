@@ -58,7 +58,8 @@ def _loop(
         net = build("dense")
     model, optimizer = _set_up(lite, net, afterwards=afterwards)
     batches = lite.setup_dataloaders(probe.loader(32))
-    losses, norms = [], []
+    losses: list[float] = []
+    norms: list[float | None] = []
     for _ in range(2):
         for number, (_, inputs, target) in enumerate(batches):
             last = (number + 1) % accumulate == 0

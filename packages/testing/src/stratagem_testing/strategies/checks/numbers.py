@@ -163,7 +163,9 @@ def _register_precision(precision: str) -> None:
         """
 
         def train() -> dict[str, Any]:
-            learner, dtypes, evaluated = Learner("dense", "sgd"), set(), set()
+            learner = Learner("dense", "sgd")
+            dtypes: set[str] = set()
+            evaluated: set[str] = set()
 
             def note(layer: nn.Module, inputs: Any, output: Any) -> None:
                 if any(True for _ in layer.parameters(recurse=False)):
