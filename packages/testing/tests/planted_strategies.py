@@ -1894,7 +1894,8 @@ class SavesTrainedOnly(ByBackward):
 class _WholeMeans(ProcessGroupRanks):
     def all_reduce(self, tensor: Tensor, op: Any = "mean") -> Tensor:
         reduced = super().all_reduce(tensor, op)
-        return reduced if tensor.is_floating_point() else reduced.floor()
+        whole = op == "mean" and not tensor.is_floating_point()
+        return reduced.floor() if whole else reduced
 
 
 class _FloatNumbers(ProcessGroupRanks):

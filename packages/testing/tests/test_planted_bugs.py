@@ -103,7 +103,7 @@ PLANTED = [
     ("IgnoresClosure", "optimizers/closure", "did not train as the closure asks"),
     ("StepsPastPrecision", "precisions/scaled loss", "step by self.precision.optimizer_step"),
     ("ClipsBeforeUnscaling", "precisions/scaled loss and clip", "changes what is trained"),
-    ("FirstLearningRates", "optimizers/groups and schedule", "a scheduler changes both"),
+    ("FirstLearningRates", "optimizers/groups and schedule", "a scheduler changes the"),
     ("FirstOptimizer", "optimizers/two", "one of two optimizers of a model was not stepped"),
     ("LoadsFirstGroup", "state/round trip", "they differ at [0]['param_groups'][1]['lr']"),
     ("IgnoresBackwardArguments", "optimizers/arguments of backward", "retain_graph=True"),
