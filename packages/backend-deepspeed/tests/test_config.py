@@ -26,7 +26,7 @@ from stratagem_deepspeed import library, op_builds, ops, preparation
 from stratagem_deepspeed.config import Facts, engine_config
 from stratagem_deepspeed.config_file import read_config
 from stratagem_deepspeed.known_keys import KNOWN_KEYS
-from stratagem_deepspeed.optimizers import check_elementwise, only_one, use_torchs_adam
+from stratagem_deepspeed.optimizers import check_elementwise, only_one, suited, use_torchs_adam
 from stratagem_deepspeed.options import Options, documentation
 from stratagem_deepspeed.plugin import stratagem_components
 from stratagem_deepspeed.preparation import build_ops, can_fuse_adam, check_parameters
@@ -539,6 +539,18 @@ def test_a_parameter_of_float64_is_named_unless_the_engine_converts_it() -> None
         check_parameters(model, Precision())
     check_parameters(model, EnginePrecision("bf16-mixed"))
     check_parameters(model.requires_grad_(False), Precision())
+
+
+def test_an_optimizer_that_has_taken_a_step_is_refused() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    config = {"zero_optimization": {"stage": 1}}
+    assert suited(optimizer, dict(config)) is optimizer
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    expected = r"the SGD has the state of earlier steps.* before its first step.*Lite\.load"
+    with pytest.raises(ConfigurationError, match=expected):
+        suited(optimizer, config)
 
 
 def test_a_complex_parameter_is_named() -> None:

@@ -6,6 +6,7 @@ Each class's docstring is the mistake. Ranks load this file by its path.
 from __future__ import annotations
 
 import copy
+import json
 import os
 import signal
 import subprocess
@@ -1066,23 +1067,31 @@ class ErrorFeedback(ByBackward):
 
     def prepare(self, *arguments: Any, **options: Any) -> PreparedModel:
         prepared = super().prepare(*arguments, **options)
-        self.error = {n: torch.zeros_like(p) for n, p in prepared.original.named_parameters()}
+        named = prepared.original.named_parameters()
+        self.hold(prepared, {name: torch.zeros_like(p) for name, p in named})
         return prepared
+
+    def hold(self, prepared: PreparedModel, error: dict[str, Tensor]) -> None:
+        prepared.strategy_data["error"] = error
+
+    def held(self, prepared: PreparedModel) -> dict[str, Tensor]:
+        held: dict[str, Tensor] = prepared.strategy_data["error"]
+        return held
 
     def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         ByHand.backward(self, prepared, loss, *args, **kwargs)
-        named = dict(prepared.original.named_parameters())
+        named, error = dict(prepared.original.named_parameters()), self.held(prepared)
         used = self.ranks.all_reduce_ints([p.grad is not None for p in named.values()], "max")
         for (name, p), is_used in zip(named.items(), used, strict=True):
             if not is_used:
                 continue
-            whole = self.error[name] + (torch.zeros_like(p) if p.grad is None else p.grad)
+            whole = error[name] + (torch.zeros_like(p) if p.grad is None else p.grad)
             sent = whole.sgn() * whole.abs().mean()
-            self.error[name] = whole - sent
+            error[name] = whole - sent
             p.grad = self.ranks.all_reduce(sent)
 
     def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-        own = {name: error.clone() for name, error in self.error.items()}
+        own = {name: error.clone() for name, error in self.held(prepared).items()}
         return {"errors": self.ranks.gather_objects(own)}
 
     def load_state(
@@ -1090,7 +1099,8 @@ class ErrorFeedback(ByBackward):
     ) -> None:
         errors = state["errors"]
         if len(errors) == self.ranks.world_size:
-            self.error = {k: v.clone() for k, v in errors[self.ranks.global_rank].items()}
+            own = errors[self.ranks.global_rank]
+            self.hold(prepared, {name: error.clone() for name, error in own.items()})
 
 
 class ForgetsError(ErrorFeedback):
@@ -1107,7 +1117,7 @@ class OwnRowOfError(ErrorFeedback):
         self, prepared: PreparedModel, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
     ) -> None:
         own = state["errors"][self.ranks.global_rank]
-        self.error = {name: error.clone() for name, error in own.items()}
+        self.hold(prepared, {name: error.clone() for name, error in own.items()})
 
 
 class SlowWeights(ByBackward):
@@ -1241,10 +1251,12 @@ class Periodic(ByHand):
     def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
         held = [(p, p.detach().clone()) for p in prepared.original.parameters()]
         self.average(prepared)
-        yield
-        with torch.no_grad():
-            for parameter, own in held:
-                parameter.copy_(own)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, own in held:
+                    parameter.copy_(own)
 
     def end_training(self, prepared: PreparedModel) -> None:
         self.average(prepared)
@@ -1882,7 +1894,8 @@ class SavesTrainedOnly(ByBackward):
 class _WholeMeans(ProcessGroupRanks):
     def all_reduce(self, tensor: Tensor, op: Any = "mean") -> Tensor:
         reduced = super().all_reduce(tensor, op)
-        return reduced if tensor.is_floating_point() else reduced.floor()
+        whole = op == "mean" and not tensor.is_floating_point()
+        return reduced.floor() if whole else reduced
 
 
 class _FloatNumbers(ProcessGroupRanks):
@@ -2036,6 +2049,632 @@ class LoadsHalf(ByBackward):
 
 
 # ---------------------------------------------------------------- a model that is divided
+
+# ---------------------------------------------------------------- found by later checks
+
+
+class AlwaysScalesToTheLimit(ByBackward):
+    """Gradients whose norm is below the limit are made as large as the limit."""
+
+    def clip_gradients(
+        self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
+    ) -> Tensor | None:
+        norm = super().clip_gradients(prepared, optimizer, clip)
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if norm is not None and norm < clip.value and parameter.grad is not None:
+                parameter.grad.mul_(clip.value / norm)
+        return norm
+
+
+class ClipsWhatHasNoGradient(ByBackward):
+    """clip_gradients takes the norm of each gradient, also of a parameter that has none."""
+
+    def clip_gradients(
+        self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
+    ) -> Tensor | None:
+        norms: list[Any] = [p.grad.norm() for g in optimizer.param_groups for p in g["params"]]
+        assert norms
+        return super().clip_gradients(prepared, optimizer, clip)
+
+
+class AveragesAfterHook(ByHand):
+    """The hook before the step sees the gradients of this rank alone."""
+
+    def finish_step(self, prepared: PreparedModel, step: TrainStep) -> None:
+        optimizer = prepared.optimizers[0]
+        if self.precision.scales_loss:
+            self.precision.unscale_gradients(optimizer)
+        step.before_optimizer_step(optimizer)
+        self.reduce_all(prepared)
+        if step.clip is not None:
+            self.clip_gradients(prepared, optimizer, step.clip)
+        self.optimizer_step(prepared, optimizer)
+        if self.precision.step_was_skipped:
+            step.optimizer_step_was_skipped(optimizer)
+        else:
+            step.after_optimizer_step(optimizer)
+        prepared.clear_gradients[0]()
+
+
+class UnscalesAfterHook(ByBackward):
+    """The hook before the step sees gradients that are still multiplied by the loss scale."""
+
+    def finish_step(self, prepared: PreparedModel, step: TrainStep) -> None:
+        optimizer = prepared.optimizers[0]
+        step.before_optimizer_step(optimizer)
+        if self.precision.scales_loss:
+            self.precision.unscale_gradients(optimizer)
+        if step.clip is not None:
+            self.clip_gradients(prepared, optimizer, step.clip)
+        self.optimizer_step(prepared, optimizer)
+        if self.precision.step_was_skipped:
+            step.optimizer_step_was_skipped(optimizer)
+        else:
+            step.after_optimizer_step(optimizer)
+        prepared.clear_gradients[0]()
+
+
+class StripsEveryModule(ByBackward):
+    """Takes "module." out of names wherever it stands, also where the user has it."""
+
+    def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
+        return {k.replace("module.", ""): v for k, v in super().model_state(prepared).items()}
+
+    def load_model_state(
+        self, prepared: PreparedModel, state: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
+        names = {name.replace("module.", ""): name for name in super().model_state(prepared)}
+        named = {names.get(name, name): value for name, value in state.items()}
+        super().load_model_state(prepared, named, strict=strict)
+
+
+class NamesTiedOnce(ByBackward):
+    """A tied weight is saved under the first of its names."""
+
+    def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
+        first = dict(prepared.original.named_parameters())
+        every = dict(prepared.original.named_parameters(remove_duplicate=False))
+        state = super().model_state(prepared)
+        return {k: v for k, v in state.items() if k in first or k not in every}
+
+    def load_model_state(
+        self, prepared: PreparedModel, state: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
+        named = super().model_state(prepared)
+        missing = {
+            k: v for k, v in named.items() if k not in state and k not in self.model_state(prepared)
+        }
+        super().load_model_state(prepared, {**missing, **state}, strict=strict)
+
+
+class SavesFirstOfTwo(ByBackward):
+    """optimizer_state returns the state of the optimizer that was saved first."""
+
+    def optimizer_state(self, prepared: PreparedModel, optimizer: Optimizer) -> dict[str, Any]:
+        first = prepared.strategy_data.setdefault("optimizer", optimizer)
+        return super().optimizer_state(prepared, first)
+
+
+class StateAfterStep(ByBackward):
+    """Before the first step, there is no count of steps to save."""
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        own = prepared.strategy_data
+        own["steps"] = own.get("steps", 0) + 1
+        return super().optimizer_step(prepared, optimizer, closure)
+
+    def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        return {"steps": prepared.strategy_data["steps"]}
+
+    def load_state(
+        self, prepared: PreparedModel, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+    ) -> None:
+        prepared.strategy_data["steps"] = state["steps"]
+
+
+class OptimizerStateAfterStep(ByBackward):
+    """Takes it for granted that the optimizer has a state for each parameter."""
+
+    def optimizer_state(self, prepared: PreparedModel, optimizer: Optimizer) -> dict[str, Any]:
+        state = super().optimizer_state(prepared, optimizer)
+        for name in state["param_groups"][0]["params"]:
+            state["state"][name] = dict(state["state"][name])
+        return state
+
+
+class StateOfFirstOptimizer(ByBackward):
+    """state looks at the first optimizer, which a save of the model alone has not."""
+
+    def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        return {"rate": float(optimizers[0].param_groups[0]["lr"])}
+
+
+class KeepsItsError(ErrorFeedback):
+    """A load into a model that was trained before keeps the error of before."""
+
+    def load_state(
+        self, prepared: PreparedModel, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+    ) -> None:
+        if not any(error.any() for error in self.held(prepared).values()):
+            super().load_state(prepared, optimizers, state)
+
+
+class ErrorByName(ErrorFeedback):
+    """Errors are kept by the names of parameters, which two models may share."""
+
+    def hold(self, prepared: PreparedModel, error: dict[str, Tensor]) -> None:
+        self._error = error
+
+    def held(self, prepared: PreparedModel) -> dict[str, Tensor]:
+        return self._error
+
+
+class OtherOptionsOnce(ByBackward):
+    """Options of groups other than the learning rate are those of the first step."""
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        own = prepared.strategy_data.setdefault("options", {})
+        for number, group in enumerate(optimizer.param_groups):
+            first = own.setdefault((id(optimizer), number), dict(group))
+            group.update({k: v for k, v in first.items() if k not in ("lr", "params")})
+        return super().optimizer_step(prepared, optimizer, closure)
+
+
+class ClosureOnce(ByBackward):
+    """Calls the closure once, however often the optimizer does."""
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        if closure is None:
+            return super().optimizer_step(prepared, optimizer)
+        loss = closure()
+        return super().optimizer_step(prepared, optimizer, lambda: loss)
+
+
+class LastBackwardOnly(ByBackward):
+    """A backward pass after one that has communicated begins with new gradients."""
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        own = prepared.strategy_data
+        if own.pop("done", False):
+            for p in self.trained(prepared):
+                p.grad = None
+        super().backward(prepared, loss, *args, **kwargs)
+        own["done"] = not own.get("held")
+
+    @contextmanager
+    def no_sync(self, prepared: PreparedModel) -> Iterator[None]:
+        own = prepared.strategy_data
+        before, own["held"] = own.get("held", False), True
+        try:
+            yield
+        finally:
+            own["held"] = before
+
+
+class KeepsWhatWasDropped(ByBackward):
+    """Gradients of no_sync are added up in a place that zero_grad does not know."""
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        own = prepared.strategy_data
+        waiting: dict[nn.Parameter, Any] = own.setdefault("waiting", {})
+        if own.get("held"):
+            ByHand.backward(self, prepared, loss, *args, **kwargs)
+            for p in self.trained(prepared):
+                if p.grad is not None:
+                    waiting[p] = waiting.get(p, 0.0) + p.grad
+                    p.grad = None
+            return
+        super().backward(prepared, loss, *args, **kwargs)
+        for p in self.trained(prepared):
+            held = waiting.pop(p, None)
+            if held is not None:
+                p.grad = (0 if p.grad is None else p.grad) + self.ranks.all_reduce(held)
+
+    @contextmanager
+    def no_sync(self, prepared: PreparedModel) -> Iterator[None]:
+        own = prepared.strategy_data
+        before, own["held"] = own.get("held", False), True
+        try:
+            yield
+        finally:
+            own["held"] = before
+
+
+class ContextLeavesEmpty(DDPStrategy):
+    """A model that is built in model_context loses the values that its constructor gave it."""
+
+    def model_context(self) -> AbstractContextManager[Any]:
+        return torch.device("meta")
+
+    def prepare(self, module: Any, optimizers: Any = (), **options: Any) -> PreparedModel:
+        if any(p.is_meta for p in module.parameters()):
+            module.to_empty(device=self.device)
+            for p in module.parameters():
+                nn.init.ones_(p)
+        return super().prepare(module, optimizers, **options)
+
+
+class EstimatesByDevice(DDPStrategy):
+    """estimate_memory asks for the device, which a plan has not set up."""
+
+    def estimate_memory(self, phases: Any, shards: Any) -> Any:
+        assert self.device.type
+        return super().estimate_memory(phases, shards)
+
+
+class _FloatGather(ProcessGroupRanks):
+    def all_gather(self, tensor: Tensor, *, sync_grads: bool = False) -> Tensor:
+        return super().all_gather(tensor.float(), sync_grads=sync_grads).to(tensor.dtype)
+
+
+class GathersAsFloats(OtherRanks):
+    """all_gather sends integers as float32."""
+
+    kind = _FloatGather
+
+
+class _GatherRows(ProcessGroupRanks):
+    def all_gather(self, tensor: Tensor, *, sync_grads: bool = False) -> Tensor:
+        assert tensor.shape[0] >= 0
+        return super().all_gather(tensor, sync_grads=sync_grads)
+
+
+class GathersRows(OtherRanks):
+    """all_gather needs a first dimension, which a scalar has not."""
+
+    kind = _GatherRows
+
+
+class _Json(ProcessGroupRanks):
+    def broadcast(self, data: Any, src: int = 0) -> Any:
+        try:
+            text = json.dumps(data)
+        except TypeError:
+            return super().broadcast(data, src)
+        return json.loads(super().broadcast(text, src))
+
+
+class BroadcastsJson(OtherRanks):
+    """What has no tensor is sent as JSON, which knows neither tuples nor integers as keys."""
+
+    kind = _Json
+
+
+class _Views(ProcessGroupRanks):
+    def all_reduce(self, tensor: Tensor, op: Any = "mean") -> Tensor:
+        return super().all_reduce(tensor.view(-1), op).view(tensor.shape)
+
+
+class ReducesViews(OtherRanks):
+    """all_reduce takes contiguous tensors only."""
+
+    kind = _Views
+
+
+class _ToFloat(ProcessGroupRanks):
+    def all_reduce(self, tensor: Tensor, op: Any = "mean") -> Tensor:
+        if tensor.dtype == torch.bfloat16:
+            return super().all_reduce(tensor.float(), op)
+        return super().all_reduce(tensor, op)
+
+
+class ReducesToFloat(OtherRanks):
+    """all_reduce of bfloat16 returns float32."""
+
+    kind = _ToFloat
+
+
+class _NumbersForBools(ProcessGroupRanks):
+    def all_reduce(self, tensor: Tensor, op: Any = "mean") -> Tensor:
+        if tensor.dtype == torch.bool:
+            return super().all_reduce(tensor.int(), op)
+        return super().all_reduce(tensor, op)
+
+
+class ReducesBoolsToNumbers(OtherRanks):
+    """all_reduce of bools returns integers."""
+
+    kind = _NumbersForBools
+
+
+class HooksPile(ByBackward):
+    """Each backward puts one more hook on a parameter."""
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        first: Any = self.trained(prepared)[0]
+        first.register_hook(lambda gradient: gradient * 1)
+        super().backward(prepared, loss, *args, **kwargs)
+
+
+class HooksStay(ByBackward):
+    """wrap puts a hook on the user's module, and nobody removes it."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        user_module(module).register_forward_pre_hook(lambda module, inputs: None)
+        return super().wrap(module)
+
+
+class NeedsPartner(ByHand):
+    """The mean is taken by the number of other ranks, of which one rank has none."""
+
+    def reduce(self, gradient: Tensor) -> None:
+        others = self.ranks.world_size - 1
+        own = gradient.clone()
+        dist.all_reduce(gradient)
+        gradient.sub_(own).div_(others).add_(own, alpha=1 / others).div_(1 + 1 / others)
+
+
+class CannotBeCopied(ByBackward):
+    """The user's module holds what copy.deepcopy cannot copy."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        for part in user_module(module).modules():
+            part.lock = threading.Lock()  # type: ignore[assignment]
+        return super().wrap(module)
+
+
+class ConvertsIntegers(ByBackward):
+    """input_converter converts integers of a batch, too."""
+
+    def input_converter(self) -> Callable[[Any], Any] | None:
+        convert = super().input_converter()
+        dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(self.precision.name)
+        if dtype is None:
+            return convert
+        return lambda batch: tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) else x, batch)
+
+
+class _NoAutocast(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return self.module(*arguments, **options)
+
+
+class EvaluatesWithoutAutocast(ByBackward):
+    """Evaluation computes in float32 whatever the precision is."""
+
+    def prepare(self, *arguments: Any, **options: Any) -> PreparedModel:
+        prepared = super().prepare(*arguments, **options)
+        prepared.evaluation_module = _NoAutocast(prepared.original)
+        return prepared
+
+
+class EveryEntryIsAParameter(ByBackward):
+    """Takes each entry of a layer's parameters for one; of bias=False it is None."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        for layer in module.modules():
+            for parameter in layer._parameters.values():
+                assert parameter.numel()  # type: ignore[union-attr]
+        return super().wrap(module)
+
+
+class StaysInStep(ByBackward):
+    """After an error within a step, the strategy takes itself to be in that step."""
+
+    def train_step(
+        self, prepared: PreparedModel, step: TrainStep, micro_batches: Collection[Any]
+    ) -> None:
+        if vars(self).get("_in_step"):
+            raise RuntimeError("a step within a step")
+        self._in_step = True
+        super().train_step(prepared, step, micro_batches)
+        self._in_step = False
+
+
+class RetainGraphOnly(ByBackward):
+    """backward knows retain_graph, and no other argument of Tensor.backward."""
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(prepared, loss, retain_graph=kwargs.get("retain_graph"))
+
+
+class _Writes(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.copy_(parameter.clone())
+        return self.module(*arguments, **options)
+
+
+class WritesInForward(ByBackward):
+    """Each forward pass writes the weights, which an earlier one still needs for its backward."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        return _Writes(super().wrap(module))
+
+
+class SavesLastModel(ByBackward):
+    """model_state returns the model that was wrapped last, whichever is asked for."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        self._last = module
+        return super().wrap(module)
+
+    def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
+        return self._last.state_dict()
+
+
+class _Rebuilds(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return self._again(self.module(*arguments, **options))
+
+    def _again(self, output: Any) -> Any:
+        if isinstance(output, dict):
+            return {key: self._again(value) for key, value in output.items()}
+        if isinstance(output, (list, tuple)):
+            return tuple(map(self._again, output)) if isinstance(output, tuple) else output
+        return output
+
+
+class RebuildsOutputs(ByBackward):
+    """A named tuple of an output becomes a tuple."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        return _Rebuilds(super().wrap(module))
+
+
+class EvaluationNoFinally(ForgetsAverage):
+    """An error within an evaluation leaves the average of weights in the model."""
+
+    def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        average = prepared.strategy_data.get("average", {})
+        return {"average": {name: value.clone() for name, value in average.items()}}
+
+    def load_state(
+        self, prepared: PreparedModel, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+    ) -> None:
+        if state["average"]:
+            average = {name: value.clone() for name, value in state["average"].items()}
+            prepared.strategy_data["average"] = average
+
+
+class LastLossCounts(DDPStrategy):
+    """Whether a step is taken depends on its last micro-batch alone."""
+
+    def accumulate_all(
+        self, prepared: PreparedModel, step: TrainStep, micro_batches: Collection[Any]
+    ) -> bool:
+        had = False
+        for position, micro_batch in enumerate(micro_batches, start=1):
+            last = position == len(micro_batches)
+            with nullcontext() if last else (self.no_sync(prepared) or nullcontext()):
+                had = self.accumulate(prepared, step, micro_batch, len(micro_batches))
+            step.end(micro_batch)
+        return had
+
+
+class NeedsOptimizerToLoad(ByBackward):
+    """A load looks at the optimizer, which an evaluation has not."""
+
+    def load_model_state(
+        self, prepared: PreparedModel, state: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
+        super().load_model_state(prepared, state, strict=strict)
+        assert prepared.optimizers[0].param_groups
+
+
+class _NotEmpty(ProcessGroupRanks):
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        gathered = super().gather_bytes(data or b"\0")
+        return gathered
+
+
+class GathersNoEmptyBytes(OtherRanks):
+    """gather_bytes sends at least one byte."""
+
+    kind = _NotEmpty
+
+
+class TakesOverTensors(ByBackward):
+    """A load makes the tensors of the state the model's own."""
+
+    def load_model_state(
+        self, prepared: PreparedModel, state: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
+        super().load_model_state(prepared, state, strict=strict)
+        for name, parameter in prepared.original.named_parameters():
+            if isinstance(state.get(name), Tensor):
+                parameter.data = state[name]
+
+
+class DropsStateAtRelease(ByBackward):
+    """A model that was released has no parameters any more."""
+
+    def release(self, prepared: PreparedModel) -> None:
+        prepared.strategy_data["released"] = True
+        super().release(prepared)
+
+    def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
+        if "released" in prepared.strategy_data:
+            raise RuntimeError("the model was released")
+        return super().model_state(prepared)
+
+
+class _SinglePrecision(ProcessGroupRanks):
+    def all_reduce(self, tensor: Tensor, op: Any = "mean") -> Tensor:
+        if tensor.dtype == torch.float64:
+            return super().all_reduce(tensor.float(), op).double()
+        return super().all_reduce(tensor, op)
+
+
+class ReducesInSinglePrecision(OtherRanks):
+    """all_reduce of float64 goes by float32."""
+
+    kind = _SinglePrecision
+
+
+class _MaximumByFloat(ProcessGroupRanks):
+    def all_reduce(self, tensor: Tensor, op: Any = "mean") -> Tensor:
+        if op in ("max", "min") and not tensor.is_floating_point():
+            return super().all_reduce(tensor.double(), op).to(tensor.dtype)
+        return super().all_reduce(tensor, op)
+
+
+class ComparesAsFloats(OtherRanks):
+    """The largest integer is found among float64, which has not all of them."""
+
+    kind = _MaximumByFloat
+
+
+class _OnlyLeaves(ProcessGroupRanks):
+    def all_reduce(self, tensor: Tensor, op: Any = "mean") -> Tensor:
+        return torch.from_numpy(super().all_reduce(torch.from_numpy(tensor.numpy()), op).numpy())
+
+
+class ReducesByNumpy(OtherRanks):
+    """all_reduce goes by NumPy, which takes no tensor with a gradient and no bfloat16."""
+
+    kind = _OnlyLeaves
+
+
+class NewOptimizerAtSetUp(ByBackward):
+    """An optimizer that was made before is made again, without its groups and its state."""
+
+    def prepare(self, module: Any, optimizers: Any = (), **options: Any) -> PreparedModel:
+        prepared = super().prepare(module, optimizers, **options)
+        if not callable(optimizers):
+            for each in prepared.optimizers:
+                each.state.clear()
+        return prepared
+
+
+class ForwardInForwardOnly(ByBackward):
+    """Takes it for granted that layers run in the forward pass only, and no step of it twice."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        def hold(layer: nn.Module, inputs: Any) -> None:
+            if self._in_backward:
+                raise RuntimeError("a layer runs in backward")
+
+        for part in user_module(module).modules():
+            part.register_forward_pre_hook(hold)
+        return super().wrap(module)
+
+    _in_backward = False
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self._in_backward = True
+        super().backward(prepared, loss, *args, **kwargs)
+        self._in_backward = False
 
 
 class _Shared(torch.autograd.Function):

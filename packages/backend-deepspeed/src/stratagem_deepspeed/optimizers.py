@@ -104,7 +104,16 @@ def suited(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
     Args:
         optimizer: the user's.
         config: the engine's; two keys may be added.
+
+    Raises:
+        ConfigurationError: the optimizer has taken a step, or DeepSpeed cannot step it.
     """
+    if any(float(state.get("step", 1)) for state in optimizer.state.values() if state):
+        raise ConfigurationError(
+            f"the {type(optimizer).__name__} has the state of earlier steps, which DeepSpeed's "
+            "engine would drop: set it up before its first step, and load a saved state "
+            "afterwards, by Lite.load"
+        )
     check_elementwise(optimizer, config)
     config.setdefault(UNTESTED, True)
     if not wants_cpu_adam(config):

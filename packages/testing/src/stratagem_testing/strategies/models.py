@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from stratagem.module import Module
@@ -88,7 +89,7 @@ class _Tied(nn.Module):
 
 
 class _Repeated(nn.Module):
-    """One module called three times in a step."""
+    """One module called three times in a step, and once more in backward (checkpointing)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,8 +97,9 @@ class _Repeated(nn.Module):
         self.last = nn.Linear(FEATURES, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(3):
+        for _ in range(2):
             x = torch.tanh(self.layer(x))
+        x = torch.tanh(checkpoint(self.layer, x, use_reentrant=False))
         output: Tensor = self.last(x)
         return output
 
@@ -124,7 +126,8 @@ class Unusual(nn.Module):
 
     Random numbers in buffers and frozen parameters, a buffer of float64 and one of large integers,
     which each training step changes, a weight and a buffer that are not contiguous, an attribute of
-    a parameter, a layer that stays in evaluation mode, and state of the module's own.
+    a parameter, a layer that stays in evaluation mode, state of the module's own, a layer whose
+    name is "module", a weight with two names, and entries of parameters and buffers that are None.
 
     Attributes:
         history: the module's own state, which grows by a number in each training step.
@@ -135,12 +138,16 @@ class Unusual(nn.Module):
         self.first = nn.Linear(FEATURES, 8)
         self.first.weight = nn.Parameter(torch.randn(FEATURES, 8).div_(3).t())
         self.norm = nn.BatchNorm1d(8).requires_grad_(False).eval()
+        self.module = nn.Linear(8, 8, bias=False)
+        self.tied = nn.Linear(8, 8, bias=False)
+        self.tied.weight = self.module.weight
         self.last = nn.Linear(8, 1)
         self.last.bias.is_last = True  # type: ignore[attr-defined]
         self.register_buffer("scale", 0.5 + torch.rand(FEATURES))
         self.register_buffer("fraction", 1 / (3 + torch.rand(2, 3, dtype=torch.float64)).t())
         self.register_buffer("count", torch.tensor([LARGE, 2**24 + 1]) + torch.randint(9, (2,)))
         self.register_buffer("table", torch.zeros(2), persistent=False)
+        self.register_buffer("nothing", None)
         self.history: list[int] = []
         with torch.no_grad():
             for value in (self.norm.weight, self.norm.bias, self.norm.running_mean):
@@ -163,7 +170,7 @@ class Unusual(nn.Module):
                 self.get_buffer("fraction").mul_(1.1)
             self.history.append(len(self.history))
         hidden = self.norm(self.first(x * self.get_buffer("scale")))
-        output: Tensor = self.last(torch.tanh(hidden))
+        output: Tensor = self.last(torch.tanh(self.tied(torch.tanh(self.module(hidden)))))
         return output
 
 

@@ -83,11 +83,14 @@ class Target:
         return 1 if self.capabilities().one_process else self.devices
 
     def with_devices(self, devices: int) -> Target | None:
-        """Return the target on more devices, each of which is a rank.
+        """Return the target on more devices, each of which is a rank, or on one.
 
-        None: it has no more ranks.
+        None: it has no more ranks; or it has one already, or shares its data between ranks.
         """
         can = self.capabilities()
+        if devices == 1:
+            alone = replace(self, devices=1, data_groups=1)
+            return alone if 1 < self.devices == self.data_groups else None
         if can.one_process or not can.many_devices or self.devices >= devices:
             return None
         groups = self.data_groups if self.data_groups < self.devices else devices

@@ -204,8 +204,8 @@ class ShardedStrategy(ParallelStrategy):
 
     def no_sync(self, prepared: PreparedModel) -> AbstractContextManager[Any] | None:
         """Return a context in which gradients stay on their rank, whole, until a later backward."""
-        root = prepared.module
-        return self._hold(root) if isinstance(root, FSDPModule) else None
+        root, count = prepared.module, self.ranks.world_size
+        return self._hold(root) if isinstance(root, FSDPModule) and count > 1 else None
 
     @contextmanager
     def _hold(self, root: FSDPModule) -> Iterator[None]:

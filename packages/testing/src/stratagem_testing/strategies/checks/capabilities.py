@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import mean
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
@@ -19,10 +20,11 @@ from stratagem_testing.strategies.check import Result, check, judge_of
 from stratagem_testing.strategies.judging import (
     judge_accepted,
     judge_losses,
+    judge_losses_of,
     judge_refusal,
     judge_refused,
 )
-from stratagem_testing.strategies.models import OPTIMIZERS, Learner, build
+from stratagem_testing.strategies.models import GROUPED, OPTIMIZERS, Learner, Numbered, build
 from stratagem_testing.strategies.probe import Probe
 
 
@@ -180,11 +182,12 @@ def _judge_manual(found: Result) -> None:
         ) from None
 
 
-@check("capabilities/rebinds optimizers")
+@check("capabilities/rebinds optimizers", reference=True)
 def _rebinds(probe: Probe) -> dict[str, Any]:
     """Lite.setup(model, optimizer) trains with an optimizer that was made before.
 
-    With accepts_existing_optimizers=False, it raises an error.
+    The optimizer keeps its parameter groups and the state of earlier steps, or an error says that
+    it has such a state. With accepts_existing_optimizers=False, it raises an error.
     """
     if not probe.target.capabilities().manual_backward:
         return {}
@@ -192,16 +195,25 @@ def _rebinds(probe: Probe) -> dict[str, Any]:
     net = build("dense")
 
     def train() -> dict[str, Any]:
-        model, optimizer = lite.setup(net, OPTIMIZERS["sgd"](net.parameters()))
+        made = GROUPED["groups"](net.named_parameters())
+        # A step before, of samples that all ranks have.
+        every = Numbered(8)
+        torch.autograd.backward(mse_loss(net(every.inputs), every.targets))
+        made.step()
+        made.zero_grad()
+        model, optimizer = lite.setup(net, made)
         losses = []
-        batch = lite.to_device(next(iter(probe.loader(8))))
-        for _ in range(2):
-            loss = mse_loss(model(batch[1]), batch[2])
+        first, *others = lite.setup_dataloaders(probe.loader(32))
+        for _, inputs, target in (first, first, *others):
+            loss = mse_loss(model(inputs), target)
             lite.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
-        return {"changed": losses[0] != losses[1]}
+        own = probe.own_weights(net)
+        changed = losses[0] != losses[1]
+        shard = list(lite.ranks.data_split)
+        return {"changed": changed, "losses": losses, "own": own, "shard": shard}
 
     return probe.attempt(train)
 
@@ -216,12 +228,20 @@ def _judge_rebinds(found: Result) -> None:
             found, "Lite.setup(model, optimizer)", "accepts_existing_optimizers=False", "optimizer"
         )
         return
+    if all(told["refused"] for told in found.ranks):
+        judge_refused(found, "an optimizer that has taken a step", "an engine", "state of earlier")
+        return
     judge_accepted(found, "Lite.setup(model, optimizer) (accepts_existing_optimizers=True)")
     for rank, told in enumerate(found.ranks):
         assert told["changed"], (
             f"rank {rank}: an optimizer that was made before Lite.setup(model, optimizer) does not "
             "train the model: rebind it to the parameters that the model has then"
         )
+    judge_losses_of(
+        found,
+        "an optimizer that was made before Lite.setup(model, optimizer), and has taken a step, is "
+        "not what it was: keep its parameter groups, with their options, and its state",
+    )
 
 
 class _Gradients(Callback):
@@ -251,6 +271,7 @@ def _held(probe: Probe) -> dict[str, Any]:
     unless the spec is a preset (`init_args`) without `shards`. State in `offloads` is in host
     memory. On the CPU accelerator all state is, so only a run on another accelerator finds a
     strategy that offloads nothing. `estimate_memory` returns at least the memory that a rank uses.
+    It is called after `bind` alone.
     """
     gradients = _Gradients()
     trainer = probe.fit(Learner("wide", "adam"), 16, callbacks=[gradients])
@@ -274,7 +295,8 @@ def _held(probe: Probe) -> dict[str, Any]:
         "parameters": _measured(prepared.original.parameters()),
         "gradients": gradients.measured,
         "optimizer": _measured(tensors),
-        "estimate": _estimated(trainer.strategy, getattr(spec, "shards", ())),
+        # As a plan does it, in a process without a launch.
+        "estimate": _estimated(probe.trainer().strategy, getattr(spec, "shards", ())),
     }
 
 
@@ -284,7 +306,10 @@ _ALONE = StepMemory(parameters=10_000, gradients=10_000, optimizer=20_000, buffe
 def _estimated(strategy: Strategy, shards: Sequence[str]) -> Any:
     """Return the parts of `_ALONE` that the strategy's estimate leaves on a rank, or its repr."""
     phases = dict.fromkeys(("forward", "backward", "step"), _ALONE)
-    estimated = strategy.estimate_memory(phases, shards)
+    try:
+        estimated = strategy.estimate_memory(phases, shards)
+    except Exception as error:
+        return format_text(f"{type(error).__name__}: {error}", 200)
     memory = estimated.get("step") if isinstance(estimated, Mapping) else None
     if not isinstance(memory, StepMemory):
         return format_text(repr(estimated), 200)
@@ -311,7 +336,7 @@ def _judge_held(found: Result) -> None:
             )
         estimate = told["estimate"]
         assert isinstance(estimate, dict), (
-            "estimate_memory was called with the phase 'step', and returned "
+            "estimate_memory was called after bind alone, with the phase 'step', and returned "
             f"{estimate}; expected a dict with a StepMemory for each phase that it was called with"
         )
         for part, share in estimate.items():

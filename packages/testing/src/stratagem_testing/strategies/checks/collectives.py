@@ -33,7 +33,8 @@ def _of(rank: int) -> list[float]:
 def _all_reduce(probe: Probe) -> dict[str, Any]:
     """all_reduce returns the mean, sum, max or min over all ranks in a new tensor.
 
-    Integers keep all their digits, also in all_reduce_ints.
+    Integers keep all their digits, also in all_reduce_ints. Scalars, bools, bfloat16, float64,
+    tensors that are not contiguous and losses with a gradient keep shape and dtype.
     """
     ranks = probe.lite().ranks
     told: dict[str, Any] = {}
@@ -46,20 +47,53 @@ def _all_reduce(probe: Probe) -> dict[str, Any]:
             told.setdefault("changed", []).append(not torch.equal(own, before))
     large = ranks.all_reduce(torch.tensor([LARGE, LARGE * probe.rank]), "sum")
     told["large"] = large.tolist()
+    grid = torch.tensor(_of(probe.rank)).repeat(2, 1)
+    told["kinds"] = {
+        what: _described(ranks.all_reduce(own, op))  # type: ignore[arg-type]
+        for what, own, op in (
+            ("a scalar", torch.tensor(float(probe.rank)), "sum"),
+            ("a tensor that is not contiguous", grid.t(), "sum"),
+            ("bfloat16", grid[0].bfloat16(), "sum"),
+            ("bools", torch.tensor([probe.rank == 0, False, True]), "max"),
+            ("float64", torch.tensor([probe.rank + 1 / 3], dtype=torch.float64), "max"),
+            ("large integers", torch.tensor([LARGE + 2 * probe.rank]), "max"),
+            ("a loss", torch.ones((), requires_grad=True) * probe.rank, "sum"),
+        )
+    }
     for op in ("sum", "max", "min"):
         own_numbers = [*map(int, _of(probe.rank)), LARGE + probe.rank]
         told[f"numbers: {op}"] = ranks.all_reduce_ints(own_numbers, op)  # type: ignore[arg-type]
     return told
 
 
+def _described(tensor: torch.Tensor) -> list[Any]:
+    """Return dtype, shape and values of a tensor."""
+    return [str(tensor.dtype), list(tensor.shape), tensor.detach().flatten().tolist()]
+
+
 @judge_of(_all_reduce)
 def _judge_reductions(found: Result) -> None:
     world = len(found.ranks)
     columns = list(zip(*(_of(rank) for rank in range(world)), strict=True))
+    sums = [sum(column) for column in columns]
+    kinds = {
+        "a scalar": ["torch.float32", [], [float(sum(range(world)))]],
+        "a tensor that is not contiguous": [
+            "torch.float32",
+            [3, 2],
+            [value for value in sums for _ in range(2)],
+        ],
+        "bfloat16": ["torch.bfloat16", [3], sums],
+        "bools": ["torch.bool", [3], [True, False, True]],
+        "float64": ["torch.float64", [1], [world - 1 + 1 / 3]],
+        "large integers": ["torch.int64", [1], [LARGE + 2 * (world - 1)]],
+        "a loss": ["torch.float32", [], [float(sum(range(world)))]],
+    }
     integers = [*([int(v) for v in c] for c in columns), [LARGE + rank for rank in range(world)]]
     for rank, told in enumerate(found.ranks):
         assert not any(told.pop("changed")), f"all_reduce changed the tensor of rank {rank}"
         large = told.pop("large")
+        described = told.pop("kinds")
         for what, received in told.items():
             op = what.removeprefix("numbers: ").split()[0]
             if what.startswith("numbers"):
@@ -80,12 +114,18 @@ def _judge_reductions(found: Result) -> None:
             f"all_reduce(sum of int64) returned {large} on rank {rank}, expected {wanted}: "
             "integers went through a floating-point dtype, which has no room for their last digits"
         )
+        for what, expected_kind in kinds.items():
+            assert described[what] == expected_kind, (
+                f"all_reduce of {what} returned dtype, shape and values {described[what]} on rank "
+                f"{rank}, expected {expected_kind}"
+            )
 
 
 @check("collectives/all_gather")
 def _all_gather(probe: Probe) -> dict[str, Any]:
     """all_gather stacks the tensors of all ranks in the order of ranks.
 
+    Scalars and tensors that are not contiguous are stacked, and integers keep all their digits.
     With sync_grads=True, gradients flow through it.
     """
     ranks = probe.lite().ranks
@@ -97,6 +137,8 @@ def _all_gather(probe: Probe) -> dict[str, Any]:
     gradient = with_gradient.grad
     return {
         "gathered": ranks.all_gather(own).tolist(),
+        "scalars": ranks.all_gather(torch.tensor(LARGE + probe.rank)).tolist(),
+        "columns": ranks.all_gather(own.repeat(2, 1).t()).tolist(),
         "gradient": [] if gradient is None else gradient.tolist(),
     }
 
@@ -110,6 +152,17 @@ def _judge_all_gather(found: Result) -> None:
             f"all_gather returned {told['gathered']} on rank {rank}, expected {expected}, in the "
             "order of ranks with shape (world_size, *shape)"
         )
+        large = [LARGE + rank for rank in range(count)]
+        assert told["scalars"] == large, (
+            f"all_gather of an integer without a dimension returned {told['scalars']} on rank "
+            f"{rank}, expected {large}: integers have to keep their dtype, and the result has the "
+            "shape (world_size,)"
+        )
+        columns = [[[value, value] for value in _of(rank)] for rank in range(count)]
+        assert told["columns"] == columns, (
+            f"all_gather of a tensor that is not contiguous returned {told['columns']} on rank "
+            f"{rank}, expected {columns}"
+        )
         # Of the sum of squares on all ranks; or of this rank's alone, as autograd of torch has it.
         factor = ratio(told["gradient"], _of(rank)) if told["gradient"] else None
         assert factor is not None and abs(factor) > 1.9, (  # noqa: PT018
@@ -121,7 +174,10 @@ def _judge_all_gather(found: Result) -> None:
 
 @check("collectives/broadcast")
 def _broadcast(probe: Probe) -> list[Any]:
-    """All ranks receive the data of rank src from broadcast(data, src), for each src."""
+    """All ranks receive the data of rank src from broadcast(data, src), for each src.
+
+    Tuples, None, and integers as keys arrive as what they are.
+    """
     ranks = probe.lite().ranks
     received = []
     for src in range(probe.world_size):
@@ -132,15 +188,25 @@ def _broadcast(probe: Probe) -> list[Any]:
         }
         data = ranks.broadcast(own, src)
         large = ranks.broadcast(torch.tensor([LARGE + src * (probe.rank == src)]), src)
+        plain = ranks.broadcast({probe.rank: (1, "two", None, True, 0.5)}, src)
         received.append(
-            [data["rank"], data["values"].tolist(), list(data["more"]), *large.tolist()]
+            [
+                data["rank"],
+                data["values"].tolist(),
+                list(data["more"]),
+                *large.tolist(),
+                repr(plain),
+            ]
         )
     return received
 
 
 @judge_of(_broadcast)
 def _judge_broadcast(found: Result) -> None:
-    expected = [[src, _of(src), [src] * 3, LARGE + src] for src in range(len(found.ranks))]
+    expected = [
+        [src, _of(src), [src] * 3, LARGE + src, repr({src: (1, "two", None, True, 0.5)})]
+        for src in range(len(found.ranks))
+    ]
     for rank, received in enumerate(found.ranks):
         for src, (data, wanted) in enumerate(zip(received, expected, strict=True)):
             assert data == wanted, (
@@ -154,16 +220,19 @@ def _judge_broadcast(found: Result) -> None:
 def _gather(probe: Probe) -> dict[str, Any]:
     """gather_objects returns the data of all ranks in the order of ranks.
 
-    Sizes may differ between ranks. gather_bytes and scatter_bytes do not change the bytes.
+    Sizes may differ between ranks. gather_bytes and scatter_bytes do not change the bytes,
+    of which a rank may have none.
     """
     ranks = probe.lite().ranks
     uneven = torch.arange(float(2 * probe.rank + 1)) + probe.rank
-    gathered = ranks.gather_objects({"rank": probe.rank, "uneven": uneven, "none": None})
-    own = bytes([65 + probe.rank]) * (probe.rank + 2)
+    gathered = ranks.gather_objects({"rank": probe.rank, "uneven": uneven, 3: (probe.rank, None)})
+    own = bytes([65 + probe.rank]) * (2 * probe.rank)  # none on rank 0
     to_zero = ranks.gather_bytes(own)
     handed = [b"part %d" % rank for rank in range(probe.world_size)]
     return {
-        "gathered": [[each["rank"], each["uneven"].tolist()] for each in gathered],
+        "gathered": [
+            [each["rank"], each["uneven"].tolist(), repr(each.get(3))] for each in gathered
+        ],
         "bytes": [each.decode() for each in to_zero],
         "part": ranks.scatter_bytes(handed if ranks.is_global_zero else []).decode(),
     }
@@ -172,13 +241,15 @@ def _gather(probe: Probe) -> dict[str, Any]:
 @judge_of(_gather)
 def _judge_gather(found: Result) -> None:
     count = len(found.ranks)
-    expected = [[r, [float(r + i) for i in range(2 * r + 1)]] for r in range(count)]
+    expected = [
+        [r, [float(r + i) for i in range(2 * r + 1)], repr((r, None))] for r in range(count)
+    ]
     for rank, told in enumerate(found.ranks):
         assert told["gathered"] == expected, (
             f"gather_objects returned {told['gathered']} on rank {rank}, expected {expected}: in "
             "the order of ranks, tensors of different lengths as they are"
         )
-        wanted = [chr(65 + r) * (r + 2) for r in range(count)] if rank == 0 else []
+        wanted = [chr(65 + r) * (2 * r) for r in range(count)] if rank == 0 else []
         assert told["bytes"] == wanted, (
             f"gather_bytes returned {told['bytes']} on rank {rank}, expected {wanted}"
         )

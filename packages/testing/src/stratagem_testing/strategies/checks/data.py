@@ -257,7 +257,7 @@ class _Watching(Learner):
         self.evaluation_modes.append(self.net.training)
 
 
-class _Parameters(Callback):
+class Parameters(Callback):
     """Notes which parameters change between one training batch and the next one.
 
     Args:
@@ -277,9 +277,11 @@ class _Parameters(Callback):
         }
 
     def on_train_batch_end(self, trainer: Any, module: Any, *of_batch: Any) -> None:
+        """Note what a batch has left."""
         self.left = self.now(module)
 
     def on_train_batch_start(self, trainer: Any, module: Any, *of_batch: Any) -> None:
+        """Note what has changed since."""
         now = self.now(module)
         self.changed += [name for name, seen in self.left.items() if now.get(name) != seen]
 
@@ -291,7 +293,7 @@ def _one_model(probe: Probe) -> dict[str, Any]:
     This includes buffers that are not saved (persistent=False). Afterwards, training continues in
     training mode with the parameters from before the evaluation.
     """
-    learner, parameters = _Watching(), _Parameters(not probe.target.capabilities().sharded_state)
+    learner, parameters = _Watching(), Parameters(not probe.target.capabilities().sharded_state)
     trainer = probe.trainer(max_epochs=1, val_check_interval=1, callbacks=[parameters])
     trainer.fit(learner, probe.loader(32), probe.loader(8))
     return {

@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from stratagem_testing.strategies.check import Result, check, judge_of
+from stratagem_testing.strategies.checks.data import Parameters
+from stratagem_testing.strategies.judging import close, shown
 from stratagem_testing.strategies.models import Learner
 from stratagem_testing.strategies.probe import Probe
 
@@ -69,15 +71,40 @@ class _Failing(Learner):
 
 @check("end/the user's error")
 def _own_error(probe: Probe) -> dict[str, Any]:
-    """A RuntimeError that user code raises ends the run as what it is, with its own text."""
+    """A RuntimeError that user code raises ends the run as what it is, with its own text.
+
+    Afterwards, the same strategy object trains another model as a new one does. If an evaluation
+    ends in an error, the model has the parameters of training.
+    """
 
     class Fails(Learner):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if batch_idx == 1:
+            if batch_idx == 2:
                 raise RuntimeError(PLANTED)
             return super().training_step(batch, batch_idx)
 
-    return {"said": probe.said(lambda: probe.fit(Fails()))}
+    class FailsInEvaluation(Learner):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            raise RuntimeError(PLANTED)
+
+    # In the second micro-batch of a step.
+    trainer = probe.trainer(max_epochs=1, accumulate_grad_batches=2)
+    first = Learner("dense", "momentum")
+    told: dict[str, Any] = {}
+    told["said"] = probe.said(lambda: trainer.fit(Fails("dense", "momentum"), probe.loader(32)))
+    probe.fit(first)
+    again = probe.trainer(trainer.strategy, max_epochs=1)
+    second = Learner("dense", "momentum")
+    later = probe.said(lambda: again.fit(second, probe.loader(32)))
+    told |= {"later": later, "losses": second.losses, "expected": first.losses}
+    evaluated = FailsInEvaluation("dense", "momentum")
+    left = Parameters(not probe.target.capabilities().sharded_state)
+    fails = probe.trainer(max_epochs=1, callbacks=[left])
+    told["in evaluation"] = probe.said(
+        lambda: fails.fit(evaluated, probe.loader(24), probe.loader(8))
+    )
+    left.on_train_batch_start(fails, evaluated)
+    return {**told, "changed": left.changed}
 
 
 @judge_of(_own_error)
@@ -89,6 +116,28 @@ def _judge_own_error(found: Result) -> None:
             f"{said['kind']}: {said['text']}. explain(prepared, error) has to return None for an "
             "error of which it does not know the cause; return another one only for what the "
             "engine says"
+        )
+        said = told["later"]
+        assert said is None, (
+            "after an error within a step, another fit by the same strategy object ended on rank "
+            f"{rank} in {said['kind']}: {said['text']}. What a step sets, it has to put back in "
+            "`finally`; or keep it in prepared.strategy_data"
+        )
+        assert close(told["losses"], told["expected"], found.target.tolerance), (
+            "after an error within a step, another fit by the same strategy object has the losses "
+            f"{shown(told['losses'])} on rank {rank}, expected {shown(told['expected'])}, those of "
+            "a new one: put back in `finally` what a step sets, and keep gradients that wait in "
+            "prepared.strategy_data"
+        )
+        said = told["in evaluation"] or {"kind": "no error", "text": ""}
+        assert PLANTED in said["text"], (
+            f"validation_step raised RuntimeError: {PLANTED}, and fit ended on rank {rank} in "
+            f"{said['kind']}: {said['text']}"
+        )
+        assert not told["changed"], (
+            "after an error in validation_step, the model has other parameters on rank "
+            f"{rank} than before the evaluation: {', '.join(dict.fromkeys(told['changed']))}. "
+            "evaluation(prepared) has to put back in `finally` what it changes"
         )
 
 

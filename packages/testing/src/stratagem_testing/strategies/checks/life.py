@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import hashlib
 import inspect
@@ -10,15 +11,18 @@ import random
 import sys
 import weakref
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch import nn
 
 from stratagem.callbacks import Callback
 from stratagem.strategies import Strategy
 from stratagem_testing.strategies.check import Result, check, judge_of
-from stratagem_testing.strategies.judging import close, shown
+from stratagem_testing.strategies.judging import close, difference, judge_losses_of, shown
 from stratagem_testing.strategies.models import Learner
 from stratagem_testing.strategies.probe import Probe
 from stratagem_testing.surroundings import Surroundings
@@ -121,7 +125,8 @@ def _twice(probe: Probe) -> dict[str, Any]:
     """A fit does not depend on earlier fits in the same process.
 
     New strategies train one model three times. Then the first strategy object trains a new model,
-    and has the losses of its first fit. Binding it again does not change its options.
+    and has the losses of its first fit. Binding it again does not change its options. Fits do not
+    leave more and more hooks on the user's module.
     """
     told: dict[str, Any] = {"fits": []}
     learner = Learner("dense", "momentum")
@@ -130,6 +135,7 @@ def _twice(probe: Probe) -> dict[str, Any]:
         learner.losses = []
         trainers.append(trainer := probe.fit(learner, SEVERAL))
         told["fits"].append(learner.losses)
+        told.setdefault("hooks", []).append(_hooks_of(learner))
         if number == 0:
             told["options"] = _options(trainer.strategy)
             # Validation prepares the model again, and so does the next fit.
@@ -140,6 +146,22 @@ def _twice(probe: Probe) -> dict[str, Any]:
     learner = Learner("dense", "momentum")
     said = probe.said(lambda: again.fit(learner, probe.loader(SEVERAL)))
     return {**told, "again": learner.losses, "said": said}
+
+
+def _hooks_of(net: nn.Module) -> int:
+    """Return how many hooks there are on modules and parameters."""
+    on_modules = (
+        len(value)
+        for module in net.modules()
+        for name, value in vars(module).items()
+        if name.endswith("_hooks") and isinstance(value, dict)
+    )
+    on_parameters = (
+        len(getattr(parameter, name, None) or ())
+        for parameter in net.parameters()
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
+    )
+    return sum(on_modules) + sum(on_parameters)
 
 
 def _options(strategy: Strategy) -> dict[str, str]:
@@ -165,6 +187,12 @@ def _judge_twice(found: Result) -> None:
             "(see release)"
         )
     for rank, told in enumerate(found.ranks):
+        first, second, third = told["hooks"]
+        assert not first < second < third, (
+            f"the user's module has {first}, {second} and {third} hooks on rank {rank} after three "
+            "fits: remove in release(prepared) the hooks of modules and parameters that prepare "
+            "and wrap have set"
+        )
         for name, value in told["options"].items():
             now = told["options again"].get(name)
             assert now == value, (
@@ -184,6 +212,35 @@ def _judge_twice(found: Result) -> None:
             "samples: what self keeps of a fit (a count of steps) changes the next one. Keep it "
             "in prepared.strategy_data"
         )
+
+
+class _SkipsSome(Learner):
+    """Of three micro-batches of a step, the second one alone has a loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss if batch_idx % 3 == 1 else None
+
+
+def _judge_one_rank(found: Result) -> None:
+    judge_losses_of(
+        found,
+        "with devices=1, as users look for a mistake, training is not that of single_device: one "
+        "rank has no other one to divide by, or to wait for. In each step some micro-batches have "
+        "no loss: accumulate_all returns whether any has one, and divides by the number of all",
+    )
+
+
+@check("life/one rank", _judge_one_rank, reference=True, ranks=1)
+def _one_rank(probe: Probe) -> dict[str, Any]:
+    """With devices=1, a strategy trains, validates and saves, or its Trainer raises an error.
+
+    Then training_step may return None, and a step uses the micro-batches that have a loss.
+    """
+    learner = _SkipsSome("dense", "momentum")
+    trainer = probe.fit(learner, SEVERAL, accumulate_grad_batches=3, validated=8)
+    trainer.save_checkpoint(probe.folder / "saved.ckpt")
+    return probe.report(learner, trainer)
 
 
 @check("life/nothing left between runs")
@@ -219,21 +276,36 @@ def _judge_left(found: Result) -> None:
 
 @check("life/bound again")
 def _bound_again(probe: Probe) -> dict[str, Any]:
-    """A model can be released twice, and a new strategy of the class works afterwards."""
+    """A model can be released twice, and a new strategy of the class works afterwards.
+
+    A released model has the same state, which can be saved.
+    """
     trainer = probe.fit(Learner())
     prepared = trainer.run.require_prepared()
+    before = probe.weights(trainer)
     trainer.strategy.release(prepared)
     trainer.strategy.release(prepared)
+    told: dict[str, Any] = {"before": before, "after": {}}
+    # While others wait for no error of this rank alone.
+    told["said"] = probe.said(lambda: told.update(after=probe.weights(trainer)))
     learner = Learner()
     again = probe.fit(learner, 16)
-    return {"losses": len(learner.losses), "steps": again.global_step}
+    return {**told, "run": {"losses": len(learner.losses), "steps": again.global_step}}
 
 
 @judge_of(_bound_again)
 def _judge_bound_again(found: Result) -> None:
     for rank, told in enumerate(found.ranks):
-        assert told == {"losses": 2, "steps": 2}, (
-            f"rank {rank} came to {told} after the release of another model, expected 2 steps"
+        assert told["run"] == {"losses": 2, "steps": 2}, (
+            f"rank {rank} came to {told['run']} after the release of another model, expected 2 "
+            "steps"
+        )
+        said = told["said"] or {"kind": "no error", "text": ""}
+        is_other = bool(told["said"] or difference(told["after"], told["before"], 1e-6))
+        assert not is_other, (
+            f"model_state of a model that was released is not what it was before on rank {rank} "
+            f"({said['kind']}: {said['text']}): release(prepared) frees what training needs, and "
+            "the model may still be evaluated or saved"
         )
 
 
@@ -260,9 +332,15 @@ def _judge_pickled(found: Result) -> None:
 
 @check("life/freed")
 def _freed(probe: Probe) -> dict[str, Any]:
-    """A model is freed after release, also while the strategy runs another model."""
+    """A model is freed after release, also while the strategy runs another model.
+
+    A model whose state is not sharded can be copied by copy.deepcopy after a fit.
+    """
     learner = Learner()
     trainer = probe.fit(learner, 16)
+    copied = None
+    if not probe.target.capabilities().sharded_state:
+        copied = probe.said(partial(copy.deepcopy, learner.net))
     kept = weakref.ref(learner.net)
     del learner
     trainer.validate(Learner(), probe.loader(8), verbose=False)
@@ -272,7 +350,7 @@ def _freed(probe: Probe) -> dict[str, Any]:
     # Another Trainer takes over, and the one before is gone.
     probe.trainer().validate(Learner(), probe.loader(8), verbose=False)
     gc.collect()
-    return {"by the strategy": same, "at all": kept() is None}
+    return {"by the strategy": same, "at all": kept() is None, "copied": copied}
 
 
 @judge_of(_freed)
@@ -284,10 +362,16 @@ def _judge_freed(found: Result) -> None:
             + ": forget in release(prepared) whatever refers to it, and keep nothing of it in a "
             "class or a module"
         )
+        said = told["copied"]
+        assert said is None, (
+            f"copy.deepcopy(model) after a fit ends on rank {rank} in {said['kind']}: "
+            f"{said['text']}. Users copy models, as for an average of weights: keep what cannot be "
+            "copied in prepared.strategy_data, and not on the module or its parameters"
+        )
 
 
 class _Tensors(Callback):
-    """Counts the tensors that are there after each of some steps."""
+    """Counts the tensors and functions that are there after each of some steps."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -296,7 +380,8 @@ class _Tensors(Callback):
         if trainer.global_step % _BETWEEN == 0:
             gc.collect()
             # By class: what an object says that it is may be computed.
-            self.counts.append(sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects()))
+            kinds = (torch.Tensor, FunctionType)
+            self.counts.append(sum(issubclass(type(one), kinds) for one in gc.get_objects()))
 
 
 _BETWEEN = 4
@@ -305,7 +390,7 @@ _BETWEEN = 4
 
 @check("life/memory")
 def _memory(probe: Probe) -> dict[str, Any]:
-    """The number of tensors in the process does not grow from step to step."""
+    """The number of tensors and functions (hooks) in the process does not grow with each step."""
     tensors = _Tensors()
     probe.fit(Learner("dense", "momentum"), 64, max_steps=3 * _BETWEEN, callbacks=[tensors])
     return {"counts": tensors.counts}
@@ -318,9 +403,10 @@ def _judge_memory(found: Result) -> None:
         grown = [after - before for before, after in pairwise(counts)]
         # Whoever keeps more at each step keeps one at the least.
         assert min(grown, default=0) < _BETWEEN, (
-            f"rank {rank} has {counts} tensors after {_BETWEEN}, {2 * _BETWEEN} and "
+            f"rank {rank} has {counts} tensors and functions after {_BETWEEN}, {2 * _BETWEEN} and "
             f"{3 * _BETWEEN} steps: each step leaves {grown[-1] / _BETWEEN:.3g} behind, until "
-            "memory is full. Forget buffers and handles of collectives when they are done"
+            "memory is full. Forget buffers and handles of collectives when they are done, and "
+            "remove hooks that were set for one step"
         )
 
 

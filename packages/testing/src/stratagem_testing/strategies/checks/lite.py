@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from stratagem_testing.strategies.judging import (
     judge_refused,
     shown,
 )
-from stratagem_testing.strategies.models import LARGE, OPTIMIZERS, build
+from stratagem_testing.strategies.models import LARGE, OPTIMIZERS, build, flat
 from stratagem_testing.strategies.probe import Probe
 
 REFUSAL = "manual_backward=False in its capabilities"
@@ -49,12 +51,15 @@ def _loop(
     afterwards: bool = False,
     nested: bool = False,
     looks: bool = False,
+    halves: bool = False,
 ) -> dict[str, Any]:
     lite = probe.lite()
-    net = build("dense")
+    with lite.init_module() if halves else nullcontext():
+        net = build("dense")
     model, optimizer = _set_up(lite, net, afterwards=afterwards)
     batches = lite.setup_dataloaders(probe.loader(32))
-    losses, norms = [], []
+    losses: list[float] = []
+    norms: list[float | None] = []
     for _ in range(2):
         for number, (_, inputs, target) in enumerate(batches):
             last = (number + 1) % accumulate == 0
@@ -62,13 +67,16 @@ def _loop(
                 if nested:
                     with lite.no_backward_sync(model):
                         """The outer one goes on."""
-                loss = mse_loss(model(inputs), target)
+                # Two forward passes, and the backward pass of both.
+                outputs = torch.cat([model(half) for half in inputs.chunk(2 if halves else 1)])
+                loss = mse_loss(outputs, target)
                 lite.backward(loss / accumulate)
             losses.append(float(loss.detach()))
             if not last:
                 continue
             if clip is not None and not lite.plan.capabilities.engine_clips:
-                norm = lite.clip_gradients(model, optimizer, max_norm=clip)
+                limit = clip if len(norms) % 2 == 0 else 1000.0  # which no norm exceeds
+                norm = lite.clip_gradients(model, optimizer, max_norm=limit)
                 norms.append(None if norm is None else float(norm))
             if looks:
                 model(inputs)  # and no backward, as to log an output
@@ -140,7 +148,11 @@ def _looked(probe: Probe) -> dict[str, Any]:
 
 
 _register(
-    "optimizer afterwards", "An optimizer can be made after Lite.setup(model).", afterwards=True
+    "optimizer afterwards",
+    "An optimizer can be made after Lite.setup(model), of a model that was made in "
+    "Lite.init_module(). A loss can use two forward passes.",
+    afterwards=True,
+    halves=True,
 )
 _register(
     "accumulation",
@@ -171,6 +183,20 @@ def _nested(probe: Probe) -> dict[str, Any]:
     return probe.attempt(train)
 
 
+class _Pair(NamedTuple):
+    """An output whose parts have names."""
+
+    first: Tensor
+    second: str
+
+
+@dataclass
+class _Output:
+    """An output as libraries of models have them."""
+
+    value: Tensor
+
+
 class _Nested(nn.Module):
     """Returns more than a tensor, and counts the calls of its hooks."""
 
@@ -195,6 +221,8 @@ class _Nested(nn.Module):
             "double": x.double().sum(),
             "is positive": x > 0,
             "pair": (x, "text"),
+            "named": _Pair(x, "text"),
+            "of a class": _Output(x),
             "nothing": None,
         }
 
@@ -290,24 +318,36 @@ def _judge_interrupted(found: Result) -> None:
     if not found.capabilities.manual_backward:
         judge_refused(found, "a loop under Lite", "manual_backward=False", REFUSAL)
         return
+    if found.capabilities.engine_steps and all(told["refused"] for told in found.ranks):
+        judge_refused(found, "zero_grad() after backward", "engine_steps=True", "zero_grad")
+        return
     judge_accepted(found, "a loop under Lite")
     judge_losses_of(
         found,
         "training is another one after an error in no_backward_sync that the loop has caught: put "
-        "back in `finally` what no_sync(prepared) changes",
+        "back in `finally` what no_sync(prepared) changes, and keep gradients in p.grad meanwhile, "
+        "where zero_grad() drops them",
     )
 
 
 @check("lite/error in accumulation", _judge_interrupted, reference=True)
 def _interrupted(probe: Probe) -> dict[str, Any]:
-    """After an error inside no_backward_sync that the loop catches, training works as before."""
+    """After an error inside no_backward_sync that the loop catches, training works as before.
+
+    zero_grad() drops the gradients of a backward pass in no_backward_sync, if state is not sharded.
+    """
 
     def train() -> dict[str, Any]:
         lite = probe.lite()
         net = build("dense")
         model, optimizer = _set_up(lite, net)
+        _, inputs, target = lite.to_device(next(iter(probe.loader(8))))
         with suppress(_FailedBatchError), lite.no_backward_sync(model):
+            # FSDP of torch keeps gradients that wait in a place that zero_grad does not know.
+            if not lite.plan.capabilities.sharded_state:
+                lite.backward(3 * mse_loss(model(inputs), target))
             raise _FailedBatchError
+        optimizer.zero_grad()
         return _steps(probe, lite, net, model, optimizer)
 
     return probe.attempt(train)
@@ -317,6 +357,7 @@ def _interrupted(probe: Probe) -> dict[str, Any]:
 def _clip(probe: Probe) -> dict[str, Any]:
     """Lite.clip_gradients clips by the norm over all ranks, and returns this norm.
 
+    A norm below the limit leaves the gradients unchanged.
     With engine_clips=True, it raises an error.
     """
     capabilities = probe.target.capabilities()
@@ -335,7 +376,11 @@ def _judge_clip(found: Result) -> None:
     if not found.capabilities.manual_backward:
         return
     if not found.capabilities.engine_clips:
-        judge_losses(found)
+        judge_losses_of(
+            found,
+            "gradients were not clipped by their norm, or changed where their norm is below the "
+            "limit: look at clip_gradients, which has to leave those as they are",
+        )
         for rank, told in enumerate(found.ranks if found.target.equal else []):
             for own, expected in zip(told["norms"], found.reference["norms"], strict=True):
                 assert own is not None and math.isclose(own, expected, rel_tol=1e-3), (  # noqa: PT018
@@ -360,17 +405,32 @@ def _judge_two(found: Result) -> None:
         "of two models that were set up in turn, one is not trained as if it were the only one: "
         "keep what belongs to a model in its PreparedModel, or by it, and not in the strategy",
     )
+    for rank, told in enumerate(found.ranks):
+        assert close(told["losses"], told["alone"], found.target.tolerance), (
+            "two models that are trained in turn have other losses than each of them alone on rank "
+            f"{rank}: {shown(told['losses'])}, expected {shown(told['alone'])}. Parameters of two "
+            "models may have the same names: keep what belongs to a model in "
+            "prepared.strategy_data, and not in the strategy"
+        )
+        said = difference(told["saved"], told["own"], 1e-6)
+        assert not said, (
+            "of two models that were saved in one checkpoint, one has the weights of the other, or "
+            f"none: look at model_state, and return those of prepared: {said}"
+        )
 
 
 @check("lite/two models", _judge_two, reference=True)
 def _two_models(probe: Probe) -> dict[str, Any]:
-    """Two models of one Lite train independently, also while one of them accumulates gradients."""
+    """Two models of one Lite train independently, also while one of them accumulates gradients.
+
+    A checkpoint has the weights of both.
+    """
 
     def train() -> dict[str, Any]:
         lite = probe.lite()
         nets = [build("dense", seed) for seed in range(2)]
         set_up = [_set_up(lite, net, afterwards=True) for net in nets]
-        losses = []
+        losses: list[float] = []
         for _, inputs, target in lite.setup_dataloaders(probe.loader(32)):
             for (model, optimizer), (other, _) in zip(set_up, reversed(set_up), strict=True):
                 loss = mse_loss(model(inputs), target)
@@ -380,44 +440,94 @@ def _two_models(probe: Probe) -> dict[str, Any]:
                 optimizer.zero_grad()
                 losses.append(float(loss.detach()))
         own = {f"{i}.{k}": v for i, n in enumerate(nets) for k, v in probe.own_weights(n).items()}
-        return {"shard": list(lite.ranks.data_split), "losses": losses, "own": own}
+        path = probe.folder / "two.ckpt"
+        lite.save(path, {str(i): model for i, (model, _) in enumerate(set_up)})
+        saved = {
+            f"{i}.{name}": values
+            for i, state in lite.load(path).items()
+            if i.isdigit()
+            for name, values in flat(state).items()
+        }
+        alone = [_one_model(probe, seed)["losses"] for seed in range(2)]
+        return {
+            "shard": list(lite.ranks.data_split),
+            "losses": losses,
+            "own": own,
+            "saved": saved,
+            "alone": [loss for pair in zip(*alone, strict=True) for loss in pair],
+        }
 
     return probe.attempt(train)
 
 
+def _one_model(probe: Probe, seed: int) -> dict[str, Any]:
+    """Train one of the models as if there were no other one."""
+    lite = probe.lite()
+    net = build("dense", seed)
+    return _steps(probe, lite, net, *_set_up(lite, net, afterwards=True))
+
+
 @check("lite/state")
 def _state(probe: Probe) -> dict[str, Any]:
-    """After Lite.load, training continues with the saved model and optimizer."""
+    """After Lite.load, training continues with the saved model and its two optimizers.
+
+    The model that loads was trained before. A checkpoint can have the model alone.
+    """
     if not probe.target.capabilities().manual_backward:
         return {}
     path = probe.folder / "lite.ckpt"
+    said: list[Any] = []  # of the model alone
 
-    def steps(lite: Any, model: Any, optimizer: Any, count: int) -> list[float]:
+    def set_up(lite: Any, net: nn.Module) -> tuple[Any, list[Any]]:
+        if lite.plan.capabilities.engine_steps:
+            model, optimizer = _set_up(lite, net)  # an engine may take one only
+            return model, [optimizer]
+        model = lite.setup(net)
+        if not said:
+            path = probe.folder / "alone.ckpt"
+            said.append(probe.said(lambda: _save_and_load(lite, model, path)))
+        parameters = list(model.parameters())
+        two = OPTIMIZERS["adam"](parameters[2:]), OPTIMIZERS["momentum"](parameters[:2])
+        return model, list(lite.setup_optimizers(*two))
+
+    def steps(lite: Any, model: Any, optimizers: list[Any], count: int) -> list[float]:
         losses = []
         for _ in range(count):
             loss = mse_loss(model(batch[0]), batch[1])
             lite.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
             losses.append(float(loss.detach()))
         return losses
 
+    def state(model: Any, optimizers: list[Any], step: int) -> dict[str, Any]:
+        # In another order, which is not what decides.
+        named = {f"optimizer {i}": each for i, each in reversed([*enumerate(optimizers)])}
+        return {**named, "model": model, "step": step}
+
     lite = probe.lite()
     batch = lite.to_device(next(iter(probe.loader(8)))[1:])
-    model, optimizer = _set_up(lite, build("dense"))
-    steps(lite, model, optimizer, 3)
-    lite.save(path, {"model": model, "optimizer": optimizer, "step": 3})
-    expected = steps(lite, model, optimizer, 3)
+    model, optimizers = set_up(lite, build("dense"))
+    steps(lite, model, optimizers, 3)
+    lite.save(path, state(model, optimizers, 3))
+    expected = steps(lite, model, optimizers, 3)
     again = probe.lite()
-    model, optimizer = _set_up(again, build("dense", seed=5))
-    state = {"optimizer": optimizer, "model": model, "step": 0}
-    again.load(path, state)
+    model, optimizers = set_up(again, build("dense", seed=5))
+    steps(again, model, optimizers, 2)
+    loaded = state(model, optimizers, 0)
+    again.load(path, loaded)
     return {
-        "shard": list(lite.ranks.data_split),
-        "losses": steps(again, model, optimizer, 3),
+        "said": any(said) and said[0],
+        "losses": steps(again, model, optimizers, 3),
         "expected": expected,
-        "step": state["step"],
+        "step": loaded["step"],
     }
+
+
+def _save_and_load(lite: Any, model: Any, path: Path) -> None:
+    lite.save(path, {"model": model})
+    lite.load(path, {"model": model})
 
 
 @judge_of(_state)
@@ -426,12 +536,21 @@ def _judge_state(found: Result) -> None:
         if not told:
             continue
         assert told["step"] == 3, f"Lite.load left step={told['step']} on rank {rank}, expected 3"
-        if not found.target.equal:
-            told["losses"], told["expected"] = told["losses"][:1], told["expected"][:1]
+        said = told["said"]
+        assert not said, (
+            "Lite.save and Lite.load of a model without an optimizer end on rank "
+            f"{rank} in {said['kind']}: {said['text']}. state and load_state have no optimizers "
+            "then"
+        )
         for step, (mine, other) in enumerate(zip(told["losses"], told["expected"], strict=True)):
             assert abs(mine - other) <= 10 * found.target.tolerance, (
                 f"after Lite.load, rank {rank} has the losses {told['losses']}, expected "
                 f"{told['expected']}: "
-                + ("weights" if step == 0 else "the optimizer's state")
-                + " were not restored"
+                + (
+                    "weights were not restored"
+                    if step == 0
+                    else "the state of one of the two optimizers was not restored, or the "
+                    "strategy's own state, which has to replace what the model had before (look "
+                    "at load_optimizer_state and load_state)"
+                )
             )

@@ -39,7 +39,7 @@ _HAS = {
     "tied": "tied weights",
     "frozen": "frozen parameters",
     "unused": "an unused layer",
-    "repeated": "a layer that is called three times",
+    "repeated": "a layer that is called three times, once with activation checkpointing,",
     "scalar": "a zero-dimensional parameter",
     "complex": "complex parameters",
     "routed": "layers that only one rank each uses",
@@ -143,26 +143,49 @@ def _register_precision(precision: str) -> None:
                 f"{precision!r}, and in {expected} on single_device: the precision was not applied "
                 "(prepare calls precision.convert_module, and input_converter the precision's)"
             )
+            wanted = found.reference["evaluated in"]
+            assert set(told["evaluated in"]) <= set(wanted), (
+                f"the layers of rank {rank} compute in {', '.join(told['evaluated in'])} in a "
+                f"validation under precision={precision!r}, and in {', '.join(wanted)} on "
+                "single_device: evaluation_module computes past the precision"
+            )
+            assert told["integers"], (
+                f"the integers of a batch are other ones on rank {rank} under precision="
+                f"{precision!r}: input_converter has to convert floating-point tensors only"
+            )
         judge_losses(found, precision)
 
     @check(f"precisions/{precision}", judge, reference=True)
     def run(probe: Probe) -> dict[str, Any]:
-        """A precision in the capabilities is applied. Any other precision raises an error."""
+        """A precision in the capabilities is applied. Any other precision raises an error.
+
+        It is applied in a validation, too, and does not convert integers of a batch.
+        """
 
         def train() -> dict[str, Any]:
-            learner, dtypes = Learner("dense", "sgd"), set()
+            learner = Learner("dense", "sgd")
+            dtypes: set[str] = set()
+            evaluated: set[str] = set()
 
             def note(layer: nn.Module, inputs: Any, output: Any) -> None:
                 if any(True for _ in layer.parameters(recurse=False)):
-                    dtypes.update([str(output.dtype)] if isinstance(output, Tensor) else [])
+                    noted = dtypes if torch.is_grad_enabled() else evaluated
+                    noted.update([str(output.dtype)] if isinstance(output, Tensor) else [])
 
             # Of all modules: a strategy may divide the model into layers of its own.
             hook = register_module_forward_hook(note)
             try:
-                trainer = probe.fit(learner, max_epochs=2, precision=precision)
+                trainer = probe.fit(learner, max_epochs=2, validated=8, precision=precision)
             finally:
                 hook.remove()
-            return {**probe.report(learner, trainer), "dtypes": sorted(dtypes), "own": {}}
+            integers = [number for batch in learner.seen for number in batch]
+            return {
+                **probe.report(learner, trainer),
+                "dtypes": sorted(dtypes),
+                "evaluated in": sorted(evaluated),
+                "integers": all(isinstance(number, int) for number in integers),
+                "own": {},
+            }
 
         spec = get_registry().find("accelerator", probe.target.accelerator).spec
         autocasts = "mixed" not in precision or spec.build().autocast(torch.bfloat16) is not None

@@ -31,15 +31,28 @@ SCALE = 1024.0
 def _judge_groups(found: Result) -> None:
     judge_losses_of(
         found,
-        "steps were not taken with the learning rates that optimizer.param_groups has then: "
-        "there are two groups, and a scheduler changes both after each step",
+        "steps were not taken with the options that optimizer.param_groups has then: there are two "
+        "groups, a scheduler changes the learning rates of both after each step, and user code "
+        "their momentum and weight_decay",
     )
+
+
+class _Varied(Scheduled):
+    """Changes momentum and weight decay of each group before each step, too."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        optimizers: Any = self.trainer.optimizers
+        for group in optimizers[0].param_groups:
+            group.update(momentum=0.9 - 0.2 * batch_idx, weight_decay=0.1 * batch_idx)
 
 
 @check("optimizers/groups and schedule", _judge_groups, reference=True)
 def _groups(probe: Probe) -> dict[str, Any]:
-    """Each step uses the current options of each parameter group, such as a scheduled lr."""
-    learner = Scheduled(optimizer="groups")
+    """Each step uses the current options of each parameter group.
+
+    A scheduler changes learning rates, and user code changes momentum and weight_decay.
+    """
+    learner = _Varied(optimizer="groups")
     return probe.report(learner, probe.fit(learner, max_epochs=2))
 
 
@@ -197,34 +210,55 @@ def _clip_not_finite(probe: Probe) -> dict[str, Any]:
     return {"raised": probe.said(lambda: clip(True)), "passed": probe.said(lambda: clip(False))}
 
 
+class _CallsTwice(SGD):
+    """Calls its closure twice in a step, as LBFGS does more often."""
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is None:
+            return super().step()
+        with torch.enable_grad():
+            closure()
+            loss = closure()
+        super().step()
+        return loss
+
+
 @_under_lite(
     "closure",
-    "optimizer.step(closure) calls the closure, and returns its loss.",
+    "optimizer.step(closure) calls the closure as often as the optimizer does, and returns its "
+    "loss.",
     "optimizer.step(closure) did not train as the closure asks, or did not return its loss: pass "
-    "it on in optimizer_step(prepared, optimizer, closure), and return what that step returns",
+    "it on in optimizer_step(prepared, optimizer, closure), and return what that step returns. "
+    "The optimizer calls its closure twice, and each call has to compute a gradient",
     "closure",
+    _CallsTwice.__name__,
 )
 def _closure(probe: Probe) -> dict[str, Any]:
     lite = probe.lite()
-    net, model, (optimizer,) = _set_up(lite, OPTIMIZERS["sgd"])
+    net, model, (optimizer,) = _set_up(lite, lambda parameters: _CallsTwice(parameters, lr=0.05))
     losses: list[float] = []
+    calls = 0
     for _, inputs, target in lite.setup_dataloaders(probe.loader(32)):
 
         def closure(inputs: Tensor = inputs, target: Tensor = target) -> Tensor:
+            nonlocal calls
+            calls += 1
             optimizer.zero_grad()
             loss = mse_loss(model(inputs), target)
             lite.backward(loss)
             return loss.detach()
 
+        calls = 0
         returned = optimizer.step(closure)
-        losses.append(math.nan if returned is None else float(returned))
+        losses.append(math.nan if returned is None or calls != 2 else float(returned))
     return _told(probe, lite, net, losses)
 
 
 @_under_lite(
     "arguments of backward",
-    "Lite.backward passes its arguments to Tensor.backward, such as retain_graph=True.",
-    "backward(loss, retain_graph=True) did not train as without it",
+    "Lite.backward passes its arguments to Tensor.backward, such as retain_graph and gradient.",
+    "backward(loss, gradient=..., retain_graph=True) did not train as with its gradient: pass each "
+    "argument on to super().backward",
     "retain_graph",
 )
 def _backward(probe: Probe) -> dict[str, Any]:
@@ -234,11 +268,33 @@ def _backward(probe: Probe) -> dict[str, Any]:
     for _, inputs, target in lite.setup_dataloaders(probe.loader(32)):
         output = model(inputs)
         loss = mse_loss(output, target)
-        lite.backward(loss, retain_graph=True)
+        lite.backward(loss / 2, gradient=torch.full_like(loss, 2.0), retain_graph=True)
         torch.autograd.grad(loss, output)  # of a graph that was freed, this is torch's error
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
+    return _told(probe, lite, net, losses)
+
+
+@_under_lite(
+    "two backward passes",
+    "The gradients of several backward passes before a step add up, also without no_backward_sync.",
+    "a step after two backward passes, of which each may communicate, was not that of the sum of "
+    "their gradients: leave in p.grad what an earlier pass has put there",
+    "backward",
+)
+def _two_passes(probe: Probe) -> dict[str, Any]:
+    lite = probe.lite()
+    net, model, (optimizer,) = _set_up(lite, OPTIMIZERS["sgd"])
+    losses = []
+    for _, inputs, target in lite.setup_dataloaders(probe.loader(32)):
+        losses.append(0.0)
+        for half in range(2):
+            loss = mse_loss(model(inputs[half::2]), target[half::2]) / 2
+            lite.backward(loss)
+            losses[-1] += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
     return _told(probe, lite, net, losses)
 
 
@@ -340,8 +396,9 @@ def _judge_scaled(found: Result) -> None:
     judge_losses_of(
         found,
         f"a precision that multiplies losses by {SCALE:g} changes what is trained: step by "
-        "self.precision.optimizer_step(optimizer), which unscales gradients, and clip after "
-        "self.precision.unscale_gradients(optimizer)",
+        "self.precision.optimizer_step(optimizer), which unscales gradients; call "
+        "self.precision.unscale_gradients(optimizer) before step.before_optimizer_step, whose hook "
+        "may change gradients, and before you clip",
     )
     for rank, told in enumerate(found.ranks):
         assert told.get("steps") == found.reference.get("steps"), (
@@ -369,11 +426,21 @@ def _scaled(probe: Probe) -> dict[str, Any]:
     return probe.attempt(train)
 
 
+class _DecaysInHook(Learner):
+    """Adds to gradients in the hook before the step."""
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter.detach(), alpha=0.1)
+
+
 @check("precisions/scaled loss and clip", _judge_scaled, reference=True)
 def _scaled_and_clipped(probe: Probe) -> dict[str, Any]:
     """If the precision scales the loss, gradients are unscaled before they are clipped.
 
-    A step that the precision skips is not counted.
+    They are unscaled before the hook on_before_optimizer_step, which adds to them. A step that the
+    precision skips is not counted.
     """
     capabilities = probe.target.capabilities()
     clips = capabilities.gradient_clipping and not capabilities.engine_clips
@@ -381,7 +448,7 @@ def _scaled_and_clipped(probe: Probe) -> dict[str, Any]:
 
     def train() -> dict[str, Any]:
         made = _ScaledLoss(skips=2)
-        learner = Learner("dense", "momentum")
+        learner = _DecaysInHook("dense", "momentum")
         trainer = probe.fit(learner, plugins=["single_file", made], **options)
         told = probe.report(learner, trainer)
         return {**told, "scaled": [made.scaled], "steps": trainer.global_step}
@@ -427,17 +494,23 @@ def _judge_unfrozen(found: Result) -> None:
         found,
         "a layer that is frozen in the first epoch, trained in the second and frozen again in the "
         "third is stepped otherwise: look at requires_grad in each step, and not once in prepare "
-        "or wrap, and leave the gradient of what is frozen None",
+        "or wrap, leave the gradient of what is frozen None, and clip the gradients that there are",
     )
 
 
 @check("steps/unfrozen", _judge_unfrozen, reference=True)
 def _unfrozen(probe: Probe) -> dict[str, Any]:
-    """A layer can be unfrozen and frozen during a fit, or doing so raises an error."""
+    """A layer can be unfrozen and frozen during a fit, or doing so raises an error.
+
+    Clipping leaves out what is frozen, which has no gradient.
+    """
+    options: dict[str, Any] = {"max_epochs": 3, "callbacks": [_Unfreezes()]}
+    if probe.target.capabilities().gradient_clipping:
+        options["gradient_clip_val"] = 0.5
 
     def train() -> dict[str, Any]:
         learner = _Frozen()
-        return probe.report(learner, probe.fit(learner, max_epochs=3, callbacks=[_Unfreezes()]))
+        return probe.report(learner, probe.fit(learner, **options))
 
     return probe.attempt(train)
 

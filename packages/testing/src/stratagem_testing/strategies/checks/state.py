@@ -76,7 +76,7 @@ class _Saves(Callback):
 
     Args:
         probe: whose folder has the files, "1.ckpt" of the first step.
-        steps: after which it saves.
+        steps: after which it saves; 0: before the first one.
 
     Attributes:
         optimizer: this rank's state of the optimizer after the step SAVED_AT.
@@ -88,9 +88,12 @@ class _Saves(Callback):
         self.optimizer: list[Any] = []
 
     def on_train_batch_end(self, trainer: Any, *of_batch: Any) -> None:
+        self.on_train_start(trainer)
+        self.on_train_batch_start(trainer)
+
+    def on_train_start(self, trainer: Any, *module: Any) -> None:
         if trainer.global_step in self.steps:
             trainer.save_checkpoint(self.probe.folder / f"{trainer.global_step}.ckpt")
-        self.on_train_batch_start(trainer)
 
     def on_train_batch_start(self, trainer: Any, *of_batch: Any) -> None:
         if trainer.global_step == SAVED_AT and not self.optimizer:
@@ -111,10 +114,11 @@ def _resumed(probe: Probe, model: str = "dropout", **options: Any) -> dict[str, 
     """Train, save twice on the way, and go on from the second save."""
     whole: dict[str, Any] = {**_TO_THE_END, **options}
     told = {}
-    for name in ("saved", "resumed"):
-        resumes = name == "resumed"
-        notes = _Saves(probe, *(() if resumes else (1, SAVED_AT)))
-        path = probe.folder / f"{SAVED_AT}.ckpt" if resumes else None
+    for name, at in (("saved", None), ("resumed", SAVED_AT), ("resumed from 0", 0)):
+        resumes = at is not None
+        # Saves may change what training goes on from (an average).
+        notes = _Saves(probe, *(() if at else (1, SAVED_AT) if resumes else (0, 1, SAVED_AT)))
+        path = probe.folder / f"{at}.ckpt" if resumes else None
         torch.manual_seed(8 if resumes else 7)
         # Other weights: those of the checkpoint count.
         learner = Scheduled(model, "adam_groups", seed=5 if resumes else 0)
@@ -157,6 +161,12 @@ def _judge_resumed(found: Result, tolerance: float = 1e-6) -> None:
             f"{shown(saved['validated'])} (rank {rank}): what evaluation(prepared) uses, such as "
             "an average of weights, was not restored; return it in state"
         )
+        begun = told["resumed from 0"]
+        assert close(begun["losses"], saved["losses"], tolerance), (
+            "a run that resumes from a checkpoint from before the first step has other losses on "
+            f"rank {rank}: {shown(begun['losses'])}, expected {shown(saved['losses'])}. An "
+            "optimizer has no state there, and the strategy has counted nothing"
+        )
         said = difference(resumed["weights"], saved["weights"], tolerance)
         assert not said, (
             "the losses after a resume are those of the run that saved and went on, and the model "
@@ -193,8 +203,9 @@ def _resume(probe: Probe) -> dict[str, Any]:
     """A run that resumes within an epoch has the same losses as the run that saved and continued.
 
     A checkpoint restores weights, optimizer, learning rates, the order of samples, random numbers
-    and the strategy's own state. The check resumes from the second save of a run. A validation
-    after the resume has the same losses, too.
+    and the strategy's own state. The check resumes from the last of three saves of a run, and from
+    the first one, which comes before the first step. A validation after the resume has the same
+    losses, too.
     """
     torch.manual_seed(7)
     learner = Scheduled("dropout", "adam_groups")
@@ -211,7 +222,7 @@ def _judge_resume(found: Result) -> None:
     own = mean_losses([told["saved"] for told in found.ranks])
     for step, (mine, other) in enumerate(zip(own, expected, strict=True)):
         assert math.isclose(mine, other, rel_tol=1e-6, abs_tol=1e-6), (
-            f"a run that saves after the steps 1 and {SAVED_AT} has other losses from its step "
+            f"a run that saves after the steps 0, 1 and {SAVED_AT} has other losses from its step "
             f"{step + 1} on than one that does not: {shown(own)}, expected {shown(expected)}. "
             "model_state, optimizer_state and state must not change what they return"
         )
@@ -402,14 +413,21 @@ def _judge_other_number(found: Result) -> None:
 
 @check("state/other model")
 def _other_model(probe: Probe) -> dict[str, Any]:
-    """Loading a checkpoint of another model raises an error that names a parameter."""
-    _train_and_save(probe)
-    path, other = probe.folder / "saved.ckpt", Learner("batch_norm")
+    """Loading a checkpoint of another model raises an error that names a parameter.
 
-    def load() -> None:
-        probe.trainer().validate(other, probe.loader(8), ckpt_path=path, verbose=False)
+    A validation loads a checkpoint of the same model, without an optimizer.
+    """
+    _, trained = _train_and_save(probe)
+    path = probe.folder / "saved.ckpt"
+    trainer = probe.trainer()
 
-    return {"said": probe.said(load)}
+    def load(model: str) -> None:
+        loader = probe.loader(8)
+        trainer.validate(Learner(model, seed=5), loader, ckpt_path=path, verbose=False)
+
+    told: dict[str, Any] = {"said": probe.said(lambda: load("batch_norm"))}
+    told |= {"evaluated": probe.said(lambda: load("dense")), "expected": probe.weights(trained)}
+    return {**told, "weights": {} if told["evaluated"] else probe.weights(trainer)}
 
 
 @judge_of(_other_model)
@@ -425,6 +443,17 @@ def _judge_other_model(found: Result) -> None:
             "a checkpoint of another model ends in an error that names none of the parameters: "
             f"{said['kind']}: {said['text']}"
         )
+        said = told["evaluated"]
+        assert said is None, (
+            "Trainer.validate(module, ckpt_path=...) of a checkpoint of the strategy's own ended on"
+            f" rank {rank} in {said['kind']}: {said['text']}. There is no optimizer, and "
+            "prepared.optimizers is empty"
+        )
+    told = found.ranks[0]
+    wrong = difference(told["weights"], told["expected"], 1e-6)
+    assert not wrong, (
+        f"Trainer.validate(module, ckpt_path=...) evaluates other weights than were saved: {wrong}"
+    )
 
 
 class _Options(Callback):
@@ -639,7 +668,8 @@ def _same_numbers(own: list[Any], other: list[Any], tolerance: float) -> bool:
 def _in_part(probe: Probe) -> dict[str, Any]:
     """If a name is missing, load_model_state raises an error, and loads nothing.
 
-    With strict=False, it loads all other names, including buffers and a module's extra state.
+    With strict=False, it loads all other names, including buffers and a module's extra state. It
+    copies values, so that the model shares no memory with the state.
     """
     learner, other = Learner("unusual", "adam"), Learner("unusual", seed=5)
     trainer = probe.fit(learner, 8)
@@ -655,7 +685,12 @@ def _in_part(probe: Probe) -> dict[str, Any]:
     refused = now()
     strategy.load_model_state(prepared, part, strict=False)
     told = {"said": said, "before": before, "refused": refused, "loaded": now()}
-    return {**told, "part": _plain(part)}
+    told["part"] = _plain(part)
+    with torch.no_grad():
+        for value in part.values():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                value.zero_()
+    return {**told, "later": now()}
 
 
 LEFT_OUT = "net.last.weight"
@@ -688,4 +723,10 @@ def _judge_in_part(found: Result) -> None:
         "load_model_state(prepared, state, strict=False) has to load every parameter, buffer and "
         "extra state that both have, and to leave the rest: the model's state is another one at "
         f"{where}"
+    )
+    where = _first_difference(told["later"], told["loaded"])
+    assert where is None, (
+        "the model changes with the tensors of the state that load_model_state was given: copy "
+        "their values (parameter.copy_), and do not make them the model's own (parameter.data = "
+        f"...), which may also have another dtype; it has changed at {where}"
     )

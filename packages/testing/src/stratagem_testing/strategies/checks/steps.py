@@ -30,7 +30,13 @@ from stratagem_testing.strategies.judging import (
     ratio,
     shown,
 )
-from stratagem_testing.strategies.models import Learner, initial, plain_gradient, trained_names
+from stratagem_testing.strategies.models import (
+    Learner,
+    flat,
+    initial,
+    plain_gradient,
+    trained_names,
+)
 from stratagem_testing.strategies.probe import Probe
 
 LIMIT = {"norm": 0.2, "value": 0.05}
@@ -45,12 +51,17 @@ class _Observed(Learner):
     Args:
         model: its name.
         doubles: whether the hook doubles gradients.
+
+    Attributes:
+        returned: the losses.
+        hooked: the gradients that the hook has seen on this rank.
     """
 
     def __init__(self, model: str, *, doubles: bool) -> None:
         super().__init__(model, "unit")
         self.doubles = doubles
         self.returned: list[Tensor] = []
+        self.hooked: dict[str, list[float]] = {}
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -58,9 +69,10 @@ class _Observed(Learner):
         return loss
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        for parameter in self.parameters() if self.doubles else ():
-            if parameter.grad is not None:
-                parameter.grad.mul_(2)
+        gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+        self.hooked = flat({k: v for k, v in gradients.items() if not hasattr(v, "to_local")})
+        for gradient in gradients.values() if self.doubles else ():
+            gradient.mul_(2)
 
 
 def _one_step(
@@ -86,6 +98,7 @@ def _one_step(
         },
         # What torch alone finds for this rank's samples.
         "alone": plain_gradient(learner.seen, model),
+        "hooked": learner.hooked,
         "steps": trainer.global_step,
         "losses": learner.losses,
         "returned": [float(loss) for loss in learner.returned],
@@ -119,6 +132,15 @@ def _judge_step(found: Result, count: int = 1, algorithm: str = "") -> None:
             f"the first step applied {said}\n{difference(own, expected, tolerance)}"
         )
     if found.replicated:
+        for rank, told in enumerate(found.ranks):
+            said = difference(told["hooked"], found.reference["hooked"], tolerance)
+            # Of an engine, which may have gradients elsewhere, the hook sees none.
+            assert not (told["hooked"] and said), (
+                "the gradient of the step is right, and the hook on_before_optimizer_step sees "
+                f"another one on rank {rank}, where users log and change the gradients of all "
+                "ranks: average before step.before_optimizer_step, as in backward. There "
+                f"{said}"
+            )
         for rank, told in enumerate(found.ranks[1:], start=1):
             assert alike(told["gradient"], own, tolerance), (
                 f"rank {rank} applied another gradient than rank 0: gradients are not averaged "
@@ -303,7 +325,12 @@ def _register(
         return probe.attempt(lambda: _one_step(probe, count, **of_step, **options))
 
 
-_register("gradient", "A step uses the mean gradient of all samples on all ranks.", 1)
+_register(
+    "gradient",
+    "A step uses the mean gradient of all samples on all ranks. The hook on_before_optimizer_step "
+    "sees it.",
+    1,
+)
 _register(
     "large model",
     "A step of a model that exceeds one bucket of gradients (25 MB) uses the mean gradient.",
