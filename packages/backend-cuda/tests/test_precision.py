@@ -134,6 +134,17 @@ def test_an_overflow_of_one_optimizer_leaves_the_step_of_another(fused: bool) ->
     assert precision.state_dict()["scale"] == 4.0
 
 
+def test_gradients_that_a_later_backward_has_added_to_are_not_unscaled_again() -> None:
+    precision = Float16Mixed(scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    precision.scale_loss(weight.sum()).backward()  # type: ignore[no-untyped-call]
+    precision.unscale_gradients(optimizer)
+    precision.scale_loss(weight.sum()).backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match="already been called on this optimizer"):
+        precision.unscale_gradients(optimizer)
+
+
 def test_the_numbers_are_those_of_torchs_own_loop() -> None:
     torch.manual_seed(3)
     module = Linear()

@@ -91,6 +91,8 @@ class Float16Mixed(MixedPrecision):
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         self._adapt()
+        # What this adds to unscaled gradients is scaled: torch refuses to unscale those again.
+        self._unscaled.clear()
         return self.scaler.scale(loss)
 
     def _adapt(self) -> None:
