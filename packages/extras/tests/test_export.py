@@ -13,7 +13,7 @@ from stratagem import Module, Trainer
 from stratagem.errors import ConfigurationError, UserCodeError
 
 # torch recommends torch.export in its place.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
 
 
 class Net(Module):

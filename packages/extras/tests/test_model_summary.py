@@ -104,7 +104,7 @@ def test_layers_that_have_no_weights_yet_or_take_no_hooks_are_in_the_table() -> 
 
     layers = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 2))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of torch.jit
+        warnings.filterwarnings("ignore", ".*torch.jit.* is deprecated")
         layers[0] = torch.jit.script(layers[0])
     scripted = summarize(layers, example=torch.zeros(4, 5))
     assert [layer.in_size for layer in scripted.layers] == ["?", [4, 3]]

@@ -209,8 +209,9 @@ def test_what_gloo_copies_is_counted_on_the_host_alone() -> None:
         planned(partial(nn.Linear, 1000, 1000), batch, "fsdp", device_memory=size, **options)
         for size in ("1TB", None)
     )
-    # A step without the copy holds most where parameters are gathered.
-    assert on_host.memory.communication == 2 * on_gpu.memory.communication + 4 * 1000
+    # A step without the copy holds most where parameters are gathered. Torch before 2.15 copies
+    # the bias once more.
+    assert on_host.memory.communication - 2 * on_gpu.memory.communication in (0, 4 * 1000)
     assert on_host.memory.total > on_gpu.memory.total
 
 
@@ -691,6 +692,20 @@ def test_forks_share_the_pieces_and_those_of_a_fork_that_fails_are_done(
     command = [sys.executable, "-c", FORKS, how]
     done = subprocess.run(command, cwd=tmp_path, timeout=120, capture_output=True, text=True)
     assert done.stdout == "no fork is left\n", done.stderr
+
+
+def test_the_command_simulates_each_strategy_and_ends_quietly(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("from torch import nn\ndef Net(): return nn.Linear(9, 9)\n")
+    names = ("fsdp", "fsdp_no_shard", "fsdp_hybrid_shard")
+    options = [text for name in names for text in ("--strategy", name)]
+    command = [sys.executable, "-m", "stratagem", "plan", "own:Net", "--batch", "2x9", "--json"]
+    done = subprocess.run(
+        [*command, "--devices", "2", *options], cwd=tmp_path, capture_output=True, text=True
+    )
+    # In builds of torch for CUDA, autograd refuses to run in forks, and triton checks its end.
+    rows = json.loads(done.stdout)["strategies"]
+    assert {row["name"]: row["how"] for row in rows} == dict.fromkeys(names, "simulated")
+    assert done.stderr == ""
 
 
 def test_the_command_refuses_what_is_missing_and_what_is_too_much(

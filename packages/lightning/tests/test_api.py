@@ -180,7 +180,7 @@ def test_a_module_logs_and_goes_backward_through_fabric() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.*script.*:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
 def test_a_module_becomes_torchscript_with_a_fabric_or_without() -> None:
     model, inputs = BoringModel(), torch.ones(2, 32)
     with pytest.warns(LightningDeprecationWarning, match="to_torchscript` has been deprecated"):

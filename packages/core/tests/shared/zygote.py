@@ -158,6 +158,8 @@ def main(connection: socket.socket) -> None:
     SET_BY_IMPORTS.update({k: v for k, v in os.environ.items() if k not in before})
     gc.collect()
     gc.freeze()
+    if "triton" in sys.modules:  # its library prints what is left of it at the end
+        atexit.register(gc.unfreeze)
     statuses: dict[int, int] = {}
     signal.signal(signal.SIGCHLD, lambda *_: _tell_of_ends(statuses))
     while True:

@@ -170,7 +170,8 @@ class TensorBoardLogger(SDKLogger):
         try:
             with warnings.catch_warnings():
                 # That torch.jit.trace is deprecated is torch's business, not the user's.
-                warnings.simplefilter("ignore", DeprecationWarning)
+                warnings.filterwarnings("ignore", ".*torch.jit", DeprecationWarning)
+                warnings.filterwarnings("ignore", ".*torch.jit", FutureWarning)
                 self.experiment.add_graph(model, _moved(example, model))
         except Exception as error:  # whatever the model does when it is traced
             warnings.warn(

@@ -48,13 +48,21 @@ def plan(arguments: Sequence[str]) -> int:
     """Print a plan; return the exit code."""
     options = parser_of_plan().parse_args(arguments)
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it
-    # Without it, the process collects the garbage of torch's modules for most of a second at exit.
-    atexit.register(gc.freeze)
+    atexit.register(_end_quickly)
     try:
         return _plan(options, arguments)
     except StratagemError as error:
         print(f"stratagem plan: error: {error}", file=sys.stderr)
         return 2
+
+
+def _end_quickly() -> None:
+    """Skip the collection of the garbage of torch's modules, which takes most of a second.
+
+    Triton, which builds of torch for CUDA import, prints what is left of it without the collection.
+    """
+    if "triton" not in sys.modules:
+        gc.freeze()
 
 
 def parser_of_plan() -> argparse.ArgumentParser:

@@ -86,7 +86,17 @@ def in_forks(count: int, piece: Callable[[int], T]) -> list[T]:
 def _can_fork() -> bool:
     """Whether a fork of this process can work.
 
-    It would wait for the locks of other threads, and autograd refuses to run in a fork of a process
-    that can use a GPU.
+    A fork would wait for the locks of other threads, also of those that torch starts for the GPU.
+    Autograd has such threads in a build for CUDA after a step on fake tensors, with or without a
+    GPU, and refuses to run in a fork. Only a fork can tell.
     """
-    return threading.active_count() == 1 and not torch.accelerator.is_available()
+    if threading.active_count() > 1 or torch.accelerator.is_available():
+        return False
+    pid = os.fork()
+    if not pid:
+        status = 1
+        with suppress(RuntimeError):
+            torch.ones(1, requires_grad=True).backward()  # type: ignore[no-untyped-call]
+            status = 0
+        os._exit(status)
+    return os.waitpid(pid, 0)[1] == 0

@@ -30,9 +30,9 @@ COLLECTIVES = frozenset(
         *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object"),
         *("all_gather_single", "all_reduce", "all_reduce_coalesced", "all_to_all"),
         *("all_to_all_single", "backward", "barrier", "broadcast", "broadcast_object_list"),
-        *("gather", "gather_object", "monitored_barrier", "recv", "reduce", "reduce_scatter"),
-        *("reduce_scatter_single", "reduce_scatter_tensor", "scatter"),
-        *("scatter_object_list", "send"),
+        *("gather", "gather_into_tensor", "gather_object", "gather_single", "monitored_barrier"),
+        *("recv", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
+        *("scatter", "scatter_object_list", "send"),
     )
 )
 """Calls in which a rank may wait for others; backward communicates under most strategies."""

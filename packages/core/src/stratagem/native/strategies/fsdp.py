@@ -53,7 +53,9 @@ class FSDPStrategy(ShardedStrategy):
     IterableDataset must yield as many batches on each rank.
     Outside of a step's forward and backward pass, the module's parameters are this rank's shards.
     A callback may change or freeze them there, or call the model without gradients on every rank.
-    A change between the forward and the backward pass would be lost, so it is an error. Read whole
+    A change between the forward and the backward pass would be lost, so it is an error. Change
+    whole parameters: an index or a slice of the dimension that is sharded, such as `weight[0]`, is
+    a copy, in which torch loses what is written, from 2.15 on without an error. Read whole
     weights with `Trainer.save_checkpoint` or `Lite.save`, which gather them.
 
     On CPU, C's allocator keeps what is freed, in the threads of backward and of communication,
