@@ -109,6 +109,26 @@ class Probe:
             "own": self.own_weights(trainer.run.require_prepared().original),
         }
 
+    def report_of_loop(
+        self, lite: Lite, net: nn.Module, model: Any, losses: list[float], seed: int = 0
+    ) -> dict[str, Any]:
+        """Return the results of a loop under Lite on this rank.
+
+        Args:
+            lite: whose loop it was.
+            net: the user's model, "dense".
+            model: what `Lite.setup` made of it.
+            losses: of each micro-batch.
+            seed: of the model.
+        """
+        return {
+            "shard": list(lite.ranks.data_split),
+            "losses": losses,
+            "begun": models.flat(dict(models.build("dense", seed).named_parameters())),
+            "weights": models.flat(model.state_dict()),
+            "own": self.own_weights(net),
+        }
+
     def weights(self, trainer: Trainer) -> dict[str, list[float]]:
         """Return the whole state of the model by name; of sharded ones on rank 0 only."""
         prepared = trainer.run.require_prepared()

@@ -82,15 +82,12 @@ def _loop(
                 model(inputs)  # and no backward, as to log an output
             optimizer.step()
             optimizer.zero_grad()
-    return {
-        "shard": list(lite.ranks.data_split),
-        "losses": losses,
-        "norms": norms,
-        "own": probe.own_weights(net),
-    }
+    return {**probe.report_of_loop(lite, net, model, losses), "norms": norms}
 
 
-def _steps(probe: Probe, lite: Any, net: nn.Module, model: Any, optimizer: Any) -> dict[str, Any]:
+def _steps(
+    probe: Probe, lite: Any, net: nn.Module, model: Any, optimizer: Any, seed: int = 0
+) -> dict[str, Any]:
     """Take a step with each batch of an epoch."""
     losses = []
     for _, inputs, target in lite.setup_dataloaders(probe.loader(32)):
@@ -99,8 +96,7 @@ def _steps(probe: Probe, lite: Any, net: nn.Module, model: Any, optimizer: Any) 
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    shard = list(lite.ranks.data_split)
-    return {"shard": shard, "losses": losses, "own": probe.own_weights(net)}
+    return probe.report_of_loop(lite, net, model, losses, seed)
 
 
 def _register(name: str, about: str, **options: Any) -> None:
@@ -136,15 +132,24 @@ def _judge_looked(found: Result) -> None:
     for rank, told in enumerate(found.ranks):
         said = told["refused"]
         assert said is None, f"{meaning}\nrank {rank} raised {said['kind']}: {said['text']}"
-    judge_losses_of(found, meaning)
+    for rank, told in enumerate(found.ranks):
+        assert close(told["losses"], told["without"], found.target.tolerance), (
+            f"{meaning}\nthe losses are {shown(told['losses'])} on rank {rank}, expected "
+            f"{shown(told['without'])}, those of the same loop without this forward pass"
+        )
 
 
-@check("lite/forward before the step", _judge_looked, reference=True)
+@check("lite/forward before the step", _judge_looked)
 def _looked(probe: Probe) -> dict[str, Any]:
     """A forward pass between backward and optimizer.step() does not change training."""
     if not probe.target.capabilities().manual_backward:
         return {}
-    return probe.attempt(lambda: _loop(probe, looks=True))
+
+    def train() -> dict[str, Any]:
+        without = _loop(probe)["losses"]
+        return {"losses": _loop(probe, looks=True)["losses"], "without": without}
+
+    return probe.attempt(train)
 
 
 _register(
@@ -439,7 +444,14 @@ def _two_models(probe: Probe) -> dict[str, Any]:
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(float(loss.detach()))
-        own = {f"{i}.{k}": v for i, n in enumerate(nets) for k, v in probe.own_weights(n).items()}
+        reports = [
+            probe.report_of_loop(lite, net, model, losses, seed)
+            for seed, (net, (model, _)) in enumerate(zip(nets, set_up, strict=True))
+        ]
+        of_both = {
+            key: {f"{i}.{name}": v for i, each in enumerate(reports) for name, v in each[key].items()}
+            for key in ("begun", "weights", "own")
+        }
         path = probe.folder / "two.ckpt"
         lite.save(path, {str(i): model for i, (model, _) in enumerate(set_up)})
         saved = {
@@ -450,9 +462,8 @@ def _two_models(probe: Probe) -> dict[str, Any]:
         }
         alone = [_one_model(probe, seed)["losses"] for seed in range(2)]
         return {
-            "shard": list(lite.ranks.data_split),
-            "losses": losses,
-            "own": own,
+            **reports[0],
+            **of_both,
             "saved": saved,
             "alone": [loss for pair in zip(*alone, strict=True) for loss in pair],
         }
@@ -464,7 +475,7 @@ def _one_model(probe: Probe, seed: int) -> dict[str, Any]:
     """Train one of the models as if there were no other one."""
     lite = probe.lite()
     net = build("dense", seed)
-    return _steps(probe, lite, net, *_set_up(lite, net, afterwards=True))
+    return _steps(probe, lite, net, *_set_up(lite, net, afterwards=True), seed)
 
 
 @check("lite/state")

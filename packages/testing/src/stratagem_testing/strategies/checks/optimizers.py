@@ -87,14 +87,6 @@ def _under_lite(name: str, about: str, meaning: str, *names: str) -> Callable[[R
     return register
 
 
-def _told(probe: Probe, lite: Any, net: nn.Module, losses: list[float]) -> dict[str, Any]:
-    return {
-        "shard": list(lite.ranks.data_split),
-        "losses": losses,
-        "own": probe.own_weights(net),
-    }
-
-
 def _set_up(lite: Any, *makers: Any) -> tuple[nn.Module, Any, list[Any]]:
     """Set up the model and an optimizer for each maker, made afterwards: all take that."""
     net = build("dense")
@@ -125,7 +117,7 @@ def _train(
             optimizer.step()
             optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    return _told(probe, lite, net, losses)
+    return probe.report_of_loop(lite, net, model, losses)
 
 
 @_under_lite(
@@ -251,7 +243,7 @@ def _closure(probe: Probe) -> dict[str, Any]:
         calls = 0
         returned = optimizer.step(closure)
         losses.append(math.nan if returned is None or calls != 2 else float(returned))
-    return _told(probe, lite, net, losses)
+    return probe.report_of_loop(lite, net, model, losses)
 
 
 @_under_lite(
@@ -273,7 +265,7 @@ def _backward(probe: Probe) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    return _told(probe, lite, net, losses)
+    return probe.report_of_loop(lite, net, model, losses)
 
 
 @_under_lite(
@@ -295,7 +287,7 @@ def _two_passes(probe: Probe) -> dict[str, Any]:
             losses[-1] += float(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-    return _told(probe, lite, net, losses)
+    return probe.report_of_loop(lite, net, model, losses)
 
 
 @_under_lite(
@@ -317,7 +309,7 @@ def _dropped(probe: Probe) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    return _told(probe, lite, net, losses)
+    return probe.report_of_loop(lite, net, model, losses)
 
 
 class _OwnBackward(Learner):
