@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from stratagem.callbacks import Callback
+from stratagem.checkpoint import read_whole
 from stratagem_testing.strategies.check import Result, check, judge_of
-from stratagem_testing.strategies.judging import by_part, close
-from stratagem_testing.strategies.models import Learner, Numbered
+from stratagem_testing.strategies.judging import by_part, close, shown
+from stratagem_testing.strategies.models import Learner, Numbered, build
 from stratagem_testing.strategies.probe import Probe
 
 
@@ -242,6 +245,7 @@ class _Watching(Learner):
         net[2].eval()
         self.put_in_training = False
         self.outputs: list[list[float]] = []
+        self.of_the_saved: list[float] = []
         self.evaluation_modes: list[bool] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -252,8 +256,9 @@ class _Watching(Learner):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         inputs = Numbered(8).inputs.to(batch[1].device)
-        outputs = self.net(inputs) + self.get_buffer("latest")
-        self.outputs.append(outputs.flatten().tolist())
+        outputs = self.net(inputs)
+        self.of_the_saved = outputs.flatten().tolist()
+        self.outputs.append((outputs + self.get_buffer("latest")).flatten().tolist())
         self.evaluation_modes.append(self.net.training)
 
 
@@ -286,6 +291,26 @@ class Parameters(Callback):
         self.changed += [name for name, seen in self.left.items() if now.get(name) != seen]
 
 
+_STEPS = 7
+"""Steps of a fit: a strategy's period is rarely a divisor of seven."""
+
+
+class _SavesAtTheEnd(Callback):
+    """Saves at the end of the last validation, as users save the best model.
+
+    Args:
+        probe: whose folder has the file.
+    """
+
+    def __init__(self, probe: Probe) -> None:
+        self.path = probe.folder / "best.ckpt"
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        """Save after the last step."""
+        if trainer.global_step == _STEPS:
+            trainer.save_checkpoint(self.path)
+
+
 @check("evaluation/one model")
 def _one_model(probe: Probe) -> dict[str, Any]:
     """All ranks evaluate the same model, in evaluation mode.
@@ -294,8 +319,11 @@ def _one_model(probe: Probe) -> dict[str, Any]:
     training mode with the parameters from before the evaluation.
     """
     learner, parameters = _Watching(), Parameters(not probe.target.capabilities().sharded_state)
-    trainer = probe.trainer(max_epochs=1, val_check_interval=1, callbacks=[parameters])
-    trainer.fit(learner, probe.loader(32), probe.loader(8))
+    saves = _SavesAtTheEnd(probe)
+    trainer = probe.trainer(max_epochs=1, val_check_interval=1, callbacks=[parameters, saves])
+    trainer.fit(learner, probe.loader(8 * _STEPS), probe.loader(8))
+    if probe.rank == 0:
+        (probe.folder / _EVALUATED).write_text(json.dumps(learner.of_the_saved))
     return {
         "outputs": learner.outputs,
         "training": learner.modes,
@@ -329,3 +357,65 @@ def _judge_one_model(found: Result) -> None:
                 "outputs. Parameters or buffers (of batch norm, or persistent=False) are not made "
                 "alike in evaluation(prepared)"
             )
+
+
+_EVALUATED = "evaluated.json"
+"""What rank 0 has evaluated in the last validation, beside the model that it has saved then."""
+
+
+@check("evaluation/saved model", ranks=1, follows="evaluation/one model")
+def _saved_model(probe: Probe) -> dict[str, Any]:
+    """An evaluation uses the model that a save at its end writes, including buffers.
+
+    A strategy may evaluate another model if it does so on one rank, too, such as an average over
+    steps.
+    """
+    _one_model.run(probe)
+    several, one = (_of_saved(probe, folder) for folder in (probe.reference, probe.folder))
+    return {"on several ranks": several, "on one rank": one}
+
+
+def _of_saved(probe: Probe, folder: Path) -> list[list[float]]:
+    """Return the outputs of the last evaluation, and those of the model that was saved then."""
+    saved = read_whole(probe.trainer().checkpoint_writer.load(folder / "best.ckpt"))["state_dict"]
+    net = build("batch_norm").eval()
+    net.load_state_dict({k.removeprefix("net."): v for k, v in saved.items() if "net." in k})
+    with torch.no_grad():
+        outputs = net(Numbered(8).inputs)
+    return [json.loads((folder / _EVALUATED).read_text()), outputs.flatten().tolist()]
+
+
+@judge_of(_saved_model)
+def _judge_saved_model(found: Result) -> None:
+    (told,) = found.ranks
+    (one, saved_on_one), (several, saved) = told["on one rank"], told["on several ranks"]
+    if close(one, saved_on_one, 1e-4):
+        assert close(several, saved, 1e-4), (
+            "the model that is evaluated is not the one that a save at the end of the evaluation "
+            "writes, so that the best checkpoint is chosen by another model's loss: evaluated, it "
+            f"returns {shown(several)}, and saved, {shown(saved)}. On one rank both are equal. "
+            "Buffers (of batch norm) differ between ranks: let evaluation(prepared) and "
+            "model_state(prepared) use the same ones, and the same average of parameters"
+        )
+
+
+@check("evaluation/same training")
+def _same_training(probe: Probe) -> dict[str, Any]:
+    """Training is the same with an evaluation after each step, and without evaluations."""
+
+    def losses(**options: Any) -> list[float]:
+        learner = Learner("dense", "momentum")
+        probe.fit(learner, 8 * _STEPS, **options)
+        return learner.losses
+
+    return {"without": losses(), "with": losses(validated=8, val_check_interval=1)}
+
+
+@judge_of(_same_training)
+def _judge_same_training(found: Result) -> None:
+    for rank, told in enumerate(found.ranks):
+        assert close(told["with"], told["without"], 1e-6), (
+            f"with an evaluation after each step, training has the losses {shown(told['with'])} on "
+            f"rank {rank}, and without {shown(told['without'])}: evaluation(prepared) changes what "
+            "a later step depends on, such as weights, gradients or a count of steps"
+        )
