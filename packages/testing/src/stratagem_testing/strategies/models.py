@@ -5,7 +5,7 @@ A model takes inputs of shape (n, 6) and returns outputs of shape (n, 1).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -279,6 +279,18 @@ def dropout() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 1))
 
 
+class _Masked(nn.Module):
+    """Sets random elements to zero; draws on the CPU, whatever the device is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (torch.rand(x.shape) > 0.3).to(x)
+
+
+def masked() -> nn.Module:
+    """Draws random numbers between two layers, on the CPU."""
+    return nn.Sequential(nn.Linear(FEATURES, 16), _Masked(), nn.Tanh(), nn.Linear(16, 1))
+
+
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "dense": dense,
     "embedding": _Embedding,
@@ -289,6 +301,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "repeated": _Repeated,
     "scalar": _Scalar,
     "dropout": dropout,
+    "masked": masked,
     "complex": _Complex,
     "unusual": Unusual,
     "large": _Large,
@@ -454,17 +467,22 @@ class Scheduled(Learner):
         }
 
 
-def plain_gradient(samples: list[list[int]], model: str = "dense") -> list[dict[str, list[float]]]:
+def plain_gradient(
+    samples: list[list[int]], model: str = "dense", seeds: Sequence[int] = ()
+) -> list[dict[str, list[float]]]:
     """Return the gradient of the mean loss of each batch by parameter, by torch alone.
 
     Args:
         samples: numbers of the samples in each batch.
         model: its name.
+        seeds: of torch before the forward pass of each batch; (): any.
     """
     data = Numbered(_MOST)
     gradients = []
-    for numbers in samples:
+    for index, numbers in enumerate(samples):
         net = build(model)
+        if seeds:
+            torch.manual_seed(seeds[index])
         loss = mse_loss(net(data.inputs[numbers]), data.targets[numbers])
         trained = {f"net.{name}": p for name, p in net.named_parameters() if p.requires_grad}
         found = torch.autograd.grad(loss, list(trained.values()))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -55,12 +57,14 @@ class _Observed(Learner):
     Attributes:
         returned: the losses.
         hooked: the gradients that the hook has seen on this rank.
+        seeds: of torch before the forward pass of each micro-batch, where it was seeded.
     """
 
     def __init__(self, model: str, *, doubles: bool) -> None:
         super().__init__(model, "unit")
         self.doubles = doubles
         self.returned: list[Tensor] = []
+        self.seeds: list[int] = []
         self.hooked: dict[str, list[float]] = {}
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -75,6 +79,15 @@ class _Observed(Learner):
             gradient.mul_(2)
 
 
+class _Seeded(_Observed):
+    """Seeds torch before each forward pass, by the part of the data and the micro-batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seeds.append(100 * self.trainer.ranks.data_split[0] + batch_idx)
+        torch.manual_seed(self.seeds[-1])
+        return super().training_step(batch, batch_idx)
+
+
 def _one_step(
     probe: Probe,
     count: int = 1,
@@ -85,19 +98,26 @@ def _one_step(
     **options: Any,
 ) -> dict[str, Any]:
     """Take one step of SGD with lr 1: what changes is the gradient that was applied."""
-    learner = _Observed(model, doubles=doubles)
+    kind = _Seeded if model == "masked" else _Observed
+    learner = kind(model, doubles=doubles)
     trainer = probe.fit(learner, samples * count, accumulate_grad_batches=count, **options)
     # Of the whole model: a rank need not have all of its parts.
     before, after = initial(model), probe.weights(trainer)
-    return {
-        "shard": list(trainer.ranks.data_split),
-        "gradient": {
+    own = probe.own_weights(trainer.run.require_prepared().original)
+
+    def moved(after: Mapping[str, Flat]) -> dict[str, Flat]:
+        return {
             name: [old - new for old, new in zip(before[name], after[name], strict=True)]
             for name in trained_names(model)
             if len(after.get(name, ())) == len(before[name])
-        },
+        }
+
+    return {
+        "shard": list(trainer.ranks.data_split),
+        "gradient": moved(after),
+        "of this rank's parameters": moved(own),
         # What torch alone finds for this rank's samples.
-        "alone": plain_gradient(learner.seen, model),
+        "alone": plain_gradient(learner.seen, model, learner.seeds),
         "hooked": learner.hooked,
         "steps": trainer.global_step,
         "losses": learner.losses,
@@ -127,6 +147,11 @@ def _judge_step(found: Result, count: int = 1, algorithm: str = "") -> None:
     )
     tolerance = 10 * found.target.tolerance
     if not alike(own, expected, tolerance):
+        of_rank = found.ranks[0]["of this rank's parameters"]
+        assert not (of_rank and alike(of_rank, expected, tolerance)), (
+            "the step was right on rank 0, and model_state(prepared) returns other weights than "
+            f"the model has after it\n{difference(own, expected, tolerance)}"
+        )
         said = _fault(found, count, algorithm, tolerance)
         raise AssertionError(
             f"the first step applied {said}\n{difference(own, expected, tolerance)}"
@@ -342,6 +367,35 @@ check(
     about="If a model has float32 and float64 parameters, no gradient is rounded to another dtype.",
     reference=True,
 )(lambda probe: probe.attempt(lambda: _one_step(probe, model="two_dtypes")))
+
+
+def _judge_seeded(found: Result) -> None:
+    if found.capabilities.parameters == "divided":
+        return  # a rank draws for its part of the model
+    alone = [_mean_of(part) for part in by_part(found.ranks, "alone")]
+    expected = _mean_of(alone)
+    try:
+        _judge_step(replace(found, reference={"gradient": expected, "hooked": expected}), 2)
+    except AssertionError as error:
+        raise AssertionError(
+            "a model that draws random numbers in forward, as dropout does, is not trained by the "
+            "gradient of what it computed. If layers run again in backward, they have to draw the "
+            "same numbers: torch.utils.checkpoint does with preserve_rng_state=True, its default. "
+            f"Nor may backward run before all of forward has\n{error}"
+        ) from None
+
+
+def _mean_of(gradients: Sequence[Mapping[str, Flat]]) -> dict[str, Flat]:
+    """Return the mean of gradients by parameter."""
+    return {name: mean([one[name] for one in gradients]) for name in gradients[0]}
+
+
+@check("steps/random numbers", _judge_seeded)
+def _seeded(probe: Probe) -> dict[str, Any]:
+    """If a model draws random numbers (dropout), a step uses the gradient of what it computed."""
+    return _one_step(probe, 2, "masked")
+
+
 _register(
     "three ranks",
     "A step on three ranks uses the mean gradient. On two ranks, two errors may cancel out.",
