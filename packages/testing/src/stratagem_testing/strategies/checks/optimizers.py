@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,16 +14,18 @@ from torch.optim import SGD, Optimizer
 
 from stratagem.callbacks import Callback
 from stratagem.precision import Precision
-from stratagem_testing.strategies.check import Result, Run, check
+from stratagem_testing.strategies.check import Result, Run, check, judge_of
 from stratagem_testing.strategies.judging import (
     by_part,
+    close,
     difference,
     judge_accepted,
     judge_losses,
     judge_losses_of,
     judge_refused,
+    norm,
 )
-from stratagem_testing.strategies.models import OPTIMIZERS, Learner, Scheduled, build
+from stratagem_testing.strategies.models import OPTIMIZERS, Learner, Scheduled, build, flat
 from stratagem_testing.strategies.probe import Probe
 
 SCALE = 1024.0
@@ -87,9 +90,9 @@ def _under_lite(name: str, about: str, meaning: str, *names: str) -> Callable[[R
     return register
 
 
-def _set_up(lite: Any, *makers: Any) -> tuple[nn.Module, Any, list[Any]]:
-    """Set up the model and an optimizer for each maker, made afterwards: all take that."""
-    net = build("dense")
+def _set_up(lite: Any, *makers: Any, name: str = "dense") -> tuple[nn.Module, Any, list[Any]]:
+    """Set up a model and an optimizer for each maker, made afterwards: all take that."""
+    net = build(name)
     model = lite.setup(net)
     made = [make(list(model.parameters())) for make in makers]
     optimizers = lite.setup_optimizers(*made)
@@ -138,6 +141,60 @@ _TWO = (
 _CLIPS_ITSELF = "clips gradients itself"
 
 
+def _judge_halves(found: Result) -> None:
+    if any(told.get("refused") or not told for told in found.ranks):
+        return  # see optimizers/two
+    told = found.ranks[0]
+    for name, begun in told["begun"].items():
+        one, two = (told[which].get(name, ()) for which in ("one", "two"))
+        # Of a small one, a random part of a step may have another size.
+        if len(begun) < 1000 or not len(begun) == len(one) == len(two):
+            continue
+        far, expected = (
+            norm([a - b for a, b in zip(end, begun, strict=True)]) for end in (two, one)
+        )
+        assert 0.6 * expected <= far <= 1.6 * expected, (
+            f"{_DRIFT_STEPS} steps of two optimizers, each of a part of the parameters, move "
+            f"{name!r} {far / expected:.3g} times as far as those of one optimizer with the same "
+            "options: count the steps of each optimizer by itself (in prepared.strategy_data), and "
+            "change the parameters that this optimizer has, or all"
+        )
+
+
+@check("optimizers/one as two", _judge_halves)
+def _halves(probe: Probe) -> dict[str, Any]:
+    """Two optimizers, each of a part of the parameters, move them as far as one optimizer does.
+
+    This is for strategies with losses of their own.
+    """
+    can = probe.target.capabilities()
+    if probe.target.equal or not can.manual_backward:
+        return {}
+
+    def ends(*makers: Any) -> dict[str, list[float]]:
+        lite = probe.lite()
+        _, model, optimizers = _set_up(lite, *makers, name="wide")
+        batches = list(lite.setup_dataloaders(probe.loader(32)))
+        for step in range(_DRIFT_STEPS):
+            _, inputs, target = batches[step % len(batches)]
+            lite.backward(mse_loss(model(inputs), target))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return flat(model.state_dict())
+
+    def train() -> dict[str, Any]:
+        two = ends(lambda p: SGD(p[:2], lr=_SMALL), lambda p: SGD(p[2:], lr=_SMALL))
+        begun = flat(dict(build("wide").named_parameters()))
+        return {"begun": begun, "one": ends(lambda p: SGD(p, lr=_SMALL)), "two": two}
+
+    return probe.attempt(train)
+
+
+_SMALL = 0.002
+"""A learning rate with which the gradient of "wide" hardly changes."""
+
+
 @_under_lite(
     "two and clip",
     "Lite.clip_gradients clips only the parameters of its optimizer, by their norm.",
@@ -149,6 +206,103 @@ _CLIPS_ITSELF = "clips gradients itself"
 def _two_clipped(probe: Probe) -> dict[str, Any]:
     lite = probe.lite()
     return _train(probe, lite, *_set_up(lite, *_TWO), clip={"max_norm": 0.05})
+
+
+_LAST_LAYER = lambda parameters: SGD(parameters[2:], lr=0.1)  # noqa: E731
+_DRIFT_STEPS = 24
+"""Steps in which a strategy with replicas that drift apart is expected to average them."""
+
+
+def _sums(net: nn.Module) -> dict[str, list[float]]:
+    """Return what stands for the values of each parameter."""
+    values = {name: p.detach().double() for name, p in net.named_parameters()}
+    return {name: [float(v.sum()), float(v.square().sum())] for name, v in values.items()}
+
+
+def _drift(probe: Probe, models: int, *makers: Any, later: str = "") -> dict[str, Any]:
+    """Train models in turn; note the parameters after each step of each optimizer.
+
+    Args:
+        probe: the rank's.
+        models: how many.
+        *makers: of the optimizers.
+        later: what a few steps change: "unfrozen" or "added", of the first layer.
+    """
+    lite = probe.lite()
+    set_up = [_set_up(lite, *makers) for _ in range(models)]
+    first = list(set_up[0][0].parameters())[:2]
+    for parameter in first if later == "unfrozen" else ():
+        parameter.requires_grad_(False)
+    seen: list[dict[str, list[float]]] = []
+    batches = list(lite.setup_dataloaders(probe.loader(32)))
+    for step in range(_DRIFT_STEPS):
+        _, inputs, target = batches[step % len(batches)]
+        if step == 2 and later == "unfrozen":
+            for parameter in first:
+                parameter.requires_grad_(True)
+        elif step == 2 and later == "added":
+            set_up[0][2][0].add_param_group({"params": list(set_up[0][1].parameters())[:2]})
+        for _, model, optimizers in set_up:
+            lite.backward(mse_loss(model(inputs), target), model=model)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+                nets = enumerate(net for net, _, _ in set_up)
+                seen.append({f"{i} {k}": v for i, net in nets for k, v in _sums(net).items()})
+    return {"seen": seen}
+
+
+@check(
+    "optimizers/averages",
+    about="With parameters='drift', each parameter becomes equal on all "
+    "ranks as often with two optimizers, and with two models, as with one.",
+)
+def _averages(probe: Probe) -> dict[str, Any]:
+    can = probe.target.capabilities()
+    if can.parameters != "drift" or can.sharded_state or not can.manual_backward:
+        return {}
+    return {
+        "one": probe.attempt(lambda: _drift(probe, 1, OPTIMIZERS["sgd"])),
+        "two optimizers": probe.attempt(lambda: _drift(probe, 1, *_TWO)),
+        "two models": probe.attempt(lambda: _drift(probe, 2, OPTIMIZERS["sgd"])),
+        "a layer that is unfrozen later": probe.attempt(
+            lambda: _drift(probe, 1, OPTIMIZERS["sgd"], later="unfrozen")
+        ),
+        "a group of parameters that is added later": probe.attempt(
+            lambda: _drift(probe, 1, _LAST_LAYER, later="added")
+        ),
+    }
+
+
+@judge_of(_averages)
+def _judge_averages(found: Result) -> None:
+    first = found.ranks[0]
+    if not first or any(told["one"]["refused"] for told in found.ranks):
+        return  # see lite/loop
+    one = _meetings([told["one"]["seen"] for told in found.ranks])
+    for which in [which for which in first if which != "one"]:
+        if any(told[which]["refused"] for told in found.ranks):
+            continue  # see optimizers/two, lite/two models, steps/unfrozen, optimizers/added group
+        for name, times in _meetings([told[which]["seen"] for told in found.ranks]).items():
+            expected = one[f"0 {name[2:]}"]
+            assert times >= expected / 2, (
+                f"in {_DRIFT_STEPS} steps, the parameter {name[2:]!r} became equal on all ranks "
+                f"{expected} time(s) with one optimizer, and {times} time(s) with {which}: count "
+                "the steps of each optimizer and of each model by themselves (in "
+                "prepared.strategy_data), or average all parameters; and look at requires_grad "
+                "and optimizer.param_groups at each average"
+            )
+
+
+def _meetings(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, int]:
+    """Return after how many of its changes each parameter is equal on all ranks."""
+    times = {}
+    for name in ranks[0][0]:
+        each = [[seen[name] for seen in rank] for rank in ranks]
+        equal = [all(close(own, of[0], 1e-9) for own in of) for of in zip(*each, strict=True)]
+        changed = [True, *(before != now for before, now in pairwise(each[0]))]
+        times[name] = sum(a and b for a, b in zip(equal, changed, strict=True))
+    return times
 
 
 def _register_norm(name: str, norm_type: float, which: str) -> None:
@@ -380,7 +534,15 @@ def _judge_scaled(found: Result) -> None:
     if found.capabilities.precisions is not None:
         judge_refused(found, f"the precision {_ScaledLoss.name!r}", "precisions", _ScaledLoss.name)
         return
-    judge_accepted(found, "a precision that scales losses")
+    for rank, told in enumerate(found.ranks):
+        said = told["refused"]
+        assert said is None, (
+            "Capabilities.precisions is None, which takes every precision, and one that scales "
+            f"losses (scales_loss=True) was refused on rank {rank}. If the strategy takes none "
+            "that scales losses, list what it takes: precisions=('32-true', '64-true', "
+            "'bf16-mixed', 'bf16-true') in its capabilities. Others are refused then before a "
+            f"process starts. {said['kind']}: {said['text']}"
+        )
     scales = {scale for told in by_part(found.ranks, "scaled") for scale in told}
     assert scales == {True}, (
         "the precision's scale_loss was never called: call super().backward(), or scale_loss"
