@@ -6,10 +6,12 @@ import copy
 import gc
 import hashlib
 import inspect
+import json
 import pickle
 import random
 import sys
 import weakref
+from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -18,13 +20,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import SGD
 
 from stratagem.callbacks import Callback
 from stratagem.strategies import Strategy
 from stratagem_testing.strategies.check import Result, check, judge_of
-from stratagem_testing.strategies.judging import close, difference, judge_losses_of, shown
-from stratagem_testing.strategies.models import Learner
+from stratagem_testing.strategies.judging import (
+    Flat,
+    close,
+    difference,
+    judge_losses_of,
+    judge_replicas,
+    shown,
+)
+from stratagem_testing.strategies.models import Learner, Numbered
 from stratagem_testing.strategies.probe import Probe
+from stratagem_testing.strategies.target import REFERENCE
 from stratagem_testing.surroundings import Surroundings
 
 ORDER = ("setup_environment", "setup", "prepare", "train_step", "end_training")
@@ -133,8 +144,9 @@ def _twice(probe: Probe) -> dict[str, Any]:
     trainers = []
     for number in range(3):
         learner.losses = []
-        trainers.append(trainer := probe.fit(learner, SEVERAL))
+        trainers.append(trainer := probe.fit(learner, SEVERAL, validated=8))
         told["fits"].append(learner.losses)
+        told.setdefault("validated", [loss for _, loss in learner.evaluated])
         told.setdefault("hooks", []).append(_hooks_of(learner))
         if number == 0:
             told["options"] = _options(trainer.strategy)
@@ -144,8 +156,9 @@ def _twice(probe: Probe) -> dict[str, Any]:
     again = probe.trainer(trainers[0].strategy, max_epochs=1)
     told["options again"] = _options(again.strategy)
     learner = Learner("dense", "momentum")
-    said = probe.said(lambda: again.fit(learner, probe.loader(SEVERAL)))
-    return {**told, "again": learner.losses, "said": said}
+    said = probe.said(lambda: again.fit(learner, probe.loader(SEVERAL), probe.loader(8)))
+    validated = [loss for _, loss in learner.evaluated]
+    return {**told, "again": learner.losses, "validated again": validated, "said": said}
 
 
 def _hooks_of(net: nn.Module) -> int:
@@ -212,6 +225,13 @@ def _judge_twice(found: Result) -> None:
             "samples: what self keeps of a fit (a count of steps) changes the next one. Keep it "
             "in prepared.strategy_data"
         )
+        validated, expected = told["validated again"], told["validated"]
+        assert close(validated, expected, found.target.tolerance), (
+            "a second fit by the same strategy object has the losses of the first one, and its "
+            f"validation has not on rank {rank}: {shown(validated)}, expected {shown(expected)}. "
+            "What evaluation uses (an average of weights) is that of an earlier model: keep it in "
+            "prepared.strategy_data"
+        )
 
 
 class _SkipsSome(Learner):
@@ -241,6 +261,90 @@ def _one_rank(probe: Probe) -> dict[str, Any]:
     trainer = probe.fit(learner, SEVERAL, accumulate_grad_batches=3, validated=8)
     trainer.save_checkpoint(probe.folder / "saved.ckpt")
     return probe.report(learner, trainer)
+
+
+class _SameBatches(Learner):
+    """Every rank has the same batches, whatever its loader reads."""
+
+    def __init__(self) -> None:
+        super().__init__("wide")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = slice(8 * batch_idx, 8 * batch_idx + 8)
+        every = Numbered(64)
+        return super().training_step(
+            (batch[0], every.inputs[rows].to(batch[1]), every.targets[rows].to(batch[2])), batch_idx
+        )
+
+    def configure_optimizers(self) -> Any:
+        return SGD([p for p in self.parameters() if p.requires_grad], lr=0.005)
+
+
+@check("life/same batches")
+def _same_batches(probe: Probe) -> dict[str, Any]:
+    """Replicas are alike after all ranks have had the same batches."""
+    if probe.target.equal:
+        return {}
+    learner = _SameBatches()
+    told = probe.report(learner, probe.fit(learner, 64))
+    if probe.rank == 0:
+        (probe.folder / _SAME).write_text(json.dumps(told["weights"]))
+    return told
+
+
+_SAME = "same.json"
+"""The weights after a training in which all ranks have had the same batches."""
+
+
+@judge_of(_same_batches)
+def _judge_same_batches(found: Result) -> None:
+    if not found.target.equal:
+        judge_replicas(found, found.target.tolerance)
+
+
+@check("life/same batches, one rank", reference=True, ranks=1, follows="life/same batches")
+def _same_batches_alone(probe: Probe) -> dict[str, Any]:
+    """One rank moves the weights as far as several ranks do that have the same batches as it has.
+
+    This is for strategies with losses of their own. A random part of a step is no difference.
+    """
+    if probe.target.equal and probe.target.strategy != REFERENCE:
+        return {}
+    learner = _SameBatches()
+    told = probe.report(learner, probe.fit(learner, 64))
+    several = probe.reference / _SAME
+    return {**told, "several": json.loads(several.read_text()) if several.exists() else {}}
+
+
+@judge_of(_same_batches_alone)
+def _judge_same_batches_alone(found: Result) -> None:
+    if found.target.equal:
+        return
+    (told,) = found.ranks
+    reference = found.reference
+    for name, begun in reference["begun"].items():
+        one, several = (moved.get(name, ()) for moved in (told["weights"], told["several"]))
+        # Of a small one, a random part of a step may have another size.
+        if len(begun) < 1000 or not len(begun) == len(one) == len(several):
+            continue
+        right = _moves(begun, reference["weights"][name])
+        own, of_several = (_along(right, _moves(begun, end)) for end in (one, several))
+        assert own <= 0 or 0.8 < of_several / own < 1.25, (
+            f"two ranks that have the same batches move {name!r} {of_several / own:.3g} times as "
+            "far as one rank that has them, so that training depends on the number of ranks: a "
+            "norm, a mean or a largest value has to be that of the whole gradient, and not of the "
+            "part that a rank has of it (DTensor.to_local), and a sum over ranks has to be divided "
+            "by their number"
+        )
+
+
+def _moves(begun: Flat, end: Flat) -> list[float]:
+    return [after - before for before, after in zip(begun, end, strict=True)]
+
+
+def _along(right: Flat, moves: Flat) -> float:
+    """Return how far weights move in the direction of the gradient."""
+    return sum(a * b for a, b in zip(right, moves, strict=True))
 
 
 @check("life/nothing left between runs")
@@ -375,13 +479,24 @@ class _Tensors(Callback):
 
     def __init__(self) -> None:
         self.counts: list[int] = []
+        self.kinds: list[dict[str, int]] = []
 
     def on_train_batch_end(self, trainer: Any, *of_batch: Any) -> None:
         if trainer.global_step % _BETWEEN == 0:
             gc.collect()
             # By class: what an object says that it is may be computed.
             kinds = (torch.Tensor, FunctionType)
-            self.counts.append(sum(issubclass(type(one), kinds) for one in gc.get_objects()))
+            held = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
+            self.counts.append(len(held))
+            self.kinds.append(Counter(map(_kind, held)))
+
+
+def _kind(one: Any) -> str:
+    """Return what a tensor or a function is, in words."""
+    if isinstance(one, FunctionType):
+        return f"function {one.__module__}.{one.__qualname__}"
+    graph = f" with the graph of {type(one.grad_fn).__name__}" if one.grad_fn is not None else ""
+    return f"{type(one).__name__} of {one.dtype}{list(one.shape)}{graph}"
 
 
 _BETWEEN = 4
@@ -393,7 +508,9 @@ def _memory(probe: Probe) -> dict[str, Any]:
     """The number of tensors and functions (hooks) in the process does not grow with each step."""
     tensors = _Tensors()
     probe.fit(Learner("dense", "momentum"), 64, max_steps=3 * _BETWEEN, callbacks=[tensors])
-    return {"counts": tensors.counts}
+    before, after = tensors.kinds[-2:]
+    grown = sorted(((after[k] - before.get(k, 0)) / _BETWEEN, k) for k in after)
+    return {"counts": tensors.counts, "grown": [pair for pair in grown[-3:] if pair[0] >= 0.5]}
 
 
 @judge_of(_memory)
@@ -401,12 +518,13 @@ def _judge_memory(found: Result) -> None:
     for rank, told in enumerate(found.ranks):
         counts = told["counts"]
         grown = [after - before for before, after in pairwise(counts)]
+        left = "; ".join(f"{number:.3g} times {kind}" for number, kind in reversed(told["grown"]))
         # Whoever keeps more at each step keeps one at the least.
         assert min(grown, default=0) < _BETWEEN, (
             f"rank {rank} has {counts} tensors and functions after {_BETWEEN}, {2 * _BETWEEN} and "
             f"{3 * _BETWEEN} steps: each step leaves {grown[-1] / _BETWEEN:.3g} behind, until "
-            "memory is full. Forget buffers and handles of collectives when they are done, and "
-            "remove hooks that were set for one step"
+            f"memory is full{left and f' ({left})'}. Forget losses with their graphs, buffers and "
+            "handles of collectives when they are done, and remove hooks that were set for one step"
         )
 
 
