@@ -449,7 +449,9 @@ def _two_models(probe: Probe) -> dict[str, Any]:
             for seed, (net, (model, _)) in enumerate(zip(nets, set_up, strict=True))
         ]
         of_both = {
-            key: {f"{i}.{name}": v for i, each in enumerate(reports) for name, v in each[key].items()}
+            key: {
+                f"{i}.{name}": v for i, each in enumerate(reports) for name, v in each[key].items()
+            }
             for key in ("begun", "weights", "own")
         }
         path = probe.folder / "two.ckpt"

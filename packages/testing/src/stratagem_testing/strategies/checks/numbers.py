@@ -86,6 +86,11 @@ def _judge_tie(found: Result) -> None:
     first, second = (weights.get(f"net.{name}.weight") for name in ("first", "second"))
     if first is None or second is None:
         return  # see _judge_weights
+    own = found.ranks[0]["own"]
+    assert close(first, second, found.target.tolerance) or not own or "net.second.weight" in own, (
+        "'net.first.weight' and 'net.second.weight' are one parameter, also after training, and "
+        "model_state(prepared) returns two different values for it"
+    )
     assert close(first, second, found.target.tolerance), (
         "'net.first.weight' and 'net.second.weight' are one parameter of the user's model, and two "
         "after training: prepare or wrap has replaced them one by one. Change a parameter in "

@@ -171,8 +171,8 @@ def _judge_resumed(found: Result, tolerance: float = 1e-6) -> None:
         assert not said, (
             "the losses after a resume are those of the run that saved and went on, and the model "
             "is another one at the end: something between the optimizer and the weights was not "
-            "restored (weights in a higher precision, a compression error, a count of steps); "
-            f"return it in optimizer_state or state. {said}"
+            "restored. Return weights in a higher precision in model_state, and a compression "
+            f"error or a count of steps in state. {said}"
         )
 
 
