@@ -23,9 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
 from stratagem.discovery import Capabilities
-from stratagem.errors import CommunicationError, StratagemError
+from stratagem.errors import CommunicationError, ConfigurationError, StratagemError
 from stratagem.strategies import (
     DDPStrategy,
     FSDPStrategy,
@@ -2981,3 +2982,273 @@ class WaitsWhenPickled(DDPStrategy):
         if self.ranks.is_global_zero:
             threading.Event().wait()
         return dict(vars(self))
+
+
+# ---------------------------------------------------------------- several optimizers, drift, ranks
+
+
+class RandomHalf(ByBackward):
+    """Nothing is wrong: a random half of each gradient is sent, the same one on all ranks."""
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(prepared, loss, *args, **kwargs)
+        own = prepared.strategy_data
+        own["round"] = own.get("round", 0) + 1
+        generator = torch.Generator().manual_seed(own["round"])
+        for p in self.trained(prepared):
+            if p.grad is not None:
+                p.grad.mul_(torch.rand(p.shape, generator=generator) < 0.5)
+
+
+class OtherHalves(ByBackward):
+    """Nothing is wrong: each rank sends a random half of its own."""
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        own = prepared.strategy_data
+        own["round"] = own.get("round", 0) + 1
+        seed = 1000 * own["round"] + self.ranks.global_rank
+        generator = torch.Generator().manual_seed(seed)
+        Strategy.backward(self, prepared, loss, *args, **kwargs)
+        for p in self.trained(prepared):
+            mine = p.new_zeros(p.shape) if p.grad is None else p.grad
+            kept = torch.rand(p.shape, generator=generator) < 0.5
+            p.grad = self.ranks.all_reduce(mine * kept)
+
+
+class EvaluatesMeanBuffers(ByBackward):
+    """An evaluation uses the mean of the ranks' buffers, and a save has those of rank 0."""
+
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
+        buffers = [b for b in prepared.original.buffers() if b.is_floating_point()]
+        own = [buffer.clone() for buffer in buffers]
+        for buffer in buffers:
+            buffer.copy_(self.ranks.all_reduce(buffer))
+        yield
+        for buffer, before in zip(buffers, own, strict=True):
+            buffer.copy_(before)
+
+
+class SavesMeanBuffers(ByBackward):
+    """A save has the mean of the ranks' buffers, and an evaluation uses those of rank 0."""
+
+    latest: Mapping[str, Tensor] = {}
+
+    def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
+        # Of before the evaluation, which makes them alike.
+        return {**super().model_state(prepared), **self.latest}
+
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
+        named = user_module(prepared.original).named_buffers()
+        self.latest = {
+            name: self.ranks.all_reduce(b) for name, b in named if name.endswith(("mean", "var"))
+        }
+        with super().evaluation(prepared):
+            yield
+
+
+class EvaluatesRankZero(Periodic):
+    """An evaluation uses the weights of rank 0, and a save has the average."""
+
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
+        held = [(p, p.detach().clone()) for p in prepared.original.parameters()]
+        with torch.no_grad():
+            for p, own in held:
+                p.copy_(self.ranks.broadcast(own))
+        for buffer in prepared.original.buffers():
+            buffer.copy_(self.ranks.broadcast(buffer))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for p, own in held:
+                    p.copy_(own)
+
+
+class EvaluationRestartsPeriod(Periodic):
+    """An evaluation begins the period anew."""
+
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
+        prepared.strategy_data["steps"] = 0
+        with super().evaluation(prepared):
+            yield
+
+
+class AveragesOwnGroups(Periodic):
+    """Averages the parameters of the optimizer that steps, and counts the steps of all."""
+
+    def average(self, prepared: PreparedModel, optimizers: Sequence[Optimizer] = ()) -> None:
+        if optimizers or not self.stepping:
+            super().average(prepared, optimizers)
+            return
+        with torch.no_grad():
+            for p in self.held_by(self.stepping[0]):
+                p.copy_(self.ranks.all_reduce(p.detach()))
+
+    stepping: list[Optimizer]
+
+    def __init__(self, **components: Any) -> None:
+        super().__init__(**components)
+        self.stepping = []
+
+    def held_by(self, optimizer: Optimizer) -> list[Tensor]:
+        return [p for group in optimizer.param_groups for p in group["params"]]
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        self.stepping.append(optimizer)
+        try:
+            return super().optimizer_step(prepared, optimizer, closure)
+        finally:
+            self.stepping.clear()
+
+
+class AveragesFirstGroup(AveragesOwnGroups):
+    """Averages the first group of parameters of the optimizer, and counts its steps."""
+
+    def count(self, prepared: PreparedModel) -> int:
+        counts = prepared.strategy_data.setdefault("counts", {})
+        index = prepared.optimizers.index(self.stepping[0]) if self.stepping else 0
+        counts[index] = counts.get(index, 0) + 1
+        return int(counts[index])
+
+    def held_by(self, optimizer: Optimizer) -> list[Tensor]:
+        return list(optimizer.param_groups[0]["params"])
+
+
+class AveragesTrainedAtFirst(Periodic):
+    """Averages the parameters that were trained in the first step."""
+
+    def average(self, prepared: PreparedModel, optimizers: Sequence[Optimizer] = ()) -> None:
+        trained = [p for p in prepared.original.parameters() if p.requires_grad]
+        with torch.no_grad():
+            for p in prepared.strategy_data.setdefault("trained", trained):
+                p.copy_(self.ranks.all_reduce(p.detach()))
+
+
+class CountsOfAllModels(Periodic):
+    """Counts the steps of all models together."""
+
+    steps = 0
+
+    def count(self, prepared: PreparedModel) -> int:
+        self.steps += 1
+        return self.steps
+
+
+class SlowsOneOptimizer(SlowWeights):
+    """Every fourth step of any optimizer, the parameters of that one go back half of the way."""
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        result = ByBackward.optimizer_step(self, prepared, optimizer, closure)
+        own = prepared.strategy_data
+        own["steps"] = own.get("steps", 0) + 1
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if own["steps"] % 4 == 0:
+            with torch.no_grad():
+                for name, p in prepared.original.named_parameters():
+                    if id(p) in held:
+                        p.copy_(own["slow"][name].lerp_(p, 0.5))
+        return result
+
+
+class AverageOfFormerFits(ByBackward):
+    """The average of weights, which evaluation uses, is the strategy's, by names of parameters."""
+
+    average: dict[str, Tensor]
+
+    def __init__(self, **components: Any) -> None:
+        super().__init__(**components)
+        self.average = {}
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        result = super().optimizer_step(prepared, optimizer, closure)
+        for name, p in prepared.original.named_parameters():
+            self.average.setdefault(name, p.detach().clone()).lerp_(p.detach(), 0.1)
+        return result
+
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
+        named = dict(prepared.original.named_parameters())
+        own = {name: p.detach().clone() for name, p in named.items()}
+        with super().evaluation(prepared), torch.no_grad():
+            for name, p in named.items():
+                p.copy_(self.average.get(name, own[name]))
+            try:
+                yield
+            finally:
+                for name, p in named.items():
+                    p.copy_(own[name])
+
+
+class RecomputesWithOtherNumbers(ByBackward):
+    """Layers run again in backward, and draw other random numbers then."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        module = super().wrap(module)
+        for part in module.modules():
+            if isinstance(part, nn.Sequential):
+                for layer in part:
+                    forward = type(layer).forward.__get__(layer)
+                    layer.forward = partial(
+                        checkpoint, forward, use_reentrant=False, preserve_rng_state=False
+                    )
+        return module
+
+
+class CapsByShard(FSDPStrategy):
+    """The norm of each gradient is limited, and is that of the rank's part of it."""
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    length = float(torch.linalg.vector_norm(p.grad.to_local()))
+                    p.grad.mul_(min(1.0, 0.01 / max(length, 1e-12)))
+        return super().optimizer_step(prepared, optimizer, closure)
+
+
+class SumsSigns(ErrorFeedback):
+    """What is sent is summed over ranks, and not averaged."""
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(prepared, loss, *args, **kwargs)
+        for p in self.trained(prepared):
+            if p.grad is not None:
+                p.grad.mul_(self.ranks.world_size)
+
+
+class KeepsLosses(ByBackward):
+    """Keeps each loss, with its graph."""
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        prepared.strategy_data.setdefault("losses", []).append(loss)
+        super().backward(prepared, loss, *args, **kwargs)
+
+
+class SavesAnAverage(ForgetsAverage):
+    """model_state returns an average of the weights."""
+
+    def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
+        average = prepared.strategy_data.get("average", {})
+        own = {name.removeprefix("module."): v.clone() for name, v in average.items()}
+        return {**super().model_state(prepared), **own}
+
+
+class RefusesScaledLosses(ByBackward):
+    """Refuses precisions that scale losses, which its capabilities take."""
+
+    def bind(self, components: Any) -> None:
+        super().bind(components)
+        if self.precision.scales_loss:
+            raise ConfigurationError("pass precision='32-true'")

@@ -270,6 +270,23 @@ PLANTED = [
     ("NewOptimizerAtSetUp", "capabilities/rebinds optimizers", "with their options, and its state"),
     ("ForwardInForwardOnly", "losses/repeated", "a layer runs in backward"),
     ("LastLossCounts", "life/one rank", "a loss of None for every micro-batch"),
+    ("EvaluatesMeanBuffers", "evaluation/saved model", "is chosen by another model's loss"),
+    ("SavesMeanBuffers", "evaluation/saved model", "is chosen by another model's loss"),
+    ("EvaluatesRankZero", "evaluation/saved model", "and the same average of parameters"),
+    ("EvaluationRestartsPeriod", "evaluation/same training", "or a count of steps"),
+    ("AveragesOwnGroups", "optimizers/averages", "with two optimizers: count the steps of each"),
+    ("CountsOfAllModels", "optimizers/averages", "with two models: count the steps of each"),
+    ("AveragesTrainedAtFirst", "optimizers/averages", "with a layer that is unfrozen later"),
+    ("AveragesFirstGroup", "optimizers/averages", "with a group of parameters that is added later"),
+    ("SlowsOneOptimizer", "optimizers/one as two", "count the steps of each optimizer by itself"),
+    ("AverageOfFormerFits", "life/twice", "What evaluation uses (an average of weights) is that"),
+    ("RecomputesWithOtherNumbers", "steps/random numbers", "with preserve_rng_state=True"),
+    ("CapsByShard", "life/same batches, one rank", "not of the part that a rank has"),
+    ("SumsSigns", "life/same batches, one rank", "a sum over ranks has to be divided"),
+    ("KeepsLosses", "life/memory", "of torch.float32[] with the graph of MseLossBackward0"),
+    ("SavesAnAverage", "steps/gradient", "model_state(prepared) returns other weights"),
+    ("SavesAnAverage", "losses/tied", "and model_state(prepared) returns two different values"),
+    ("RefusesScaledLosses", "precisions/scaled loss", "Capabilities.precisions is None"),
 ]
 # Whose losses need not be those of single_device.
 NOT_EQUAL = (
@@ -278,6 +295,9 @@ NOT_EQUAL = (
     *("CountsOfFormerFits", "MultipliesOption", "DropsCountAtEnd"),
     *("OwnRowOfError", "SlowWeights", "StaleSlowWeights"),
     *("KeepsItsError", "ErrorByName"),
+    *("RandomHalf", "OtherHalves", "EvaluatesRankZero", "EvaluationRestartsPeriod"),
+    *("AveragesOwnGroups", "CountsOfAllModels", "AveragesTrainedAtFirst", "AveragesFirstGroup"),
+    *("SlowsOneOptimizer", "CapsByShard", "SumsSigns", "Periodic"),
 )
 # Each in ranks of its own, since what is looked at is their end, or others leave ranks out of step.
 AT_THE_END = [
@@ -324,6 +344,21 @@ RIGHT = [
         for check in _SOME
     ),
     *(("SlowWeights", check) for check in ("optimizers/sgd", "state/out of single_device")),
+    *(
+        (name, check)
+        for name in ("RandomHalf", "OtherHalves", "Periodic", "SlowWeights")
+        for check in (
+            "lite/loop",
+            "lite/forward before the step",
+            "lite/optimizer afterwards",
+            "optimizers/averages",
+            "optimizers/one as two",
+            "evaluation/same training",
+            "evaluation/saved model",
+            "steps/random numbers",
+            "life/same batches, one rank",
+        )
+    ),
 ]
 
 
