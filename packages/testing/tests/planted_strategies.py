@@ -3252,3 +3252,20 @@ class RefusesScaledLosses(ByBackward):
         super().bind(components)
         if self.precision.scales_loss:
             raise ConfigurationError("pass precision='32-true'")
+
+
+class KeepsErrors(ErrorFeedback):
+    """The errors of all models are the strategy's, and are never dropped."""
+
+    errors: dict[int, dict[str, Tensor]]
+
+    def __init__(self, **components: Any) -> None:
+        super().__init__(**components)
+        self.errors = {}
+
+    def hold(self, prepared: PreparedModel, error: dict[str, Tensor]) -> None:
+        number = prepared.strategy_data.setdefault("number", len(self.errors))
+        self.errors[number] = error
+
+    def held(self, prepared: PreparedModel) -> dict[str, Tensor]:
+        return self.errors[prepared.strategy_data["number"]]

@@ -286,6 +286,7 @@ PLANTED = [
     ("KeepsLosses", "life/memory", "of torch.float32[] with the graph of MseLossBackward0"),
     ("SavesAnAverage", "steps/gradient", "model_state(prepared) returns other weights"),
     ("SavesAnAverage", "losses/tied", "and model_state(prepared) returns two different values"),
+    ("KeepsErrors", "life/freed", "tensors after one, two, three and four fits"),
     ("RefusesScaledLosses", "precisions/scaled loss", "Capabilities.precisions is None"),
 ]
 # Whose losses need not be those of single_device.
@@ -297,7 +298,7 @@ NOT_EQUAL = (
     *("KeepsItsError", "ErrorByName"),
     *("RandomHalf", "OtherHalves", "EvaluatesRankZero", "EvaluationRestartsPeriod"),
     *("AveragesOwnGroups", "CountsOfAllModels", "AveragesTrainedAtFirst", "AveragesFirstGroup"),
-    *("SlowsOneOptimizer", "CapsByShard", "SumsSigns", "Periodic"),
+    *("SlowsOneOptimizer", "CapsByShard", "SumsSigns", "Periodic", "KeepsErrors"),
 )
 # Each in ranks of its own, since what is looked at is their end, or others leave ranks out of step.
 AT_THE_END = [
@@ -357,6 +358,7 @@ RIGHT = [
             "evaluation/saved model",
             "steps/random numbers",
             "life/same batches, one rank",
+            "life/freed",
         )
     ),
 ]

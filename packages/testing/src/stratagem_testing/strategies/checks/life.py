@@ -438,7 +438,8 @@ def _judge_pickled(found: Result) -> None:
 def _freed(probe: Probe) -> dict[str, Any]:
     """A model is freed after release, also while the strategy runs another model.
 
-    A model whose state is not sharded can be copied by copy.deepcopy after a fit.
+    A model whose state is not sharded can be copied by copy.deepcopy after a fit. A strategy object
+    that trains one model after another keeps no tensor of each.
     """
     learner = Learner()
     trainer = probe.fit(learner, 16)
@@ -454,7 +455,14 @@ def _freed(probe: Probe) -> dict[str, Any]:
     # Another Trainer takes over, and the one before is gone.
     probe.trainer().validate(Learner(), probe.loader(8), verbose=False)
     gc.collect()
-    return {"by the strategy": same, "at all": kept() is None, "copied": copied}
+    freed = {"by the strategy": same, "at all": kept() is None, "copied": copied}
+    strategy = probe.trainer().strategy
+    counts = []
+    for _ in range(4):
+        probe.fit(Learner("dense", "momentum"), 16, strategy=strategy)
+        gc.collect()
+        counts.append(sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects()))
+    return {**freed, "tensors": counts}
 
 
 @judge_of(_freed)
@@ -465,6 +473,12 @@ def _judge_freed(found: Result) -> None:
             + ("" if told["at all"] else ", also when its strategy is gone")
             + ": forget in release(prepared) whatever refers to it, and keep nothing of it in a "
             "class or a module"
+        )
+        counts = told["tensors"]
+        assert not all(before < after for before, after in pairwise(counts)), (
+            f"rank {rank} has {counts} tensors after one, two, three and four fits by one strategy "
+            "object, each of a model of its own: keep what belongs to a model in "
+            "prepared.strategy_data, and not by id or name in the strategy"
         )
         said = told["copied"]
         assert said is None, (
