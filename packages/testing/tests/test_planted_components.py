@@ -62,6 +62,7 @@ PLANTED = [
     ("accelerator", "LeaksVariable", "devices/nothing left", "variable MINE_SETUPS"),
     ("accelerator", "NoState", "rng/round trip", "return the device's state"),
     ("accelerator", "EverythingIsMemory", "errors/out of memory", "told to save memory"),
+    ("accelerator", "MemoryByWord", "errors/out of memory", "'the replay memory is empty'"),
     ("accelerator", "AlwaysLost", "errors/lost device", "nothing would touch the device"),
     ("accelerator", "FloatBytes", "memory/stats", "expected a whole number of bytes"),
     ("accelerator", "CountsKibibytes", "memory/who holds it", "another unit (/proc has KiB)"),
@@ -168,6 +169,8 @@ PLANTED = [
     ("cluster_environment", "RunOfTheProcess", "life/same for all", "not from the process"),
     ("cluster_environment", "RaisesValueError", "ranks/not a number", "'two' ended in ValueError"),
     ("cluster_environment", "PortOfTheJob", "meeting/main address and port", "MINE_JOB=65540"),
+    ("cluster_environment", "PortOfTheHash", "meeting/main address and port", "as hash() does"),
+    ("cluster_environment", "RunOfTheTime", "life/same for all", "differ by rank"),
     ("cluster_environment", "AgentOfTheProcess", "life/same for all", "agent_id differs by rank"),
     ("cluster_environment", "OneRunForAll", "life/same for all", "whatever the variables of the"),
     (
