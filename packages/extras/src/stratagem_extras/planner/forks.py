@@ -90,7 +90,9 @@ def _can_fork() -> bool:
     Autograd has such threads in a build for CUDA after a step on fake tensors, with or without a
     GPU, and refuses to run in a fork. Only a fork can tell.
     """
-    if threading.active_count() > 1 or torch.accelerator.is_available():
+    if sys.platform != "linux" or threading.active_count() > 1:
+        return False
+    if torch.accelerator.is_available():
         return False
     trial = multiprocessing.get_context("fork").Process(target=_run_autograd, daemon=True)
     trial.start()
