@@ -234,6 +234,7 @@ SLOW = [
     ("launcher", "Scaled", "itself/spec and class", "subclass stratagem.launch.Launcher"),
     ("launcher", "LeavesProcess", "launch/ranks", "was over: sleep 300"),
     ("launcher", "JoinsAll", "failure/error of a rank", "end the others then"),
+    ("launcher", "JoinsAll", "signals/SIGKILL", "to the launching process these run on"),
     ("launcher", "SwallowsFailure", "failure/error of a rank", "ended with exit code 0"),
     ("launcher", "SwallowsFailure", "failure/a rank that is killed", "ended with exit code 0"),
     ("launcher", "LosesResult", "launch/result", "where the function had returned"),
