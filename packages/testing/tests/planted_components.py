@@ -133,6 +133,13 @@ class EverythingIsMemory(CPUAccelerator):
         return isinstance(error, RuntimeError)
 
 
+class MemoryByWord(CPUAccelerator):
+    """An error that has the word is one of memory."""
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        return "memory" in str(error)
+
+
 class AlwaysLost(CPUAccelerator):
     """Every error has lost the device."""
 
@@ -1116,6 +1123,21 @@ class PortOfTheJob(PlainEnvironment):
     @property
     def main_port(self) -> int:
         return 20000 + int(os.environ["MINE_JOB"])
+
+
+class PortOfTheHash(PlainEnvironment):
+    """Has a port for each job, which each interpreter computes in another way."""
+
+    @property
+    def main_port(self) -> int:
+        return 20000 + hash(os.environ["MINE_JOB"]) % 20000
+
+
+class RunOfTheTime(PlainEnvironment):
+    """A run is what starts within a second."""
+
+    def run_id(self) -> str | None:
+        return f"run{int(time.time())}"
 
 
 class AgentOfTheProcess(PlainEnvironment):

@@ -90,13 +90,18 @@ def _can_fork() -> bool:
     Autograd has such threads in a build for CUDA after a step on fake tensors, with or without a
     GPU, and refuses to run in a fork. Only a fork can tell.
     """
-    if threading.active_count() > 1 or torch.accelerator.is_available():
+    if sys.platform != "linux" or threading.active_count() > 1:
         return False
-    pid = os.fork()
-    if not pid:
-        status = 1
-        with suppress(RuntimeError):
-            torch.ones(1, requires_grad=True).backward()  # type: ignore[no-untyped-call]
-            status = 0
-        os._exit(status)
-    return os.waitpid(pid, 0)[1] == 0
+    if torch.accelerator.is_available():
+        return False
+    trial = multiprocessing.get_context("fork").Process(target=_run_autograd, daemon=True)
+    trial.start()
+    trial.join()
+    return trial.exitcode == 0
+
+
+def _run_autograd() -> None:
+    try:
+        torch.ones(1, requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        sys.exit(1)

@@ -253,6 +253,10 @@ def _out_of_memory(bench: Bench) -> None:
 _OTHERS = (
     ValueError("shapes do not match"),
     RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)"),
+    RuntimeError("the replay memory is empty"),
+    RuntimeError("the device of the labels is out of the list"),
+    RuntimeError("index out of range in self"),
+    OSError(28, "No space left on device"),
     KeyboardInterrupt(),
 )
 

@@ -242,7 +242,8 @@ def _resumed(bench: Bench) -> None:
     assert not wrong, (
         f"after a resumed run state_dict() has {wrong[0]!r}: {found.get(wrong[0])!r}, expected "
         f"{expected.get(wrong[0])!r}, as after an uninterrupted run. load_state_dict() is called "
-        "before `on_train_start`, which must not reset what was loaded: reset it in `setup`"
+        "before `on_train_start`, which must not reset what was loaded: reset it in `setup`. What "
+        "it restores has the types that `__init__` makes, such as a deque with its length"
     )
 
 

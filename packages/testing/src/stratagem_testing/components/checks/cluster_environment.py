@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -42,6 +44,21 @@ def _numbers(environment: ClusterEnvironment) -> dict[str, int]:
         "local_rank": environment.local_rank(),
         "node_rank": environment.node_rank(),
     }
+
+
+def _at_home(environment: ClusterEnvironment) -> ClusterEnvironment:
+    """Give this fork what an interpreter of its own has, and return the environment.
+
+    Random numbers, hashes of text, and the time of the start differ between ranks.
+    """
+    number = environment.global_rank() + 1
+    random.seed(number)
+    now = time.time
+    time.time = lambda: now() + 3600.0 * number
+    for base in type(environment).__mro__:
+        if base.__module__.partition(".")[0] not in {"stratagem", "builtins", "abc"}:
+            vars(sys.modules[base.__module__])["hash"] = lambda value: hash(value) ^ number
+    return environment
 
 
 @check(KIND, "ranks/consistent")
@@ -226,7 +243,7 @@ def _meeting(bench: Bench) -> None:
     """All ranks have the same address and port. Rank 0 can listen there, and others connect."""
 
     def meet(report: Report) -> None:
-        environment = bench.make()
+        environment = _at_home(bench.make())
         address, port = environment.main_address, environment.main_port
         report(address=address, port=port)
         if environment.global_rank() == 0 and not environment.holds_store:
@@ -255,7 +272,7 @@ def _meeting(bench: Bench) -> None:
         for number, other in enumerate(found):
             assert other == (address, port), (
                 f"rank 0 says that ranks meet at {address}:{port}, and rank {number} at "
-                f"{other[0]}:{other[1]}"
+                f"{other[0]}:{other[1]}: neither may depend on the process, as hash() does"
             )
         if (listens := children[0].next_report(5.0)) is None:
             return  # the program that started the ranks holds the store
@@ -413,7 +430,7 @@ def _alike(bench: Bench) -> None:
     """
 
     def read(report: Report) -> None:
-        environment = bench.make()
+        environment = _at_home(bench.make())
         for _ in range(2):
             report(told=[environment.run_id(), environment.restart_count()])
         report(agent=[environment.node_rank(), environment.agent_id()])

@@ -354,14 +354,28 @@ def _killed(bench: Bench) -> None:
 @check(KIND, "signals/SIGTERM", slow=True)
 def _terminated(bench: Bench) -> None:
     """SIGTERM to the launching process also ends the ranks, and no process is left."""
+    _end_by(bench, signal.SIGTERM)
+
+
+@check(KIND, "signals/SIGKILL", slow=True)
+def _orphaned(bench: Bench) -> None:
+    """If the launching process is killed, its ranks end soon."""
+    _end_by(bench, signal.SIGKILL)
+
+
+def _end_by(bench: Bench, number: signal.Signals) -> None:
     process = _start(bench, "wait")
     _wait_for_ranks(bench, process)
-    process.send_signal(signal.SIGTERM)
-    code = _wait(process, _SOON)
+    process.send_signal(number)
+    code, name = _wait(process, _SOON), number.name
     left = end_session(process.pid, 5.0) + end_children(5.0)
-    assert code is not None, f"SIGTERM did not end the launching process in {_SOON:.0f} s"
-    assert code != 0, "the launching process ended with exit code 0 after SIGTERM"
-    assert not left, f"after SIGTERM to the launching process these run on: {'; '.join(left)}"
+    assert code is not None, f"{name} did not end the launching process in {_SOON:.0f} s"
+    assert code != 0, f"the launching process ended with exit code 0 after {name}"
+    assert not left, (
+        f"after {name} to the launching process these run on: {'; '.join(left)}: on Linux, "
+        "prctl(PR_SET_PDEATHSIG) ends a process with its parent. Elsewhere, a thread of a rank can "
+        "wait for the end of a pipe"
+    )
 
 
 @check(KIND, "signals/SIGUSR1", slow=True)
