@@ -233,6 +233,14 @@ class KeepsKernels(CPUAccelerator):
         return lambda: None
 
 
+class KeepsDeterminism(CPUAccelerator):
+    """After a deterministic run, products of the CPU stay so."""
+
+    def configure_kernels(self, *, benchmark: bool, deterministic: bool) -> Callable[[], None]:
+        torch.backends.mkldnn.deterministic = deterministic
+        return lambda: None
+
+
 # ---------------------------------------------------------------- precisions
 
 
@@ -1665,6 +1673,38 @@ class FailsAfterError(Counts):
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
         raise RuntimeError("could not send a message")
+
+
+class RefersToWeights(Callback):
+    """Keeps the best weights, which are those of the model."""
+
+    def __init__(self) -> None:
+        self.best: dict[str, Any] = {}
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.best = dict(module.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+
+class ForgetsTheBest(Callback):
+    """Stops when a value has grown twice, and saves only how often it has."""
+
+    def __init__(self) -> None:
+        self.best, self.waited = float("inf"), 0
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        value = float(trainer.callback_metrics["val_loss"])
+        self.waited = 0 if value < self.best else self.waited + 1
+        self.best = min(value, self.best)
+        trainer.should_stop = trainer.should_stop or self.waited > 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.waited = state["waited"]
 
 
 class SavesItself(Counts):

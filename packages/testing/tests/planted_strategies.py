@@ -3228,6 +3228,14 @@ class SumsSigns(ErrorFeedback):
                 p.grad.mul_(self.ranks.world_size)
 
 
+class KeepsAMean(ByBackward):
+    """Keeps the mean of the losses so far with the graphs of all of them."""
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(prepared, loss, *args, **kwargs)
+        prepared.strategy_data["mean"] = 0.9 * prepared.strategy_data.get("mean", 0.0) + 0.1 * loss
+
+
 class KeepsLosses(ByBackward):
     """Keeps each loss, with its graph."""
 

@@ -95,6 +95,11 @@ class Surroundings:
                 "anomaly detection": torch.is_anomaly_enabled(),
                 "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
                 "the precision of float32 products": torch.get_float32_matmul_precision(),
+                **{
+                    f"{backend.__name__}.{name}": getattr(backend, name, None)
+                    for backend in (torch.backends.cudnn, torch.backends.mkldnn)
+                    for name in ("enabled", "benchmark", "deterministic")
+                },
                 "the working folder": str(Path.cwd()),
                 "sys.excepthook": sys.excepthook,
                 "logging of the root logger": (logging.root.level, len(logging.root.handlers)),

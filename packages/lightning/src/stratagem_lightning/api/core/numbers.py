@@ -226,9 +226,16 @@ def cast_each_time(strategy: Strategy) -> None:
 
     With torch's cache the gradients of several uses are added up in the low precision.
     """
-    context = strategy.precision.forward_context()
+    precision: Any = strategy.precision
+    if "forward_context" not in vars(precision):
+        precision.forward_context = partial(_without_cache, precision.forward_context)
+
+
+def _without_cache(make: Callable[[], Any]) -> Any:
+    context = make()
     if isinstance(context, torch.autocast):
         context._cache_enabled = False
+    return context
 
 
 def reset_seed(strategy: Strategy) -> None:

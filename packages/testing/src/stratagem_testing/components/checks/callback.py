@@ -47,9 +47,15 @@ def _trainer(bench: Bench, *callbacks: Callback, **options: Any) -> Trainer:
     )
 
 
-def _fit(bench: Bench, *callbacks: Callback, path: Any = None, **options: Any) -> Learner:
+def _fit(
+    bench: Bench,
+    *callbacks: Callback,
+    path: Any = None,
+    learner: type[Learner] = Learner,
+    **options: Any,
+) -> Learner:
     torch.manual_seed(0)
-    model = Learner()
+    model = learner()
     trainer = _trainer(bench, *callbacks, **options)
     trainer.fit(model, loader(32, 1), loader(16, 1), ckpt_path=path)
     return model
@@ -198,15 +204,30 @@ def _fails(bench: Bench) -> None:
 
 @check(KIND, "state/plain")
 def _plain(bench: Bench) -> None:
-    """After a run, its state loads with weights_only=True, under a unique name."""
+    """After a run, its state loads with weights_only=True, under a unique name.
+
+    It has no tensor of the model, which later steps would change.
+    """
     callback = bench.make()
-    _fit(bench, callback)
+    model = _fit(bench, callback)
     key = callback.state_key
     assert isinstance(key, str), f"state_key is {key!r}; expected a str"
     assert key, "state_key is empty; expected a name that is unique in a run"
     assert key == bench.make().state_key, (
         f"state_key is {key!r}, and {bench.make().state_key!r} of a second callback: a resumed run "
         "finds no state under another name"
+    )
+    own = {value.untyped_storage().data_ptr() for value in model.state_dict().values()}
+    shared: list[Tensor] = []
+    map_tensors(
+        lambda tensor: (
+            shared.append(tensor) if tensor.untyped_storage().data_ptr() in own else None
+        ),
+        callback.state_dict(),
+    )
+    assert not shared, (
+        "its state_dict() has the model's own weights, which later steps change: keep copies "
+        "(tensor.detach().clone())"
     )
     offending = find_offending_value(callback.state_dict())
     assert not offending, (
@@ -218,15 +239,26 @@ def _plain(bench: Bench) -> None:
 def _resumed(bench: Bench) -> None:
     """A run that resumes after an epoch has the same weights as an uninterrupted run.
 
-    At the end, state_dict() of the callback returns the same.
+    At the end, state_dict() of the callback returns the same. In a second run, the validation loss
+    grows after two epochs: what decides by it ends both runs after the same step.
     """
+    _resume(bench, _Saves(bench.folder.parent / "first.ckpt", 1), max_epochs=2)
+    saves = _Saves(bench.folder.parent / "second.ckpt", 2)
+    _resume(bench, saves, max_epochs=6, learner=_Worsens)
+
+
+class _Worsens(Learner):
+    """Its validation loss grows from the third epoch on."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", abs(self.trainer.current_epoch - 1.0), batch_size=len(batch[0]))
+
+
+def _resume(bench: Bench, saves: _Saves, **options: Any) -> None:
     uninterrupted, continued = bench.make(), bench.make()
-    whole = _fit(bench, uninterrupted, max_epochs=2)
-    path = bench.folder.parent / "after_one.ckpt"
-    torch.manual_seed(0)
-    trainer = _trainer(bench, bench.make(), _Saves(path), max_epochs=2)
-    trainer.fit(Learner(), loader(32, 1), loader(16, 1))
-    resumed = _fit(bench, continued, path=path, max_epochs=2)
+    whole = _fit(bench, uninterrupted, **options)
+    _fit(bench, bench.make(), saves, **options)
+    resumed = _fit(bench, continued, path=saves.path, **options)
     different = _differing(whole, resumed)
     assert not different, (
         f"a resumed run ends with other weights ({different[0]}): state_dict() has to hold, and "
@@ -237,7 +269,7 @@ def _resumed(bench: Bench) -> None:
     if wrong:
         # What two uninterrupted runs have differently, such as seconds, cannot be compared.
         other = bench.make()
-        _fit(bench, other, max_epochs=2)
+        _fit(bench, other, **options)
         wrong = [key for key in wrong if not _differ(expected, other.state_dict(), key)]
     assert not wrong, (
         f"after a resumed run state_dict() has {wrong[0]!r}: {found.get(wrong[0])!r}, expected "
@@ -254,13 +286,13 @@ def _differ(one: dict[str, Any], other: dict[str, Any], key: str) -> bool:
 
 
 class _Saves(Callback):
-    """Saves a checkpoint when the second epoch begins."""
+    """Saves a checkpoint when an epoch begins."""
 
-    def __init__(self, path: Any) -> None:
-        self.path = path
+    def __init__(self, path: Any, epoch: int) -> None:
+        self.path, self.epoch = path, epoch
 
     def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
-        if trainer.current_epoch == 1:
+        if trainer.current_epoch == self.epoch:
             trainer.save_checkpoint(self.path)
 
 

@@ -12,6 +12,7 @@ import random
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -501,8 +502,25 @@ class _Tensors(Callback):
             # By class: what an object says that it is may be computed.
             kinds = (torch.Tensor, FunctionType)
             held = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
-            self.counts.append(len(held))
-            self.kinds.append(Counter(map(_kind, held)))
+            nodes = _nodes(one for one in held if not isinstance(one, FunctionType))
+            self.counts.append(len(held) + len(nodes))
+            self.kinds.append(Counter([*map(_kind, held), *map(_kind_of_node, nodes)]))
+
+
+def _nodes(tensors: Iterable[torch.Tensor]) -> set[Any]:
+    """Return the nodes of all graphs that tensors keep."""
+    found: set[Any] = set()
+    following = [tensor.grad_fn for tensor in tensors]
+    while following:
+        node = following.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            following += [before for before, _ in node.next_functions]
+    return found
+
+
+def _kind_of_node(node: Any) -> str:
+    return f"Node {type(node).__name__} of a graph"
 
 
 def _kind(one: Any) -> str:
@@ -519,7 +537,7 @@ _BETWEEN = 4
 
 @check("life/memory")
 def _memory(probe: Probe) -> dict[str, Any]:
-    """The number of tensors and functions (hooks) in the process does not grow with each step."""
+    """The number of tensors, nodes of graphs and functions (hooks) does not grow with each step."""
     tensors = _Tensors()
     probe.fit(Learner("dense", "momentum"), 64, max_steps=3 * _BETWEEN, callbacks=[tensors])
     before, after = tensors.kinds[-2:]
@@ -535,10 +553,11 @@ def _judge_memory(found: Result) -> None:
         left = "; ".join(f"{number:.3g} times {kind}" for number, kind in reversed(told["grown"]))
         # Whoever keeps more at each step keeps one at the least.
         assert min(grown, default=0) < _BETWEEN, (
-            f"rank {rank} has {counts} tensors and functions after {_BETWEEN}, {2 * _BETWEEN} and "
-            f"{3 * _BETWEEN} steps: each step leaves {grown[-1] / _BETWEEN:.3g} behind, until "
-            f"memory is full{left and f' ({left})'}. Forget losses with their graphs, buffers and "
-            "handles of collectives when they are done, and remove hooks that were set for one step"
+            f"rank {rank} has {counts} tensors, nodes and functions after {_BETWEEN}, "
+            f"{2 * _BETWEEN} and {3 * _BETWEEN} steps: each step leaves "
+            f"{grown[-1] / _BETWEEN:.3g} behind, until memory is full{left and f' ({left})'}. "
+            "Forget losses with their graphs, buffers and handles of collectives in time, "
+            "and remove hooks that were set for one step"
         )
 
 
