@@ -237,7 +237,7 @@ class KeepsDeterminism(CPUAccelerator):
     """After a deterministic run, products of the CPU stay so."""
 
     def configure_kernels(self, *, benchmark: bool, deterministic: bool) -> Callable[[], None]:
-        torch.backends.mkldnn.deterministic = deterministic
+        torch.backends.mkldnn.deterministic = deterministic  # type: ignore[assignment]
         return lambda: None
 
 

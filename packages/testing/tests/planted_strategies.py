@@ -1196,6 +1196,23 @@ class ForgetsAverage(ByBackward):
                 p.copy_(own[name])
 
 
+class AveragesInFinishStep(ForgetsAverage):
+    """Updates the average in finish_step, which manual optimization does not call."""
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        return super(ForgetsAverage, self).optimizer_step(prepared, optimizer, closure)
+
+    def finish_step(self, prepared: PreparedModel, step: Any) -> None:
+        named = dict(prepared.original.named_parameters())
+        before = {name: p.detach().clone() for name, p in named.items()}
+        average = prepared.strategy_data.setdefault("average", before)
+        super().finish_step(prepared, step)
+        for name, p in named.items():
+            average[name].lerp_(p.detach(), 0.1)
+
+
 class ExplainsEverything(ByBackward):
     """Every RuntimeError is one of communication."""
 

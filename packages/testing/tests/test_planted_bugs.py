@@ -283,6 +283,7 @@ PLANTED = [
     ("RecomputesWithOtherNumbers", "steps/random numbers", "with preserve_rng_state=True"),
     ("CapsByShard", "life/same batches, one rank", "not of the part that a rank has"),
     ("SumsSigns", "life/same batches, one rank", "a sum over ranks has to be divided"),
+    ("AveragesInFinishStep", "capabilities/backward in forward", "and not in finish_step or"),
     ("KeepsAMean", "life/memory", "times Node MulBackward0 of a graph"),
     ("KeepsLosses", "life/memory", "of torch.float32[] with the graph of MseLossBackward0"),
     ("SavesAnAverage", "steps/gradient", "model_state(prepared) returns other weights"),

@@ -18,11 +18,13 @@ from stratagem.module import Module
 from stratagem.strategies import StepMemory, Strategy
 from stratagem_testing.strategies.check import Result, check, judge_of
 from stratagem_testing.strategies.judging import (
+    close,
     judge_accepted,
     judge_losses,
     judge_losses_of,
     judge_refusal,
     judge_refused,
+    shown,
 )
 from stratagem_testing.strategies.models import GROUPED, OPTIMIZERS, Learner, Numbered, build
 from stratagem_testing.strategies.probe import Probe
@@ -152,14 +154,20 @@ class _Manual(Learner):
 
 @check("capabilities/backward in forward", reference=True)
 def _manual(probe: Probe) -> dict[str, Any]:
-    """Manual optimization has the losses of single_device.
+    """Manual optimization has the losses of single_device, also those of a validation.
 
     With backward_in_forward=False or manual_backward=False, it raises an error.
     """
 
     def train() -> dict[str, Any]:
-        learner = _Manual("dense", "momentum")
-        return probe.report(learner, probe.fit(learner, max_epochs=2))
+        automatic, learner = Learner("dense", "momentum"), _Manual("dense", "momentum")
+        probe.fit(automatic, max_epochs=2, validated=8)
+        told = probe.report(learner, probe.fit(learner, max_epochs=2, validated=8))
+        one, other = (
+            {"training": each.losses, "validation": [loss for _, loss in each.evaluated]}
+            for each in (automatic, learner)
+        )
+        return {**told, "automatic": one, "manual": other}
 
     return probe.attempt(train)
 
@@ -180,6 +188,15 @@ def _judge_manual(found: Result) -> None:
             "backward_in_forward=True in the capabilities, and manual optimization does not "
             f"train as automatic does\n{error}"
         ) from None
+    for told in found.ranks:
+        expected, manual = told["automatic"], told["manual"]
+        if close(manual["training"], expected["training"], found.target.tolerance):
+            assert close(manual["validation"], expected["validation"], found.target.tolerance), (
+                "manual optimization trains as automatic does, and its validation has the losses "
+                f"{shown(manual['validation'])}, expected {shown(expected['validation'])}: what "
+                "evaluation uses, such as an average of weights, is not updated. Do it in "
+                "optimizer_step, which every loop calls, and not in finish_step or train_step"
+            )
 
 
 @check("capabilities/rebinds optimizers", reference=True)
