@@ -28,8 +28,6 @@ from stratagem_testing.strategies.models import Learner, loader
 from stratagem_testing.surroundings import Surroundings
 
 KIND = "callback"
-_NUMPY = "numpy"
-"""Used if torch has imported it."""
 
 
 def _trainer(bench: Bench, *callbacks: Callback, **options: Any) -> Trainer:
@@ -160,9 +158,8 @@ class _Random(Learner):
         self.dropout = nn.Dropout(0.2)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        drawn = random.random() + (
-            sys.modules[_NUMPY].random.random() if _NUMPY in sys.modules else 0
-        )
+        numpy: Any = sys.modules.get("numpy")  # if torch has imported it
+        drawn = random.random() + (numpy.random.random() if numpy else 0)
         loss = super().training_step(batch, batch_idx) * (1 + drawn)
         dropped: Tensor = self.dropout(loss * torch.ones(8))
         return dropped.mean()
@@ -172,8 +169,8 @@ def _values(bench: Bench, *callbacks: Callback) -> tuple[Learner, dict[str, floa
     """Return the model of a run and what it has logged."""
     torch.manual_seed(0)
     random.seed(0)
-    if _NUMPY in sys.modules:
-        sys.modules[_NUMPY].random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
     model, trainer = _Random(), _trainer(bench, *callbacks)
     trainer.fit(model, loader(32, 1), loader(16, 1))
     return model, {name: float(value) for name, value in trainer.callback_metrics.items()}
