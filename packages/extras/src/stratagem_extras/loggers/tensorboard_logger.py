@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -108,10 +109,21 @@ class TensorBoardLogger(SDKLogger):
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder.make()
+        if self.resumed_at is not None:
+            self._wait_for_a_later_name()
         # Handed on as they came, so that jsonargparse finds the arguments that a config may have.
         if "purge_step" in self._writer_options:
             return SummaryWriter(self.log_dir, **self._writer_options)
         return SummaryWriter(self.log_dir, purge_step=self.resumed_at, **self._writer_options)
+
+    def _wait_for_a_later_name(self) -> None:
+        """Wait out a second in which another file of events began: at most one second.
+
+        TensorBoard reads the files by name, which is second, host, process and a count: "10" is
+        before "9". What the second file purges has to be in a file before it.
+        """
+        while any(Path(self.log_dir).glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+            time.sleep(0.05)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log the values of a step; a dict becomes a chart of several lines."""
