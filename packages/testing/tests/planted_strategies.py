@@ -746,6 +746,20 @@ class ListsMicroBatches(ByBackward):
         super().train_step(prepared, step, list(micro_batches))
 
 
+class NotesNoBackward(ByBackward):
+    """accumulate calls no hook before backward."""
+
+    def accumulate(
+        self, prepared: PreparedModel, step: TrainStep, micro_batch: Any, count: int
+    ) -> bool:
+        loss = step.loss(step.begin(micro_batch), converted=True)
+        if loss is None:
+            return False
+        self.backward(prepared, loss / count)
+        step.after_backward()
+        return True
+
+
 class DividesLossInPlace(ByBackward):
     """accumulate divides the loss in place, which user code may have kept."""
 
@@ -904,6 +918,17 @@ class IgnoresBackwardArguments(ByBackward):
 
     def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         super().backward(prepared, loss)
+
+
+class DropsPositionalArguments(ByBackward):
+    """backward passes on what is named only."""
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(prepared, loss, **kwargs)
+
+
+class HoldsNothing(ByBackward):
+    """backward communicates, and there is no no_sync."""
 
 
 class OwnNorm(ByBackward):
@@ -1079,8 +1104,19 @@ class ErrorFeedback(ByBackward):
         held: dict[str, Tensor] = prepared.strategy_data["error"]
         return held
 
+    @contextmanager
+    def no_sync(self, prepared: PreparedModel) -> Iterator[None]:
+        own = prepared.strategy_data
+        before, own["holds"] = own.get("holds", False), True
+        try:
+            yield
+        finally:
+            own["holds"] = before
+
     def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         ByHand.backward(self, prepared, loss, *args, **kwargs)
+        if prepared.strategy_data.get("holds"):
+            return
         named, error = dict(prepared.original.named_parameters()), self.held(prepared)
         used = self.ranks.all_reduce_ints([p.grad is not None for p in named.values()], "max")
         for (name, p), is_used in zip(named.items(), used, strict=True):
@@ -1294,6 +1330,99 @@ class Periodic(ByHand):
         self, prepared: PreparedModel, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
     ) -> None:
         prepared.strategy_data["steps"] = state["steps"]
+
+
+class AveragesWeightsOnly(Periodic):
+    """Biases are not averaged every second step, only in evaluations and saves."""
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        returned = ByHand.optimizer_step(self, prepared, optimizer, closure)
+        if self.count(prepared) % self.every == 0:
+            with torch.no_grad():
+                for p in prepared.original.parameters():
+                    if p.ndim > 1:
+                        p.copy_(self.ranks.all_reduce(p.detach()))
+        return returned
+
+
+class EvaluatesAverage(ByBackward):
+    """Nothing is wrong: an evaluation uses an average over steps."""
+
+    def average(self, prepared: PreparedModel) -> dict[str, Tensor]:
+        begin = {name: p.detach().clone() for name, p in prepared.original.named_parameters()}
+        average: dict[str, Tensor] = prepared.strategy_data.setdefault("average", begin)
+        return average
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        self.average(prepared)
+        result = super().optimizer_step(prepared, optimizer, closure)
+        with torch.no_grad():
+            self.update(prepared)
+        return result
+
+    def update(self, prepared: PreparedModel) -> None:
+        average = self.average(prepared)
+        for name, p in prepared.original.named_parameters():
+            average[name].lerp_(p, 0.1)
+
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
+        named = dict(prepared.original.named_parameters())
+        own = {name: p.detach().clone() for name, p in named.items()}
+        average = self.average(prepared)
+        with super().evaluation(prepared), torch.no_grad():
+            for name, p in named.items():
+                p.copy_(average[name])
+            yield
+            for name, p in named.items():
+                p.copy_(own[name])
+
+    def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        return {"average": dict(self.average(prepared))}
+
+    def load_state(
+        self, prepared: PreparedModel, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+    ) -> None:
+        average = {name: value.clone() for name, value in state["average"].items()}
+        prepared.strategy_data["average"] = average
+
+
+class AverageRunsAway(EvaluatesAverage):
+    """The average moves away from the weights in each step."""
+
+    def update(self, prepared: PreparedModel) -> None:
+        average = self.average(prepared)
+        for name, p in prepared.original.named_parameters():
+            average[name].add_(average[name] - p, alpha=0.1)
+
+
+class AverageIsTheModel(EvaluatesAverage):
+    """The average is no copy, so that it is the weights."""
+
+    def average(self, prepared: PreparedModel) -> dict[str, Tensor]:
+        begin = {name: p.detach() for name, p in prepared.original.named_parameters()}
+        average: dict[str, Tensor] = prepared.strategy_data.setdefault("average", begin)
+        return average
+
+    def load_state(
+        self, prepared: PreparedModel, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+    ) -> None:
+        for name, value in self.average(prepared).items():
+            value.copy_(state["average"][name])
+
+
+class StepsFirstByClosure(ByBackward):
+    """A step with a closure is that of the model's first optimizer."""
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        stepped = optimizer if closure is None else prepared.optimizers[0]
+        return super().optimizer_step(prepared, stepped, closure)
 
 
 class CountsOfFormerFits(Periodic):

@@ -65,6 +65,7 @@ PLANTED = [
     ("EvaluatesOwnPart", "data/logging", "it was not reduced over all parts of the data"),
     ("OwnBuffers", "evaluation/one model", "ranks 0 and 1 evaluate different models"),
     ("StaysInEvaluationMode", "evaluation/one model", "evaluation mode was left on"),
+    ("NotesNoBackward", "data/hooks", "on_before_backward 0 time(s), expected 3"),
     ("HooksTwice", "data/hooks", "on_after_backward 6 time(s), expected 3"),
     ("PrefixesNames", "state/into single_device", "lacks 4 of the model's names"),
     ("SavesOwnPart", "state/into single_device", "and rank 0's alone would be saved"),
@@ -107,6 +108,12 @@ PLANTED = [
     ("FirstOptimizer", "optimizers/two", "one of two optimizers of a model was not stepped"),
     ("LoadsFirstGroup", "state/round trip", "they differ at [0]['param_groups'][1]['lr']"),
     ("IgnoresBackwardArguments", "optimizers/arguments of backward", "retain_graph=True"),
+    ("DropsPositionalArguments", "optimizers/arguments of backward", "and by position"),
+    ("StepsFirstByClosure", "optimizers/closure", "There are two optimizers"),
+    ("HoldsNothing", "collectives/no_sync", "Override no_sync to return a context"),
+    ("AverageIsTheModel", "state/exact resume in bf16-true", "Keep parameter.detach().clone()"),
+    ("AveragesWeightsOnly", "optimizers/averages", "average every parameter of each group"),
+    ("AverageRunsAway", "evaluation/same training", "moves away from the weights"),
     ("OwnNorm", "lite/clip", "returned None on rank 0, expected "),
     ("OwnInitialBuffers", "losses/initial weights", "from rank 0's weights and buffers"),
     ("SavesOtherDtype", "state/into single_device", "'net.0.weight': 'float64[8, 6]'"),
@@ -347,6 +354,10 @@ RIGHT = [
         for check in _SOME
     ),
     *(("SlowWeights", check) for check in ("optimizers/sgd", "state/out of single_device")),
+    *(
+        ("EvaluatesAverage", check)
+        for check in ("evaluation/same training", "state/exact resume in bf16-true")
+    ),
     *(
         (name, check)
         for name in ("RandomHalf", "OtherHalves", "Periodic", "SlowWeights")

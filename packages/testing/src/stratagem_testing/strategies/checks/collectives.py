@@ -303,13 +303,16 @@ def _judge_three(found: Result) -> None:
 def _no_sync(probe: Probe) -> dict[str, Any]:
     """A backward pass in no_sync(prepared) communicates no gradients.
 
-    This holds after another no_sync(prepared) inside it has ended.
+    This holds after another no_sync(prepared) inside it has ended. If no_sync returns None, no
+    backward pass communicates.
     """
     learner = Learner("dense", "sgd")
     trainer = probe.fit(learner, 8)
     strategy, prepared = trainer.strategy, trainer.run.require_prepared()
     context = strategy.no_sync(prepared)
-    if context is None or not strategy.capabilities.manual_backward:
+    # Ranks with the same batches communicate more than gradients.
+    shares_batches = probe.target.data_groups < probe.world_size
+    if not strategy.capabilities.manual_backward or (context is None and shares_batches):
         return {"held": None}
     # As the accumulation of the Trainer does it: forward and backward in the context.
     batch = next(iter(probe.loader(8)))
@@ -321,6 +324,10 @@ def _no_sync(probe: Probe) -> dict[str, Any]:
             strategy.backward(prepared, output.square().mean())
         return sorted({event.name for event in seen.events() or () if _reduces(event.name)})
 
+    if context is None:
+        told = {"held": None, "never held": held()}
+        prepared.clear_gradients[0]()
+        return told
     with context:
         first = held()
         with strategy.no_sync(prepared) or nullcontext():
@@ -341,6 +348,12 @@ def _judge_no_sync(found: Result) -> None:
         assert not told["held"], (
             f"a backward pass within no_sync(prepared) communicated gradients on rank {rank} "
             f"({', '.join(told['held'])}): each micro-batch that is accumulated pays for it"
+        )
+        always = told.get("never held")
+        assert not always, (
+            f"no_sync(prepared) returned None, and a backward pass communicated on rank {rank} "
+            f"({', '.join(always)}): each micro-batch that is accumulated pays for it. Override "
+            "no_sync to return a context in which backward does not communicate"
         )
         inner = told.get("held after an inner one")
         assert not inner, (

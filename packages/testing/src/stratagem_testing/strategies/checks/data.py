@@ -12,8 +12,8 @@ import torch
 from stratagem.callbacks import Callback
 from stratagem.checkpoint import read_whole
 from stratagem_testing.strategies.check import Result, check, judge_of
-from stratagem_testing.strategies.judging import by_part, close, shown
-from stratagem_testing.strategies.models import Learner, Numbered, build
+from stratagem_testing.strategies.judging import by_part, close, norm, shown
+from stratagem_testing.strategies.models import Learner, Numbered, build, flat
 from stratagem_testing.strategies.probe import Probe
 
 
@@ -126,7 +126,9 @@ def _hooks(probe: Probe) -> list[str]:
 def _judge_hooks(found: Result) -> None:
     expected = found.reference
     for rank, called in enumerate(found.ranks):
-        left_out = OPTIONAL - set(called)
+        can = found.capabilities
+        is_program = can.engine_steps or not can.manual_backward
+        left_out = OPTIONAL - set(called) if is_program else set()
         wanted = [name for name in expected if name not in left_out]
         if called == wanted:
             continue
@@ -399,16 +401,47 @@ def _judge_saved_model(found: Result) -> None:
         )
 
 
+class _Moving(Learner):
+    """Notes how far the weights of the last validation are from those of the begin."""
+
+    def __init__(self) -> None:
+        super().__init__("dense", "momentum")
+        self.moved: list[float] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Note it, while they are there."""
+        self.moved = self.move()
+        super().validation_step(batch, batch_idx)
+
+    def move(self) -> list[float]:
+        """Return the differences of this rank's parameters to those of the begin."""
+        now = flat(dict(self.named_parameters()))
+        return [
+            value - before
+            for name, begun in self.begun.items()
+            for value, before in zip(now.get(name, ()), begun, strict=False)
+        ]
+
+
 @check("evaluation/same training")
 def _same_training(probe: Probe) -> dict[str, Any]:
-    """Training is the same with an evaluation after each step, and without evaluations."""
+    """Training is the same with an evaluation after each step, and without evaluations.
 
-    def losses(**options: Any) -> list[float]:
-        learner = Learner("dense", "momentum")
-        probe.fit(learner, 8 * _STEPS, **options)
-        return learner.losses
+    The weights of an evaluation have moved in the direction of training.
+    """
 
-    return {"without": losses(), "with": losses(validated=8, val_check_interval=1)}
+    def train(**options: Any) -> tuple[_Moving, Any]:
+        learner = _Moving()
+        return learner, probe.fit(learner, 8 * _STEPS, **options)
+
+    learner, trainer = train(validated=8, val_check_interval=1)
+    moved = learner.moved, learner.move()
+    return {
+        "without": train()[0].losses,
+        "with": learner.losses,
+        # Of parameters that a rank has whole, and that are not gathered for a while.
+        "moved": [] if trainer.strategy.capabilities.sharded_state else moved,
+    }
 
 
 @judge_of(_same_training)
@@ -418,4 +451,13 @@ def _judge_same_training(found: Result) -> None:
             f"with an evaluation after each step, training has the losses {shown(told['with'])} on "
             f"rank {rank}, and without {shown(told['without'])}: evaluation(prepared) changes what "
             "a later step depends on, such as weights, gradients or a count of steps"
+        )
+        if not told["moved"] or len(told["moved"][0]) != len(told["moved"][1]):
+            continue  # a rank without parameters
+        evaluated, trained = told["moved"]
+        along = sum(a * b for a, b in zip(evaluated, trained, strict=True))
+        assert along >= -0.3 * norm(evaluated) * norm(trained), (
+            f"after {_STEPS} steps, the weights of an evaluation have moved against the direction "
+            f"of training on rank {rank}: what evaluation(prepared) uses, such as an average of "
+            "weights, moves away from the weights. Look at how it is updated"
         )

@@ -25,7 +25,7 @@ from stratagem_testing.strategies.judging import (
     judge_refused,
     norm,
 )
-from stratagem_testing.strategies.models import OPTIMIZERS, Learner, Scheduled, build, flat
+from stratagem_testing.strategies.models import OPTIMIZERS, Learner, Scheduled, build, flat, numbers
 from stratagem_testing.strategies.probe import Probe
 
 SCALE = 1024.0
@@ -76,7 +76,10 @@ def _under_lite(name: str, about: str, meaning: str, *names: str) -> Callable[[R
             )
             return
         if all(told["refused"] for told in found.ranks):
-            judge_refused(found, name, "an engine", *names)
+            try:
+                judge_refused(found, name, "an engine", *names)
+            except AssertionError as error:
+                raise AssertionError(f"{meaning}\n{error}") from None
             return
         judge_accepted(found, name)
         judge_losses_of(found, meaning)
@@ -213,12 +216,6 @@ _DRIFT_STEPS = 24
 """Steps in which a strategy with replicas that drift apart is expected to average them."""
 
 
-def _sums(net: nn.Module) -> dict[str, list[float]]:
-    """Return what stands for the values of each parameter."""
-    values = {name: p.detach().double() for name, p in net.named_parameters()}
-    return {name: [float(v.sum()), float(v.square().sum())] for name, v in values.items()}
-
-
 def _drift(probe: Probe, models: int, *makers: Any, later: str = "") -> dict[str, Any]:
     """Train models in turn; note the parameters after each step of each optimizer.
 
@@ -248,7 +245,8 @@ def _drift(probe: Probe, models: int, *makers: Any, later: str = "") -> dict[str
                 optimizer.step()
                 optimizer.zero_grad()
                 nets = enumerate(net for net, _, _ in set_up)
-                seen.append({f"{i} {k}": v for i, net in nets for k, v in _sums(net).items()})
+                named = ((f"{i} {k}", p) for i, net in nets for k, p in net.named_parameters())
+                seen.append({name: numbers(p) for name, p in named})
     return {"seen": seen}
 
 
@@ -280,6 +278,13 @@ def _judge_averages(found: Result) -> None:
     if not first or any(told["one"]["refused"] for told in found.ranks):
         return  # see lite/loop
     one = _meetings([told["one"]["seen"] for told in found.ranks])
+    most = max(one.values())
+    for name, times in one.items():
+        assert most < 2 or times >= most / 4, (
+            f"in {_DRIFT_STEPS} steps, an element of the parameter {name[2:]!r} became equal on "
+            f"all ranks {times:.3g} time(s), and of another parameter {most:.3g} time(s): average "
+            "every parameter of each group of the optimizer, or nobody averages this one"
+        )
     for which in [which for which in first if which != "one"]:
         if any(told[which]["refused"] for told in found.ranks):
             continue  # see optimizers/two, lite/two models, steps/unfrozen, optimizers/added group
@@ -287,21 +292,25 @@ def _judge_averages(found: Result) -> None:
             expected = one[f"0 {name[2:]}"]
             assert times >= expected / 2, (
                 f"in {_DRIFT_STEPS} steps, the parameter {name[2:]!r} became equal on all ranks "
-                f"{expected} time(s) with one optimizer, and {times} time(s) with {which}: count "
-                "the steps of each optimizer and of each model by themselves (in "
+                f"{expected:.3g} time(s) with one optimizer, and {times:.3g} time(s) with {which}: "
+                "count the steps of each optimizer and of each model by themselves (in "
                 "prepared.strategy_data), or average all parameters; and look at requires_grad "
                 "and optimizer.param_groups at each average"
             )
 
 
-def _meetings(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, int]:
-    """Return after how many of its changes each parameter is equal on all ranks."""
-    times = {}
+def _meetings(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, float]:
+    """Return after how many of its changes an element of each parameter is equal on all ranks.
+
+    The mean over its elements: a strategy may average some of them at a time.
+    """
+    times: dict[str, float] = {}
     for name in ranks[0][0]:
         each = [[seen[name] for seen in rank] for rank in ranks]
-        equal = [all(close(own, of[0], 1e-9) for own in of) for of in zip(*each, strict=True)]
         changed = [True, *(before != now for before, now in pairwise(each[0]))]
-        times[name] = sum(a and b for a, b in zip(equal, changed, strict=True))
+        for of, is_changed in zip(zip(*each, strict=True), changed, strict=True):
+            equal = [max(values) - min(values) < 1e-9 for values in zip(*of, strict=True)]
+            times[name] = times.get(name, 0.0) + is_changed * sum(equal) / len(equal)
     return times
 
 
@@ -372,16 +381,23 @@ class _CallsTwice(SGD):
 @_under_lite(
     "closure",
     "optimizer.step(closure) calls the closure as often as the optimizer does, and returns its "
-    "loss.",
+    "loss, also of one of two optimizers.",
     "optimizer.step(closure) did not train as the closure asks, or did not return its loss: pass "
     "it on in optimizer_step(prepared, optimizer, closure), and return what that step returns. "
-    "The optimizer calls its closure twice, and each call has to compute a gradient",
+    "The optimizer calls its closure twice, and each call has to compute a gradient. There are two "
+    "optimizers",
     "closure",
     _CallsTwice.__name__,
 )
 def _closure(probe: Probe) -> dict[str, Any]:
     lite = probe.lite()
-    net, model, (optimizer,) = _set_up(lite, lambda parameters: _CallsTwice(parameters, lr=0.05))
+    makers = (
+        lambda parameters: _CallsTwice(parameters[:2], lr=0.05),
+        lambda parameters: _CallsTwice(parameters[2:], lr=0.02),
+    )
+    # An engine may take one only.
+    count = 1 if lite.plan.capabilities.engine_steps else 2
+    net, model, optimizers = _set_up(lite, *makers[:count])
     losses: list[float] = []
     calls = 0
     for _, inputs, target in lite.setup_dataloaders(probe.loader(32)):
@@ -389,14 +405,16 @@ def _closure(probe: Probe) -> dict[str, Any]:
         def closure(inputs: Tensor = inputs, target: Tensor = target) -> Tensor:
             nonlocal calls
             calls += 1
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
             loss = mse_loss(model(inputs), target)
             lite.backward(loss)
             return loss.detach()
 
-        calls = 0
-        returned = optimizer.step(closure)
-        losses.append(math.nan if returned is None or calls != 2 else float(returned))
+        for optimizer in optimizers:
+            calls = 0
+            returned = optimizer.step(closure)
+            losses.append(math.nan if returned is None or calls != 2 else float(returned))
     return probe.report_of_loop(lite, net, model, losses)
 
 
@@ -404,17 +422,21 @@ def _closure(probe: Probe) -> dict[str, Any]:
     "arguments of backward",
     "Lite.backward passes its arguments to Tensor.backward, such as retain_graph and gradient.",
     "backward(loss, gradient=..., retain_graph=True) did not train as with its gradient: pass each "
-    "argument on to super().backward",
+    "argument on to super().backward, by name and by position (*args, **kwargs)",
     "retain_graph",
 )
 def _backward(probe: Probe) -> dict[str, Any]:
     lite = probe.lite()
     net, model, (optimizer,) = _set_up(lite, OPTIMIZERS["sgd"])
     losses = []
-    for _, inputs, target in lite.setup_dataloaders(probe.loader(32)):
+    for number, (_, inputs, target) in enumerate(lite.setup_dataloaders(probe.loader(32))):
         output = model(inputs)
         loss = mse_loss(output, target)
-        lite.backward(loss / 2, gradient=torch.full_like(loss, 2.0), retain_graph=True)
+        twice = torch.full_like(loss, 2.0)
+        if number % 2:
+            lite.backward(loss / 2, twice, True)
+        else:
+            lite.backward(loss / 2, gradient=twice, retain_graph=True)
         torch.autograd.grad(loss, output)  # of a graph that was freed, this is torch's error
         optimizer.step()
         optimizer.zero_grad()

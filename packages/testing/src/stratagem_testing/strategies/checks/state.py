@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from stratagem.callbacks import Callback
 from stratagem.checkpoint import read_whole
@@ -80,14 +81,19 @@ class _Saves(Callback):
 
     Attributes:
         optimizer: this rank's state of the optimizer after the step SAVED_AT.
+        copies: the parameters that the strategy's own state has had after each step, each with the
+            place in that state; None before the first step.
     """
 
     def __init__(self, probe: Probe, *steps: int) -> None:
         self.probe = probe
         self.steps = steps
         self.optimizer: list[Any] = []
+        self.copies: set[tuple[str, str]] | None = None
 
     def on_train_batch_end(self, trainer: Any, *of_batch: Any) -> None:
+        copies = _copies(trainer)
+        self.copies = copies if self.copies is None else self.copies & copies
         self.on_train_start(trainer)
         self.on_train_batch_start(trainer)
 
@@ -98,6 +104,20 @@ class _Saves(Callback):
     def on_train_batch_start(self, trainer: Any, *of_batch: Any) -> None:
         if trainer.global_step == SAVED_AT and not self.optimizer:
             self.optimizer = _optimizer_state(trainer.optimizers[0])
+
+
+def _copies(trainer: Any) -> set[tuple[str, str]]:
+    """Return where the strategy's own state has the values that a parameter has now."""
+    prepared = trainer.run.require_prepared()
+    own = tree_leaves_with_path(trainer.strategy.state(prepared, trainer.optimizers))
+    return {
+        (name, keystr(path))
+        for name, p in prepared.original.named_parameters()
+        for path, value in own
+        # The few values of a bias may be equal by chance.
+        if isinstance(value, Tensor) and value.shape == p.shape and p.numel() > 1
+        if torch.equal(value.to(p.device, torch.float64), p.detach().double())
+    }
 
 
 def _optimizer_state(optimizer: Any) -> list[Any]:
@@ -128,6 +148,7 @@ def _resumed(probe: Probe, model: str = "dropout", **options: Any) -> dict[str, 
             **report,
             "rates": learner.rates,
             "optimizer": notes.optimizer,
+            "copies": sorted(notes.copies or ()),
             "validated": [loss for _, loss in learner.evaluated],
         }
     return told
@@ -234,6 +255,15 @@ def _register_precision(precision: str, tolerance: float, about: str, meaning: s
             return  # see precisions/
         judge_accepted(found, f"precision={precision!r} with a save and a resume")
         _judge_resumed(found)
+        # In float32, weights in a higher precision may be equal to the model's.
+        for rank, told in enumerate(found.ranks if precision == "bf16-true" else ()):
+            for name, place in told["saved"]["copies"]:
+                raise AssertionError(
+                    f"state had the values of the parameter {name!r} at {place} on rank {rank} "
+                    f"after each of {STEPS} steps: what was to be an average, or the weights of an "
+                    "earlier step, is the parameter itself or made anew. Keep "
+                    "parameter.detach().clone() once, and update that"
+                )
         try:
             _judge_resumed(found, tolerance)
         except AssertionError as error:
