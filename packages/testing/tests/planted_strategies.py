@@ -1086,7 +1086,23 @@ class LoadsNoGroups(ByBackward):
             group["lr"] = rate
 
 
-class ErrorFeedback(ByBackward):
+class Holding(ByBackward):
+    """Nothing is wrong: backward has to ask `holds` whether it is to communicate."""
+
+    @contextmanager
+    def no_sync(self, prepared: PreparedModel) -> Iterator[None]:
+        own = prepared.strategy_data
+        before, own["holds"] = own.get("holds", False), True
+        try:
+            yield
+        finally:
+            own["holds"] = before
+
+    def holds(self, prepared: PreparedModel) -> bool:
+        return bool(prepared.strategy_data.get("holds"))
+
+
+class ErrorFeedback(Holding):
     """Nothing is wrong: signs are averaged, and what they leave out is added in the next step."""
 
     capabilities = replace(REPLICAS, parameters="same")
@@ -1104,18 +1120,9 @@ class ErrorFeedback(ByBackward):
         held: dict[str, Tensor] = prepared.strategy_data["error"]
         return held
 
-    @contextmanager
-    def no_sync(self, prepared: PreparedModel) -> Iterator[None]:
-        own = prepared.strategy_data
-        before, own["holds"] = own.get("holds", False), True
-        try:
-            yield
-        finally:
-            own["holds"] = before
-
     def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         ByHand.backward(self, prepared, loss, *args, **kwargs)
-        if prepared.strategy_data.get("holds"):
+        if self.holds(prepared):
             return
         named, error = dict(prepared.original.named_parameters()), self.held(prepared)
         used = self.ranks.all_reduce_ints([p.grad is not None for p in named.values()], "max")
@@ -1415,6 +1422,18 @@ class AverageIsTheModel(EvaluatesAverage):
             value.copy_(state["average"][name])
 
 
+class RaisesRates(ByBackward):
+    """The first steps have smaller learning rates, which stay in the parameter groups."""
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        steps = prepared.strategy_data["steps"] = prepared.strategy_data.get("steps", 0) + 1
+        for group in optimizer.param_groups:
+            group["lr"] *= min(1.0, steps / 4)
+        return super().optimizer_step(prepared, optimizer, closure)
+
+
 class StepsFirstByClosure(ByBackward):
     """A step with a closure is that of the model's first optimizer."""
 
@@ -1423,6 +1442,43 @@ class StepsFirstByClosure(ByBackward):
     ) -> Any:
         stepped = optimizer if closure is None else prepared.optimizers[0]
         return super().optimizer_step(prepared, stepped, closure)
+
+
+class DriftsUnclipped(Periodic):
+    """clip_gradients clips nothing."""
+
+    def clip_gradients(
+        self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
+    ) -> Tensor | None:
+        return None
+
+
+class DriftsClippedByNorm(Periodic):
+    """gradient_clip_algorithm="value" is clipped by norm."""
+
+    def clip_gradients(
+        self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
+    ) -> Tensor | None:
+        return super().clip_gradients(prepared, optimizer, replace(clip, algorithm="norm"))
+
+
+class DriftsUndivided(Periodic):
+    """The loss of each micro-batch counts whole."""
+
+    def accumulate(
+        self, prepared: PreparedModel, step: TrainStep, micro_batch: Any, count: int
+    ) -> bool:
+        return super().accumulate(prepared, step, micro_batch, 1)
+
+
+class DriftsByTheLast(Periodic):
+    """Gradients are cleared before each micro-batch."""
+
+    def accumulate(
+        self, prepared: PreparedModel, step: TrainStep, micro_batch: Any, count: int
+    ) -> bool:
+        prepared.clear_gradients[0]()
+        return super().accumulate(prepared, step, micro_batch, count)
 
 
 class CountsOfFormerFits(Periodic):
@@ -1805,19 +1861,13 @@ class HoldsEveryModel(InnerEndsOuter):
 class InnerEndsOuterFeedback(ErrorFeedback):
     """The same where gradients travel compressed: other numbers, and no all_reduce of their own."""
 
-    holds = False
-
     @contextmanager
     def no_sync(self, prepared: PreparedModel) -> Iterator[None]:
-        self.holds = True
+        prepared.strategy_data["holds"] = True
         try:
             yield
         finally:
-            self.holds = False
-
-    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        passed = ByHand if self.holds else ErrorFeedback
-        passed.backward(self, prepared, loss, *args, **kwargs)
+            prepared.strategy_data["holds"] = False
 
 
 class LosesGroupKeys(ByBackward):
@@ -3133,10 +3183,13 @@ class WaitsWhenPickled(DDPStrategy):
 # ---------------------------------------------------------------- several optimizers, drift, ranks
 
 
-class RandomHalf(ByBackward):
+class RandomHalf(Holding):
     """Nothing is wrong: a random half of each gradient is sent, the same one on all ranks."""
 
     def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self.holds(prepared):
+            Strategy.backward(self, prepared, loss, *args, **kwargs)
+            return
         super().backward(prepared, loss, *args, **kwargs)
         own = prepared.strategy_data
         own["round"] = own.get("round", 0) + 1
@@ -3146,7 +3199,7 @@ class RandomHalf(ByBackward):
                 p.grad.mul_(torch.rand(p.shape, generator=generator) < 0.5)
 
 
-class OtherHalves(ByBackward):
+class OtherHalves(Holding):
     """Nothing is wrong: each rank sends a random half of its own."""
 
     def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -3155,7 +3208,7 @@ class OtherHalves(ByBackward):
         seed = 1000 * own["round"] + self.ranks.global_rank
         generator = torch.Generator().manual_seed(seed)
         Strategy.backward(self, prepared, loss, *args, **kwargs)
-        for p in self.trained(prepared):
+        for p in () if self.holds(prepared) else self.trained(prepared):
             mine = p.new_zeros(p.shape) if p.grad is None else p.grad
             kept = torch.rand(p.shape, generator=generator) < 0.5
             p.grad = self.ranks.all_reduce(mine * kept)

@@ -109,6 +109,11 @@ PLANTED = [
     ("LoadsFirstGroup", "state/round trip", "they differ at [0]['param_groups'][1]['lr']"),
     ("IgnoresBackwardArguments", "optimizers/arguments of backward", "retain_graph=True"),
     ("DropsPositionalArguments", "optimizers/arguments of backward", "and by position"),
+    ("DriftsUnclipped", "lite/clip", "times the limit in each step: look at clip_gradients"),
+    ("DriftsClippedByNorm", "lite/clip", "look at clip.algorithm in clip_gradients"),
+    ("DriftsUndivided", "life/same batches", "times as far as steps of one that"),
+    ("DriftsByTheLast", "life/same batches", "and gradients add up in p.grad"),
+    ("RaisesRates", "optimizers/groups and schedule", "Put back in optimizer_step what it changes"),
     ("StepsFirstByClosure", "optimizers/closure", "There are two optimizers"),
     ("HoldsNothing", "collectives/no_sync", "Override no_sync to return a context"),
     ("AverageIsTheModel", "state/exact resume in bf16-true", "Keep parameter.detach().clone()"),
@@ -308,6 +313,7 @@ NOT_EQUAL = (
     *("RandomHalf", "OtherHalves", "EvaluatesRankZero", "EvaluationRestartsPeriod"),
     *("AveragesOwnGroups", "CountsOfAllModels", "AveragesTrainedAtFirst", "AveragesFirstGroup"),
     *("SlowsOneOptimizer", "CapsByShard", "SumsSigns", "Periodic", "KeepsErrors"),
+    *("DriftsUnclipped", "DriftsClippedByNorm", "DriftsUndivided", "DriftsByTheLast"),
 )
 # Each in ranks of its own, since what is looked at is their end, or others leave ranks out of step.
 AT_THE_END = [
@@ -370,7 +376,9 @@ RIGHT = [
             "evaluation/same training",
             "evaluation/saved model",
             "steps/random numbers",
+            "life/same batches",
             "life/same batches, one rank",
+            "lite/clip",
             "life/freed",
         )
     ),

@@ -265,17 +265,24 @@ def _one_rank(probe: Probe) -> dict[str, Any]:
 
 
 class _SameBatches(Learner):
-    """Every rank has the same batches, whatever its loader reads."""
+    """Every rank has the same batches, whatever its loader reads.
 
-    def __init__(self) -> None:
+    Args:
+        micro_batches: of a step. Its first one has the gradient of all, and the others have none.
+    """
+
+    def __init__(self, micro_batches: int = 1) -> None:
         super().__init__("wide")
+        self.micro_batches = micro_batches
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        rows = slice(8 * batch_idx, 8 * batch_idx + 8)
+        step, micro_batch = divmod(len(self.losses), self.micro_batches)
+        rows = slice(8 * step, 8 * step + 8)
         every = Numbered(64)
-        return super().training_step(
+        loss = super().training_step(
             (batch[0], every.inputs[rows].to(batch[1]), every.targets[rows].to(batch[2])), batch_idx
         )
+        return loss * (0.0 if micro_batch else self.micro_batches)
 
     def configure_optimizers(self) -> Any:
         return SGD([p for p in self.parameters() if p.requires_grad], lr=0.005)
@@ -283,14 +290,19 @@ class _SameBatches(Learner):
 
 @check("life/same batches")
 def _same_batches(probe: Probe) -> dict[str, Any]:
-    """Replicas are alike after all ranks have had the same batches."""
+    """Replicas are alike after all ranks have had the same batches.
+
+    A step of two micro-batches, of which the second one has no gradient, moves weights as far as
+    one of a single micro-batch that has the mean of their gradients.
+    """
     if probe.target.equal:
         return {}
     learner = _SameBatches()
     told = probe.report(learner, probe.fit(learner, 64))
     if probe.rank == 0:
         (probe.folder / _SAME).write_text(json.dumps(told["weights"]))
-    return told
+    trainer = probe.fit(_SameBatches(2), 64, max_epochs=2, accumulate_grad_batches=2)
+    return {**told, "in two": probe.weights(trainer)}
 
 
 _SAME = "same.json"
@@ -299,8 +311,24 @@ _SAME = "same.json"
 
 @judge_of(_same_batches)
 def _judge_same_batches(found: Result) -> None:
-    if not found.target.equal:
-        judge_replicas(found, found.target.tolerance)
+    if found.target.equal:
+        return
+    judge_replicas(found, found.target.tolerance)
+    told = found.ranks[0]
+    for name, begun in told["begun"].items():
+        whole, in_two = (told[which].get(name, ()) for which in ("weights", "in two"))
+        # Of a small one, a random part of a step may have another size.
+        if len(begun) < 1000 or not len(begun) == len(whole) == len(in_two):
+            continue
+        moves, of_two = _moves(begun, whole), _moves(begun, in_two)
+        # A random part of a step may be another one.
+        common = [a + b for a, b in zip(moves, of_two, strict=True)]
+        far = _along(common, of_two) / (_along(common, moves) or 1.0)
+        assert 0.7 < far < 1.4, (
+            f"steps of two micro-batches move {name!r} {far:.3g} times as far as steps of one that "
+            "has the mean of their gradients: look at accumulate_all, accumulate and no_sync. Each "
+            "loss is divided by the number of micro-batches, and gradients add up in p.grad"
+        )
 
 
 @check("life/same batches, one rank", reference=True, ranks=1, follows="life/same batches")

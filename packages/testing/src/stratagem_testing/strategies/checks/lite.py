@@ -60,6 +60,7 @@ def _loop(
     batches = lite.setup_dataloaders(probe.loader(32))
     losses: list[float] = []
     norms: list[float | None] = []
+    clipped: list[float] = []
     for _ in range(2):
         for number, (_, inputs, target) in enumerate(batches):
             last = (number + 1) % accumulate == 0
@@ -78,11 +79,18 @@ def _loop(
                 limit = clip if len(norms) % 2 == 0 else 1000.0  # which no norm exceeds
                 norm = lite.clip_gradients(model, optimizer, max_norm=limit)
                 norms.append(None if norm is None else float(norm))
+                clipped += [_norm(net) / limit]
             if looks:
                 model(inputs)  # and no backward, as to log an output
             optimizer.step()
             optimizer.zero_grad()
-    return {**probe.report_of_loop(lite, net, model, losses), "norms": norms}
+    return {**probe.report_of_loop(lite, net, model, losses), "norms": norms, "clipped": clipped}
+
+
+def _norm(net: nn.Module) -> float:
+    """Return the norm of the gradients that this rank has."""
+    gradients = [p.grad.detach() for p in net.parameters() if p.grad is not None]
+    return math.hypot(*(float(each.double().norm()) for each in gradients))
 
 
 def _steps(
@@ -362,18 +370,37 @@ def _interrupted(probe: Probe) -> dict[str, Any]:
 def _clip(probe: Probe) -> dict[str, Any]:
     """Lite.clip_gradients clips by the norm over all ranks, and returns this norm.
 
-    A norm below the limit leaves the gradients unchanged.
+    A norm below the limit leaves the gradients unchanged. With clip_val, each element is clipped.
     With engine_clips=True, it raises an error.
     """
     capabilities = probe.target.capabilities()
     if not capabilities.manual_backward:
         return {}
     if not capabilities.engine_clips:
-        return _loop(probe, accumulate=2, clip=0.2)
+        told = _loop(probe, accumulate=2, clip=0.2)
+        # Where a rank has whole parameters, with their gradients.
+        if capabilities.sharded_state or capabilities.parameters == "divided":
+            return {**told, "clipped": []}
+        return {**told, "by value": _largest_of_clipped(probe)}
     lite = probe.lite()
     model, optimizer = _set_up(lite, build("dense"))
     refused = probe.said(lambda: lite.clip_gradients(model, optimizer, max_norm=0.2))
     return {"refused": refused}
+
+
+_LARGEST = 0.01
+
+
+def _largest_of_clipped(probe: Probe) -> float:
+    """Return the largest element of gradients that were clipped to `_LARGEST`."""
+    lite = probe.lite()
+    net = build("dense")
+    model, optimizer = _set_up(lite, net)
+    _, inputs, target = lite.to_device(next(iter(probe.loader(8))))
+    lite.backward(mse_loss(model(inputs), target))
+    lite.clip_gradients(model, optimizer, clip_val=_LARGEST)
+    gradients = [p.grad for p in net.parameters() if p.grad is not None]
+    return max((float(each.abs().max()) for each in gradients), default=_LARGEST)
 
 
 @judge_of(_clip)
@@ -393,6 +420,17 @@ def _judge_clip(found: Result) -> None:
                     f"{expected:.6g}, the norm of the gradients before they were clipped: "
                     "clip_gradients has to return it"
                 )
+        for rank, told in enumerate(found.ranks):
+            assert all(times < 1.001 for times in told["clipped"]), (
+                f"after Lite.clip_gradients(max_norm=...), the norm of the gradients on rank {rank} "
+                f"is {shown(told['clipped'])} times the limit in each step: look at clip_gradients"
+            )
+            largest = told.get("by value", _LARGEST)
+            assert math.isclose(largest, _LARGEST, rel_tol=1e-3), (
+                f"after Lite.clip_gradients(clip_val={_LARGEST}), the largest element of the "
+                f"gradients is {largest:.5g} on rank {rank}, and it was larger than {_LARGEST}: look "
+                "at clip.algorithm in clip_gradients"
+            )
         return
     judge_refused(found, "Lite.clip_gradients", "engine_clips=True", "clips gradients itself")
 

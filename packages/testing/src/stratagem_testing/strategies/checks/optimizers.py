@@ -17,7 +17,6 @@ from stratagem.precision import Precision
 from stratagem_testing.strategies.check import Result, Run, check, judge_of
 from stratagem_testing.strategies.judging import (
     by_part,
-    close,
     difference,
     judge_accepted,
     judge_losses,
@@ -32,12 +31,28 @@ SCALE = 1024.0
 
 
 def _judge_groups(found: Result) -> None:
+    _judge_rates(found)
     judge_losses_of(
         found,
         "steps were not taken with the options that optimizer.param_groups has then: there are two "
         "groups, a scheduler changes the learning rates of both after each step, and user code "
         "their momentum and weight_decay",
     )
+
+
+def _judge_rates(found: Result) -> None:
+    """Judge that learning rates change as the scheduler says, whatever a strategy makes of them."""
+    for rank, told in enumerate(found.ranks):
+        for step, (before, now) in enumerate(pairwise(told["rates"]), start=2):
+            first, second = found.reference["rates"][step - 2 : step]
+            for group, rate in enumerate(now if len(now) == len(second) else ()):
+                expected = before[group] * second[group] / first[group]
+                assert math.isclose(rate, expected, rel_tol=1e-6), (
+                    f"the learning rate of the parameter group {group} is {rate:.6g} before step "
+                    f"{step} on rank {rank}, expected {expected:.6g}: the scheduler multiplies the "
+                    "rate that is in optimizer.param_groups. Put back in optimizer_step what it "
+                    "changes there (in `finally`)"
+                )
 
 
 class _Varied(Scheduled):
@@ -53,10 +68,12 @@ class _Varied(Scheduled):
 def _groups(probe: Probe) -> dict[str, Any]:
     """Each step uses the current options of each parameter group.
 
-    A scheduler changes learning rates, and user code changes momentum and weight_decay.
+    A scheduler changes learning rates, and user code changes momentum and weight_decay. A strategy
+    does not change the learning rates that they see.
     """
     learner = _Varied(optimizer="groups")
-    return probe.report(learner, probe.fit(learner, max_epochs=2))
+    trainer = probe.fit(learner, max_epochs=2)
+    return {**probe.report(learner, trainer), "rates": learner.rates}
 
 
 def _under_lite(name: str, about: str, meaning: str, *names: str) -> Callable[[Run], Run]:
