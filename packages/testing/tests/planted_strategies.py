@@ -1444,6 +1444,22 @@ class StepsFirstByClosure(ByBackward):
         return super().optimizer_step(prepared, stepped, closure)
 
 
+class AnchorsOfTrained(Periodic):
+    """Keeps the weights of each average, of what was trained in the first step."""
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        named = {n: p for n, p in prepared.original.named_parameters() if p.requires_grad}
+        begin = {name: p.detach().clone() for name, p in named.items()}
+        anchor = prepared.strategy_data.setdefault("anchor", begin)
+        returned = super().optimizer_step(prepared, optimizer, closure)
+        if prepared.strategy_data["steps"] % 8 == 0:
+            for name, p in named.items():
+                anchor[name].copy_(p.detach())
+        return returned
+
+
 class DriftsUnclipped(Periodic):
     """clip_gradients clips nothing."""
 

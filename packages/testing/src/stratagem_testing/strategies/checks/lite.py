@@ -422,14 +422,15 @@ def _judge_clip(found: Result) -> None:
                 )
         for rank, told in enumerate(found.ranks):
             assert all(times < 1.001 for times in told["clipped"]), (
-                f"after Lite.clip_gradients(max_norm=...), the norm of the gradients on rank {rank} "
-                f"is {shown(told['clipped'])} times the limit in each step: look at clip_gradients"
+                "after Lite.clip_gradients(max_norm=...), the norm of the gradients on rank "
+                f"{rank} is {shown(told['clipped'])} times the limit in each step: look at "
+                "clip_gradients"
             )
             largest = told.get("by value", _LARGEST)
             assert math.isclose(largest, _LARGEST, rel_tol=1e-3), (
                 f"after Lite.clip_gradients(clip_val={_LARGEST}), the largest element of the "
-                f"gradients is {largest:.5g} on rank {rank}, and it was larger than {_LARGEST}: look "
-                "at clip.algorithm in clip_gradients"
+                f"gradients is {largest:.5g} on rank {rank}, and it was larger than {_LARGEST}: "
+                "look at clip.algorithm in clip_gradients"
             )
         return
     judge_refused(found, "Lite.clip_gradients", "engine_clips=True", "clips gradients itself")

@@ -303,7 +303,13 @@ def _judge_averages(found: Result) -> None:
             "every parameter of each group of the optimizer, or nobody averages this one"
         )
     for which in [which for which in first if which != "one"]:
-        if any(told[which]["refused"] for told in found.ranks):
+        said = [told[which]["refused"] for told in found.ranks if told[which]["refused"]]
+        unexpected = [each for each in said if "\nTraceback" in each["text"]]
+        assert not unexpected, (
+            f"{_DRIFT_STEPS} steps with {which} ended in {unexpected[0]['kind']}, and with one "
+            f"optimizer in no error: {unexpected[0]['text']}"
+        )
+        if said:
             continue  # see optimizers/two, lite/two models, steps/unfrozen, optimizers/added group
         for name, times in _meetings([told[which]["seen"] for told in found.ranks]).items():
             expected = one[f"0 {name[2:]}"]
