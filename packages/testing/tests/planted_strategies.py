@@ -1407,6 +1407,16 @@ class AverageRunsAway(EvaluatesAverage):
             average[name].add_(average[name] - p, alpha=0.1)
 
 
+class AverageOfWeightsOnly(EvaluatesAverage):
+    """The average has the biases of the begin."""
+
+    def update(self, prepared: PreparedModel) -> None:
+        average = self.average(prepared)
+        for name, p in prepared.original.named_parameters():
+            if p.ndim > 1:
+                average[name].lerp_(p, 0.1)
+
+
 class AverageIsTheModel(EvaluatesAverage):
     """The average is no copy, so that it is the weights."""
 
@@ -1442,6 +1452,15 @@ class StepsFirstByClosure(ByBackward):
     ) -> Any:
         stepped = optimizer if closure is None else prepared.optimizers[0]
         return super().optimizer_step(prepared, stepped, closure)
+
+
+class AveragesForOthersOnly(Periodic):
+    """Steps average nothing: only evaluations and saves do."""
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        return ByHand.optimizer_step(self, prepared, optimizer, closure)
 
 
 class AnchorsOfTrained(Periodic):

@@ -109,6 +109,8 @@ PLANTED = [
     ("LoadsFirstGroup", "state/round trip", "they differ at [0]['param_groups'][1]['lr']"),
     ("IgnoresBackwardArguments", "optimizers/arguments of backward", "retain_graph=True"),
     ("DropsPositionalArguments", "optimizers/arguments of backward", "and by position"),
+    ("AveragesForOthersOnly", "optimizers/averages", "as without communication: parameters='dr"),
+    ("AverageOfWeightsOnly", "evaluation/same training", "such as an average of weights, is not"),
     ("AnchorsOfTrained", "optimizers/averages", "with a layer that is unfrozen later ended in Key"),
     ("DriftsUnclipped", "lite/clip", "times the limit in each step: look at clip_gradients"),
     ("DriftsClippedByNorm", "lite/clip", "look at clip.algorithm in clip_gradients"),
@@ -314,7 +316,7 @@ NOT_EQUAL = (
     *("RandomHalf", "OtherHalves", "EvaluatesRankZero", "EvaluationRestartsPeriod"),
     *("AveragesOwnGroups", "CountsOfAllModels", "AveragesTrainedAtFirst", "AveragesFirstGroup"),
     *("SlowsOneOptimizer", "CapsByShard", "SumsSigns", "Periodic", "KeepsErrors"),
-    *("AnchorsOfTrained",),
+    *("AnchorsOfTrained", "AveragesForOthersOnly"),
     *("DriftsUnclipped", "DriftsClippedByNorm", "DriftsUndivided", "DriftsByTheLast"),
 )
 # Each in ranks of its own, since what is looked at is their end, or others leave ranks out of step.

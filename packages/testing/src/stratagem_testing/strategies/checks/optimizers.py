@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -269,14 +270,16 @@ def _drift(probe: Probe, models: int, *makers: Any, later: str = "") -> dict[str
 
 @check(
     "optimizers/averages",
-    about="With parameters='drift', each parameter becomes equal on all "
-    "ranks as often with two optimizers, and with two models, as with one.",
+    about="With parameters='drift', training brings ranks together: in some steps a parameter "
+    "becomes equal on all ranks, or stays closer than without communication. It does so as often "
+    "with two optimizers, and with two models, as with one.",
 )
 def _averages(probe: Probe) -> dict[str, Any]:
     can = probe.target.capabilities()
     if can.parameters != "drift" or can.sharded_state or not can.manual_backward:
         return {}
     return {
+        "alone": _alone(probe),
         "one": probe.attempt(lambda: _drift(probe, 1, OPTIMIZERS["sgd"])),
         "two optimizers": probe.attempt(lambda: _drift(probe, 1, *_TWO)),
         "two models": probe.attempt(lambda: _drift(probe, 2, OPTIMIZERS["sgd"])),
@@ -289,11 +292,64 @@ def _averages(probe: Probe) -> dict[str, Any]:
     }
 
 
+_PATIENCE = 1100
+"""Steps within which ranks meet: some strategies average after every 500 or 1000 steps."""
+
+
+def _alone(probe: Probe) -> dict[str, Any]:
+    """Train until ranks have met; return whether they have, and how far they are from each other.
+
+    Without communication, too; ranks compare by files.
+    """
+    lite = probe.lite()
+    net, model, (optimizer,) = _set_up(lite, OPTIMIZERS["sgd"])
+    batches = list(lite.setup_dataloaders(probe.loader(32)))
+    plain = build("dense")
+    of_plain = OPTIMIZERS["sgd"](plain.parameters())
+    seen: list[dict[str, list[float]]] = []
+    for step in range(1, _PATIENCE + 1):
+        _, inputs, target = batches[step % len(batches)]
+        lite.backward(mse_loss(model(inputs), target))
+        optimizer.step()
+        optimizer.zero_grad()
+        _plain_step(plain, of_plain, inputs.cpu(), target.cpu())
+        seen.append(flat(dict(net.named_parameters())))
+        if step in (_DRIFT_STEPS, _PATIENCE):
+            own = probe.folder / f"seen.{step}.{probe.rank}.json"
+            own.write_text(json.dumps([seen, flat(dict(plain.named_parameters()))]))
+            probe.meet(f"alone.{step}")
+            paths = (own.with_name(f"seen.{step}.{r}.json") for r in range(probe.world_size))
+            ranks, plains = zip(*(json.loads(path.read_text()) for path in paths), strict=True)
+            if max(_meetings(ranks).values()):
+                break
+    far, of_plain_far = (_distance(one) for one in ([rank[-1] for rank in ranks], plains))
+    return {"met": bool(max(_meetings(ranks).values())), "far": far, "alone": of_plain_far}
+
+
+def _plain_step(net: nn.Module, optimizer: Optimizer, inputs: Tensor, target: Tensor) -> None:
+    """Take a step by torch alone."""
+    torch.autograd.backward(mse_loss(net(inputs), target))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _distance(ranks: Sequence[Mapping[str, Sequence[float]]]) -> float:
+    """Return how far the last rank's parameters are from the first one's."""
+    pairs = (zip(ranks[0][name], ranks[-1][name], strict=True) for name in ranks[0])
+    return norm([a - b for pair in pairs for a, b in pair])
+
+
 @judge_of(_averages)
 def _judge_averages(found: Result) -> None:
     first = found.ranks[0]
     if not first or any(told["one"]["refused"] for told in found.ranks):
         return  # see lite/loop
+    alone = first["alone"]
+    assert len(found.ranks) == 1 or alone["met"] or alone["far"] < 0.8 * alone["alone"], (
+        f"in {_PATIENCE} steps, no parameter became equal on all ranks, and ranks are as far from "
+        "each other as without communication: parameters='drift' is for replicas that are averaged "
+        "from time to time, in optimizer_step. Test a longer period with a shorter one"
+    )
     one = _meetings([told["one"]["seen"] for told in found.ranks])
     most = max(one.values())
     for name, times in one.items():
@@ -302,7 +358,7 @@ def _judge_averages(found: Result) -> None:
             f"all ranks {times:.3g} time(s), and of another parameter {most:.3g} time(s): average "
             "every parameter of each group of the optimizer, or nobody averages this one"
         )
-    for which in [which for which in first if which != "one"]:
+    for which in [which for which in first if which not in ("one", "alone")]:
         said = [told[which]["refused"] for told in found.ranks if told[which]["refused"]]
         unexpected = [each for each in said if "\nTraceback" in each["text"]]
         assert not unexpected, (
