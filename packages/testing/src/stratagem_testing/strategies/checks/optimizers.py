@@ -126,7 +126,8 @@ def _train(
 @_under_lite(
     "two",
     "Each of two optimizers of one model updates its own parameters.",
-    "one of two optimizers of a model was not stepped, or with the other one's options",
+    "one of two optimizers of a model was not stepped, was stepped with the other one's options, "
+    "or the gradients of its parameters were not averaged over ranks",
     "optimizer",
 )
 def _two(probe: Probe) -> dict[str, Any]:
@@ -157,7 +158,7 @@ def _judge_halves(found: Result) -> None:
             f"{_DRIFT_STEPS} steps of two optimizers, each of a part of the parameters, move "
             f"{name!r} {far / expected:.3g} times as far as those of one optimizer with the same "
             "options: count the steps of each optimizer by itself (in prepared.strategy_data), and "
-            "change the parameters that this optimizer has, or all"
+            "change what is in its optimizer.param_groups"
         )
 
 

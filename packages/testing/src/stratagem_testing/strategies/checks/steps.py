@@ -381,7 +381,8 @@ def _judge_seeded(found: Result) -> None:
             "a model that draws random numbers in forward, as dropout does, is not trained by the "
             "gradient of what it computed. If layers run again in backward, they have to draw the "
             "same numbers: torch.utils.checkpoint does with preserve_rng_state=True, its default. "
-            f"Nor may backward run before all of forward has\n{error}"
+            "Nor may backward run before all of forward has, nor model_state(prepared) return "
+            f"other weights than those that are trained\n{error}"
         ) from None
 
 
