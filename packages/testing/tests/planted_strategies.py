@@ -1441,6 +1441,12 @@ class EvaluatesAverage(ByBackward):
             for name, p in named.items():
                 p.copy_(own[name])
 
+    def load_model_state(
+        self, prepared: PreparedModel, state: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
+        super().load_model_state(prepared, state, strict=strict)
+        prepared.strategy_data.pop("average", None)
+
     def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         return {"average": dict(self.average(prepared))}
 
@@ -1449,6 +1455,15 @@ class EvaluatesAverage(ByBackward):
     ) -> None:
         average = {name: value.clone() for name, value in state["average"].items()}
         prepared.strategy_data["average"] = average
+
+
+class AverageOfWeightsBefore(EvaluatesAverage):
+    """The average goes on from the weights before a load."""
+
+    def load_model_state(
+        self, prepared: PreparedModel, state: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
+        ByBackward.load_model_state(self, prepared, state, strict=strict)
 
 
 class AverageRunsAway(EvaluatesAverage):

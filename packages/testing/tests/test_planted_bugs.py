@@ -110,6 +110,7 @@ PLANTED = [
     ("IgnoresBackwardArguments", "optimizers/arguments of backward", "retain_graph=True"),
     ("DropsPositionalArguments", "optimizers/arguments of backward", "and by position"),
     ("AveragesForOthersOnly", "optimizers/averages", "as without communication: parameters='dr"),
+    ("AverageOfWeightsBefore", "state/in part", "is that of the weights before. Let load_model"),
     ("AverageOfWeightsOnly", "evaluation/same training", "such as an average of weights, is not"),
     ("AnchorsOfTrained", "optimizers/averages", "with a layer that is unfrozen later ended in Key"),
     ("DriftsUnclipped", "lite/clip", "times the limit in each step: look at clip_gradients"),
@@ -369,7 +370,11 @@ RIGHT = [
     *(("SlowWeights", check) for check in ("optimizers/sgd", "state/out of single_device")),
     *(
         ("EvaluatesAverage", check)
-        for check in ("evaluation/same training", "state/exact resume in bf16-true")
+        for check in (
+            "evaluation/same training",
+            "state/exact resume in bf16-true",
+            "state/in part",
+        )
     ),
     *(
         (name, check)

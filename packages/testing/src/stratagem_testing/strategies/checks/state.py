@@ -700,7 +700,7 @@ def _in_part(probe: Probe) -> dict[str, Any]:
     """If a name is missing, load_model_state raises an error, and loads nothing.
 
     With strict=False, it loads all other names, including buffers and a module's extra state. It
-    copies values, so that the model shares no memory with the state.
+    copies values, so that the model shares no memory with the state. An evaluation uses them.
     """
     learner, other = Learner("unusual", "adam"), Learner("unusual", seed=5)
     trainer = probe.fit(learner, 8)
@@ -717,6 +717,10 @@ def _in_part(probe: Probe) -> dict[str, Any]:
     strategy.load_model_state(prepared, part, strict=False)
     told = {"said": said, "before": before, "refused": refused, "loaded": now()}
     told["part"] = _plain(part)
+    told["evaluated"] = {}
+    if not strategy.capabilities.sharded_state:
+        with strategy.evaluation(prepared), torch.no_grad():
+            told["evaluated"] = _plain(dict(learner.named_parameters()))
     with torch.no_grad():
         for value in part.values():
             if isinstance(value, Tensor) and value.is_floating_point():
@@ -754,6 +758,14 @@ def _judge_in_part(found: Result) -> None:
         "load_model_state(prepared, state, strict=False) has to load every parameter, buffer and "
         "extra state that both have, and to leave the rest: the model's state is another one at "
         f"{where}"
+    )
+    evaluated = {name: value for name, value in told["evaluated"].items() if name in part}
+    where = _first_difference(evaluated, {name: part[name] for name in evaluated})
+    assert where is None, (
+        "after load_model_state(prepared, state), an evaluation uses other weights than those of "
+        "the state: what evaluation(prepared) uses, such as an average of weights, is that of the "
+        "weights before. Let load_model_state drop it, so that it begins with the loaded weights; "
+        f"load_state comes after it. They differ at {where}"
     )
     where = _first_difference(told["later"], told["loaded"])
     assert where is None, (
