@@ -1512,6 +1512,16 @@ class RaisesRates(ByBackward):
         return super().optimizer_step(prepared, optimizer, closure)
 
 
+class ScalesFirstOptimizer(ByBackward):
+    """Under a precision that scales losses, the model's first optimizer is stepped."""
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        stepped = prepared.optimizers[0] if self.precision.scales_loss else optimizer
+        return super().optimizer_step(prepared, stepped, closure)
+
+
 class StepsFirstByClosure(ByBackward):
     """A step with a closure is that of the model's first optimizer."""
 

@@ -118,6 +118,7 @@ PLANTED = [
     ("DriftsUndivided", "life/same batches", "times as far as steps of one that"),
     ("DriftsByTheLast", "life/same batches", "and gradients add up in p.grad"),
     ("RaisesRates", "optimizers/groups and schedule", "Put back in optimizer_step what it changes"),
+    ("ScalesFirstOptimizer", "precisions/scaled loss", "changes what is trained"),
     ("StepsFirstByClosure", "optimizers/closure", "There are two optimizers"),
     ("HoldsNothing", "collectives/no_sync", "Override no_sync to return a context"),
     ("AverageIsTheModel", "state/exact resume in bf16-true", "Keep parameter.detach().clone()"),

@@ -667,7 +667,7 @@ def _judge_scaled(found: Result) -> None:
 
 @check("precisions/scaled loss", _judge_scaled, reference=True)
 def _scaled(probe: Probe) -> dict[str, Any]:
-    """If the precision scales the loss, gradients are unscaled before the step."""
+    """If the precision scales the loss, gradients are unscaled before each optimizer's step."""
 
     def train() -> dict[str, Any]:
         made = _ScaledLoss()
@@ -676,7 +676,10 @@ def _scaled(probe: Probe) -> dict[str, Any]:
             told = probe.report(learner, probe.fit(learner, plugins=["single_file", made]))
         else:
             lite = probe.lite(plugins=["single_file", made])
-            told = _train(probe, lite, *_set_up(lite, OPTIMIZERS["momentum"]))
+            # An engine may take one optimizer only.
+            one = lite.plan.capabilities.engine_steps
+            makers = [OPTIMIZERS["momentum"]] if one else _TWO
+            told = _train(probe, lite, *_set_up(lite, *makers))
         return {**told, "scaled": [made.scaled]}
 
     return probe.attempt(train)
