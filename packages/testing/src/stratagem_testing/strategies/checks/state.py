@@ -718,7 +718,8 @@ def _in_part(probe: Probe) -> dict[str, Any]:
     told = {"said": said, "before": before, "refused": refused, "loaded": now()}
     told["part"] = _plain(part)
     told["evaluated"] = {}
-    if not strategy.capabilities.sharded_state:
+    can = strategy.capabilities
+    if not can.sharded_state and can.parameters != "divided":
         with strategy.evaluation(prepared), torch.no_grad():
             told["evaluated"] = _plain(dict(learner.named_parameters()))
     with torch.no_grad():
