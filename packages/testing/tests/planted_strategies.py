@@ -1132,8 +1132,9 @@ class ErrorFeedback(Holding):
                 continue
             whole = error[name] + (torch.zeros_like(p) if p.grad is None else p.grad)
             sent = whole.sgn() * whole.abs().mean()
-            error[name] = whole - sent
             p.grad = self.ranks.all_reduce(sent)
+            if bool(p.grad.isfinite().all()):  # on every rank, or on none
+                error[name] = whole - sent
 
     def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         own = {name: error.clone() for name, error in self.held(prepared).items()}
