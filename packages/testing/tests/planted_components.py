@@ -43,6 +43,7 @@ from stratagem.discovery import Availability
 from stratagem.environments import PlainEnvironment
 from stratagem.errors import CheckpointCorruptError, CheckpointNotFoundError
 from stratagem.launch import (
+    LISTEN_FD_VARIABLE,
     Launcher,
     RunPlan,
     free_port,
@@ -1523,6 +1524,18 @@ class OtherFolder(Copies):
 
     def launch(self, plan: RunPlan, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return super().launch(plan, _Changed(lambda: os.chdir("/"), function), *args, **kwargs)
+
+
+class FixedPort(Copies):
+    """Ranks of all launches meet at one port."""
+
+    def launch(self, plan: RunPlan, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return super().launch(plan, _Changed(_meet_at_29748, function), *args, **kwargs)
+
+
+def _meet_at_29748() -> None:
+    os.environ.pop(LISTEN_FD_VARIABLE, None)  # the port that the launch has chosen
+    os.environ["MASTER_PORT"] = "29748"
 
 
 class ThroughJSON(Copies):

@@ -311,6 +311,7 @@ SLOW = [
     ("launcher", "LeavesFile", "launch/ranks", "in the folder for temporary files"),
     ("launcher", "DropsVariables", "launch/ranks", "which the program had set"),
     ("launcher", "OtherFolder", "launch/ranks", "relative paths would mean others"),
+    ("launcher", "FixedPort", "launch/ranks", "two launches have the port MASTER_PORT=29748"),
     ("launcher", "ThroughJSON", "launch/ranks", "ended with exit code 1"),
     ("launcher", "AnyError", "failure/error of a rank", "raised no RankFailedError"),
     ("launcher", "UnpicklesResult", "launch/result not executed", "was unpickled in the launching"),
