@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import signal
 import subprocess
@@ -1211,6 +1212,58 @@ class AveragesInFinishStep(ForgetsAverage):
         super().finish_step(prepared, step)
         for name, p in named.items():
             average[name].lerp_(p.detach(), 0.1)
+
+
+class SkipsAlone(DDPStrategy):
+    """Each rank decides by its own loss whether to leave a step out."""
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        prepared.strategy_data["bad"] = not loss.isfinite()
+        super().backward(prepared, loss, *args, **kwargs)
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        if not prepared.strategy_data["bad"]:
+            return super().optimizer_step(prepared, optimizer, closure)
+        return None
+
+
+class KeepsAnOverflow(ByBackward):
+    """Adds to gradients by a running norm, which one overflow makes infinite for good."""
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        own = prepared.strategy_data
+        grads = [p.grad for p in self.trained(prepared) if p.grad is not None]
+        own["norm"] = 0.5 * own.get("norm", 0.0) + sum(float(grad.norm()) for grad in grads)
+        return self.step_with(own["norm"], grads, partial(super().optimizer_step, prepared))(
+            optimizer, closure
+        )
+
+    def step_with(
+        self, norm: float, grads: list[Tensor], take: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Change the gradients."""
+        for grad in grads:
+            grad.add_(0.0 * norm)
+        return take
+
+
+class StopsAfterAnOverflow(KeepsAnOverflow):
+    """Takes no step while the running norm is infinite."""
+
+    def step_with(
+        self, norm: float, grads: list[Tensor], take: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        if math.isfinite(norm):
+            return take
+        return self.leave_out
+
+    def leave_out(self, optimizer: Optimizer, closure: Any = None) -> None:
+        """Say that the step was not taken."""
+        self.precision.step_was_skipped = True
 
 
 class ExplainsEverything(ByBackward):

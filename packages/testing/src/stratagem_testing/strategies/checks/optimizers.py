@@ -126,7 +126,8 @@ def _train(
 @_under_lite(
     "two",
     "Each of two optimizers of one model updates its own parameters.",
-    "one of two optimizers of a model was not stepped, or with the other one's options",
+    "one of two optimizers of a model was not stepped, was stepped with the other one's options, "
+    "or the gradients of its parameters were not averaged over ranks",
     "optimizer",
 )
 def _two(probe: Probe) -> dict[str, Any]:
@@ -157,7 +158,7 @@ def _judge_halves(found: Result) -> None:
             f"{_DRIFT_STEPS} steps of two optimizers, each of a part of the parameters, move "
             f"{name!r} {far / expected:.3g} times as far as those of one optimizer with the same "
             "options: count the steps of each optimizer by itself (in prepared.strategy_data), and "
-            "change the parameters that this optimizer has, or all"
+            "change what is in its optimizer.param_groups"
         )
 
 
@@ -497,7 +498,7 @@ class _ScaledLoss(Precision):
     """Scales losses, as float16 needs it; steps, unscaled, what it was not asked to unscale.
 
     Args:
-        skips: the number of the step that it skips, as if gradients had overflowed; 0: none.
+        skips: the number of the step whose gradients overflow, which it skips; 0: none.
     """
 
     name = "scaled_by_the_kit"
@@ -511,7 +512,7 @@ class _ScaledLoss(Precision):
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         self.scaled = True
-        return loss * SCALE
+        return loss * (math.inf if self.asked + 1 == self.skips else SCALE)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -589,12 +590,27 @@ class _DecaysInHook(Learner):
                 parameter.grad.add_(parameter.detach(), alpha=0.1)
 
 
-@check("precisions/scaled loss and clip", _judge_scaled, reference=True)
+def _judge_overflow(found: Result) -> None:
+    """Judge a training in which the gradients of one step overflow."""
+    for rank, told in enumerate(found.ranks if found.capabilities.precisions is None else ()):
+        values = [value for some in told.get("weights", {}).values() for value in some]
+        begin = f"gradients overflowed in one step, which the precision skips. Rank {rank} "
+        advice = (
+            " afterwards: what the strategy keeps of gradients from step to step (a residual, an "
+            "average) has to stay as it was before such a step"
+        )
+        fewer = told.get("steps", math.inf) < found.reference["steps"]
+        assert not fewer, f"{begin}takes no step any more{advice}"
+        assert all(map(math.isfinite, values)), f"{begin}has weights that are not finite{advice}"
+    _judge_scaled(found)
+
+
+@check("precisions/scaled loss and clip", _judge_overflow, reference=True)
 def _scaled_and_clipped(probe: Probe) -> dict[str, Any]:
     """If the precision scales the loss, gradients are unscaled before they are clipped.
 
-    They are unscaled before the hook on_before_optimizer_step, which adds to them. A step that the
-    precision skips is not counted.
+    They are unscaled before the hook on_before_optimizer_step, which adds to them. A step whose
+    gradients overflow is skipped by the precision, is not counted, and leaves nothing behind.
     """
     capabilities = probe.target.capabilities()
     clips = capabilities.gradient_clipping and not capabilities.engine_clips

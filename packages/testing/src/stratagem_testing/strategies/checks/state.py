@@ -194,7 +194,8 @@ def _meaning_of_steps(found: Result) -> str:
         return _OF_STEPS  # an engine has it elsewhere
     return (
         "the optimizer's state is that of the save, so look at state and load_state for what the "
-        "strategy itself keeps, such as a count of steps or the error of a compression"
+        "strategy itself keeps, such as a count of steps or the error of a compression. Learning "
+        "rates it reads from optimizer.param_groups in each step, where schedulers write them"
     )
 
 

@@ -381,7 +381,8 @@ def _judge_seeded(found: Result) -> None:
             "a model that draws random numbers in forward, as dropout does, is not trained by the "
             "gradient of what it computed. If layers run again in backward, they have to draw the "
             "same numbers: torch.utils.checkpoint does with preserve_rng_state=True, its default. "
-            f"Nor may backward run before all of forward has\n{error}"
+            "Nor may backward run before all of forward has, nor model_state(prepared) return "
+            f"other weights than those that are trained\n{error}"
         ) from None
 
 
@@ -459,20 +460,28 @@ def _zero(probe: Probe) -> dict[str, Any]:
 
 
 class _NotFinite(Learner):
-    """The loss of the last part of the data is NaN in the second step."""
+    """The loss of the last part of the data is NaN in the last step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         part, parts = self.trainer.ranks.data_split
-        return loss * math.nan if batch_idx == 1 and part == parts - 1 else loss
+        is_last = batch_idx == self.trainer.num_training_batches - 1
+        return loss * math.nan if is_last and part == parts - 1 else loss
 
 
 def _judge_not_finite(found: Result) -> None:
-    told = found.ranks[0]
-    if told["refused"] or told["steps"] < told["batches"]:
-        return  # an engine may end the run, or leave the step out
-    assert not told["finite"], (
-        "the loss of a rank was NaN in the second step, the step was taken, and every weight is a "
+    if any(told["refused"] for told in found.ranks):
+        return  # an engine may end the run
+    skipped = [told["steps"] < told["batches"] for told in found.ranks]
+    finite = [told["own"] for told in found.ranks]
+    assert len(set(skipped)) == len(set(finite)) == 1, (
+        "the loss of one rank was NaN in the last step. Whether the ranks left the step out: "
+        f"{skipped}; whether their weights are finite after it: {finite}. Let the ranks agree "
+        "(self.ranks.all_reduce_ints([bad], 'max')) before one of them leaves a step out, and call "
+        "step.optimizer_step_was_skipped(optimizer)"
+    )
+    assert skipped[0] or not found.ranks[0]["finite"], (
+        "the loss of a rank was NaN in the last step, the step was taken, and every weight is a "
         "number after it: somewhere between backward and optimizer_step NaN was made one (as "
         "nan_to_num does), so that nobody learns that training diverges. Leave it NaN, or leave "
         "the step out and call step.optimizer_step_was_skipped(optimizer)"
@@ -481,17 +490,22 @@ def _judge_not_finite(found: Result) -> None:
 
 @check("steps/not finite", _judge_not_finite)
 def _not_finite(probe: Probe) -> dict[str, Any]:
-    """A NaN in a gradient reaches the weights of all ranks, also with clipping."""
+    """A NaN in a gradient reaches the weights of all ranks, also with clipping.
+
+    If a strategy leaves such a step out, it does so on all ranks.
+    """
     can = probe.target.capabilities()
     clip: dict[str, Any] = {"gradient_clip_val": 1.0} if can.gradient_clipping else {}
 
     def train() -> dict[str, Any]:
         trainer = probe.fit(_NotFinite(), **clip)
-        values = [value for some in probe.weights(trainer).values() for value in some]
+        whole = probe.weights(trainer)
+        own = probe.own_weights(trainer.run.require_prepared().original)
         return {
             "steps": trainer.global_step,
             "batches": trainer.num_training_batches,
-            "finite": all(map(math.isfinite, values)),
+            "finite": all(math.isfinite(value) for some in whole.values() for value in some),
+            "own": all(math.isfinite(value) for some in own.values() for value in some),
         }
 
     return probe.attempt(train)
