@@ -43,7 +43,6 @@ from stratagem.discovery import Availability
 from stratagem.environments import PlainEnvironment
 from stratagem.errors import CheckpointCorruptError, CheckpointNotFoundError
 from stratagem.launch import (
-    LISTEN_FD_VARIABLE,
     Launcher,
     RunPlan,
     free_port,
@@ -1438,8 +1437,11 @@ class JoinsAll(Launcher):
 
     new_processes = True
 
+    def port(self) -> int:
+        return free_port()
+
     def launch(self, plan: RunPlan, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        call, port, count = pack(plan, function, args, kwargs), free_port(), plan.world_size
+        call, port, count = pack(plan, function, args, kwargs), self.port(), plan.world_size
         ranks = [
             rank_environment(local_rank=rank, local_world_size=count, main_port=port)
             for rank in range(count)
@@ -1526,16 +1528,11 @@ class OtherFolder(Copies):
         return super().launch(plan, _Changed(lambda: os.chdir("/"), function), *args, **kwargs)
 
 
-class FixedPort(Copies):
+class FixedPort(JoinsAll):
     """Ranks of all launches meet at one port."""
 
-    def launch(self, plan: RunPlan, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return super().launch(plan, _Changed(_meet_at_29748, function), *args, **kwargs)
-
-
-def _meet_at_29748() -> None:
-    os.environ.pop(LISTEN_FD_VARIABLE, None)  # the port that the launch has chosen
-    os.environ["MASTER_PORT"] = "29748"
+    def port(self) -> int:
+        return 29748
 
 
 class ThroughJSON(Copies):
