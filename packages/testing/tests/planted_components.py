@@ -241,6 +241,34 @@ class KeepsDeterminism(CPUAccelerator):
         return lambda: None
 
 
+class LeavesMode(CPUAccelerator):
+    """Sets a variable at each setup to the same value, and leaves it."""
+
+    def setup(self) -> None:
+        os.environ["MINE_MODE"] = "on"
+
+
+class SwapsKernels(CPUAccelerator):
+    """Deterministic kernels where nobody asks for them, and the others where somebody does."""
+
+    def configure_kernels(self, *, benchmark: bool, deterministic: bool) -> Callable[[], None]:
+        backend: Any = torch.backends.cudnn
+        before = backend.deterministic, backend.benchmark
+        backend.deterministic, backend.benchmark = benchmark, deterministic
+
+        def restore() -> None:
+            backend.deterministic, backend.benchmark = before
+
+        return restore
+
+
+class StatsInKibibytes(CPUAccelerator):
+    """Calls KiB bytes."""
+
+    def device_stats(self, device: torch.device) -> dict[str, Any]:
+        return {"resident_bytes": super().device_stats(device)["resident_bytes"] // 1024}
+
+
 # ---------------------------------------------------------------- precisions
 
 
@@ -319,7 +347,11 @@ class Scaled(Precision):
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+        found = [parameter for parameter in parameters if parameter.grad is not None]
+        for each in found:
+            if each.grad.is_sparse:
+                each.grad = each.grad.coalesce()
+        return [each.grad.values() if each.grad.is_sparse else each.grad for each in found]
 
     def is_finite(self, gradients: list[Tensor]) -> bool:
         return all(bool(gradient.isfinite().all()) for gradient in gradients)
@@ -616,6 +648,114 @@ class ChangesLists(_BF16):
         return convert
 
 
+class LeavesNewTensors(_BF16):
+    """What a model makes in its forward pass is in float32."""
+
+    def forward_context(self) -> Any:
+        return None
+
+
+class MakesSingle(_BF16):
+    """A model is made in float32, and converted afterwards."""
+
+    def init_context(self) -> Any:
+        return nullcontext()
+
+
+class ReturnsRounded(_BF16):
+    """A loss is computed in bfloat16."""
+
+    def output_converter(self) -> Any:
+        return None
+
+
+class TakesAnyAccelerator(Precision):
+    """Computes in float32 where there is no autocast."""
+
+    name = "any"
+    dtype = torch.bfloat16
+
+    def bind(self, accelerator: Any) -> None:
+        self.autocast = accelerator.autocast
+
+    def forward_context(self) -> Any:
+        return self.autocast(self.dtype)
+
+
+class NoSparse(Scaled):
+    """Looks at sparse gradients as at others."""
+
+    def gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+class Grows(Dynamic):
+    """Nothing is wrong: the scale is doubled after 2000 steps without an overflow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"scale": 8.0, "good": 0}
+
+    def adapt(self) -> None:
+        if self.overflow:
+            self.state["good"] = 0
+        super().adapt()
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        super().optimizer_step(optimizer)
+        self.state["good"] += not self.step_was_skipped
+        self.grow()
+
+    def grow(self) -> None:
+        if self.state["good"] >= 2000:
+            self.state = {"scale": self.state["scale"] * 2, "good": 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.state["good"] = state.get("good", 0)
+
+
+class NeverLowers(Grows):
+    """Counts anew after an overflow, and keeps the scale."""
+
+    def adapt(self) -> None:
+        before = self.state["scale"]
+        super().adapt()
+        self.state["scale"] = before
+
+
+class LowersTooMuch(Grows):
+    """One overflow makes the scale 1e-6 of it."""
+
+    def adapt(self) -> None:
+        if self.overflow:
+            self.state["scale"] *= 2e-6
+        super().adapt()
+
+
+class GrowsAtOnce(Grows):
+    """Each step doubles the scale."""
+
+    def grow(self) -> None:
+        self.state = {"scale": self.state["scale"] * 2, "good": 0}
+
+
+class BeginsAgain(Grows):
+    """After 2000 steps the scale is 0.5."""
+
+    def grow(self) -> None:
+        if self.state["good"] >= 2000:
+            self.state = {"scale": 0.5, "good": 0}
+
+
+class ForgetsWhenToGrow(Grows):
+    """The number of steps since the last overflow is not in its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": super().state_dict()["scale"]}
+
+
 class StaleCopies(_BF16):
     """Steps copies in float32 that were made once."""
 
@@ -895,6 +1035,13 @@ class WholeNumbers(SingleFileCheckpointIO):
         return loaded
 
 
+class RemovesPathsOnly(SingleFileCheckpointIO):
+    """Takes a path for a Path."""
+
+    def remove_checkpoint(self, path: Any) -> None:
+        path.unlink(missing_ok=True)
+
+
 class RemembersLoads(SingleFileCheckpointIO):
     """A second load returns the object of the first one."""
 
@@ -1141,6 +1288,67 @@ class PortOfTheHash(PlainEnvironment):
         return 20000 + hash(os.environ["MINE_JOB"]) % 20000
 
 
+class PortOfTheName(PlainEnvironment):
+    """Has a port for each name of a job, of which some need rights."""
+
+    @property
+    def main_port(self) -> int:
+        return zlib.crc32(os.environ["MINE_NAME"].encode()) % 20000
+
+
+class PortOfTheLaunch(PlainEnvironment):
+    """Has the port that is said where it is made."""
+
+    def __init__(self) -> None:
+        self.port = self._number("MASTER_PORT", 1)
+
+    @property
+    def main_port(self) -> int:
+        return self.port
+
+
+class MeetsAtHome(PlainEnvironment):
+    """Rank 0 is always here."""
+
+    @property
+    def main_address(self) -> str:
+        return "127.0.0.1"
+
+
+class RemembersRestarts(PlainEnvironment):
+    """Keeps what it was told first, before the launch."""
+
+    kept: int | None = None
+
+    def restart_count(self) -> int:
+        if self.kept is None:
+            self.kept = self._number("MINE_RESTARTS", 0)
+        return self.kept
+
+
+class RemembersRun(PlainEnvironment):
+    """Keeps what it was told first, before the launch."""
+
+    kept: str | None = None
+
+    def run_id(self) -> str | None:
+        self.kept = self.kept or f"run-{os.environ.get('MINE_JOB')}"
+        return self.kept
+
+
+class AgentOfTheStart(PlainEnvironment):
+    """A restart has another agent."""
+
+    def run_id(self) -> str | None:
+        return f"run-{os.environ.get('MINE_JOB')}"
+
+    def restart_count(self) -> int:
+        return self._number("MINE_RESTARTS", 0)
+
+    def agent_id(self) -> str | None:
+        return f"{self.run_id()}-{self.restart_count()}"
+
+
 class RunOfTheTime(PlainEnvironment):
     """A run is what starts within a second."""
 
@@ -1229,8 +1437,11 @@ class JoinsAll(Launcher):
 
     new_processes = True
 
+    def port(self) -> int:
+        return free_port()
+
     def launch(self, plan: RunPlan, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        call, port, count = pack(plan, function, args, kwargs), free_port(), plan.world_size
+        call, port, count = pack(plan, function, args, kwargs), self.port(), plan.world_size
         ranks = [
             rank_environment(local_rank=rank, local_world_size=count, main_port=port)
             for rank in range(count)
@@ -1315,6 +1526,13 @@ class OtherFolder(Copies):
 
     def launch(self, plan: RunPlan, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return super().launch(plan, _Changed(lambda: os.chdir("/"), function), *args, **kwargs)
+
+
+class FixedPort(JoinsAll):
+    """Ranks of all launches meet at one port."""
+
+    def port(self) -> int:
+        return 29748
 
 
 class ThroughJSON(Copies):
@@ -1501,6 +1719,14 @@ class BeginsAnewWithRun(Rows):
     def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
         super().begin_run(run_id, resumed_at)
         LOGS.unlink(missing_ok=True)
+
+
+class CutsTooMuch(Rows):
+    """Removes the row of the checkpoint's last step, too."""
+
+    def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
+        super().begin_run(run_id, None if resumed_at is None else resumed_at - 1)
+        self._last_rows = []
 
 
 class OnceOnly(Rows):
@@ -1705,6 +1931,66 @@ class ForgetsTheBest(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.waited = state["waited"]
+
+
+class _Recent(Callback):
+    """Nothing is wrong: logs the mean of the last losses."""
+
+    def __init__(self) -> None:
+        self.recent: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        if outputs["loss"] is not None:
+            self.recent = [*self.recent, float(outputs["loss"])][-4:]
+            self.log("recent", sum(self.recent) / len(self.recent))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"recent": self.recent}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.recent = state["recent"]
+
+
+class ForgetsLosses(_Recent):
+    """What it logs after a resume is the mean of other losses."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class LoadsNothing(Counts):
+    """What it saves is right, and what it loads is left where it is."""
+
+    losses: tuple[float, ...] = ()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.losses = (*self.losses, float(outputs["loss"] or 0.0))[-4:]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class SavesAgain(Callback):
+    """Does not know the lowest loss of before."""
+
+    lowest = float("inf")
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        loss = float("nan") if outputs["loss"] is None else float(outputs["loss"])
+        if loss < self.lowest:
+            self.lowest = loss
+            trainer.save_checkpoint("lowest.ckpt")
+
+
+class NeedsLoss(Counts):
+    """Takes each step to have a loss."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.last = float(outputs["loss"])
 
 
 class SavesItself(Counts):

@@ -84,7 +84,10 @@ class Precision(ABC):
         return None
 
     def output_converter(self) -> Callable[[Any], Any] | None:
-        """Return a function that converts a model's output, if needed; used by Lite."""
+        """Return a function that converts outputs to the default dtype; used by Lite.
+
+        None: outputs have it already. Users compute losses of outputs and float32 targets.
+        """
         return None
 
     def forward_context(self) -> AbstractContextManager[Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,6 +18,8 @@ from stratagem_testing.components.training import losses_of
 from stratagem_testing.surroundings import Surroundings
 
 KIND = "accelerator"
+_SETTINGS = ("torch.backends.", "the default ", "the precision ", "deterministic ")
+"""What descriptions of torch's settings begin with, which no library changes when it is loaded."""
 
 _PROBE = """
 import sys
@@ -166,15 +169,19 @@ def _set_up(bench: Bench) -> None:
 @check(KIND, "devices/nothing left", needs_device=True)
 def _nothing_left(bench: Bench) -> None:
     """After teardown, settings, variables, threads and functions are as before setup."""
-    first = bench.make()
+    first, begun, variables = bench.make(), Surroundings.now(), dict(os.environ)
     devices_of(bench, first)  # the first of a process may load what stays
     first.teardown()
+    changed = [each for each in begun.changes() if each.startswith(_SETTINGS)]
+    # What the first has left of these, the second would find.
+    os.environ.clear()
+    os.environ.update(variables)
     before = Surroundings.now()
     accelerator = bench.make()
     devices_of(bench, accelerator)
     accelerator.teardown()
     accelerator.teardown()
-    changed = before.changes()
+    changed += before.changes()
     assert not changed, f"setup() and teardown() left {'; '.join(changed)}: undo it in teardown()"
 
 
@@ -223,15 +230,33 @@ def _rng(bench: Bench) -> None:
         )
 
 
+def _mode(backend: Any, name: str) -> str:
+    """Return what `Surroundings` calls a setting of a backend."""
+    return f"{backend.__name__}.{name}"
+
+
 @check(KIND, "kernels/restored", needs_device=True)
 def _kernels(bench: Bench) -> None:
-    """The function that configure_kernels returns restores the previous settings."""
+    """The function that configure_kernels returns restores the previous settings.
+
+    configure_kernels sets no setting of torch.backends to the opposite of what it is given.
+    """
     accelerator = bench.make()
     devices_of(bench, accelerator)
     for benchmark, deterministic in ((True, False), (False, True)):
         before = Surroundings.now()
         restore = accelerator.configure_kernels(benchmark=benchmark, deterministic=deterministic)
         assert callable(restore), f"configure_kernels returned {restore!r}; expected a function"
+        wrong = [
+            f"{backend.__name__}.{name} = {getattr(backend, name)}"
+            for backend in (torch.backends.cudnn, torch.backends.mkldnn)
+            for name, given in (("benchmark", benchmark), ("deterministic", deterministic))
+            if getattr(backend, name, None) is (not given) is not before.modes[_mode(backend, name)]
+        ]
+        assert not wrong, (
+            f"configure_kernels(benchmark={benchmark}, deterministic={deterministic}) set "
+            f"{', '.join(wrong)}: the opposite of what it was given"
+        )
         restore()
         changed = before.changes()
         assert not changed, (

@@ -153,11 +153,14 @@ def _in_flight(bench: Bench) -> None:
 
 @check(KIND, "memory/stats", needs_device=True)
 def _stats(bench: Bench) -> None:
-    """device_stats returns numbers by name. Numbers of bytes are integers of at least 0."""
+    """device_stats returns numbers by name. Numbers of bytes are integers of at least 0.
+
+    The allocated or resident bytes grow with a tensor.
+    """
     accelerator = bench.make()
     device = devices_of(bench, accelerator)[0]
     before = accelerator.device_stats(device)
-    kept = torch.ones(1 << 20, device=device)  # 4 MiB
+    kept = torch.ones(1 << 24, device=device)  # 64 MiB
     after = accelerator.device_stats(device)
     for name, value in after.items():
         assert isinstance(value, (int, float)) and not isinstance(value, bool), (  # noqa: PT018
@@ -167,11 +170,11 @@ def _stats(bench: Bench) -> None:
             assert isinstance(value, int) and value >= 0, (  # noqa: PT018
                 f"device_stats()[{name!r}] is {value!r}; expected a whole number of bytes"
             )
-    if "allocated_bytes" in after:
-        grown = after["allocated_bytes"] - before.get("allocated_bytes", 0)
-        assert grown >= kept.numel() * 4, (
-            f"allocated_bytes grew by {grown} with a tensor of {kept.numel() * 4} bytes: it is "
-            "another unit, or another device's"
+    for name in {"allocated_bytes", "resident_bytes"} & after.keys():
+        grown = after[name] - before.get(name, 0)
+        assert grown >= kept.numel() * 2, (
+            f"{name} grew by {grown} with a tensor of {kept.numel() * 4} bytes: it is another "
+            "unit, or another device's"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import io
 import os
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from stratagem.callbacks import Callback
 from stratagem.data import map_tensors
+from stratagem.loggers import Logger
 from stratagem.state import find_offending_value
 from stratagem.strategies import check_overrides
 from stratagem.trainer import Trainer
@@ -55,6 +57,14 @@ def _fit(
     torch.manual_seed(0)
     model = learner()
     trainer = _trainer(bench, *callbacks, **options)
+    effects, save = options.get("logger"), trainer.save_checkpoint
+    if isinstance(effects, _Effects):
+
+        def noted(*arguments: Any, **kwargs: Any) -> None:
+            effects.noted.append(("saved a checkpoint", trainer.global_step, 0.0))
+            save(*arguments, **kwargs)
+
+        trainer.save_checkpoint = noted  # type: ignore[method-assign]
     trainer.fit(model, loader(32, 1), loader(16, 1), ckpt_path=path)
     return model
 
@@ -105,7 +115,8 @@ def _hooks(bench: Bench) -> None:
 def _stages(bench: Bench) -> None:
     """One callback works in fit, validate, test and predict, and leaves nothing running.
 
-    This includes a second fit, the sanity check before training, and a validation without a fit.
+    This includes a second fit, the sanity check before training, a validation without a fit, and
+    a training_step that returns None.
     """
     callback = bench.make()
     torch.manual_seed(0)
@@ -121,8 +132,23 @@ def _stages(bench: Bench) -> None:
         lambda: _trainer(bench, bench.make()).validate(model, loader(16, 1), verbose=False)
     )
     assert error is None, f"a validation without a fit before ended in {brief(error)}"
+    error = bench.error(
+        lambda: _trainer(bench, bench.make()).fit(_LeavesOut(), loader(32, 1), loader(16, 1))
+    )
+    assert error is None, (
+        f"a fit whose training_step returns None for one batch ended in {brief(error)}: "
+        "on_train_batch_end gets {'loss': None} then"
+    )
     changed = before.changes()
     assert not changed, f"after three runs there is {'; '.join(changed)}: end it in `teardown`"
+
+
+class _LeavesOut(Learner):
+    """Takes no step by the second batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 1 else loss
 
 
 @check(KIND, "runs/same training")
@@ -236,8 +262,9 @@ def _plain(bench: Bench) -> None:
 def _resumed(bench: Bench) -> None:
     """A run that resumes after an epoch has the same weights as an uninterrupted run.
 
-    At the end, state_dict() of the callback returns the same. In a second run, the validation loss
-    grows after two epochs: what decides by it ends both runs after the same step.
+    The callback logs the same values, and saves checkpoints after the same steps. state_dict()
+    returns the same after the load and at the end. In a second run, the validation loss grows after
+    two epochs: what decides by it ends both runs after the same step.
     """
     _resume(bench, _Saves(bench.folder.parent / "first.ckpt", 1), max_epochs=2)
     saves = _Saves(bench.folder.parent / "second.ckpt", 2)
@@ -252,10 +279,13 @@ class _Worsens(Learner):
 
 
 def _resume(bench: Bench, saves: _Saves, **options: Any) -> None:
-    uninterrupted, continued = bench.make(), bench.make()
-    whole = _fit(bench, uninterrupted, **options)
-    _fit(bench, bench.make(), saves, **options)
-    resumed = _fit(bench, continued, path=saves.path, **options)
+    uninterrupted, continued, done, again = bench.make(), bench.make(), _Effects(), _Effects()
+    options = {"log_every_n_steps": 1, **options}
+    whole = _fit(bench, uninterrupted, logger=done, **options)
+    saves.callback = bench.make()
+    _fit(bench, saves.callback, saves, **options)
+    begins, ready = _Begins(continued), _Begins(continued)
+    resumed = _fit(bench, begins, continued, ready, path=saves.path, logger=again, **options)
     different = _differing(whole, resumed)
     assert not different, (
         f"a resumed run ends with other weights ({different[0]}): state_dict() has to hold, and "
@@ -263,11 +293,31 @@ def _resume(bench: Bench, saves: _Saves, **options: Any) -> None:
     )
     expected, found = uninterrupted.state_dict(), continued.state_dict()
     wrong = [key for key in {**expected, **found} if _differ(expected, found, key)]
-    if wrong:
+    loaded = [
+        key
+        for key in saves.state
+        if _differ(saves.state, begins.state, key) and _differ(saves.state, ready.state, key)
+    ]
+    late = again.since(again.began) != done.since(again.began)
+    if wrong or loaded or late:
         # What two uninterrupted runs have differently, such as seconds, cannot be compared.
-        other = bench.make()
-        _fit(bench, other, **options)
-        wrong = [key for key in wrong if not _differ(expected, other.state_dict(), key)]
+        other, told = bench.make(), _Effects()
+        _fit(bench, other, logger=told, **options)
+        varies = [key for key in expected if _differ(expected, other.state_dict(), key)]
+        wrong = [key for key in wrong if key not in varies]
+        loaded = [key for key in loaded if key not in varies]
+        same = done.names() - {name for name in done.names() if done.of(name) != told.of(name)}
+        for name in sorted(same):
+            own, before = (each.since(again.began, name) for each in (again, done))
+            assert own == before, (
+                f"after a resume the callback has {name} {own}, as pairs of step and value, "
+                f"expected {before}, as of an uninterrupted run: state_dict() has to hold, and "
+                "load_state_dict() to restore, what these come from"
+            )
+    assert not loaded, (
+        f"when a resumed run begins, state_dict() has {loaded[0]!r}: {ready.state[loaded[0]]!r}, "
+        f"expected {saves.state[loaded[0]]!r}, as in the checkpoint: look at load_state_dict()"
+    )
     assert not wrong, (
         f"after a resumed run state_dict() has {wrong[0]!r}: {found.get(wrong[0])!r}, expected "
         f"{expected.get(wrong[0])!r}, as after an uninterrupted run. load_state_dict() is called "
@@ -283,14 +333,60 @@ def _differ(one: dict[str, Any], other: dict[str, Any], key: str) -> bool:
 
 
 class _Saves(Callback):
-    """Saves a checkpoint when an epoch begins."""
+    """Saves a checkpoint when an epoch begins, and keeps the state that it has of a callback."""
+
+    callback: Callback
 
     def __init__(self, path: Any, epoch: int) -> None:
         self.path, self.epoch = path, epoch
+        self.state: dict[str, Any] = {}
 
     def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
         if trainer.current_epoch == self.epoch:
             trainer.save_checkpoint(self.path)
+            self.state = copy.deepcopy(self.callback.state_dict())
+
+
+class _Begins(Callback):
+    """Keeps the state of a callback when training begins."""
+
+    def __init__(self, callback: Callback) -> None:
+        self.callback = callback
+        self.state: dict[str, Any] = {}
+
+    @property
+    def state_key(self) -> str:
+        return f"begins {id(self)}"
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        self.state = copy.deepcopy(self.callback.state_dict())
+
+
+class _Effects(Logger):
+    """Notes what is logged, and when checkpoints are saved, by steps."""
+
+    def __init__(self) -> None:
+        self.noted: list[tuple[str, int, Any]] = []
+        self.began = 0
+
+    def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
+        self.began = resumed_at or 0
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.noted += [(name, step or 0, float(value)) for name, value in metrics.items()]
+
+    def names(self) -> set[str]:
+        return {name for name, _, _ in self.noted}
+
+    def of(self, name: str) -> list[tuple[int, Any]]:
+        return [(step, value) for own, step, value in self.noted if own == name]
+
+    def since(self, step: int, name: str | None = None) -> list[tuple[Any, ...]]:
+        return [
+            each if name is None else each[1:]
+            for each in self.noted
+            if each[1] >= step and name in (None, each[0])
+        ]
 
 
 @check(KIND, "runs/two ranks", slow=True)

@@ -254,7 +254,8 @@ def _lite(bench: Bench) -> None:
 def _paths(bench: Bench) -> None:
     """A path can be a str or a Path, absolute or relative, in a folder that does not exist yet.
 
-    Names may have spaces, brackets, other letters and several dots, or no suffix.
+    Names may have spaces, brackets, other letters and several dots, or no suffix. A removal takes
+    the same paths.
     """
     io = bench.make()
     folder = bench.folder
@@ -275,6 +276,14 @@ def _paths(bench: Bench) -> None:
             "of a path, as without its suffix"
         )
     assert Path("relative/d.ckpt").exists(), "nothing is at the path 'relative/d.ckpt'"
+    for path in paths:
+        error = bench.error(lambda path=path: (io.remove_checkpoint(path), io.wait()))  # type: ignore[misc]
+        assert error is None, f"remove_checkpoint({path!r}) ended in {brief(error)}"
+        error = bench.error(lambda path=path: bench.make().verify_checkpoint(path))  # type: ignore[misc]
+        assert isinstance(error, CheckpointNotFoundError), (
+            f"after remove_checkpoint({path!r}) verify_checkpoint ended in {brief(error)}, "
+            "expected CheckpointNotFoundError"
+        )
 
 
 @check(KIND, "paths/missing")

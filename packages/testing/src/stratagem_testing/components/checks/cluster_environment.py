@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from stratagem.discovery import ClusterEnvironmentSpec, get_registry
@@ -27,6 +28,8 @@ KIND = "cluster_environment"
 _PATIENCE = 40.0
 _FIRST_PORT = 1024
 """Of those that a program may listen on without rights of its own."""
+_NAMES = 200
+"""Names of jobs that are tried: of ports that are drawn from 0 to 20000, one is below 1024."""
 
 
 def _ranks(bench: Bench) -> list[dict[str, str]]:
@@ -116,14 +119,33 @@ def _read_when_asked(bench: Bench) -> None:
             "when a method is called, and not in __init__; raise ConfigurationError if only a rank "
             "can make it"
         ) from None
+    # A front end asks some of it there, before a launcher copies the object.
+    bench.error(lambda: made.creates_processes_externally)
+    for _, ask in _reads(made):
+        bench.error(ask)
     for number, variables in enumerate(_ranks(bench)):
         with bench.environ(variables):
-            expected, found = _numbers(bench.make()), _numbers(made)
+            expected, found = ({**_numbers(it), **_more(it)} for it in (bench.make(), made))
         assert found == expected, (
             f"one that was made before the variables of `ranks`[{number}] were set has {found}, "
-            f"and one that is made with them {expected}: read variables when a method is called, "
-            "and not in __init__"
+            f"and one that is made with them {expected}: read variables whenever a method is "
+            "called, and not in __init__, and keep nothing"
         )
+
+    ranks = _ranks(bench)[0]
+    for name, value in ranks.items():
+        made = bench.make()
+        for _, ask in _reads(made):
+            bench.error(ask)
+        with bench.environ({**ranks, name: f"{value}1"}):
+            for (what, ask), (_, ask_new) in zip(_reads(made), _reads(bench.make()), strict=True):
+                if bench.error(ask_new) is None:
+                    stale = bench.error(ask) or ask()
+                    assert stale == ask_new(), (
+                        f"{what}() of one that was made and asked before {name}={value}1 was set "
+                        f"is {stale!r}, and of a new one {ask_new()!r}: read variables whenever a "
+                        "method is called, and keep nothing"
+                    )
 
 
 @check(KIND, "ranks/started by the cluster")
@@ -145,6 +167,14 @@ def _reads(environment: ClusterEnvironment) -> Iterator[tuple[str, Callable[[], 
     yield "_numbers", lambda: _numbers(environment)
     for name in ("run_id", "restart_count", "agent_id"):
         yield name, getattr(environment, name)
+
+
+def _more(environment: ClusterEnvironment) -> dict[str, Any]:
+    """Return what a front end asks on each rank besides."""
+    return {
+        "creates_processes_externally": environment.creates_processes_externally,
+        **{name: getattr(environment, name)() for name in ("run_id", "restart_count", "agent_id")},
+    }
 
 
 @check(KIND, "ranks/not a number")
@@ -240,10 +270,21 @@ def _chosen(bench: Bench) -> None:
 
 @check(KIND, "meeting/main address and port", slow=True)
 def _meeting(bench: Bench) -> None:
-    """All ranks have the same address and port. Rank 0 can listen there, and others connect."""
+    """All ranks have the same address and port. Rank 0 can listen there, and others connect.
 
-    def meet(report: Report) -> None:
-        environment = _at_home(bench.make())
+    main_address follows the variables that have it. A port that follows from the job, such as from
+    its name, is one from 1024 to 65535 in all jobs.
+    """
+
+    def meet(report: Report, variables: Mapping[str, str]) -> None:
+        # Users make the object in the launching program, and the ranks get copies.
+        try:
+            made = bench.make()
+            os.environ.update(variables)
+        except ConfigurationError:
+            os.environ.update(variables)
+            made = bench.make()
+        environment = _at_home(made)
         address, port = environment.main_address, environment.main_port
         report(address=address, port=port)
         if environment.global_rank() == 0 and not environment.holds_store:
@@ -258,14 +299,10 @@ def _meeting(bench: Bench) -> None:
             report(again=again is None)
             signal.pause()  # the others may ask this rank where it is
 
-    children = [bench.in_child(meet, variables) for variables in _ranks(bench)]
+    children = [bench.in_child(partial(meet, variables=each)) for each in _ranks(bench)]
     try:
         found = [_told(child, number) for number, child in enumerate(children)]
-        for others in _ports_of_other_jobs(bench):
-            assert _FIRST_PORT <= others[1] < 1 << 16, (
-                f"main_port is {others[1]} in a job with {others[0]}; expected "
-                f"{_FIRST_PORT} to 65535, for the numbers of all jobs"
-            )
+        _judge_other_places(_of_other_jobs(bench))
         address, port = found[0]
         assert isinstance(address, str) and address, f"main_address is {address!r}"  # noqa: PT018
         assert isinstance(port, int) and 0 < port < 1 << 16, f"main_port is {port!r}"  # noqa: PT018
@@ -289,26 +326,78 @@ def _meeting(bench: Bench) -> None:
             child.end()
 
 
-def _ports_of_other_jobs(bench: Bench) -> list[tuple[str, int]]:
-    """Return main_port where a variable of the job, such as its number, has another value."""
+def _judge_other_places(told: list[dict[str, Any]]) -> None:
+    for early, expected in [each["early"] for each in told if "early" in each]:
+        assert early == expected, (
+            "one that was made before the variables of `ranks`[0] were set has the main address or "
+            f"port {early!r}, and one that is made with them {expected!r}: read variables in "
+            "main_address and main_port, and not in __init__"
+        )
+    follows = [each["follows"] for each in told if "follows" in each]
+    assert not follows or any(followed for _, followed in follows), (
+        f"main_address is the same if another host is in {', '.join(name for name, _ in follows)}: "
+        "ranks on other nodes would look for rank 0 on their own. Read it from what the cluster "
+        "sets"
+    )
+    for job, port in [each["port"] for each in told if "port" in each]:
+        assert _FIRST_PORT <= port < 1 << 16, (
+            f"main_port is {port} in a job with {job}; expected {_FIRST_PORT} to 65535, for the "
+            "numbers and names of all jobs"
+        )
+
+
+def _of_other_jobs(bench: Bench) -> list[dict[str, Any]]:
+    """Return main_address and main_port where variables of the job have other values.
+
+    "early": what one says that was made without the variables, and one with them; "follows":
+    whether main_address is another one if a variable that has it is changed; "port": main_port of
+    another job.
+    """
     ranks, numbers = _ranks(bench), ("8", "65540", "4294967299")
-    alike = [k for k, v in ranks[0].items() if v.isdigit() and all(r.get(k) == v for r in ranks)]
+    alike = [k for k, v in ranks[0].items() if all(r.get(k) == v for r in ranks)]
     # A port that a variable has is the user's.
-    asked = [(k, number) for k in alike if "PORT" not in k.upper() for number in numbers]
+    asked = [
+        (name, text)
+        for name in alike
+        if "PORT" not in name.upper()
+        for text in (
+            numbers if ranks[0][name].isdigit() else [f"{ranks[0][name]}{n}" for n in range(_NAMES)]
+        )
+    ]
 
     def read(report: Report) -> None:
-        for variable, number in asked:
-            os.environ[variable] = number
+        for key in ranks[0]:
+            del os.environ[key]
+        try:
+            early = bench.make()
+        except ConfigurationError:
+            early = None  # it cannot be made but by a rank
+        os.environ.update(ranks[0])
+        address = bench.make().main_address
+        if early is not None:
+            report(early=[early.main_address, address])
+        ports = {bench.make().main_port for _ in range(2)}
+        if early is not None and len(ports) == 1:  # it is no free one that each has chosen
+            report(early=[early.main_port, ports.pop()])
+        holding = [name for name in alike if address in ranks[0][name]]
+        for name in holding:
+            os.environ[name] = ranks[0][name].replace(address, "elsewhere")
+            with contextlib.suppress(ConfigurationError):
+                report(follows=[name, bench.make().main_address != address])
+            os.environ[name] = ranks[0][name]
+        for variable, text in asked:
+            os.environ[variable] = text
             environment = bench.make()
             with contextlib.suppress(ConfigurationError):
-                if environment.world_size() == len(ranks) == environment.local_world_size():
-                    report(port=[f"{variable}={number}", environment.main_port])
+                if environment.world_size() == len(ranks):
+                    report(port=[f"{variable}={text}", environment.main_port])
+            environment.teardown()
             os.environ[variable] = ranks[0][variable]
 
     child = bench.in_child(read, ranks[0])
     with contextlib.suppress(StuckError):
         child.wait_for("nothing", 5.0)  # of one that waits for other ranks nothing is judged
-    return [(told["port"][0], told["port"][1]) for told in child.end()]
+    return child.end()
 
 
 def _told(child: Child, number: int) -> tuple[Any, Any]:
@@ -426,7 +515,7 @@ def _alike(bench: Bench) -> None:
     """run_id and restart_count are the same on every rank, and do not change.
 
     Each rank is a process of its own. agent_id is the same on the ranks of a node. Another job has
-    another run_id, and a restart of the same job has not.
+    another run_id, and a restart of the same job has not, nor another agent_id.
     """
 
     def read(report: Report) -> None:
@@ -468,12 +557,16 @@ def _judge_other_jobs(bench: Bench, own: list[Any]) -> None:
     """Fail if no other variables make another run, or if those of a restart do."""
     variables = _ranks(bench)[0]
     changes = False
+    with bench.environ(variables):
+        agent = bench.make().agent_id()
     for name, value in variables.items():
         with bench.environ({**variables, name: f"{value}1"}):
             environment = bench.make()
             told: list[Any] = []
             error = bench.error(
-                lambda told=told, it=environment: told.extend([it.run_id(), it.restart_count()])  # type: ignore[misc]
+                lambda told=told, it=environment: told.extend(  # type: ignore[misc]
+                    [it.run_id(), it.restart_count(), it.agent_id()]
+                )
             )
         if error is not None:
             continue
@@ -481,6 +574,10 @@ def _judge_other_jobs(bench: Bench, own: list[Any]) -> None:
         assert told[1] == own[1] or told[0] == own[0], (
             f"with {name}={value}1 restart_count() is {told[1]}, and run_id() {told[0]!r}, before "
             f"{own[0]!r}: a run keeps its id when it is restarted, or it would begin anew"
+        )
+        assert told[1] == own[1] or told[2] == agent, (
+            f"with {name}={value}1 restart_count() is {told[1]}, and agent_id() {told[2]!r}, "
+            f"before {agent!r}: the agent outlives the ranks that it restarts"
         )
     assert changes, (
         f"run_id() is {own[0]!r} whatever the variables of the cluster are: another job in the "

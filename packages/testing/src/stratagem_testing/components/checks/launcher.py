@@ -184,8 +184,8 @@ def _ranks(bench: Bench) -> None:
     """A launch calls the function once on each rank, with its arguments.
 
     Each rank has its environment variables, besides those of the program, and may print much. The
-    processes agree with `new_processes`. A second launch works. No process, handler of a signal or
-    temporary file is left.
+    processes agree with `new_processes`. A second launch works, with another port if it starts new
+    processes. No process, handler of a signal or temporary file is left.
     """
     code, stderr = _run(bench, "note")
     assert code == 0, f"the launching program ended with exit code {code}:\n{stderr[-3000:]}"
@@ -241,6 +241,16 @@ def _ranks(bench: Bench) -> None:
                 "new_processes=False, and no rank is a process that calls launch: the front end "
                 "would look for results there"
             )
+
+    if _can(bench, "new_processes"):
+        first, second = (
+            {note["variables"]["MASTER_PORT"] for note in _notes(bench, f"rank{number}")}
+            for number in range(2)
+        )
+        assert not first & second, (
+            f"two launches have the port MASTER_PORT={', '.join(first)}: two programs on one "
+            "machine would meet there. Ask stratagem.launch.free_port() at each launch"
+        )
 
 
 def _judge_variables(variables: Mapping[str, Any], devices: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from stratagem.accelerators import Accelerator
 from stratagem.discovery import AcceleratorSpec, PrecisionSpec, get_registry
+from stratagem.errors import ConfigurationError
 from stratagem.precision import Precision
 from stratagem_testing.components.bench import Bench, brief
 from stratagem_testing.components.check import check
@@ -85,7 +86,25 @@ def _itself(bench: Bench) -> None:
 
 @check(KIND, "itself/accelerators")
 def _accelerators(bench: Bench) -> None:
-    """An accelerator that the spec does not list raises an error. The tested one does not."""
+    """An accelerator that the spec does not list raises an error. The tested one does not.
+
+    Nor does one that cannot autocast, if products are in `dtype` all the same.
+    """
+    without: Any = _accelerator(bench)
+    without.autocast = lambda dtype: None
+    precision = bench.make()
+    right = [precision.dtype] * 2  # if it is so with autocast: that is another check
+    if (
+        bench.error(lambda: precision.bind(without), ConfigurationError) is None
+        and bench.error(lambda: _products_of(bench, bound(bench))) is None
+        and _products_of(bench, bound(bench)) == right
+    ):
+        error = bench.error(lambda: _products_of(bench, precision))
+        assert error is None and _products_of(bench, precision) == right, (  # noqa: PT018
+            "bind() took an accelerator whose autocast(dtype) is None, and a linear layer does not "
+            f"compute in {precision.dtype} then ({brief(error)}): raise a ConfigurationError in "
+            "bind(), or users compute in another dtype without a word"
+        )
     spec = bench.component.spec
     if not isinstance(spec, PrecisionSpec) or spec.accelerators is None:
         error = bench.error(lambda: bound(bench))
@@ -282,6 +301,14 @@ def _module(bench: Bench) -> None:
         f"that is converted afterwards of {named.norm.weight.dtype}: init_context gives new "
         "tensors the dtype of the parameters"
     )
+    with bound(bench).init_context():
+        made = torch.empty(1).dtype
+    own = {p.dtype for p in converted.parameters() if p.is_floating_point()}
+    assert made in own, (
+        f"in init_context() a new tensor has {made}, and convert_module makes parameters of "
+        f"{', '.join(sorted(map(str, own)))}: a large model would be made in {made} first. Return "
+        "stratagem.precision.default_dtype(dtype) from init_context"
+    )
     rounding = _rounding(named.norm.weight.dtype)
     for name in ("norm.weight", "norm.running_var", "frozen.weight", "angles"):
         off = (after[name].to(torch.complex128) - before[name]).abs().max()
@@ -307,13 +334,12 @@ def _batches(bench: Bench) -> None:
             continue
         dtype = precision.dtype if name == "output_converter" else torch.float32
         _judge_converter(name, convert, dtype)
-    convert = precision.output_converter()
-    if convert is not None:
-        output = convert(torch.ones(2, dtype=precision.dtype))
-        assert output.dtype is torch.get_default_dtype(), (
-            f"output_converter() makes {output.dtype} of {precision.dtype}; expected the default "
-            f"dtype, {torch.get_default_dtype()}, in which a user computes a loss"
-        )
+    convert = precision.output_converter() or (lambda output: output)
+    output = convert(torch.ones(2, dtype=precision.dtype))
+    assert output.dtype is torch.get_default_dtype(), (
+        f"output_converter() makes {output.dtype} of {precision.dtype} (None: it changes nothing); "
+        f"expected the default dtype, {torch.get_default_dtype()}, in which a user computes a loss"
+    )
 
 
 class _Pair(NamedTuple):
@@ -373,22 +399,50 @@ def _judge_converter(name: str, convert: Callable[[Any], Any], dtype: torch.dtyp
     assert off <= _rounding(converted["floats"].dtype), f"{name}() changed values by {off:.2g}"
 
 
-@check(KIND, "conversions/dtype of products")
-def _products(bench: Bench) -> None:
-    """Under forward_context, a layer of a converted model computes in `dtype`."""
-    precision = bound(bench)
+class _AddsNew(nn.Module):
+    """Adds a tensor that it makes, as masks and positions are made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.ones(WIDTH, device=x.device)
+
+
+def _products_of(bench: Bench, precision: Precision) -> list[torch.dtype]:
+    """Return the dtypes of two layers' outputs, with a tensor between them that the model makes."""
     seen: list[torch.dtype] = []
     with precision.init_context():
-        model = build(lambda: nn.Linear(WIDTH, WIDTH))
+        layers = [build(lambda: nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+        model: nn.Module = nn.Sequential(layers[0], _AddsNew(), layers[1])
     model = precision.convert_module(model)
-    model.register_forward_hook(lambda layer, inputs, output: seen.append(output.dtype))
+    for index in ("0", "2"):
+        model.get_submodule(index).register_forward_hook(
+            lambda layer, inputs, output: seen.append(output.dtype)
+        )
     convert = precision.input_converter() or (lambda batch: batch)
     device = _device(bench)
     with precision.forward_context() or nullcontext():
-        model.to(device)(convert(torch.ones(2, WIDTH, device=device)))
-    assert seen == [precision.dtype], (
-        f"dtype is {precision.dtype}, and a linear layer's output is {seen[0]}: say in `dtype` "
-        "what products are computed in, or let forward_context and convert_module do it"
+        error = bench.error(lambda: model.to(device)(convert(torch.ones(2, WIDTH, device=device))))
+    assert error is None or not seen, (
+        f"after x + torch.ones({WIDTH}) a linear layer of {seen[0]} ended in {brief(error)}: in "
+        "forward_context, tensors that a model makes need the dtype of its parameters "
+        "(stratagem.precision.default_dtype), or autocast"
+    )
+    if error is not None:
+        raise error
+    return seen
+
+
+@check(KIND, "conversions/dtype of products")
+def _products(bench: Bench) -> None:
+    """Under forward_context, a layer of a converted model computes in `dtype`.
+
+    So does a layer after a tensor that the model makes, such as a mask.
+    """
+    precision = bound(bench)
+    seen = _products_of(bench, precision)
+    assert seen == [precision.dtype] * 2, (
+        f"dtype is {precision.dtype}, and linear layers return {seen}: say in `dtype` what "
+        "products are computed in, or let forward_context and convert_module do it. New tensors "
+        "have the dtype of the parameters in forward_context (stratagem.precision.default_dtype)"
     )
 
 

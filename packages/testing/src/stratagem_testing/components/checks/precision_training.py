@@ -46,7 +46,10 @@ def _backward(precision: Precision, parameter: nn.Parameter, factor: float = 1.0
 
 @check(KIND, "steps/gradient")
 def _gradient(bench: Bench) -> None:
-    """unscale_gradients restores the unscaled gradient, and optimizer_step applies it once."""
+    """unscale_gradients restores the unscaled gradient, and optimizer_step applies it once.
+
+    This includes sparse gradients, if the precision scales the loss.
+    """
     precision = bound(bench)
     parameter, optimizer = _one_parameter()
     expected = _backward(precision, parameter)
@@ -77,6 +80,33 @@ def _gradient(bench: Bench) -> None:
         f"{(-expected).tolist()}: no step, two of them, or another gradient"
     )
     assert not precision.step_was_skipped, "step_was_skipped after a step that was taken"
+    if precision.scales_loss:
+        _sparse(bench)
+
+
+def _sparse(bench: Bench) -> None:
+    """Fail unless gradients of an embedding with sparse=True are unscaled, and looked at."""
+    for factor in (1.0, float("inf")):
+        precision = bound(bench)
+        embedding = nn.Embedding(3, 2, sparse=True, _weight=torch.zeros(3, 2))
+        optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+        loss = (embedding(torch.tensor([1, 1, 2])) * factor).sum()
+
+        def step(precision: Precision = precision, loss: Any = loss, it: Any = optimizer) -> None:
+            precision.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
+            precision.unscale_gradients(it)
+            precision.optimizer_step(it)
+
+        error = bench.error(step)
+        if type(error).__name__ == "ConfigurationError":
+            return
+        expected = torch.tensor([0.0, -2.0, -1.0]) * (factor == 1.0)
+        assert error is None and torch.allclose(embedding.weight[:, 0], expected), (  # noqa: PT018
+            f"a step with the sparse gradient of an embedding, multiplied by {factor}, ended in "
+            f"{brief(error)}, with the weights {embedding.weight[:, 0].tolist()}, expected "
+            f"{expected.tolist()}: unscale_gradients and optimizer_step look at "
+            "gradient.coalesce().values() where gradient.is_sparse, or raise ConfigurationError"
+        )
 
 
 @check(KIND, "steps/clipping")
@@ -142,7 +172,11 @@ def _two_optimizers(bench: Bench) -> None:
 
 @check(KIND, "steps/skipped")
 def _skipped(bench: Bench) -> None:
-    """A step with infinite or NaN gradients is skipped (step_was_skipped). The next is taken."""
+    """A step with infinite or NaN gradients is skipped (step_was_skipped). The next is taken.
+
+    A scale that adapts becomes smaller until gradients are finite. Without overflows, it does not
+    become smaller, and does not grow at each step.
+    """
     precision = bound(bench)
     if not precision.scales_loss:
         assert not precision.step_was_skipped, "step_was_skipped, and scales_loss is False"
@@ -168,6 +202,56 @@ def _skipped(bench: Bench) -> None:
     precision.optimizer_step(optimizer)
     assert torch.allclose(parameter.detach(), -expected), "the step after one left out is wrong"
     assert not precision.step_was_skipped, "step_was_skipped stays True after a step that was taken"
+    _judge_scale(bound(bench))
+
+
+_OVERFLOWS = 64
+"""Steps within which a scale that is halved by each becomes small enough, whatever it was."""
+_GOOD = 2100
+"""Steps without an overflow: after 2000, torch.amp.GradScaler and its like double the scale."""
+
+
+def _judge_scale(precision: Precision) -> None:
+    _take(precision, 2)
+    initial, state = _scale_of(precision), copy.deepcopy(precision.state_dict())
+    skipped = _take(precision, 1, float("inf"))[1]
+    smaller = _scale_of(precision)  # a scale may adapt by the next loss
+    assert smaller * 1024 >= initial, (
+        f"after one step with an overflow the scale is {smaller:g}, and was {initial:g}: small "
+        "gradients become zero then. Halve it"
+    )
+    if skipped and precision.state_dict() != state:
+        # Of losses whose gradients overflow by the scale alone.
+        gradient = min(2.0**127, 2.0**130 / initial)
+        skipped = _take(precision, _OVERFLOWS, gradient)[1]
+        assert skipped < _OVERFLOWS, (
+            f"{_OVERFLOWS} steps one after the other were left out, as the scale "
+            f"{_scale_of(precision):g} makes gradients overflow: no step is ever taken again. Let "
+            "a step that was skipped make the scale smaller, by the next scale_loss"
+        )
+    scales, skipped = _take(precision, _GOOD)
+    assert skipped <= _GOOD // 100, (
+        f"of {_GOOD} steps with gradients of 1, {skipped} were left out, and the scale is "
+        f"{scales[-1]:g}: let it grow after many steps without an overflow only, as after 2000"
+    )
+    lower = [index for index in range(1, _GOOD) if scales[index] < scales[index - 1]]
+    assert not lower or skipped, (
+        f"after {lower[0]} steps without an overflow the scale became {scales[lower[0]]:g}, and "
+        f"was {scales[lower[0] - 1]:g}: it becomes smaller after overflows only"
+    )
+
+
+def _take(precision: Precision, count: int, gradient: float = 1.0) -> tuple[list[float], int]:
+    """Take steps of one gradient; return the scale of each, and how many were skipped."""
+    parameter, optimizer = _one_parameter()
+    scales, skipped = [], 0
+    for _ in range(count):
+        scaled = precision.scale_loss(torch.ones(()))
+        scales.append(float(scaled))
+        parameter.grad = scaled * torch.full((4,), gradient)
+        precision.optimizer_step(optimizer)
+        skipped += precision.step_was_skipped
+    return scales, skipped
 
 
 @check(KIND, "state/round trip")
@@ -204,6 +288,14 @@ def _state(bench: Bench) -> None:
         f"after load_state_dict a loss is multiplied by {_scale_of(again)}, and by "
         f"{_scale_of(precision)} where the state was saved"
     )
+    if precision.scales_loss:
+        expected, found = (_take(each, _GOOD)[0] for each in (precision, again))
+        assert found == expected, (
+            f"after load_state_dict and {_GOOD} steps a loss is multiplied by {found[-1]:g}, and "
+            f"by {expected[-1]:g} in the run that saved, or they grow at different steps: "
+            "state_dict() has to hold all that decides when the scale changes, such as the number "
+            "of steps since the last overflow"
+        )
     error = bench.error(lambda: again.load_state_dict({}))
     assert error is None, (
         f"load_state_dict({{}}), as of a checkpoint of another precision, ended in {brief(error)}"
