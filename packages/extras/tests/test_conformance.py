@@ -127,6 +127,7 @@ class TestTensorBoardLogger(LoggerConformance):
 class TestMLFlowLogger(LoggerConformance):
     logger = mlflow_logger
     read = of_mlflow
+    library_stays = True  # connections to its database
 
     def test_rows_of_a_run_go_through_log_metrics_of_a_subclass(self, tmp_path: Path) -> None:
         class WithoutEpochs(MLFlowLogger):
@@ -143,6 +144,7 @@ class TestMLFlowLogger(LoggerConformance):
 class TestNeptuneLogger(LoggerConformance):
     logger = neptune_logger
     read = of_neptune
+    library_stays = True  # the threads of the run, which users may go on to write to
 
     @classmethod
     def checks(cls) -> list[str]:

@@ -45,7 +45,7 @@ OPTIONS = {
     "checkpoint_io": {"kills": 8, "megabytes": 1.0},
     "cluster_environment": _Environment.options(),
     "launcher": _Launcher.options(),
-    "logger": {"read": f"{FILE}:read_rows"},
+    "logger": {"read": f"{FILE}:read_rows", "library_stays": False},
     "callback": {"changes_training": False},
     "profiler": {},
 }
@@ -248,7 +248,7 @@ PLANTED = [
     ("logger", "PlainText", "rows/names and digits", "is taken for several"),
     ("logger", "TakesFromRows", "rows/values", "other loggers get them, too"),
     ("logger", "GoesForward", "rows/of one step", "after a row of step 3, rows of the steps 0"),
-    ("logger", "StaysOpen", "rows/values", "metrics.csv is open still"),
+    ("logger", "StaysOpen", "rows/values", "metrics.csv: end it there"),
     ("logger", "LeavesSender", "rows/values", "the thread sender"),
     ("logger", "BeginsAnewWithRun", "trainer/a resumed run", "has rows of the steps [4, 5, 6, 7]"),
     ("logger", "OnceOnly", "hyperparameters/taken", "a second log_hyperparams, of a second fit"),

@@ -188,15 +188,18 @@ class LoggerConformance(ComponentConformance):
             one, and is to write there, each time to the same run: the second one continues it.
         read: a function (or its place) that takes a logger and returns what its run has, as
             pairs of a step and a mapping of values, in the order in which they were logged.
+        library_stays: whether the library that the logger writes through keeps threads, files and
+            handlers until the process ends, as the clients of some services do.
     """
 
     kind = "logger"
     logger: ClassVar[Named]
     read: ClassVar[Named]
+    library_stays: ClassVar[bool] = False
 
     @classmethod
     def options(cls) -> dict[str, Any]:
-        """Return where the function that reads is.
+        """Return where the function that reads is, and whether the library stays.
 
         Raises:
             TypeError: the class has no `read`.
@@ -206,7 +209,7 @@ class LoggerConformance(ComponentConformance):
                 f"{cls.__name__} has no `read`: set it to a function that takes a logger and "
                 "returns what its run has logged, as pairs of a step and a mapping of values"
             )
-        return {"read": place_of(cls.read)}
+        return {"read": place_of(cls.read), "library_stays": cls.library_stays}
 
 
 class CallbackConformance(ComponentConformance):
