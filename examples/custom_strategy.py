@@ -11,7 +11,7 @@ one with tests, begin with `stratagem new-backend my_strategy` (docs/extend/writ
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,7 +40,7 @@ class LocalSGDStrategy(ParallelStrategy):
 
     def __init__(self, *, every: int = 8, **components: Any) -> None:
         super().__init__(**components)
-        self.every, self.steps = every, 0
+        self.every = every
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Begin with the same weights everywhere."""
@@ -55,29 +55,61 @@ class LocalSGDStrategy(ParallelStrategy):
     ) -> Any:
         """Step with this rank's gradients; no rank waits for another, but for every n-th step."""
         result = super().optimizer_step(prepared, optimizer, closure)
-        self.steps += 1
-        if self.steps % self.every == 0:
-            self.average(prepared)
+        steps = prepared.strategy_data.setdefault("steps", {})
+        steps[optimizer] = steps.get(optimizer, 0) + 1
+        if steps[optimizer] % self.every == 0:
+            self.average(prepared.original.parameters())
         return result
 
     @contextmanager
     def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
         """Evaluate the average, then give each rank its own weights back."""
-        parameters = list(prepared.original.parameters())
-        own = nn.utils.parameters_to_vector(parameters).detach()
-        self.average(prepared)
-        yield
-        nn.utils.vector_to_parameters(own, parameters)
+        own = [(each, each.detach().clone()) for each in held_by(prepared)]
+        self.average(held_by(prepared))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for each, before in own:
+                    each.copy_(before)
+
+    def end_training(self, prepared: PreparedModel) -> None:
+        """Leave the average in the model."""
+        self.average(held_by(prepared))
 
     def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
         """Save the average, and go on from it: a resumed run begins there, too."""
-        self.average(prepared)
+        self.average(held_by(prepared))
         return super().model_state(prepared)
 
+    def optimizer_state(self, prepared: PreparedModel, optimizer: Optimizer) -> dict[str, Any]:
+        """Save the average of what the ranks' optimizers hold, such as momentum."""
+        states = optimizer.state.values()
+        self.average(v for state in states for v in state.values() if isinstance(v, Tensor))
+        return super().optimizer_state(prepared, optimizer)
+
+    def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """Save when the next average is due."""
+        steps = prepared.strategy_data.get("steps", {})
+        return {"steps": [steps.get(optimizer, 0) for optimizer in optimizers]}
+
+    def load_state(
+        self, prepared: PreparedModel, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+    ) -> None:
+        """Restore when the next average is due."""
+        prepared.strategy_data["steps"] = dict(zip(optimizers, state["steps"], strict=True))
+
     @torch.no_grad()
-    def average(self, prepared: PreparedModel) -> None:
-        for parameter in prepared.original.parameters():
-            parameter.copy_(self.ranks.all_reduce(parameter))
+    def average(self, values: Iterable[Tensor]) -> None:
+        """Give all ranks the mean of their values; of whole numbers, rank 0's."""
+        for value in values:
+            is_number = value.is_floating_point() or value.is_complex()
+            value.copy_((self.ranks.all_reduce if is_number else self.ranks.broadcast)(value))
+
+
+def held_by(prepared: PreparedModel) -> list[Tensor]:
+    """Return the parameters and buffers of the user's model."""
+    return [*prepared.original.parameters(), *prepared.original.buffers()]
 
 
 class Classifier(Module):
