@@ -11,7 +11,8 @@ one with tests, begin with `stratagem new-backend my_strategy` (docs/extend/writ
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,18 +48,13 @@ class LocalSGDStrategy(ParallelStrategy):
         module.load_state_dict(self.ranks.broadcast(module.state_dict()))
         return module
 
-    def optimizer_step(
-        self,
-        prepared: PreparedModel,
-        optimizer: Optimizer,
-        closure: Callable[[], Any] | None = None,
-    ) -> Any:
+    def optimizer_step(self, prepared: PreparedModel, optimizer: Optimizer, *closure: Any) -> Any:
         """Step with this rank's gradients; no rank waits for another, but for every n-th step."""
-        result = super().optimizer_step(prepared, optimizer, closure)
-        steps = prepared.strategy_data.setdefault("steps", {})
-        steps[optimizer] = steps.get(optimizer, 0) + 1
+        result = super().optimizer_step(prepared, optimizer, *closure)
+        steps = prepared.strategy_data.setdefault("steps", Counter())
+        steps[optimizer] += 1
         if steps[optimizer] % self.every == 0:
-            self.average(prepared.original.parameters())
+            self.average(held_by(prepared))
         return result
 
     @contextmanager
@@ -69,13 +65,8 @@ class LocalSGDStrategy(ParallelStrategy):
         try:
             yield
         finally:
-            with torch.no_grad():
-                for each, before in own:
-                    each.copy_(before)
-
-    def end_training(self, prepared: PreparedModel) -> None:
-        """Leave the average in the model."""
-        self.average(held_by(prepared))
+            for each, before in own:
+                each.data.copy_(before)
 
     def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
         """Save the average, and go on from it: a resumed run begins there, too."""
@@ -90,14 +81,13 @@ class LocalSGDStrategy(ParallelStrategy):
 
     def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         """Save when the next average is due."""
-        steps = prepared.strategy_data.get("steps", {})
-        return {"steps": [steps.get(optimizer, 0) for optimizer in optimizers]}
+        return {"steps": [prepared.strategy_data.get("steps", {}).get(o, 0) for o in optimizers]}
 
-    def load_state(
-        self, prepared: PreparedModel, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
-    ) -> None:
+    def load_state(self, prepared: PreparedModel, optimizers: Any, state: Any) -> None:
         """Restore when the next average is due."""
-        prepared.strategy_data["steps"] = dict(zip(optimizers, state["steps"], strict=True))
+        prepared.strategy_data["steps"] = Counter(
+            dict(zip(optimizers, state["steps"], strict=True))
+        )
 
     @torch.no_grad()
     def average(self, values: Iterable[Tensor]) -> None:
@@ -108,7 +98,6 @@ class LocalSGDStrategy(ParallelStrategy):
 
 
 def held_by(prepared: PreparedModel) -> list[Tensor]:
-    """Return the parameters and buffers of the user's model."""
     return [*prepared.original.parameters(), *prepared.original.buffers()]
 
 

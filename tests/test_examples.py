@@ -22,7 +22,7 @@ from fixtures import RANK_VARIABLES, run_file
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples"
 PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py"))
-LONGEST = 119
+LONGEST = 139
 Numbers = dict[str, list[float]]
 
 

@@ -15,6 +15,8 @@ from stratagem_testing import StrategyConformance
 from stratagem_testing.components.check import MODULES
 from stratagem_testing.guide import BEGIN, END, class_name, tables
 
+ROOT = Path(__file__).parents[3]
+
 
 class TestDDP(StrategyConformance):
     strategy = "ddp"
@@ -53,10 +55,16 @@ class TestModelParallel(StrategyConformance):
     strategy = on_a_mesh
 
 
+@pytest.mark.conformance
+class TestExample(StrategyConformance):
+    strategy = f"{ROOT}/examples/custom_strategy.py:LocalSGDStrategy"
+    equal_to_single_device = False  # replicas drift apart between two averages
+
+
 # ---------------------------------------------------------------- the guide for authors
 
-GUIDE = (Path(__file__).parents[3] / "docs/extend/testing-a-plugin.md").read_text()
-CHECKS = (Path(__file__).parents[3] / "docs/extend/kit-checks.md").read_text()
+GUIDE = (ROOT / "docs/extend/testing-a-plugin.md").read_text()
+CHECKS = (ROOT / "docs/extend/kit-checks.md").read_text()
 
 
 def test_the_guide_says_of_each_check_what_it_means() -> None:
