@@ -39,10 +39,11 @@ class PinnedCores(Accelerator):
 
     def availability(self) -> Availability:
         """Called in the first process, before any other is started."""
-        return Availability(len(self.cores), f"{len(self.cores)} cores")
+        # Not indexed: to torch, all cores are one device.
+        return Availability(len(self.cores), f"{len(self.cores)} cores", indexed=False)
 
     def device(self, index: int) -> torch.device:
-        """All cores share one memory: to torch they are one device."""
+        """The device of torch for each core."""
         return torch.device("cpu")
 
     def setup(self) -> None:
@@ -54,6 +55,10 @@ class PinnedCores(Accelerator):
     def teardown(self) -> None:
         """Called on each rank at the end of a stage: give back what `setup` took."""
         os.sched_setaffinity(0, self.cores)
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Torch has no class of its own for the error of a CPU."""
+        return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
     def device_stats(self, device: torch.device) -> dict[str, Any]:
         """What a DeviceStatsMonitor logs between steps."""

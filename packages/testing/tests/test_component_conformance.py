@@ -37,6 +37,11 @@ def stand_in() -> Any:
 
 
 @pytest.mark.conformance
+class TestExample(AcceleratorConformance):
+    accelerator = f"{Path(__file__).parents[3]}/examples/custom_accelerator.py:PinnedCores"
+
+
+@pytest.mark.conformance
 class TestStandIn(AcceleratorConformance):
     accelerator = stand_in
 
