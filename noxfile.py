@@ -561,7 +561,8 @@ def resumes(session: nox.Session) -> None:
     seed = os.environ.get("STRATAGEM_RESUME_SEED", str(int(time.time())))
     session.log(f"STRATAGEM_RESUME_SEED={seed}")
     cases = {"STRATAGEM_RESUME_CASES": "200", "STRATAGEM_RESUME_SEED": seed}
-    session.run("pytest", "-n", "2", "tests/test_drawn_runs.py", *session.posargs, env=cases)
+    tests = ("-m", "not gpu", "-n", "2", "tests/test_drawn_runs.py")
+    session.run("pytest", *tests, *session.posargs, env=cases)
 
 
 @nox.session
