@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -213,6 +214,32 @@ def test_more_places_than_a_summary_names_are_counted() -> None:
     assert survey.answers.keys() == answers.keys()
     assert survey.answers[3] == answers[3]
     assert survey.answers[99].operation == "one of 36 other places"
+
+
+def test_a_rank_waits_for_its_thread_also_where_the_store_has_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    exchange = StatusExchange(store, 0, 2, here=lambda: RankStatus(0, "sleep()", ""))
+    lost = threading.Event()
+
+    class Waiting:
+        """A connection whose loss torch tells its thread late."""
+
+        def wait(self, keys: list[str], timeout: timedelta) -> None:
+            lost.wait()
+            time.sleep(0.2)
+            raise RuntimeError("the connection was closed")
+
+    def refuse(key: str, value: str) -> None:
+        lost.set()
+        raise RuntimeError("the connection was closed")
+
+    monkeypatch.setattr(exchange, "_waiting", Waiting())
+    monkeypatch.setattr(exchange._store, "set", refuse)
+    exchange.listen()
+    exchange.leave()
+    assert not exchange._thread.is_alive()
 
 
 def test_an_idle_rank_sends_nothing_and_leaves_at_once() -> None:

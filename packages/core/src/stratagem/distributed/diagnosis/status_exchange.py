@@ -431,10 +431,9 @@ class StatusExchange:
         if self._left.is_set() or not self._thread.is_alive():
             return
         self._left.set()
-        try:
+        with contextlib.suppress(RuntimeError):  # it ends with its connection
             self._store.set(self._message(self._rank, self._messages), "")
-        except RuntimeError:
-            return  # it ends with its connection
+        # A thread that is within torch when the interpreter ends would abort the process.
         self._thread.join(ANSWER_TIME)
 
     def close(self) -> None:
