@@ -15,6 +15,9 @@ _LIBRARIES = (
     str(Path(os.__file__).parent),
     "<frozen",
 )
+COMMUNICATING = {"backward": "backward", "_pre_forward": "communication before forward"}
+"""Functions of torch within which C++ may wait for other ranks, and what to call them. DDP brings
+its buckets and buffers into line before a forward pass."""
 
 
 def operation(frame: FrameType | None) -> str:
@@ -27,8 +30,8 @@ def operation(frame: FrameType | None) -> str:
             # wrapper is a decorator's; the public function lies around it
             if not name.startswith("_") and name != "wrapper":
                 return name
-        elif name == "backward" and file.startswith(_LIBRARIES[0]):
-            return "backward"
+        elif name in COMMUNICATING and file.startswith(_LIBRARIES[0]):
+            return COMMUNICATING[name]
         elif not fallback and file.startswith(_LIBRARIES[:2]) and not name.startswith("_"):
             fallback = name
         frame = frame.f_back

@@ -22,17 +22,17 @@ from stratagem.distributed.diagnosis.status_exchange import (
     by_place,
     ranges,
 )
-from stratagem.distributed.stack import line_in_traceback, operation, users_line
+from stratagem.distributed.stack import COMMUNICATING, line_in_traceback, operation, users_line
 from stratagem.errors import CommunicationError
 
 COLLECTIVES = frozenset(
     (
         *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object"),
         *("all_gather_single", "all_reduce", "all_reduce_coalesced", "all_to_all"),
-        *("all_to_all_single", "backward", "barrier", "broadcast", "broadcast_object_list"),
+        *("all_to_all_single", "barrier", "broadcast", "broadcast_object_list"),
         *("gather", "gather_into_tensor", "gather_object", "gather_single", "monitored_barrier"),
         *("recv", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
-        *("scatter", "scatter_object_list", "send"),
+        *("scatter", "scatter_object_list", "send", *COMMUNICATING.values()),
     )
 )
 """Calls in which a rank may wait for others; backward communicates under most strategies."""
