@@ -1901,6 +1901,17 @@ class FailsAfterError(Counts):
         raise RuntimeError("could not send a message")
 
 
+class StopsAlone(Callback):
+    """Each rank stops by its own loss."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = outputs["loss"]
+        if loss is not None and loss < 1e-4:
+            trainer.should_stop = True
+
+
 class RefersToWeights(Callback):
     """Keeps the best weights, which are those of the model."""
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
@@ -1256,6 +1257,13 @@ class AveragesInFinishStep(ForgetsAverage):
         super().finish_step(prepared, step)
         for name, p in named.items():
             average[name].lerp_(p.detach(), 0.1)
+
+
+class ForgetsOptions(DDPStrategy):
+    """Wraps the model in DDP by itself, without the options of the base class."""
+
+    def configure_ddp(self) -> None:
+        self.model = DistributedDataParallel(self.model)
 
 
 class SkipsAlone(DDPStrategy):

@@ -274,6 +274,7 @@ PLANTED = [
     ("callback", "LeavesEvaluation", "runs/same training", "or its mode (eval())"),
     ("callback", "ScalesMetrics", "runs/same training", "the logged value 'val_loss' is"),
     ("callback", "AllWrite", "runs/two ranks", "both ranks write to steps.txt"),
+    ("callback", "StopsAlone", "runs/two ranks", "they have to decide together"),
     ("callback", "HoldsFile", "life/pickled", "make locks, files, connections and threads where"),
     ("callback", "ForgetsLosses", "state/resumed", "after a resume the callback has recent"),
     ("callback", "LoadsNothing", "state/resumed", "when a resumed run begins, state_dict() has"),

@@ -143,6 +143,22 @@ def _stages(bench: Bench) -> None:
     assert not changed, f"after three runs there is {'; '.join(changed)}: end it in `teardown`"
 
 
+class _Unequal(Learner):
+    """Its losses are tiny on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss * 1e-6 if self.trainer.global_rank == self.rank else loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        value = 1e-6 if self.trainer.global_rank == self.rank else 1.0
+        self.log("val_loss", value, batch_size=len(batch[0]))
+
+
 class _LeavesOut(Learner):
     """Takes no step by the second batch."""
 
@@ -391,7 +407,10 @@ class _Effects(Logger):
 
 @check(KIND, "runs/two ranks", slow=True)
 def _two_ranks(bench: Bench) -> None:
-    """A run with two ranks ends normally, and no two ranks write to one file."""
+    """A run with two ranks ends normally, and no two ranks write to one file.
+
+    The losses of one rank may be far smaller than those of the other.
+    """
     here = os.path.realpath(bench.folder.parent)
     note = (bench.folder.parent / "written").open("a", buffering=1)
 
@@ -401,10 +420,20 @@ def _two_ranks(bench: Bench) -> None:
             note.write(f"{os.environ.get('RANK')} {os.path.realpath(path)}\n")
 
     sys.addaudithook(hear)
-    error = bench.error(
-        lambda: _fit(bench, bench.make(), strategy="ddp_fork", devices=2, max_epochs=1)
-    )
+    options: Any = {"strategy": "ddp_fork", "devices": 2, "max_epochs": 1}
+    error = bench.error(lambda: _fit(bench, bench.make(), **options))
     assert error is None, f"a run on two ranks ended in {brief(error)}"
+    for rank in range(2):
+        error = bench.error(
+            lambda rank=rank: _trainer(bench, bench.make(), **options).fit(  # type: ignore[misc]
+                _Unequal(rank), loader(32, 1), loader(16, 1)
+            )
+        )
+        assert error is None, (
+            f"a run on two ranks ended in {brief(error)}, as the losses of rank {rank} are tiny. "
+            "What a callback decides by a value that ranks have differently, such as should_stop, "
+            "they have to decide together: trainer.strategy.ranks.all_reduce(value)"
+        )
     lines = set((bench.folder.parent / "written").read_text().splitlines())
     written = [line.partition(" ")[2] for line in lines if not line.startswith("None ")]
     twice = sorted({path for path in written if written.count(path) > 1 and path.startswith(here)})

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import SGD
 
 from stratagem.callbacks import Callback
-from stratagem.strategies import Strategy
+from stratagem.strategies import DDPStrategy, Strategy
 from stratagem_testing.strategies.check import Result, check, judge_of
 from stratagem_testing.strategies.judging import (
     Flat,
@@ -102,30 +102,49 @@ def _judge_order(found: Result) -> None:
 
 @check("life/arguments")
 def _arguments(probe: Probe) -> dict[str, Any]:
-    """`__init__` accepts the arguments of the base class, and passes them to it."""
-    kind = type(probe.trainer().strategy)
-    given = {"launcher": "script"}
+    """`__init__` accepts the arguments of the base class, and passes them to it.
 
-    def make() -> None:
+    A subclass of DDPStrategy trains a model with an unused layer by find_unused_parameters=True.
+    """
+    kind = type(probe.trainer().strategy)
+
+    def make(**given: Any) -> Any:
         signature = inspect.signature(kind)
         signature.bind_partial(**given)
         try:
             signature.bind(**given)
         except TypeError:
-            return  # it has arguments of its own that nobody else knows
-        assert kind(**given).requested.get("launcher") == "script", "its `requested` lacks launcher"
+            return None  # it has arguments of its own that nobody else knows
+        return kind(**given)
 
-    return {"name": kind.__name__, "said": probe.said(make)}
+    def launches() -> None:
+        made = make(launcher="script")
+        assert made is None or made.requested.get("launcher") == "script", (
+            "its `requested` lacks launcher"
+        )
+
+    def trains() -> None:
+        made = make(find_unused_parameters=True)
+        if made is not None:
+            probe.fit(Learner("unused"), strategy=made)
+
+    said = {"launcher='script'": probe.said(launches)}
+    if issubclass(kind, DDPStrategy):
+        said["find_unused_parameters=True"] = probe.said(trains)
+    return {"name": kind.__name__, "said": said}
 
 
 @judge_of(_arguments)
 def _judge_arguments(found: Result) -> None:
     told = found.ranks[0]
-    assert told["said"] is None, (
-        f"{told['name']}(launcher='script') ends in {told['said']['text']}: what a class does not "
-        "take itself belongs to its base, as precision_plugin, checkpoint_io and timeout do: def "
-        "__init__(self, ..., **components) and super().__init__(**components)"
-    )
+    for given, said in told["said"].items():
+        trains = " trains a model with an unused layer, and" if "unused" in given else ""
+        assert said is None, (
+            f"{told['name']}({given}){trains} ends in {said['text']}: what a class does not take "
+            "itself belongs to its base, as precision_plugin, checkpoint_io and timeout do: def "
+            "__init__(self, ..., **components) and super().__init__(**components). What a method "
+            "does instead of the base's has to keep to these"
+        )
 
 
 SEVERAL = 56

@@ -469,6 +469,12 @@ class _NotFinite(Learner):
         return loss * math.nan if is_last and part == parts - 1 else loss
 
 
+_SAY = (
+    "say so: self.precision.step_was_skipped = True in optimizer_step, and False in each step that "
+    "is taken; a train_step of one's own calls step.optimizer_step_was_skipped(optimizer)"
+)
+
+
 def _judge_not_finite(found: Result) -> None:
     if any(told["refused"] for told in found.ranks):
         return  # an engine may end the run
@@ -477,14 +483,14 @@ def _judge_not_finite(found: Result) -> None:
     assert len(set(skipped)) == len(set(finite)) == 1, (
         "the loss of one rank was NaN in the last step. Whether the ranks left the step out: "
         f"{skipped}; whether their weights are finite after it: {finite}. Let the ranks agree "
-        "(self.ranks.all_reduce_ints([bad], 'max')) before one of them leaves a step out, and call "
-        "step.optimizer_step_was_skipped(optimizer)"
+        "(self.ranks.all_reduce_ints([bad], 'max')) before one of them leaves a step out, and "
+        f"{_SAY}"
     )
     assert skipped[0] or not found.ranks[0]["finite"], (
-        "the loss of a rank was NaN in the last step, the step was taken, and every weight is a "
-        "number after it: somewhere between backward and optimizer_step NaN was made one (as "
-        "nan_to_num does), so that nobody learns that training diverges. Leave it NaN, or leave "
-        "the step out and call step.optimizer_step_was_skipped(optimizer)"
+        "the loss of a rank was NaN in the last step, the step was counted, and every weight is a "
+        "number after it. If optimizer_step leaves such a step out, "
+        f"{_SAY}. If NaN was made a number on its way (as nan_to_num does), leave it NaN: nobody "
+        "would learn that training diverges"
     )
 
 
