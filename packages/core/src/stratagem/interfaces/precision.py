@@ -57,9 +57,9 @@ class Precision(ABC):
     """Whether tensors of this precision work under `torch.inference_mode`. Otherwise evaluation
     runs under `torch.no_grad`."""
     step_was_skipped: bool = False
-    """Whether the last optimizer step was skipped because scaled gradients were not finite. A
-    skipped step is not counted. The value is the same on every rank. `optimizer_step` sets it, or a
-    strategy whose engine scales losses."""
+    """Whether the last optimizer step was skipped because gradients were not finite. A skipped step
+    is not counted. The value is the same on every rank. `optimizer_step` sets it, as does a
+    strategy whose engine scales losses, or whose own `optimizer_step` leaves steps out."""
 
     def bind(self, accelerator: Accelerator) -> None:
         """Set the model's accelerator; called once before each launch.
