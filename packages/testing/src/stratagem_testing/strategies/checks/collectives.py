@@ -304,15 +304,16 @@ def _no_sync(probe: Probe) -> dict[str, Any]:
     """A backward pass in no_sync(prepared) communicates no gradients.
 
     This holds after another no_sync(prepared) inside it has ended. If no_sync returns None, no
-    backward pass communicates.
+    backward pass communicates, unless an engine takes the steps.
     """
     learner = Learner("dense", "sgd")
     trainer = probe.fit(learner, 8)
     strategy, prepared = trainer.strategy, trainer.run.require_prepared()
     context = strategy.no_sync(prepared)
-    # Ranks with the same batches communicate more than gradients.
-    shares_batches = probe.target.data_groups < probe.world_size
-    if not strategy.capabilities.manual_backward or (context is None and shares_batches):
+    # Ranks with the same batches communicate more than gradients. An engine has a way of its own to
+    # accumulate, and does not drop gradients.
+    can, shares_batches = strategy.capabilities, probe.target.data_groups < probe.world_size
+    if not can.manual_backward or (context is None and (shares_batches or can.engine_steps)):
         return {"held": None}
     # As the accumulation of the Trainer does it: forward and backward in the context.
     batch = next(iter(probe.loader(8)))
