@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -665,24 +666,39 @@ def _judge_scaled(found: Result) -> None:
         )
 
 
-@check("precisions/scaled loss", _judge_scaled, reference=True)
+def _judge_scaled_twice(found: Result) -> None:
+    """Judge the training with one optimizer, and that with two of strategies that take two."""
+    if any(told["refused"] for told in found.ranks):
+        _judge_scaled(found)
+        return
+    for which in [which for which in ("one", "two") if which in found.ranks[0]]:
+        ranks = [{"refused": None, **told[which]} for told in found.ranks]
+        _judge_scaled(replace(found, ranks=ranks, reference=found.reference[which]))
+
+
+@check("precisions/scaled loss", _judge_scaled_twice, reference=True)
 def _scaled(probe: Probe) -> dict[str, Any]:
     """If the precision scales the loss, gradients are unscaled before each optimizer's step."""
+    can = probe.target.capabilities()
 
-    def train() -> dict[str, Any]:
+    def train(*makers: Any) -> dict[str, Any]:
         made = _ScaledLoss()
-        if not probe.target.capabilities().manual_backward:
+        if not can.manual_backward:
             learner = Learner("dense", "momentum")
             told = probe.report(learner, probe.fit(learner, plugins=["single_file", made]))
         else:
             lite = probe.lite(plugins=["single_file", made])
-            # An engine may take one optimizer only.
-            one = lite.plan.capabilities.engine_steps
-            makers = [OPTIMIZERS["momentum"]] if one else _TWO
             told = _train(probe, lite, *_set_up(lite, *makers))
         return {**told, "scaled": [made.scaled]}
 
-    return probe.attempt(train)
+    def train_twice() -> dict[str, Any]:
+        told = {"one": train(OPTIMIZERS["momentum"])}
+        # An engine may take one optimizer only.
+        if can.manual_backward and not can.engine_steps:
+            told["two"] = train(*_TWO)
+        return told
+
+    return probe.attempt(train_twice)
 
 
 class _DecaysInHook(Learner):
