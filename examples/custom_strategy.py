@@ -65,8 +65,9 @@ class LocalSGDStrategy(ParallelStrategy):
         try:
             yield
         finally:
-            for each, before in own:
-                each.data.copy_(before)
+            with torch.no_grad():
+                for each, before in own:
+                    each.copy_(before)
 
     def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
         """Save the average, and go on from it: a resumed run begins there, too."""

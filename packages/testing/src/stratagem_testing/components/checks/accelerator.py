@@ -230,11 +230,6 @@ def _rng(bench: Bench) -> None:
         )
 
 
-def _mode(backend: Any, name: str) -> str:
-    """Return what `Surroundings` calls a setting of a backend."""
-    return f"{backend.__name__}.{name}"
-
-
 @check(KIND, "kernels/restored", needs_device=True)
 def _kernels(bench: Bench) -> None:
     """The function that configure_kernels returns restores the previous settings.
@@ -243,25 +238,24 @@ def _kernels(bench: Bench) -> None:
     """
     accelerator = bench.make()
     devices_of(bench, accelerator)
-    for benchmark, deterministic in ((True, False), (False, True)):
-        before = Surroundings.now()
-        restore = accelerator.configure_kernels(benchmark=benchmark, deterministic=deterministic)
+    for benchmark in (True, False):
+        before, given = Surroundings.now(), {"benchmark": benchmark, "deterministic": not benchmark}
+        restore = accelerator.configure_kernels(**given)
         assert callable(restore), f"configure_kernels returned {restore!r}; expected a function"
         wrong = [
-            f"{backend.__name__}.{name} = {getattr(backend, name)}"
-            for backend in (torch.backends.cudnn, torch.backends.mkldnn)
-            for name, given in (("benchmark", benchmark), ("deterministic", deterministic))
-            if getattr(backend, name, None) is (not given) is not before.modes[_mode(backend, name)]
+            f"{setting} = {value}"
+            for setting, value in Surroundings.now().modes.items()
+            if value != before.modes[setting]
+            and value is (not given.get(setting.rpartition(".")[2], value))
         ]
         assert not wrong, (
-            f"configure_kernels(benchmark={benchmark}, deterministic={deterministic}) set "
-            f"{', '.join(wrong)}: the opposite of what it was given"
+            f"configure_kernels(**{given}) set {', '.join(wrong)}, the opposite of what it was "
+            "given: set each to its own argument"
         )
         restore()
         changed = before.changes()
         assert not changed, (
-            f"after configure_kernels(benchmark={benchmark}, deterministic={deterministic}) and "
-            f"what it returned there is {'; '.join(changed)}"
+            f"after configure_kernels(**{given}) and what it returned there is {'; '.join(changed)}"
         )
 
 

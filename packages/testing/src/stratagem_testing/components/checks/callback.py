@@ -52,19 +52,16 @@ def _fit(
     *callbacks: Callback,
     path: Any = None,
     learner: type[Learner] = Learner,
+    effects: _Effects | None = None,
     **options: Any,
 ) -> Learner:
     torch.manual_seed(0)
     model = learner()
+    if effects is not None:
+        options["logger"] = effects
     trainer = _trainer(bench, *callbacks, **options)
-    effects, save = options.get("logger"), trainer.save_checkpoint
-    if isinstance(effects, _Effects):
-
-        def noted(*arguments: Any, **kwargs: Any) -> None:
-            effects.noted.append(("saved a checkpoint", trainer.global_step, 0.0))
-            save(*arguments, **kwargs)
-
-        trainer.save_checkpoint = noted  # type: ignore[method-assign]
+    if effects is not None:
+        effects.note_saves_of(trainer)
     trainer.fit(model, loader(32, 1), loader(16, 1), ckpt_path=path)
     return model
 
@@ -297,11 +294,11 @@ class _Worsens(Learner):
 def _resume(bench: Bench, saves: _Saves, **options: Any) -> None:
     uninterrupted, continued, done, again = bench.make(), bench.make(), _Effects(), _Effects()
     options = {"log_every_n_steps": 1, **options}
-    whole = _fit(bench, uninterrupted, logger=done, **options)
+    whole = _fit(bench, uninterrupted, effects=done, **options)
     saves.callback = bench.make()
     _fit(bench, saves.callback, saves, **options)
     begins, ready = _Begins(continued), _Begins(continued)
-    resumed = _fit(bench, begins, continued, ready, path=saves.path, logger=again, **options)
+    resumed = _fit(bench, begins, continued, ready, path=saves.path, effects=again, **options)
     different = _differing(whole, resumed)
     assert not different, (
         f"a resumed run ends with other weights ({different[0]}): state_dict() has to hold, and "
@@ -318,7 +315,7 @@ def _resume(bench: Bench, saves: _Saves, **options: Any) -> None:
     if wrong or loaded or late:
         # What two uninterrupted runs have differently, such as seconds, cannot be compared.
         other, told = bench.make(), _Effects()
-        _fit(bench, other, logger=told, **options)
+        _fit(bench, other, effects=told, **options)
         varies = [key for key in expected if _differ(expected, other.state_dict(), key)]
         wrong = [key for key in wrong if key not in varies]
         loaded = [key for key in loaded if key not in varies]
@@ -390,6 +387,16 @@ class _Effects(Logger):
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         self.noted += [(name, step or 0, float(value)) for name, value in metrics.items()]
+
+    def note_saves_of(self, trainer: Trainer) -> None:
+        """Note each checkpoint that is saved by `trainer.save_checkpoint`."""
+        save = trainer.save_checkpoint
+
+        def noted(*arguments: Any, **options: Any) -> None:
+            self.noted.append(("saved a checkpoint", trainer.global_step, 0.0))
+            save(*arguments, **options)
+
+        trainer.save_checkpoint = noted  # type: ignore[method-assign]
 
     def names(self) -> set[str]:
         return {name for name, _, _ in self.noted}
