@@ -2,7 +2,8 @@
 
 It writes a line of JSON for each step to FOLDER/NAME.jsonl. After step 3 it waits until the replica
 PEER is about to meet it. It ends after the step whose number is in FOLDER/end. A file
-FOLDER/NAME.within or FOLDER/NAME.between it takes away, and stops within a step or between two.
+FOLDER/NAME.within or FOLDER/NAME.between it takes away, and stops within a step or between two. If
+there is a file FOLDER/NAME.fails, its step raises an error, and its process stays.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Net(Module):
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         time.sleep(0.02)
         stop_if_asked(self.stops)
+        if self.joins.with_suffix(".fails").exists():
+            raise ValueError("planted")
         return mse_loss(self.layers(batch[1]), batch[1].sin())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -89,7 +92,11 @@ def main() -> None:
         enable_progress_bar=False,
     )
     data = TensorDataset(numbers, numbers / SAMPLES)
-    trainer.fit(Net(folder / f"{name}.joins"), DataLoader(data, BATCH, shuffle=True))
+    try:
+        trainer.fit(Net(folder / f"{name}.joins"), DataLoader(data, BATCH, shuffle=True))
+    except ValueError as error:
+        print(f"failed: {error}", flush=True)
+        time.sleep(600)
 
 
 if __name__ == "__main__":

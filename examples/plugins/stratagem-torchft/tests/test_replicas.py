@@ -141,3 +141,20 @@ def test_a_replica_that_stood_still_for_several_steps_ends_and_says_so(
     assert again.lines()[0]["step"] > seen
     weights = {line["step"]: line["weights"] for line in one.lines()}
     assert all(weights[each["step"]] == each["weights"] for each in again.lines()[:2])
+
+
+def test_a_replica_that_fails_leaves_the_others_though_its_process_stays(
+    start: Callable[..., Replica], tmp_path: Path
+) -> None:
+    """An error in a notebook does not end the process."""
+    one = start("one", 0, peer="other")
+    one.wait_for_lines(1)
+    other = start("other", 1)
+    other.wait_for_lines(5)
+    (tmp_path / "other.fails").touch()
+    until = time.monotonic() + 60
+    while "failed: planted" not in other.output.read_text():
+        assert time.monotonic() < until, other.output.read_text()[-3000:]
+        time.sleep(0.05)
+    one.wait_for_lines(len(one.lines()) + 10)
+    assert other.process.poll() is None

@@ -70,6 +70,7 @@ class TorchFTStrategy(ParallelStrategy):
         self.hostname = hostname or "127.0.0.1"
         self.replica_timeout = timedelta(seconds=replica_timeout)
         self._manager: Manager | None = None
+        self._group: ProcessGroupGloo | ProcessGroupNCCL | None = None
         self._store: TCPStore | None = None
         self._checkpoint: Callable[[], dict[str, Any]] | None = None
         """Returns this replica's checkpoint; of torchft, only the manager's threads stay."""
@@ -134,8 +135,10 @@ class TorchFTStrategy(ParallelStrategy):
         if self._store is None:
             self._store = TCPStore(self.hostname, port, wait_for_workers=False)
         on_cuda = self.communication_backend == "nccl"
+        group = (ProcessGroupNCCL if on_cuda else ProcessGroupGloo)(timeout=self.replica_timeout)
+        self._group = group
         return Manager(
-            pg=(ProcessGroupNCCL if on_cuda else ProcessGroupGloo)(timeout=self.replica_timeout),
+            pg=group,
             load_state_dict=self._take,
             state_dict=self._give,
             min_replica_size=self.min_replicas,
@@ -179,7 +182,15 @@ class TorchFTStrategy(ParallelStrategy):
         self._at = self._manager.current_step()
         if not self._has_quorum:
             self._meet()
-        super().train_step(prepared, step, micro_batches)
+        try:
+            super().train_step(prepared, step, micro_batches)
+        except BaseException:
+            # Others would wait for this replica as long as its process lives, which may be a
+            # notebook's.
+            assert self._group is not None
+            self._group.abort()
+            self._leave()
+            raise
         self._has_quorum = self._was_stepped = False
 
     def accumulate_all(
@@ -250,8 +261,12 @@ class TorchFTStrategy(ParallelStrategy):
         """Leave the other replicas."""
         self._leave()
 
+    def release(self, prepared: PreparedModel) -> None:
+        """Leave the other replicas, also after a failure between two steps."""
+        self._leave()
+
     def teardown(self) -> None:
-        """Leave the other replicas, also after a failure."""
+        """Leave the other replicas."""
         self._leave()
         super().teardown()
 
@@ -259,7 +274,7 @@ class TorchFTStrategy(ParallelStrategy):
         if self._manager is not None:
             self._counted = self._manager.state_dict()
             self._manager.shutdown()
-        self._manager = self._store = self._checkpoint = None
+        self._manager = self._group = self._store = self._checkpoint = None
         self._has_quorum = False
 
 
