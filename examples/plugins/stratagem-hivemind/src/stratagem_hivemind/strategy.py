@@ -184,6 +184,12 @@ class HivemindStrategy(SingleDeviceStrategy):
         closure: Callable[[], Any] | None = None,
     ) -> Any:
         """Hand this peer's gradients over; all step if there are enough of them."""
+        if closure is not None:
+            raise ConfigurationError(
+                "optimizer.step(closure): hivemind averages gradients with peers first, and then "
+                f"steps {type(optimizer).__name__} without the closure: compute the loss and its "
+                "gradients before, and call optimizer.step()"
+            )
         shared = self._share(optimizer)
         if len(optimizer.param_groups) != self._groups[optimizer]:
             raise ConfigurationError(
@@ -193,7 +199,7 @@ class HivemindStrategy(SingleDeviceStrategy):
         _check_trained(prepared, optimizer)
         before = shared.local_epoch
         assert self.batch_size is not None
-        result = shared.step(closure, batch_size=self.batch_size * self._micro_batches)
+        result = shared.step(batch_size=self.batch_size * self._micro_batches)
         self.precision.step_was_skipped = shared.local_epoch == before
         return result
 
