@@ -32,6 +32,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from stratagem import Callback, Module, Trainer
 from stratagem.callbacks import ModelCheckpoint
+from stratagem.data import CombinedLoader
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -58,7 +59,8 @@ class Net(Module):
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
         self.losses: list[str] = []
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch = torch.cat(batch) if isinstance(batch, list) else batch  # of several loaders
         loss = (self.net(batch) - 1).square().mean()
         self.losses.append(float(loss.detach()).hex())
         return torch.as_tensor(loss)
@@ -498,6 +500,56 @@ def test_batches_of_an_iterable_dataset_are_read_and_passed_over(tmp_path: Path)
         whole = fit(loader, tmp_path / "whole", seed=1)
         rest = fit(loader, tmp_path / "rest", seed=99, ckpt_path=tmp_path / "whole" / "step=2.ckpt")
     assert rest == whole[2:], "it yields the same samples in each process, so nothing is lost"
+
+
+class GoesOn(IterableDataset[Tensor]):
+    """Endless; another iteration goes on where the one before it was left."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while True:
+            self.position += 1
+            yield torch.full((4,), self.position / 24) + 0.1 * torch.rand(())
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class BeginsAgain(GoesOn):
+    """Endless; another iteration begins again, except after a load."""
+
+    loaded = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.position, self.loaded = self.loaded, 0
+        return super().__iter__()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state["position"]
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one", "combined"])
+@pytest.mark.parametrize("stream", [GoesOn, BeginsAgain])
+def test_a_stream_goes_on_after_an_epoch_that_a_limit_ended(
+    stream: Callable[[], Any], several: bool, tmp_path: Path
+) -> None:
+    def loader() -> Any:
+        one = DataLoader(stream(), batch_size=4)
+        if not several:
+            return one
+        return CombinedLoader([one, shuffled()], mode="max_size_cycle")
+
+    whole = fit(loader, tmp_path / "whole", seed=1, limit_train_batches=4)
+    assert len(whole) == 12
+    for name, stopped in [("step=3", 3), ("step=4", 4), ("epoch=0", 4), ("epoch=1", 8)]:
+        checkpoint = tmp_path / "whole" / f"{name}.ckpt"
+        rest = fit(loader, tmp_path / name, seed=99, ckpt_path=checkpoint, limit_train_batches=4)
+        assert rest == whole[stopped:], name
 
 
 class Drawn(IterableDataset[Tensor]):

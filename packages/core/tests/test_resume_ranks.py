@@ -266,6 +266,41 @@ def test_where_samples_are_not_known_a_resume_with_other_ranks_says_why(kind: st
             Ranks(make, 1).resume(ranks)
 
 
+def test_a_stream_that_other_ranks_have_left_begins_at_the_beginning_and_says_so() -> None:
+    class Stream(IterableDataset[int]):
+        position = 0
+
+        def __iter__(self) -> Iterator[int]:
+            while True:
+                self.position += 1
+                yield self.position
+
+        def state_dict(self) -> dict[str, int]:
+            return {"position": self.position}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.position = state["position"]
+
+    def reader(rank: int, ranks: int) -> Resumable:
+        return Resumable(DataLoader(Stream(), batch_size=2), "the loader", rank, (rank, ranks))
+
+    states = []
+    for rank in range(2):
+        before = reader(rank, 2)
+        batches, _ = before.begin(0, 0, 3)
+        assert [next(batches).tolist() for _ in range(3)] == [[1, 2], [3, 4], [5, 6]]
+        states.append(before.state(within_epoch=False))
+    again = reader(1, 2)
+    assert again.resume(states, 0) == 0
+    assert next(again.begin(1, 0, 3)[0]).tolist() == [7, 8]
+    alone = reader(0, 1)
+    with pytest.warns(
+        UserWarning, match=r"positions of 2 reader\(s\) of the loader, and now .* 1: "
+    ):
+        assert alone.resume(states, 0) == 0
+    assert next(alone.begin(1, 0, 3)[0]).tolist() == [1, 2]
+
+
 def test_loaders_that_the_user_divides_are_not_dealt_anew() -> None:
     saved = [Resumable(in_order(), "the loader", rank, (rank, 2)) for rank in range(2)]
     for reader in saved:

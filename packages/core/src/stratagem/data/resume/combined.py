@@ -66,7 +66,9 @@ class CombinedResumable:
             # A loader at its start begins when it is needed, as in a run that was not
             # interrupted; but loaders that are read together begin with the epoch.
             at_start = done == 0 and self.loader.mode != "sequential"
-            now = part.begin(epoch, own)[0] if (own or at_start) and not is_over else None
+            of_own = of if length == math.inf and self.loader.mode != "sequential" else math.inf
+            begins = (own or at_start) and not is_over
+            now = part.begin(epoch, own, of_own)[0] if begins else None
             readings.append(Reading(begin, now, went_through=through, has_ended=is_over))
             left.append(0 if is_over else part.left if part.left != math.inf else length - own)
         if any(part.left != math.inf for part in self._parts):

@@ -60,6 +60,7 @@ _FORM = {
     "deal?": (Nothing, {"seed": (Nothing, int), "samples": Count, "batches": Count}),
     "start?": {"python": list, "torch": object, "generators": list},
     "own?": object,
+    "before_last?": object,
     "ended?": bool,
     "begun?": list,
 }
@@ -220,6 +221,8 @@ class Resumable:
         self._fetcher: Any = None
         self._stateful: Any = None
         """The object with a state of its own: the loader, its dataset, or None."""
+        self._before_last: Any = None
+        """Its state before the last batch of an epoch that ends before the data do."""
         self._reshard: Reshard | None = None
         self._resumed: dict[str, Any] | None = None
         self._warned = False
@@ -347,6 +350,7 @@ class Resumable:
             self._take_seed(first.get("seed"))
         if batches == 0:
             if own is not None:
+                self._read_last_again(own)
                 set_generator_states(self._generators, own.get("generators", ()))
                 self._had_workers = own.get("had_workers", False)
             return 0
@@ -379,6 +383,21 @@ class Resumable:
                 "generators": [] if own is None else own.get("generators", ()),
             }
         return converted
+
+    def _read_last_again(self, own: dict[str, Any]) -> None:
+        """Bring a stream to where an epoch has left it; it may go on there, or begin again."""
+        if self._stateful is None or "before_last" not in own:
+            return
+        if own.get("shards") != self._shard[1]:
+            self._warn(
+                f"the checkpoint has positions of {own.get('shards')} reader(s) of {self._name}, "
+                f"and now there are {self._shard[1]}: each begins at the beginning"
+            )
+            return
+        with preserve_rng_state():
+            self._stateful.load_state_dict(own["before_last"])
+            next(iter(self.loader), None)
+        self._before_last = own["before_last"]
 
     def _try(self, saved: dict[str, Any]) -> None:
         """Raise if RNG states cannot be restored; they are restored when the epoch begins."""
@@ -483,7 +502,9 @@ class Resumable:
         if self._indices is None:
             is_over = 0 < of <= done
             # At the end of an epoch, the state would belong to an iteration that never begins.
-            begun = self._at_end() if is_over else self._read_over(done, resumed)
+            if is_over:
+                self._read_last_again(resumed or {})
+            begun = self._at_end() if is_over else self._read_over(done, resumed, of)
             if resumed is not None:
                 set_generator_states(self._generators, resumed.get("generators", ()))
             return begun
@@ -537,17 +558,20 @@ class Resumable:
             set_generator_states(self._generators, resumed.get("generators", ()))
 
     def _read_over(
-        self, done: int, resumed: dict[str, Any] | None
+        self, done: int, resumed: dict[str, Any] | None, of: float
     ) -> tuple[Iterator[Any], list[Any]]:
         if self._stateful is not None and resumed is not None and "own" in resumed:
             self._stateful.load_state_dict(resumed["own"])
-            if resumed.get("ended"):  # the last batch was short: another iteration begins anew
+            if resumed.get("ended"):  # the last batch was short
+                # One that had yet to notice its end has done so now, and the next epoch begins.
+                if next(iter(self.loader), None) is not None:
+                    self._stateful.load_state_dict(resumed["own"])
                 return self._at_end()
-            return self._iterate(), []
+            return self._iterate(of - done), []
         if resumed is not None:
             set_generator_states(self._generators, resumed.get("begun", ()))
         self._start = generator_states(self._generators)
-        batches = self._iterate()
+        batches = self._iterate(of)
         last: list[Any] = []
         for batch in islice(batches, done):
             last = [batch]
@@ -557,11 +581,20 @@ class Resumable:
         self._fetcher = SimpleNamespace(ended=True)
         return iter(()), []
 
-    def _iterate(self) -> Iterator[Any]:
+    def _iterate(self, left: float) -> Iterator[Any]:
         """Return an iterator over the loader; only what says whether its data ended is kept."""
         batches: Iterator[Any] = iter(self.loader)
         self._fetcher = getattr(batches, "_dataset_fetcher", None)  # of a DataLoader, no workers
-        return batches
+        self._before_last = None
+        if self._stateful is None or left == math.inf:
+            return batches
+        return self._note_before_last(batches, int(left))
+
+    def _note_before_last(self, batches: Iterator[Any], left: int) -> Iterator[Any]:
+        yield from islice(batches, left - 1)
+        self._before_last = self._stateful.state_dict()
+        yield from batches
+        self._before_last = None  # the data have ended, too
 
     def close(self) -> None:
         """End persistent workers, after the last iteration."""
@@ -602,6 +635,8 @@ class Resumable:
         if self._stateful is not None:
             state["own"] = self._stateful.state_dict()
             state["ended"] = bool(getattr(self._fetcher, "ended", False))
+            if self._before_last is not None:
+                state["before_last"] = self._before_last
         return state
 
     def _warn_if_inexact(self) -> None:
