@@ -19,8 +19,10 @@ from stratagem.errors import CheckpointMismatchError, ConfigurationError
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 
 
-def numbers(first: int, count: int, *, shuffle: bool = False) -> DataLoader[Tensor]:
-    return DataLoader(torch.arange(first, first + count), batch_size=2, shuffle=shuffle)  # type: ignore[arg-type]
+def numbers(first: int, count: int, *, shuffle: bool = False, seed: int = 0) -> DataLoader[Tensor]:
+    generator = torch.Generator().manual_seed(seed) if seed else None
+    samples: Any = torch.arange(first, first + count)
+    return DataLoader(samples, batch_size=2, shuffle=shuffle, generator=generator)
 
 
 class Reader(Module):
@@ -80,9 +82,9 @@ def trainer(*callbacks: Callback, **options: Any) -> Trainer:
     )
 
 
-def combined(mode: Any, *, shuffle: bool = False) -> CombinedLoader:
-    loaders = {"a": numbers(0, 4, shuffle=shuffle), "b": numbers(10, 10, shuffle=shuffle)}
-    return CombinedLoader(loaders, mode)
+def combined(mode: Any, *, shuffle: bool = False, seed: int = 0) -> CombinedLoader:
+    a = numbers(0, 4, shuffle=shuffle, seed=seed)
+    return CombinedLoader({"a": a, "b": numbers(10, 10, shuffle=shuffle, seed=seed)}, mode)
 
 
 def test_each_mode_reads_its_batches() -> None:
@@ -116,25 +118,26 @@ def test_validation_reads_loaders_in_turn_or_together() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("done", [1, 2, 3])
+@pytest.mark.parametrize("done", [1, 2, 3, 5])
+@pytest.mark.parametrize("seed", [0, 4], ids=["global", "generators"])
 def test_a_run_goes_on_exactly_in_the_middle_of_an_epoch(
-    mode: Any, done: int, tmp_path: Path
+    mode: Any, done: int, seed: int, tmp_path: Path
 ) -> None:
     if mode == "min_size" and done > 1:
         done = 3  # an epoch has two batches: the first of the second epoch
     whole = Reader()
     torch.manual_seed(3)
-    trainer(max_epochs=2).fit(whole, combined(mode, shuffle=True))
+    trainer(max_epochs=2).fit(whole, combined(mode, shuffle=True, seed=seed))
 
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=done, save_top_k=-1)
     torch.manual_seed(3)
     first = Reader()
-    trainer(saver, max_steps=done).fit(first, combined(mode, shuffle=True))
+    trainer(saver, max_steps=done).fit(first, combined(mode, shuffle=True, seed=seed))
     assert first.read == whole.read[:done]
 
     resumed = Reader()
     (path,) = (p for p in tmp_path.iterdir() if f"step={done}" in p.name)
-    trainer(max_epochs=2).fit(resumed, combined(mode, shuffle=True), ckpt_path=path)
+    trainer(max_epochs=2).fit(resumed, combined(mode, shuffle=True, seed=seed), ckpt_path=path)
     assert resumed.read == whole.read[done:]
     assert torch.equal(resumed.weight, whole.weight)
 

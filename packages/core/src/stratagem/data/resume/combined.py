@@ -59,8 +59,10 @@ class CombinedResumable:
         for index, part in enumerate(self._parts):
             length, own = length_of(part.loader), passed_over[index]
             begin = partial(self._again, part, epoch)
-            through = self._went_through(index, done)
-            is_over = through and self.loader.mode != "max_size_cycle"
+            end = self._end_of(index)
+            # One that has just been read to its end notices it with the next batch, when its
+            # sampler may draw once more.
+            is_over = done > end and self.loader.mode != "max_size_cycle"
             if is_over:
                 part.pass_over()
             # A loader at its start begins when it is needed, as in a run that was not
@@ -69,7 +71,7 @@ class CombinedResumable:
             of_own = of if length == math.inf and self.loader.mode != "sequential" else math.inf
             begins = (own or at_start) and not is_over
             now = part.begin(epoch, own, of_own)[0] if begins else None
-            readings.append(Reading(begin, now, went_through=through, has_ended=is_over))
+            readings.append(Reading(begin, now, went_through=done >= end, has_ended=is_over))
             left.append(0 if is_over else part.left if part.left != math.inf else length - own)
         if any(part.left != math.inf for part in self._parts):
             self.left = total_of(left, self.loader.mode)
@@ -94,15 +96,15 @@ class CombinedResumable:
                 done -= counts[-1]
             return counts
         if mode == "max_size_cycle":
-            return [done if n == math.inf else int(done % n) if n else 0 for n in lengths]
+            # One that was read to its end has yet to begin again.
+            own = [done if n == math.inf else int((done - 1) % n) + 1 if n else 0 for n in lengths]
+            return own if done else [0 for _ in lengths]
         return [int(min(done, length)) for length in lengths]
 
-    def _went_through(self, index: int, done: int) -> bool:
-        """Return whether a loader was read to its end after `done` batches."""
+    def _end_of(self, index: int) -> float:
+        """Return the number of batches of the epoch with which a loader is at its end."""
         lengths = self._lengths()
-        before = sum(lengths[: index + 1]) if self.loader.mode == "sequential" else lengths[index]
-        # A loader at its end has ended, even if `next` was not called again.
-        return done >= before
+        return sum(lengths[: index + 1]) if self.loader.mode == "sequential" else lengths[index]
 
     # -- resuming
 
