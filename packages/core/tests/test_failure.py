@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -396,6 +397,21 @@ def test_only_errors_of_communication_are_taken_for_such() -> None:
     assert CommunicationError("text", (1,), "here").missing == (1,)
 
 
+def _hanging(kind: str, folder: Path, environment: dict[str, str]) -> tuple[Any, Path, list[int]]:
+    """Start TROUBLE; return the program, its script, and the processes of its two ranks."""
+    script = folder / "script.py"
+    script.write_text(TROUBLE.replace("timeout=8", "timeout=600"))
+    program = zygote().start(script, kind, environment=environment, folder=folder)
+    files = [folder / f"hangs{rank}" for rank in (0, 1)]
+    deadline = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files):
+        assert program.poll() is None, program.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(1)
+    return program, script, [int(file.read_text()) for file in files]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "to", "numbers", "seconds"),
@@ -414,19 +430,10 @@ def test_ranks_that_hang_end_when_they_are_told_to_and_say_where_they_were(
     tmp_path: Path,
     script_environment: dict[str, str],
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(TROUBLE.replace("timeout=8", "timeout=600"))
-    program = zygote().start(script, kind, environment=script_environment, folder=tmp_path)
-    files = [tmp_path / f"hangs{rank}" for rank in (0, 1)]
-    deadline = time.monotonic() + 60
-    while not all(file.exists() and file.read_text() for file in files):
-        assert program.poll() is None, program.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    time.sleep(1)
+    program, script, ranks = _hanging(kind, tmp_path, script_environment)
     for number in numbers:
         for rank in to:
-            os.kill(int(files[rank].read_text()), number)
+            os.kill(ranks[rank], number)
         time.sleep(0.5)
     _, stderr = program.communicate(timeout=seconds)
     assert program.returncode == 128 + numbers[0], stderr
@@ -437,6 +444,24 @@ def test_ranks_that_hang_end_when_they_are_told_to_and_say_where_they_were(
     place = f"{script}:{line_of(TROUBLE, waits)}"
     assert f"rank 0: in {waits}, at {place}" in stderr
     assert "Every rank must call the same collectives in the same order" in stderr
+
+
+@pytest.mark.slow
+def test_ranks_that_are_told_to_end_say_for_whom_they_wait(
+    tmp_path: Path, script_environment: dict[str, str]
+) -> None:
+    """The rank that they wait for may be saving a checkpoint, so they wait on."""
+    program, script, ranks = _hanging("asleep", tmp_path, script_environment)
+    os.kill(ranks[0], signal.SIGTERM)
+    time.sleep(9)
+    assert program.poll() is None
+    os.kill(ranks[0], signal.SIGTERM)
+    _, stderr = program.communicate(timeout=15)
+    waiting, _, ended = stderr.partition("A second signal ends the ranks that wait")
+    for said in (waiting, ended):
+        assert "stratagem: SIGTERM while the ranks wait in collectives. Where the ranks" in said
+        assert f"rank 0: in backward, at {script}:{line_of(TROUBLE, 'backward')}" in said
+        assert f"rank 1: in <module>(), at {script}:" in said
 
 
 def test_a_hang_in_any_collective_of_this_torch_is_known() -> None:

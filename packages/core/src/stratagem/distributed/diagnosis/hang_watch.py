@@ -32,7 +32,8 @@ class HangWatch:
     After the first signal, the rank ends once the ranks wait in different collectives, which
     cannot complete. After the second, it ends wherever it waits in a collective. It prints where
     each rank is, and exits with 128 plus the signal's number. A rank that is not in a collective
-    handles its signals itself.
+    handles its signals itself. If others wait for it after the first signal, and no rank moves, one
+    of them prints where each rank is, and waits on: it may be saving a checkpoint.
 
     Args:
         statuses: the statuses of the ranks.
@@ -81,8 +82,9 @@ class HangWatch:
         os.close(descriptor)
 
     def _end_if_hanging(self, number: int) -> None:
-        """End this rank once all ranks wait in different collectives."""
+        """End this rank once all ranks wait in different collectives; else say where they wait."""
         before: dict[int, RankStatus] = {}
+        is_said = False
         while self._received == 1:
             time.sleep(_PAUSE)
             if self._statuses.here().operation not in COLLECTIVES:
@@ -92,6 +94,9 @@ class HangWatch:
             now = dict(survey.answers)
             if now == before and _is_deadlock(now, self._statuses.world_size):
                 self._end(number, survey)
+            if now == before and not is_said and self._statuses.rank == _first_waiting(now):
+                _say(self._message(number, survey, "A second signal ends the ranks that wait"))
+                is_said = True
             before = now
 
     def _end_if_waiting(self, number: int) -> None:
@@ -102,18 +107,20 @@ class HangWatch:
             self._end(number, self._statuses.ask())
 
     def _end(self, number: int, survey: Survey) -> None:
-        rank, name = self._statuses.rank, signal.Signals(number).name
-        if rank != 0:
+        if self._statuses.rank != 0:
             time.sleep(_TURN)
-        silent = [r for r in range(self._statuses.world_size) if r not in survey.answers]
-        lines = [f"{name} while the ranks wait in collectives. Where the ranks are:"]
-        lines += [f"  {line}" for line in described(survey, silent)]
-        lines.append("Every rank must call the same collectives in the same order")
-        message = "\n".join(lines)
+        rule = "Every rank must call the same collectives in the same order"
+        message = self._message(number, survey, rule)
         if not self._rank_0_has_said_it():
-            print(f"stratagem: {message}", file=sys.stderr, flush=True)
+            _say(message)
         record_failure(CommunicationError(message))
         os._exit(128 + number)
+
+    def _message(self, number: int, survey: Survey, last: str) -> str:
+        silent = [r for r in range(self._statuses.world_size) if r not in survey.answers]
+        name = signal.Signals(number).name
+        lines = [f"{name} while the ranks wait in collectives. Where the ranks are:"]
+        return "\n".join([*lines, *(f"  {line}" for line in described(survey, silent)), last])
 
     def _rank_0_has_said_it(self) -> bool:
         exchange = self._statuses.exchange
@@ -129,6 +136,15 @@ def _is_deadlock(statuses: dict[int, RankStatus], world_size: int) -> bool:
     """Return whether all ranks wait in collectives, and not all in the same one."""
     operations = {status.operation for status in statuses.values()}
     return len(statuses) == world_size and len(operations) > 1 and operations <= COLLECTIVES
+
+
+def _first_waiting(statuses: dict[int, RankStatus]) -> int | None:
+    """Return the lowest rank that waits in a collective."""
+    return min((r for r, s in statuses.items() if s.operation in COLLECTIVES), default=None)
+
+
+def _say(message: str) -> None:
+    print(f"stratagem: {message}", file=sys.stderr, flush=True)
 
 
 def _forget(descriptor: int) -> None:
