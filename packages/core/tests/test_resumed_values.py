@@ -344,6 +344,60 @@ def test_a_run_that_an_error_ended_in_validation_validates_again(
     assert rest.trainer.global_step == 15
 
 
+@pytest.mark.parametrize("interval", [3, 5])
+@pytest.mark.parametrize("hook", ["start", "epoch_start", "batch_end", "epoch_end", "end"])
+def test_a_run_that_saved_or_failed_within_a_validation_is_as_one_that_did_not(
+    hook: str, interval: int, tmp_path: Path
+) -> None:
+    """In the middle of an epoch, and after its last batch."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+    at, path = 5 + interval, tmp_path / "within.ckpt"
+
+    class Measured(Net):
+        """Its metric is of the validation."""
+
+        def __init__(self) -> None:
+            super().__init__(plateau("val"))
+            self.seen = torchmetrics.MeanMetric()
+
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.seen.update(batch[0] + torch.rand(()))
+            super().validation_step(batch, batch_idx)
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("val_seen", self.seen.compute())
+            self.seen.reset()
+
+    class Saves(Callback):
+        fails = False
+
+    def act(self: Saves, trainer: Trainer, module: Any, *args: Any) -> None:
+        if trainer.global_step == at and args[2:] in ((), (1, 0)):
+            if self.fails:
+                raise ArithmeticError("it fails here")
+            if not path.exists():
+                trainer.save_checkpoint(path)
+
+    setattr(Saves, f"on_validation_{hook}", act)
+
+    def run(name: str, *callbacks: Callback, ckpt_path: Path | None = None) -> Run:
+        def made(folder: Path) -> list[Callback]:
+            return [*best("val")(folder), *callbacks]
+
+        return Run(tmp_path / name, Measured, made, ckpt_path, val_check_interval=interval)
+
+    whole = run("whole", Saves())
+    failing, saver = Saves(), ModelCheckpoint(tmp_path, save_on_exception=True, every_n_epochs=0)
+    failing.fails = True
+    with pytest.raises(ArithmeticError):
+        run("failed", failing, saver)
+    for saved in (path, tmp_path / f"exception-step={at}.ckpt"):
+        rest = run(f"rest of {saved.stem}", ckpt_path=saved)
+        for name, value in rest.end().items():
+            assert same(value, whole.end()[name]), (name, saved)
+        assert rest.net.epochs == [one for one in whole.net.epochs if one[0] >= at]
+
+
 def test_a_run_that_an_error_ended_at_the_end_of_an_epoch_ends_it_again(tmp_path: Path) -> None:
     class Fails(Net):
         fails = True

@@ -66,6 +66,7 @@ def evaluate(
             hooks.call(f"on_{what}_epoch_end")
         epoch = metrics.end_epoch()
         if run.stage == "fit" and not is_sanity_check:
+            run.validation.end()
             run.schedulers.step_after_validation(epoch.values)
         # At the last optimizer step, as the values of a training epoch.
         last_step = max(0, run.progress.global_step - 1)

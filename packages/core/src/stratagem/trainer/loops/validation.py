@@ -34,7 +34,7 @@ class Validation:
         self._run = run
         self.last_epoch = -1
         self.batches_of_epoch = self.last_batches = 0
-        self.is_sanity_check = False
+        self.is_sanity_check = self._ends_epoch = False
         interval = run.trainer.options.val_check_interval
         self.seconds = interval.total_seconds() if isinstance(interval, timedelta) else None
         """The time interval in seconds. None: the interval is a number of batches."""
@@ -137,18 +137,22 @@ class Validation:
             run.reopen_validation()
         if self.last_epoch != run.progress.epoch:
             self.last_epoch, self.batches_of_epoch = run.progress.epoch, 0
-        progress, before = run.progress, run.evaluation.batches
-        validated, progress.validated = progress.validated, progress.batches
+        before, self._ends_epoch = run.evaluation.batches, run.progress.epoch_is_done
+        # A run that resumes from a checkpoint that is saved within it validates again.
+        run.progress.epoch_is_done = False
+        assert run.rank_state is not None
+        run.rank_state.hold()
         run.module.on_validation_model_zero_grad()
-        try:
-            evaluate(run, prepared, self.loaders, "validation")
-        except BaseException:
-            # A run that resumes from a checkpoint of this moment validates again.
-            progress.validated, progress.epoch_is_done = validated, False
-            run.evaluation.batches = before
-            raise
+        evaluate(run, prepared, self.loaders, "validation")
         self.last_batches = run.evaluation.batches - before
         self.batches_of_epoch += self.last_batches
+
+    def end(self) -> None:
+        """Note that all batches are evaluated; called before schedulers and callbacks use them."""
+        progress, rank_state = self._run.progress, self._run.rank_state
+        progress.validated, progress.epoch_is_done = progress.batches, self._ends_epoch
+        assert rank_state is not None
+        rank_state.release()
 
     def check_sanity(self, prepared: PreparedModel) -> None:
         """Run a few validation batches before training, so that errors appear early."""

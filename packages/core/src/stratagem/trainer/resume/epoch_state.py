@@ -79,15 +79,19 @@ class EpochState:
         """Freeze the current values for `state`, because the epoch ends early."""
         self._kept = self.state()
 
-    def state(self) -> dict[str, Any]:
-        """Return the values as weights-only-safe data; waits for values on a device."""
+    def state(self, *, warns: bool = True) -> dict[str, Any]:
+        """Return the values as weights-only-safe data; waits for values on a device.
+
+        Args:
+            warns: whether to warn of values that are left out.
+        """
         if self._kept is not None:
             return self._kept
         latest = {name: dict(getattr(self._latest, name)) for name in _LATEST}
         row = self._metrics.row if self._ranks.is_global_zero else {}
         return {
             "split": list(self._ranks.eval_split),
-            "logged": self._logged(),
+            "logged": self._logged(warns),
             "metrics": dict(self._metric_states()),
             "latest": map_tensors(lambda tensor: tensor.detach().cpu().clone(), latest),
             "row": map_tensors(lambda tensor: tensor.detach().cpu().clone(), dict(row)),
@@ -95,7 +99,7 @@ class EpochState:
             "validated": self._evaluation.batches,
         }
 
-    def _logged(self) -> dict[str, Any]:
+    def _logged(self, warns: bool) -> dict[str, Any]:
         places = {id(part): place for place, part in self._module.named_modules()}
         states = {}
         for name, entry in self._metrics.entries.items():
@@ -103,7 +107,7 @@ class EpochState:
             if entry.metric is None:
                 continue
             place = states[name]["metric"] = places.get(id(entry.metric), "")
-            if not place and not self._warned:
+            if warns and not place and not self._warned:
                 self._warned = True
                 warnings.warn(
                     f"self.log({name!r}, ...) was called with a {type(entry.metric).__name__} that "

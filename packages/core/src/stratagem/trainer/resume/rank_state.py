@@ -68,19 +68,32 @@ class RankState:
     _resumed: dict[str, Any] | None = field(default=None, init=False)
     """The state whose RNG states the loop has yet to restore."""
     _within_epoch: bool = field(default=False, init=False)
+    _held: dict[str, Any] | None = field(default=None, init=False)
+    """The state at the start of the present validation, without the position in the data."""
 
     def state(self) -> dict[str, Any]:
         """Return the state that differs between ranks, as weights-only-safe data."""
+        loader = self.loader.state(within_epoch=not self.progress.epoch_is_done)
+        return {**(self._held or self._values()), "loader": loader}
+
+    def _values(self, *, warns: bool = True) -> dict[str, Any]:
         return {
             "random": rng_state(*self.rng_of),
             "module": generator_states(generators_of(*self.module.modules())),
-            "loader": self.loader.state(within_epoch=not self.progress.epoch_is_done),
             "validation": [
                 [has_persistent_workers(loader), *generator_states(generators_of_data(loader))]
                 for loader in self.validation
             ],
-            "epoch": self.epoch.state(),
+            "epoch": self.epoch.state(warns=warns),
         }
+
+    def hold(self) -> None:
+        """Let checkpoints have the state of now until `release`, since a validation begins."""
+        self._held = self._values(warns=False)
+
+    def release(self) -> None:
+        """Let checkpoints have the present state again."""
+        self._held = None
 
     def keep_values(self) -> None:
         """Freeze the epoch's current values for checkpoints, because the epoch ends early."""
