@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import ipaddress
 import os
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -38,6 +41,8 @@ def connection(address: str | None, cpus: int) -> Iterator[None]:
         return
     address = address or os.environ.get("RAY_ADDRESS")
     before = {name: value for name, value in os.environ.items() if name.startswith(_OF_RAY)}
+    # Ray puts its own in their places, and leaves them there.
+    shown, hook, handler = builtins.print, sys.excepthook, signal.getsignal(signal.SIGTERM)
     try:
         if address and address != "local":
             _connect(address)
@@ -53,6 +58,9 @@ def connection(address: str | None, cpus: int) -> Iterator[None]:
         for name in [name for name in os.environ if name.startswith(_OF_RAY)]:
             del os.environ[name]
         os.environ.update(before)
+        builtins.print, sys.excepthook = shown, hook
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _connect(address: str) -> None:
