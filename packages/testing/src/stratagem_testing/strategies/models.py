@@ -105,15 +105,16 @@ class _Repeated(nn.Module):
 
 
 class _Scalar(nn.Module):
-    """A parameter without a dimension."""
+    """A parameter without a dimension, and a convolution, whose weight has three."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(FEATURES, 1)
+        self.layer = nn.Conv1d(1, 2, 3)
+        self.last = nn.Linear(2 * (FEATURES - 2), 1)
         self.scale = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layer(x) * self.scale
+        output: Tensor = self.last(torch.tanh(self.layer(x[:, None])).flatten(1)) * self.scale
         return output
 
 
