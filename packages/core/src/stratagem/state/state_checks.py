@@ -15,16 +15,15 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stratagem.errors import (
-    CheckpointMismatchError,
-    StratagemError,
-    format_text,
-    format_value,
-)
+from stratagem.errors import CheckpointMismatchError, StratagemError, format_text, format_value
 from stratagem.state.shards import LazyTensor
 
-OPTIMIZER_FORM = {"state": dict, "param_groups": [{"params": [(str, int)]}]}
-"""The form of an optimizer's state: entries by parameter, and groups of parameters."""
+OPTIMIZER_FORM = {
+    "state": dict,
+    "param_groups": [{"params": [(str, int)]}],
+    "other_state?": {"state?": dict},
+}
+"""The form of an optimizer's state: entries by parameter, groups of parameters, and the rest."""
 _ADVICE = "Use what it was saved with, or load the weights alone and begin anew"
 _NUMBER, _TENSOR = "a number", "a tensor of floats"
 _ADAM = ("step", "exp_avg exp_avg_sq max_exp_avg_sq")
@@ -133,8 +132,8 @@ def _check_scheduler(scheduler: Any, state: Any) -> None:
         if key not in own:
             if (
                 type(key) is not str
-                or callable(getattr(scheduler, key, None))
                 or key == "optimizer"
+                or callable(getattr(scheduler, key, None))
             ):
                 raise _mismatch(value, what, "nothing")
         elif key == "_schedulers" and isinstance(value, list):
