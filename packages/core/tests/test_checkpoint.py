@@ -1120,7 +1120,7 @@ for kind, names in ((Counts, "global"), (SlowStart, "k, global")):
     whole.save("whole.ckpt", state[whole])
     with pytest.raises(CheckpointMismatchError, match=expected):
         lite.load("whole.ckpt", state[lite])
-    with pytest.raises(CheckpointMismatchError, match=f"{{kind.__name__}} has the state .*(global|k)"):
+    with pytest.raises(CheckpointMismatchError, match=f"{{kind.__name__}} has the state (k|glo)"):
         lite.save("own.ckpt", state[lite])
 """
     )
