@@ -81,6 +81,11 @@ CASES = {
         stage="import",
         reason=["SystemExit: no licence was found"],
     ),
+    "own_base_exception": Plugin(
+        "class NoDevice(BaseException): ...\nraise NoDevice('the driver is gone')",
+        stage="import",
+        reason=["NoDevice: the driver is gone"],
+    ),
     "syntax_error": Plugin("def:", stage="import", reason=["SyntaxError"]),
     "missing_object": Plugin(
         WANTED, object="plugin", stage="import", reason=["AttributeError", "'plugin'"]

@@ -553,6 +553,16 @@ def test_an_optimizer_that_has_taken_a_step_is_refused() -> None:
         suited(optimizer, config)
 
 
+def test_an_optimizer_whose_state_dict_has_entries_of_its_own_is_refused() -> None:
+    class Counts(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "steps": 3}
+
+    optimizer = Counts(nn.Linear(2, 1).parameters(), lr=0.1)
+    with pytest.raises(ConfigurationError, match=r"state_dict of Counts has the entries steps of"):
+        suited(optimizer, {"zero_optimization": {"stage": 1}})
+
+
 def test_a_complex_parameter_is_named() -> None:
     model = nn.Linear(2, 2)
     model.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))

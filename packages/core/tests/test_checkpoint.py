@@ -41,7 +41,7 @@ from stratagem.errors import (
     ConfigurationError,
     UserCodeError,
 )
-from stratagem.state.state_dict import load_named_state, named_state
+from stratagem.state.state_dict import load_named_state, named_state, with_names
 
 # ---------------------------------------------------------------- the file
 
@@ -1014,6 +1014,134 @@ def test_options_that_another_version_of_an_optimizer_lacks_stay_as_they_are() -
     assert group["amsgrad"]
     assert group["foreach"]
     assert group["decoupled_weight_decay"]
+
+
+class SlowWeights(SGD):
+    """Draws weights to their slow copies every third step, at a rate that it counts down."""
+
+    def __init__(self, parameters: Any, lr: float = 0.05) -> None:
+        super().__init__(parameters, lr=lr, momentum=0.9)
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.steps += 1
+        count = self.state.setdefault("global", {"steps": torch.zeros(())})
+        count["steps"] += 1
+        self.param_groups[0]["lr"] = 0.05 / (1 + count["steps"].item())
+        if self.steps % 3 == 0:
+            with torch.no_grad():
+                for parameter, slow in zip(self.param_groups[0]["params"], self.slow, strict=True):
+                    parameter.copy_(slow.lerp_(parameter, 0.5))
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "slow": self.slow, "steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state = dict(state_dict)
+        self.slow, self.steps = state.pop("slow"), state.pop("steps")
+        super().load_state_dict(state)
+
+
+class OfSlowWeights(Net):
+    def configure_optimizers(self) -> Any:
+        return SlowWeights(self.parameters())
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_the_state_of_an_optimizer_that_belongs_to_no_parameter_is_resumed(
+    folder: bool, tmp_path: Path
+) -> None:
+    trainers = []
+    for name, steps, path in (("whole", 7, None), ("half", 4, None), ("more", 7, "half.ckpt")):
+        plugins = [DirectoryCheckpointIO()] if folder else []
+        trainer = trainer_in(tmp_path / name, max_steps=steps, plugins=plugins)
+        trainer.fit(OfSlowWeights(), loader(), ckpt_path=tmp_path / path if path else None)
+        trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
+        trainers.append(trainer)
+    whole, _, resumed = trainers
+    assert_same_state(resumed, whole)
+    of_whole, of_resumed = (one.optimizers[0].state_dict() for one in (whole, resumed))
+    assert of_resumed["steps"] == 7
+    assert of_resumed["state"]["global"]["steps"] == 7
+    for slow, wanted in zip(of_resumed["slow"], of_whole["slow"], strict=True):
+        assert torch.equal(slow, wanted)
+
+
+def test_lite_saves_the_state_of_an_optimizer_that_belongs_to_no_parameter(tmp_path: Path) -> None:
+    lite = Lite(accelerator="cpu", devices=1)
+    kept = []
+    for is_saved in (True, False):
+        net = nn.Linear(2, 2)
+        model, optimizer = lite.setup(net, SlowWeights(net.parameters()))
+        if is_saved:
+            lite.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+            lite.save(tmp_path / "one.ckpt", {"model": model, "optimizer": optimizer})
+        lite.load(tmp_path / "one.ckpt", {"model": model, "optimizer": optimizer})
+        kept.append(optimizer.optimizer.state_dict())
+    assert kept[1]["steps"] == 1
+    assert str(kept[1]) == str(kept[0])
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp_sharded", "model_parallel"])
+def test_state_that_belongs_to_no_parameter_is_refused_by_name_where_state_is_divided(
+    strategy: str, run_script: Callable[..., Any], tmp_path: Path
+) -> None:
+    run_script(
+        f"""
+import pytest, torch
+from torch import nn
+from stratagem import Lite
+from stratagem.errors import CheckpointMismatchError
+
+class Counts(torch.optim.SGD):
+    def step(self, closure=None):
+        self.state["global"] = {{"steps": 1}}
+        return super().step(closure)
+
+class SlowStart(Counts):
+    def state_dict(self):
+        return {{**super().state_dict(), "k": 3}}
+
+lite = Lite(accelerator="cpu", devices=1, strategy={strategy!r})
+whole = Lite(accelerator="cpu", devices=1)
+for kind, names in ((Counts, "global"), (SlowStart, "k, global")):
+    expected = f"the optimizer {{kind.__name__}} has the state {{names}}, which belongs to no par"
+    state = {{}}
+    for one in (whole, lite):
+        net = nn.Linear(2, 2)
+        model, optimizer = one.setup(net, kind(net.parameters(), lr=0.1))
+        state[one] = {{"model": model, "optimizer": optimizer}}
+        one.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+    whole.save("whole.ckpt", state[whole])
+    with pytest.raises(CheckpointMismatchError, match=expected):
+        lite.load("whole.ckpt", state[lite])
+    with pytest.raises(CheckpointMismatchError, match=f"{{kind.__name__}} has the state (k|glo)"):
+        lite.save("own.ckpt", state[lite])
+"""
+    )
+
+
+def test_state_that_belongs_to_no_parameter_and_is_no_safe_data_is_refused_at_the_save() -> None:
+    net = nn.Linear(2, 2)
+    optimizer = SlowWeights(net.parameters())
+    optimizer.state["global"] = {"seen": range(3)}
+    expected = r"the state of the optimizer SlowWeights: .*'global'\]\['seen'\] is of type .*range"
+    with pytest.raises(CheckpointContentError, match=expected):
+        named_state(optimizer, net)
+
+
+def test_a_state_dict_of_torch_keeps_what_belongs_to_no_parameter() -> None:
+    net = nn.Linear(2, 2)
+    optimizer = stepped(net, SlowWeights(net.parameters()))
+    fresh = SlowWeights(net.parameters())
+    load_named_state(fresh, net, with_names(fresh, net, optimizer.state_dict()))
+    assert fresh.steps == 1
+    assert fresh.state["global"] == {"steps": 1}
 
 
 def test_an_optimizer_of_other_parameters_cannot_be_saved_by_name(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sys
 import types
 import zipfile
@@ -32,7 +33,7 @@ from stratagem.discovery.entry_points import (
     why_disabled,
     why_incompatible,
 )
-from stratagem.discovery.installed import version_of
+from stratagem.discovery.installed import find_module, version_of
 from stratagem.discovery.registry import PluginReport, Registry, get_registry
 from stratagem.errors import AmbiguousNameError, ConfigurationError, PluginError, UnknownNameError
 from stratagem.strategies import DDPStrategy, SingleDeviceStrategy
@@ -428,12 +429,14 @@ def test_a_spec_builds_its_target_with_preset_arguments() -> None:
         ("no_such_module:Class", "ModuleNotFoundError"),
         ("collections:NoSuchClass", "AttributeError"),
         ("exits_at_import:Class", "SystemExit: the SDK gave up"),
+        ("stops_at_import:Class", "GeneratorExit: the SDK stopped"),
     ],
 )
 def test_a_target_that_cannot_be_imported_names_the_component(
     target: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "exits_at_import.py").write_text("raise SystemExit('the SDK gave up')")
+    (tmp_path / "stops_at_import.py").write_text("raise GeneratorExit('the SDK stopped')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(PluginError) as caught:
         strategy("mine", target=target).load()
@@ -441,6 +444,23 @@ def test_a_target_that_cannot_be_imported_names_the_component(
     assert f"cannot import strategy 'mine': target={target!r} failed with {cause}" in text
     assert "`stratagem doctor` says more" in text
     assert caught.value.__cause__ is not None
+
+
+def test_ctrl_c_within_the_import_of_a_plugin_ends_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "interrupted").mkdir()
+    (tmp_path / "interrupted" / "__init__.py").write_text("raise KeyboardInterrupt")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        strategy("mine", target="interrupted:Class").load()
+    with pytest.raises(KeyboardInterrupt):
+        find_module("interrupted.inner")
+    entry = PluginEntry(
+        "e", "nowhere", "x", "1", "", lambda: importlib.import_module("interrupted")
+    )
+    with pytest.raises(KeyboardInterrupt):
+        report_of(CORE, entry)
 
 
 # -- what becomes of a plugin; `tests/test_broken_plugins.py` has real distributions

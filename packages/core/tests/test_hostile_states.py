@@ -81,6 +81,9 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "step of a text": (set_entry(step="4"), "has '4' as 'step' of weight, expected a number"),
     "step of a list": (set_entry(step=[4]), "has a list of 1 as 'step' of weight"),
     "step of many": (set_entry(step=torch.zeros(2)), r"has a tensor of \(2,\).*as 'step'"),
+    "step below 0": (set_entry(step=-1), "has -1 as 'step' of weight, expected a number from 0"),
+    "tensor of a step below 0": (set_entry(step=torch.tensor(-1.0)), "as 'step' .* from 0 on"),
+    "a number that is too large": (set_option(weight_decay=10**30), "as .* 'weight_decay', expec"),
     "missing": (
         lambda state: state["state"]["weight"].pop("exp_avg_sq"),
         "lacks 'exp_avg_sq' of weight, which Adam needs",
@@ -200,6 +203,18 @@ def test_a_state_that_fits_is_loaded_by_each_scheduler(name: str) -> None:
         ("step", {"base_lrs": ["a"]}, "a list of 1 as 'base_lrs' of .*, expected a number"),
         ("step", {"_last_lr": 3}, "has 3 as '_last_lr' of .*, expected a list"),
         ("milestones", {"milestones": [2, 4]}, "as 'milestones' of .*, expected a dict of numbers"),
+        ("one cycle", {"_schedule_phases": 3}, r"OneCycleLR cannot load its state \(TypeError"),
+        (
+            "one cycle",
+            {"_schedule_phases": [{}, {}]},
+            r"OneCycleLR .* state \(KeyError: 'end_step'",
+        ),
+        (
+            "one cycle",
+            {"_schedule_phases": [{"end_step": 3}]},
+            "a list of 1 as '_schedule_phases' of",
+        ),
+        ("one cycle", {"last_epoch": 10**30}, "as 'last_epoch' of .*, expected a number"),
         ("plateau", {"mode": 3}, "has 3 as 'mode' of .*, expected a text"),
         ("sequential", {"_schedulers": 3}, "has 3 as '_schedulers' of .*, expected a list"),
         ("sequential", {"_schedulers": [3, 4]}, "has 3 as the state of the scheduler ConstantLR"),
@@ -213,6 +228,26 @@ def test_a_schedulers_state_that_does_not_fit_is_named(
     state = {**copy.deepcopy(scheduler.state_dict()), **change}
     with pytest.raises(CheckpointMismatchError, match=message):
         load_scheduler_state(scheduler, state)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("start_lr", "lrs"), ("end_momentum", None), ("end_step", "3"), ("end_step", torch.zeros(3))],
+)
+def test_a_phase_that_does_not_fit_is_named(key: str, value: Any) -> None:
+    scheduler = scheduled("one cycle")
+    state = copy.deepcopy(scheduler.state_dict())
+    state["_schedule_phases"][1][key] = value
+    with pytest.raises(CheckpointMismatchError, match="a list of 2 as '_schedule_phases' of"):
+        load_scheduler_state(scheduler, state)
+
+
+def test_phases_of_another_length_are_loaded() -> None:
+    saved, fresh = scheduled("one cycle"), scheduled("one cycle")
+    state = copy.deepcopy(saved.state_dict())
+    state["_schedule_phases"][1]["end_step"] = 7
+    load_scheduler_state(fresh, state)
+    assert fresh.state_dict()["_schedule_phases"] == state["_schedule_phases"]
 
 
 @pytest.mark.parametrize("state", [3, [], None])

@@ -516,6 +516,65 @@ def test_a_collection_of_metrics_that_share_their_state_goes_on(tmp_path: Path) 
     check_every_resume(tmp_path, Collects)
 
 
+def keeps(item: Callable[[Tensor], Any]) -> Callable[[], Net]:
+    """Return a Module whose torchmetrics object keeps one item of each batch in a list."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Kept(torchmetrics.Metric):  # type: ignore[misc,name-defined]
+        full_state_update = False
+        items: list[Any]
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("items", [], dist_reduce_fx=None)
+
+        def update(self, batch: Tensor) -> None:
+            self.items.append(item(batch))
+
+        def compute(self) -> Tensor:
+            return torch.tensor(float(hash(str(self.items)) % 2**20))
+
+    class Keeps(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = Kept()
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            self.kept.update(batch[0])
+            return super().training_step(batch, batch_idx)
+
+        def on_train_epoch_end(self) -> None:
+            self.log("kept", self.kept.compute())
+            self.kept.reset()
+            super().on_train_epoch_end()
+
+    return Keeps
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        lambda batch: str(batch.sum().item()),
+        lambda batch: (batch.shape, batch.sum(), (batch.mean().item(), "of a batch")),
+    ],
+)
+def test_a_metric_object_that_keeps_lists_of_plain_data_goes_on(
+    item: Callable[[Tensor], Any], tmp_path: Path
+) -> None:
+    check_every_resume(tmp_path, keeps(item))
+
+
+def test_a_metric_object_whose_state_cannot_be_saved_is_named_at_the_save(tmp_path: Path) -> None:
+    make = keeps(lambda batch: range(3))
+    expected = r"Kept kept\['items'\]\[0\] is of type builtins.range, so its state is not in"
+    with pytest.warns(UserWarning, match=expected) as caught:
+        Run(tmp_path / "whole", make, lambda _: [], max_steps=3)
+    assert sum("Kept kept" in str(warning.message) for warning in caught) == 1
+    path = tmp_path / "whole" / "all" / "step=3.ckpt"
+    with pytest.warns(UserWarning, match=expected):
+        assert Run(tmp_path, make, lambda _: [], path).net.epochs
+
+
 def test_a_metric_object_that_is_no_attribute_is_said_at_the_save(tmp_path: Path) -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
 

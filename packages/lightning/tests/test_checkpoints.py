@@ -157,6 +157,26 @@ def test_core_serves_the_format_by_its_class() -> None:
     assert checkpoint.LightningCheckpointIO is LightningCheckpointIO  # type: ignore[attr-defined]
 
 
+def test_the_state_of_an_optimizer_that_belongs_to_no_parameter_is_written_as_torch_has_it() -> (
+    None
+):
+    state = {
+        "state": {"w": {"step": 1}},
+        "param_groups": [{"params": ["w"], "lr": 0.1}],
+        "other_state": {"k": 3, "state": {"global": {"steps": 2}}},
+    }
+    progress = {"epoch": 0, "batches": 0, "global_step": 1, "epoch_is_done": False}
+    saved = {"format_version": 2, "state_dict": {}, "epoch": 0, "global_step": 1}
+    written = to_lightning({**saved, "progress": progress, "optimizer_states": [state]})
+    assert written["optimizer_states"] == [
+        {
+            "k": 3,
+            "state": {0: {"step": 1}, "global": {"steps": 2}},
+            "param_groups": [{"params": [0], "lr": 0.1}],
+        }
+    ]
+
+
 def test_weights_alone_are_written_for_lightning_too() -> None:
     written = to_lightning({"format_version": 2, "state_dict": {}, "epoch": 1, "global_step": 3})
     assert written["loops"] == {}

@@ -106,13 +106,20 @@ def suited(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
         config: the engine's; two keys may be added.
 
     Raises:
-        ConfigurationError: the optimizer has taken a step, or DeepSpeed cannot step it.
+        ConfigurationError: the optimizer has taken a step, its `state_dict` has entries of its own,
+            or DeepSpeed cannot step it.
     """
     if any(float(state.get("step", 1)) for state in optimizer.state.values() if state):
         raise ConfigurationError(
             f"the {type(optimizer).__name__} has the state of earlier steps, which DeepSpeed's "
             "engine would drop: set it up before its first step, and load a saved state "
             "afterwards, by Lite.load"
+        )
+    if own := sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"})):
+        raise ConfigurationError(
+            f"the state_dict of {type(optimizer).__name__} has the entries {', '.join(own)} of its "
+            "own, which a checkpoint of an engine cannot hold: use strategy='ddp', or keep them in "
+            "param_groups"
         )
     check_elementwise(optimizer, config)
     config.setdefault(UNTESTED, True)

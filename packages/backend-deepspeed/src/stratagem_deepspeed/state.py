@@ -211,7 +211,7 @@ class EngineState:
         """Return the optimizer's state by parameter names; see `Strategy.optimizer_state`.
 
         Raises:
-            ConfigurationError: the engine was freed.
+            ConfigurationError: the engine was freed, or the optimizer has state of no parameter.
         """
         if self._engine is None:
             raise ConfigurationError(
@@ -221,6 +221,12 @@ class EngineState:
         inner = self._inner()
         if not self._flats():  # stage 0
             return named_state(inner, self._model)
+        if others := [str(key) for key in inner.state if not isinstance(key, Tensor)]:
+            raise ConfigurationError(
+                f"the optimizer {type(inner).__name__} has the state {', '.join(others)}, which "
+                "belongs to no parameter, so that a checkpoint of an engine cannot hold it: use "
+                "strategy='ddp', keep it in param_groups, or save the weights alone"
+            )
         self._link()
         shared, keys = self._kinds_of_all(inner)
         param_groups = [

@@ -183,7 +183,8 @@ class XLAFSDPStrategy(XLAStrategy):
         super().load_optimizer_state(prepared, optimizer, state)
         # New state the compiler divides as its parameter; what is loaded comes whole.
         for parameter, entry in optimizer.state.items():
-            for value in entry.values():
+            # An optimizer may keep state under other keys than parameters.
+            for value in entry.values() if isinstance(parameter, Tensor) else ():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
                     divided(value, longest=True)
         put_on_device(list(optimizer.state.values()))

@@ -175,11 +175,14 @@ def loops_of(progress: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_number(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state with numbers in the place of parameter names."""
+    """Return an optimizer's state with numbers in the place of parameter names, as torch has it."""
     names = [name for group in state["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
+    other = state.get("other_state", {})
+    entries = {numbers[name]: entry for name, entry in state["state"].items()}
     return {
-        "state": {numbers[name]: entry for name, entry in state["state"].items()},
+        **other,
+        "state": {**entries, **other.get("state", {})},
         "param_groups": [
             {**group, "params": [numbers[name] for name in group["params"]]}
             for group in state["param_groups"]

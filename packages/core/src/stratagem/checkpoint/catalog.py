@@ -18,11 +18,7 @@ from stratagem.checkpoint.archive import (
     verify_checksum,
 )
 from stratagem.checkpoint.directory import MANIFEST, read_directory, verify_files
-from stratagem.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    format_value,
-)
+from stratagem.errors import CheckpointError, CheckpointNotFoundError, format_value
 from stratagem.storage import paths
 
 

@@ -173,9 +173,7 @@ def run(arguments: Sequence[str]) -> int:
     """
     parser = parser_of("doctor", _DESCRIPTION)
     parser.add_argument(
-        "--verbose",
-        action="store_true",
-        help="show the tracebacks of broken plugins",
+        "--verbose", action="store_true", help="show the tracebacks of broken plugins"
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="a distribution or plugin")
     options = parser.parse_args(arguments)

@@ -44,7 +44,9 @@ def ask_plugins(
                     place = "stratagem.discovery." if kind in (Check, Command) else ""
                     raise TypeError(f"{hook}() returned {item!r}; expected {place}{kind.__name__}")
                 yield plugin, item
-        except (Exception, SystemExit) as error:
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:
             yield (
                 plugin,
                 Check(hook, "error", format_text(f"raised {type(error).__name__}: {error}", 1000)),

@@ -147,7 +147,9 @@ def find_module(module: str) -> ModuleSpec | str:
     try:
         found = importlib.util.find_spec(module)
     # A package above it may raise whatever a vendor's SDK raises.
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         return f"{type(error).__name__}: {error}"
     return f"there is no module {module}" if found is None else found
 

@@ -109,8 +109,8 @@ def load_plugin(
 
     name = f"{entry.distribution}:{entry.name}"
     had_torch = "torch" in sys.modules
-    # A plugin's failure is isolated here: any exception (an SDK may raise OSError or even call
-    # sys.exit) becomes a part of its report, and discovery goes on.
+    # A plugin's failure is isolated here: any exception but Ctrl-C's (an SDK may raise OSError or
+    # even call sys.exit) becomes a part of its report, and discovery goes on.
     stage, began = "import", time.perf_counter()
     try:
         plugin = entry.load()
@@ -120,7 +120,9 @@ def load_plugin(
         stage = "specs"
         specs = _specs_of(plugin, plugins)
         _refuse_repeated_names(specs, entry.distribution, claimed)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         import traceback  # which takes as long to import as all plugins, and is seldom needed
 
         plugins.unregister(name=name)

@@ -398,10 +398,10 @@ def load_target(target: Target, *, what: str) -> Any:
         found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except MissingPackageError:
-        raise  # the message says what to install
+    except (MissingPackageError, KeyboardInterrupt):
+        raise  # the first says what to install
     # A vendor's SDK may raise any exception at import; the error names the component.
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise PluginError(
             f"cannot import {what}: target={target!r} failed with "
             f"{type(error).__name__}: {error}. {_remedy(target, error)}"

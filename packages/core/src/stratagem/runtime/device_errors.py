@@ -174,7 +174,7 @@ def _whole_bytes(parameter: Any) -> int:
 def _state_per_weight(optimizers: Sequence[Optimizer]) -> float:
     """Return how many numbers an optimizer keeps for each weight; before its first step a guess."""
     for optimizer in optimizers:
-        for parameter, state in optimizer.state.items():
+        for parameter, state in _entries(optimizer):
             size = _on_this_rank(parameter).numel()
             kept = [_on_this_rank(v) for v in state.values() if isinstance(v, Tensor)]
             if size and kept:
@@ -183,10 +183,15 @@ def _state_per_weight(optimizers: Sequence[Optimizer]) -> float:
     return 2.0 if "betas" in defaults else float(bool(defaults.get("momentum")))
 
 
+def _entries(optimizer: Optimizer) -> list[tuple[Any, Any]]:
+    """Return the parameters that have state, each with its own; other keys are passed over."""
+    return [(key, state) for key, state in optimizer.state.items() if isinstance(key, Tensor)]
+
+
 def _state(optimizers: Sequence[Optimizer], own: set[int]) -> Iterator[Tensor]:
     """Yield the tensors of the state, and weights that are the optimizer's alone."""
     for optimizer in optimizers:
-        for state in optimizer.state.values():
+        for _, state in _entries(optimizer):
             yield from (value for value in state.values() if isinstance(value, Tensor))
         for group in optimizer.param_groups:
             yield from (p for p in group["params"] if id(p) not in own)

@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from stratagem.state.safe_data import (
-    check_safe_data,
-    find_offending_value,
-    from_bytes,
-    to_bytes,
-)
-from stratagem.state.state_dict import (
-    check_weights,
-    load_named_state,
-    matching_groups,
-    named_state,
-)
+from stratagem.state.safe_data import check_safe_data, find_offending_value, from_bytes, to_bytes
+from stratagem.state.state_dict import check_weights, load_named_state, matching_groups, named_state
 
 __all__ = [
     "check_safe_data",

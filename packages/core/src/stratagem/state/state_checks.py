@@ -15,16 +15,16 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stratagem.errors import (
-    CheckpointMismatchError,
-    StratagemError,
-    format_text,
-    format_value,
-)
+from stratagem.checkpoint.forms import misfit
+from stratagem.errors import CheckpointMismatchError, StratagemError, format_text, format_value
 from stratagem.state.shards import LazyTensor
 
-OPTIMIZER_FORM = {"state": dict, "param_groups": [{"params": [(str, int)]}]}
-"""The form of an optimizer's state: entries by parameter, and groups of parameters."""
+OPTIMIZER_FORM = {
+    "state": dict,
+    "param_groups": [{"params": [(str, int)]}],
+    "other_state?": {"state?": dict},
+}
+"""The form of an optimizer's state: entries by parameter, groups of parameters, and the rest."""
 _ADVICE = "Use what it was saved with, or load the weights alone and begin anew"
 _NUMBER, _TENSOR = "a number", "a tensor of floats"
 _ADAM = ("step", "exp_avg exp_avg_sq max_exp_avg_sq")
@@ -88,8 +88,8 @@ def check_entries(
                     f"{_ADVICE}"
                 )
             if key in numbers.split():
-                if not _is_number(value):
-                    raise _mismatch(value, what, _NUMBER)
+                if not _is_number(value) or (not isinstance(value, LazyTensor) and value < 0):
+                    raise _mismatch(value, what, f"{_NUMBER} from 0 on")
             elif not _is_float_tensor(value):
                 raise _mismatch(value, what, _TENSOR)
             elif tuple(value.shape) != shape:
@@ -117,8 +117,8 @@ def load_scheduler_state(scheduler: Any, state: Any) -> None:
     Raises:
         CheckpointMismatchError: a value has another kind, or replaces a method; names it.
     """
-    _check_scheduler(scheduler, state)
     with as_mismatch(type(scheduler).__name__):
+        _check_scheduler(scheduler, state)
         scheduler.load_state_dict(dict(state))
 
 
@@ -133,15 +133,22 @@ def _check_scheduler(scheduler: Any, state: Any) -> None:
         if key not in own:
             if (
                 type(key) is not str
-                or callable(getattr(scheduler, key, None))
                 or key == "optimizer"
+                or callable(getattr(scheduler, key, None))
             ):
                 raise _mismatch(value, what, "nothing")
         elif key == "_schedulers" and isinstance(value, list):
             for inner, saved in zip(getattr(scheduler, key, ()), value, strict=False):
                 _check_scheduler(inner, saved)
+        elif key == "_schedule_phases" and [*map(_phase, value)] != [*map(_phase, own[key])]:
+            raise _mismatch(value, what, "the phases that this scheduler has")
         elif is_torchs and (expected := _expected(own[key], value)):
             raise _mismatch(value, what, expected)
+
+
+def _phase(phase: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a phase of a OneCycleLR with a mark in the place of its end, which may differ."""
+    return {**phase, "end_step": _is_number(phase["end_step"])}
 
 
 @contextmanager
@@ -191,7 +198,7 @@ def _expected(own: Any, saved: Any) -> str:
 def _is_number(value: Any) -> bool:
     if isinstance(value, (Tensor, LazyTensor)):
         return math.prod(value.shape) == 1 and not value.dtype.is_complex
-    return type(value) in (int, float) and not math.isnan(value)
+    return not misfit(value, float, "") and not math.isnan(value)
 
 
 def _is_float_tensor(value: Any) -> bool:

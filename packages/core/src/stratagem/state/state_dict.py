@@ -17,11 +17,14 @@ from torch.optim import Optimizer
 
 from stratagem.checkpoint.forms import require_form
 from stratagem.errors import CheckpointMismatchError, format_names, format_text, format_value
-from stratagem.state.shards import LazyTensor
+from stratagem.state.safe_data import check_safe_data
+from stratagem.state.shards import LazyTensor, read_whole
 from stratagem.state.state_checks import OPTIMIZER_FORM, as_mismatch, check_entries, check_kinds
 
 _WRAPPER = "_orig_mod."
 """What torch.compile(module) puts before the names of a module; models here have none of it."""
+_OTHER = "other_state"
+"""The entry for the state of an optimizer that belongs to none of its parameters."""
 # Group options that not every version of an optimizer has, nor every implementation (DeepSpeed's
 # Adam lacks some of torch's): where the checkpoint has none, the optimizer keeps its own.
 _DISPENSABLE = frozenset(
@@ -41,18 +44,16 @@ _DISPENSABLE = frozenset(
 def named_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     """Return the optimizer's state dict with parameter names instead of indices.
 
+    Entries that belong to no parameter are in "other_state": those that the optimizer adds beside
+    "state" and "param_groups", and under "state" those whose keys are no parameters.
+
     Raises:
         CheckpointMismatchError: the optimizer holds a parameter that the module does not.
+        CheckpointContentError: an entry of no parameter is not weights-only-safe data.
     """
-    names = _names_by_index(optimizer, module)
-    state = optimizer.state_dict()
-    return {
-        "state": {names[index]: entry for index, entry in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [names[index] for index in group["params"]]}
-            for group in state["param_groups"]
-        ],
-    }
+    state = _by_names(optimizer.state_dict(), _names_by_index(optimizer, module))
+    check_safe_data(state.get(_OTHER), f"the state of the optimizer {type(optimizer).__name__}")
+    return state
 
 
 def load_named_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]) -> None:
@@ -71,10 +72,29 @@ def load_named_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str
         for group, saved in zip(groups, matching_groups(own, state["param_groups"]), strict=True)
     ]
     check_entries(optimizer, dict(module.named_parameters()), state)
-    indices = {name: index for index, name in names.items()}
-    entries = {indices[name]: entry for name, entry in state["state"].items() if name in indices}
+    saved = state["state"]
+    entries = {index: saved[name] for index, name in names.items() if name in saved}
     with as_mismatch(type(optimizer).__name__):
-        optimizer.load_state_dict({"state": entries, "param_groups": matched})
+        other = read_whole(state.get(_OTHER, {}))
+        others = {key: entry for key, entry in other.get("state", {}).items() if key not in names}
+        optimizer.load_state_dict({**other, "state": others | entries, "param_groups": matched})
+
+
+def require_of_parameters(optimizer: Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an optimizer's state (see `named_state`) for a strategy that divides it by parameters.
+
+    Raises:
+        CheckpointMismatchError: it has entries of no parameter; names them.
+    """
+    if other := state.get(_OTHER):
+        names = [*(key for key in other if key != "state"), *other.get("state", ())]
+        raise CheckpointMismatchError(
+            f"the optimizer {type(optimizer).__name__} has the state {format_names(names)}, which "
+            "belongs to no parameter, and this strategy divides optimizer state by parameters: use "
+            "strategy='ddp' or 'single_device', keep it in param_groups or in the state of a "
+            "parameter, or save the weights alone"
+        )
+    return state
 
 
 def with_names(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]) -> Any:
@@ -99,17 +119,28 @@ def with_names(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]
         )
     numbers = [number for group in saved for number in group]
     by_number = {number: names[index] for index, number in enumerate(numbers)}
-    groups = [
-        {**group, "params": [by_number[number] for number in group["params"]]}
-        for group in state["param_groups"]
-    ]
-    if unknown := state["state"].keys() - by_number.keys():
+    if unknown := [key for key in state["state"] if key not in by_number and type(key) is not str]:
         raise CheckpointMismatchError(
             f"the checkpoint's optimizer has state of the parameters {format_names(unknown)}, "
             "which are in none of its groups: use the optimizer that it was saved with"
         )
-    entries = {by_number[number]: entry for number, entry in state["state"].items()}
-    return {"state": entries, "param_groups": groups}
+    return _by_names(state, by_number)
+
+
+def _by_names(state: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
+    """Return a state dict of torch as `named_state` does, by the name of each number in it."""
+    entries: Mapping[Any, Any] = state["state"]
+    other = {key: value for key, value in state.items() if key not in OPTIMIZER_FORM}
+    if others := {key: entry for key, entry in entries.items() if key not in names}:
+        other["state"] = others
+    return {
+        "state": {names[key]: entry for key, entry in entries.items() if key in names},
+        "param_groups": [
+            {**group, "params": [names[number] for number in group["params"]]}
+            for group in state["param_groups"]
+        ],
+        **({_OTHER: other} if other else {}),
+    }
 
 
 def _merged(
@@ -280,8 +311,7 @@ def _names_by_index(optimizer: Optimizer, module: nn.Module) -> dict[int, str]:
     """Return the name of each parameter, by the index that `Optimizer.state_dict` gives it."""
     names = {id(p): name for name, p in module.named_parameters(remove_duplicate=True)}
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
-    unknown = sum(1 for p in ordered if id(p) not in names)
-    if unknown:
+    if unknown := sum(id(p) not in names for p in ordered):
         raise CheckpointMismatchError(
             f"the optimizer holds {unknown} parameter(s) that the model does not have, so its "
             "state cannot be saved by name: build it from model.parameters() of the model that you "

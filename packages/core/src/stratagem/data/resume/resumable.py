@@ -23,12 +23,7 @@ from stratagem.data.resume.resumable_sampler import (
     has_exact_length,
     innermost,
 )
-from stratagem.data.sharding import (
-    ShardedSampler,
-    has_persistent_workers,
-    length_of,
-    sampler_of,
-)
+from stratagem.data.sharding import ShardedSampler, has_persistent_workers, length_of, sampler_of
 from stratagem.errors import format_value
 from stratagem.rng import (
     SeededOnce,

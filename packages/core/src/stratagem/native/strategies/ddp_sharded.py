@@ -19,6 +19,7 @@ from stratagem.state.state_dict import (
     load_named_state,
     named_state,
     optimizer_state_without_wrapper,
+    require_of_parameters,
 )
 
 with warnings.catch_warnings():
@@ -82,9 +83,10 @@ class DDPShardedStrategy(DDPStrategy):
         """Return an optimizer's state by names: whole on rank 0, this rank's shard elsewhere."""
         if not isinstance(optimizer, ShardedOptimizer):
             return super().optimizer_state(prepared, optimizer)
-        groups = super().optimizer_state(prepared, optimizer.source)
-        own = named_state(optimizer.optim, prepared.original)["state"]
-        return {**groups, "state": self._gather_on_rank_0(own)}
+        source = optimizer.source
+        groups = require_of_parameters(source, super().optimizer_state(prepared, source))
+        own = require_of_parameters(source, named_state(optimizer.optim, prepared.original))
+        return {**groups, "state": self._gather_on_rank_0(own["state"])}
 
     def load_optimizer_state(
         self, prepared: PreparedModel, optimizer: Optimizer, state: Mapping[str, Any]
@@ -93,7 +95,7 @@ class DDPShardedStrategy(DDPStrategy):
         if not isinstance(optimizer, ShardedOptimizer):
             super().load_optimizer_state(prepared, optimizer, state)
             return
-        state = optimizer_state_without_wrapper(state)
+        state = require_of_parameters(optimizer.source, optimizer_state_without_wrapper(state))
         # Checks the groups and takes their options, which schedulers and users see.
         super().load_optimizer_state(prepared, optimizer.source, {**state, "state": {}})
         optimizer.param_groups = optimizer.source.param_groups

@@ -53,6 +53,7 @@ from stratagem.state.state_dict import (
     load_weights,
     named_state,
     optimizer_state_without_wrapper,
+    require_of_parameters,
     without_wrapper,
 )
 
@@ -287,7 +288,7 @@ class ShardedStrategy(ParallelStrategy):
         """Return the state by parameter names, with tensors in the form of `model_state`."""
         assert isinstance(prepared, ShardedPrepared)
         prepared.reshard()
-        state = named_state(optimizer, prepared.original)
+        state = require_of_parameters(optimizer, named_state(optimizer, prepared.original))
         saved = {name: self._to_save(entry) for name, entry in state["state"].items()}
         keeps = self.ranks.is_global_zero or self.checkpoint_io.supports_shards
         return {**state, "state": saved if keeps else {}}
@@ -299,7 +300,7 @@ class ShardedStrategy(ParallelStrategy):
         assert isinstance(prepared, ShardedPrepared)
         prepared.reshard()
         parameters = dict(prepared.original.named_parameters())
-        state = optimizer_state_without_wrapper(state)
+        state = require_of_parameters(optimizer, optimizer_state_without_wrapper(state))
         check_entries(optimizer, parameters, state)
         shards = {
             name: distribute_state(entry, parameters[name]) if name in parameters else entry

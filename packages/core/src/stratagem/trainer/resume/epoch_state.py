@@ -73,7 +73,7 @@ class EpochState:
         self._evaluation, self._progress = run.evaluation, run.progress
         self._kept: dict[str, Any] | None = None
         self._resumed: Mapping[str, Any] | None = None
-        self._warned = False
+        self._warns, self._warned = True, set[str]()
 
     def keep(self) -> None:
         """Freeze the current values for `state`, because the epoch ends early."""
@@ -87,11 +87,12 @@ class EpochState:
         """
         if self._kept is not None:
             return self._kept
+        self._warns = warns
         latest = {name: dict(getattr(self._latest, name)) for name in _LATEST}
         row = self._metrics.row if self._ranks.is_global_zero else {}
         return {
             "split": list(self._ranks.eval_split),
-            "logged": self._logged(warns),
+            "logged": self._logged(),
             "metrics": dict(self._metric_states()),
             "latest": map_tensors(lambda tensor: tensor.detach().cpu().clone(), latest),
             "row": map_tensors(lambda tensor: tensor.detach().cpu().clone(), dict(row)),
@@ -99,7 +100,7 @@ class EpochState:
             "validated": self._evaluation.batches,
         }
 
-    def _logged(self, warns: bool) -> dict[str, Any]:
+    def _logged(self) -> dict[str, Any]:
         places = {id(part): place for place, part in self._module.named_modules()}
         states = {}
         for name, entry in self._metrics.entries.items():
@@ -107,23 +108,32 @@ class EpochState:
             if entry.metric is None:
                 continue
             place = states[name]["metric"] = places.get(id(entry.metric), "")
-            if warns and not place and not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"self.log({name!r}, ...) was called with a {type(entry.metric).__name__} that "
-                    "is not an attribute of the Module, so its state is not in the checkpoint: a "
-                    "resumed run computes it from the rest of the epoch. Assign it in "
-                    f"{type(self._module).__name__}.__init__",
-                    stacklevel=2,
+            if not place:
+                kind = type(entry.metric).__name__
+                self._warn_of(
+                    f"self.log({name!r}, ...) was called with a {kind} that is not an attribute"
                 )
         return states
+
+    def _warn_of(self, fault: str) -> None:
+        """Warn once that the state of a metric is not saved."""
+        if self._warns and fault not in self._warned:
+            self._warned.add(fault)
+            warnings.warn(
+                f"{fault}, so its state is not in the checkpoint: a resumed run computes it from "
+                f"the rest of the epoch. Assign metrics in {type(self._module).__name__}.__init__, "
+                "and keep numbers, strings, tensors, and lists and tuples of them in their states",
+                stacklevel=2,
+            )
 
     def _metric_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for place, metric in _metrics_in(self._module):
             undeclared = (name for name in _UNDECLARED if name in vars(metric))
             state = {name: getattr(metric, name) for name in (*metric._defaults, *undeclared)}
             state = map_tensors(lambda tensor: tensor.detach().cpu().clone(), state)
-            if not find_offending_value(state):
+            if offending_value := find_offending_value(state, f"{type(metric).__name__} {place}"):
+                self._warn_of(offending_value)
+            else:
                 yield place, {"updates": getattr(metric, "_update_count", 0), "state": state}
 
     # -- resuming
@@ -244,11 +254,8 @@ def _check_metric(
         first: of the first rank; tensors of both have one shape.
         place: of the metric in the Module.
     """
-    form = {
-        name: [Tensor] if isinstance(own, list) else type(own)
-        for name, own in vars(metric).items()
-        if name in (*metric._defaults, *_UNDECLARED)
-    }
+    names = (*metric._defaults, *_UNDECLARED)
+    form = {name: type(own) for name, own in vars(metric).items() if name in names}
     require_form(state, form, place)
     for name, value in state.items():
         own = getattr(metric, name) if name in form else None
@@ -267,7 +274,7 @@ def _restore_metric(metric: Any, states: Sequence[Mapping[str, Any]]) -> None:
             # As torchmetrics reduces over ranks.
             reduce = metric._reductions.get(name)
             values = [values[0] if reduce is None else reduce(torch.stack(values))]
-        is_list = isinstance(values[0], list)
+        is_list = isinstance(values[0], (list, tuple))
         value = [v for part in values for v in part] if is_list else values[0]
         setattr(metric, name, map_tensors(lambda tensor: tensor.to(metric.device), value))
     if hasattr(metric, "_update_count"):
