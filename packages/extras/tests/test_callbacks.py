@@ -116,6 +116,91 @@ def test_a_checkpoint_has_the_average_as_the_models_weights(tmp_path: Path) -> N
     assert_same(state(Net.load_from_checkpoint(saver.best_model_path)), state(model))
 
 
+def resumed_from(path: Path, make: Callable[[], Callback], **options: Any) -> Net:
+    model = Net()
+    trainer(make(), max_epochs=3, **options).fit(model, loader(), loader(), ckpt_path=path)
+    return model
+
+
+@pytest.mark.parametrize("limit", [{"max_epochs": 1}, {"max_steps": 8}], ids=["epoch", "step"])
+def test_a_run_goes_on_exactly_from_a_checkpoint_saved_after_the_fit_of_an_average(
+    limit: dict[str, int], tmp_path: Path
+) -> None:
+    whole, first, path = Net(), Net(), tmp_path / "after.ckpt"
+    trainer(WeightAveraging(), max_epochs=3).fit(whole, loader(), loader())
+    one = trainer(WeightAveraging(), **limit)
+    one.fit(first, loader(), loader())
+    average = state(first)
+    one.save_checkpoint(path)
+    assert_same(state(first), average)
+    assert_same(state(Net.load_from_checkpoint(path)), average)
+    assert_same(state(resumed_from(path, WeightAveraging)), state(whole))
+    # Evaluations leave both as they are; an error in one does, too.
+    one.validate(first, loader(), verbose=False)
+    failing = LambdaCallback(on_validation_start=lambda *_: 1 / 0)
+    one.callbacks.append(failing)
+    with pytest.raises(ZeroDivisionError):
+        one.validate(first, loader())
+    one.callbacks.remove(failing)
+    one.save_checkpoint(path)
+    assert_same(state(first), average)
+    assert_same(state(resumed_from(path, WeightAveraging)), state(whole))
+
+
+@pytest.mark.parametrize("hook", ["on_validation_batch_end", "on_validation_epoch_end"])
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
+def test_a_checkpoint_saved_in_validation_has_the_average_and_the_trained_weights(
+    hook: str, is_first: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "within.ckpt"
+
+    def save(trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 6 and not path.exists():
+            trainer.save_checkpoint(path)
+
+    whole, saves, average = Net(), LambdaCallback(**{hook: save}), WeightAveraging()
+    callbacks = (saves, average) if is_first else (average, saves)
+    trainer(*callbacks, max_epochs=3).fit(whole, loader(), loader())
+    saved = torch.load(path, weights_only=True)
+    expected = Net()
+    trainer(WeightAveraging(), max_epochs=1).fit(expected, loader())
+    assert_same(saved["state_dict"], state(expected))
+    assert not torch.equal(saved["current_model_state"]["head.weight"], expected.head.weight)
+    assert_same(state(resumed_from(path, WeightAveraging)), state(whole))
+
+
+def test_a_second_fit_begins_with_the_average_and_another_model_frees_the_trained_weights(
+    tmp_path: Path,
+) -> None:
+    average, model, began = WeightAveraging(), Net(), []
+    noting = LambdaCallback(on_fit_start=lambda trainer, module: began.append(state(module)))
+    one = trainer(average, noting, max_epochs=1)
+    one.fit(model, loader())
+    ended = state(model)
+    one.fit(model, loader())
+    assert_same(began[1], ended)
+    other = Net()
+    before = state(other)
+    one.validate(other, loader(), verbose=False)
+    one.save_checkpoint(tmp_path / "other.ckpt")
+    saved = torch.load(tmp_path / "other.ckpt", weights_only=True)
+    assert_same(saved["state_dict"], before)
+    assert "current_model_state" not in saved
+
+
+def test_an_error_after_training_leaves_the_average_in_the_model() -> None:
+    def fail(trainer: Trainer, module: Module) -> None:
+        ended.append(state(module))
+        raise ZeroDivisionError
+
+    model, ended = Net(), list[dict[str, Tensor]]()
+    with pytest.raises(ZeroDivisionError):
+        trainer(WeightAveraging(), LambdaCallback(on_fit_end=fail), max_epochs=1).fit(
+            model, loader()
+        )
+    assert_same(state(model), ended[0])
+
+
 def test_averaging_begins_where_it_is_told() -> None:
     ema = EMAWeightAveraging(
         update_every_n_steps=2, update_starting_at_step=3, update_starting_at_epoch=1
