@@ -47,9 +47,15 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(value, other[name]), name
 
 
+class EveryEpoch(WeightAveraging):
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return epoch_idx is not None
+
+
 STATEFUL: dict[str, Callable[[], Callback]] = {
     "ema": lambda: EMAWeightAveraging(decay=0.8),
     "average": WeightAveraging,
+    "average of epochs": EveryEpoch,
     "swa": lambda: StochasticWeightAveraging(0.05, 2, annealing_epochs=2),
     "swa linear": lambda: StochasticWeightAveraging(0.05, 1, 3, "linear"),
     "finetuning": lambda: BackboneFinetuning(1, lambda epoch: 1.5, verbose=False),
@@ -87,6 +93,31 @@ def test_a_run_goes_on_exactly_with_a_callbacks_state(
 
     trainer(make(), max_epochs=4).fit(resumed, loader(shuffle=True), ckpt_path=path)
     assert_same(state(resumed), state(whole))
+
+
+@pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL.keys())
+@pytest.mark.parametrize("steps", [8, 12], ids=["within an epoch", "at its end"])
+def test_a_run_goes_on_exactly_from_a_fit_that_a_limit_has_ended(
+    make: Callable[[], Callback], steps: int, tmp_path: Path
+) -> None:
+    def fitted(*callbacks: Callback, path: Path | None = None, **limit: Any) -> Net:
+        torch.manual_seed(5)
+        model = Net()
+        if isinstance(make(), ModelPruning):
+            model.backbone[1] = nn.Identity()
+        one = trainer(make(), *callbacks, max_epochs=4, **limit)
+        one.fit(model, loader(shuffle=True), ckpt_path=path)
+        one.save_checkpoint(tmp_path / "after.ckpt")
+        return model
+
+    whole = fitted()
+    # Saved at the end of the epoch, which the limit may cut short; and after the fit.
+    cut = fitted(ModelCheckpoint(tmp_path, filename="within"), max_steps=steps)
+    after = torch.load(tmp_path / "after.ckpt", weights_only=True)
+    assert_same(after["state_dict"], state(cut))
+    (tmp_path / "after.ckpt").rename(tmp_path / "copy.ckpt")
+    for name in ("within.ckpt", "copy.ckpt"):
+        assert_same(state(fitted(path=tmp_path / name)), state(whole))
 
 
 # -- averages of weights

@@ -174,8 +174,8 @@ class WeightAveraging(Callback):
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Whether the average is to take the weights in.
 
-        Asked after each optimizer step and after each epoch, on every rank; the answer must be the
-        same there. By default after each step.
+        Asked after each optimizer step and after each whole epoch, on every rank; the answer must
+        be the same there. By default after each step.
 
         Args:
             step_idx: of the step that was taken, from 0; None: an epoch has ended.
@@ -217,8 +217,9 @@ class WeightAveraging(Callback):
                 self._update(module)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        """Take the weights in."""
-        if self.should_update(epoch_idx=trainer.current_epoch):
+        """Take the weights in; a run that resumes in a cut epoch does so at its end."""
+        is_whole = trainer.run.progress.epoch_is_done
+        if is_whole and self.should_update(epoch_idx=trainer.current_epoch):
             self._update(module)
 
     def _update(self, module: Module) -> None:
@@ -281,9 +282,7 @@ class WeightAveraging(Callback):
         self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]
     ) -> None:
         """Resume with the trained weights; evaluate with the average."""
-        trained = checkpoint.pop("current_model_state", None)
-        if trained is not None and trainer.run.stage == "fit":
-            self._loaded, checkpoint["state_dict"] = checkpoint["state_dict"], trained
+        self._loaded = take_trained(trainer, checkpoint)
 
 
 def save_both(
@@ -316,6 +315,21 @@ def save_both(
     checkpoint["state_dict"], trained = (saved, other) if average_is_saved else (other, saved)
     if "progress" in checkpoint:
         checkpoint["current_model_state"] = trained
+
+
+def take_trained(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+    """In a fit, make the trained weights of `save_both` the checkpoint's; return the average.
+
+    Args:
+        trainer: runs.
+        checkpoint: which it loads.
+    """
+    trained = checkpoint.pop("current_model_state", None)
+    if trained is None or trainer.run.stage != "fit":
+        return None
+    average: dict[str, Any] = checkpoint["state_dict"]
+    checkpoint["state_dict"] = trained
+    return average
 
 
 def _state_methods(trainer: Trainer) -> type[Strategy]:

@@ -67,11 +67,13 @@ class RankState:
     module: Module
     _resumed: dict[str, Any] | None = field(default=None, init=False)
     """The state whose RNG states the loop has yet to restore."""
+    _kept: dict[str, Any] | None = field(default=None, init=False)
+    """The state that checkpoints hold from now on."""
     _within_epoch: bool = field(default=False, init=False)
 
     def state(self) -> dict[str, Any]:
         """Return the state that differs between ranks, as weights-only-safe data."""
-        return {
+        return self._kept or {
             "random": rng_state(*self.rng_of),
             "module": generator_states(generators_of(*self.module.modules())),
             "loader": self.loader.state(within_epoch=not self.progress.epoch_is_done),
@@ -82,9 +84,9 @@ class RankState:
             "epoch": self.epoch.state(),
         }
 
-    def keep_values(self) -> None:
-        """Freeze the epoch's current values for checkpoints, because the epoch ends early."""
-        self.epoch.keep()
+    def keep(self) -> None:
+        """Freeze the current state for checkpoints: what follows is not a part of training."""
+        self._kept = self.state()
 
     def resume(self, states: RankStates) -> None:
         """Restore the states of the saving ranks; the checkpoint's progress is restored before.
