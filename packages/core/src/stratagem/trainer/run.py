@@ -465,8 +465,8 @@ class Run:
         metrics.in_step = False
         progress.end_begun = True
         if not progress.epoch_is_done and self.rank_state is not None:
-            # A run that resumes in this epoch continues from the state before this early end.
-            self.rank_state.keep()
+            # A run that resumes in this epoch continues from the values before this early end.
+            self.rank_state.keep_values()
         entries = metrics.entries
         try:
             metrics.reduce_epoch()

@@ -381,12 +381,12 @@ class ModelCheckpoint(Callback):
     def _write(self, trainer: Trainer, value: float | None) -> None:
         """Save a checkpoint, as a best one if it has a value; remove those that it replaces."""
         assert self._folder is not None
-        ranks, last = trainer.ranks, self.last_model_path
-        before = self._kept.copy(), last
+        ranks, kept, last = trainer.ranks, self._kept, self.last_model_path
+        before = kept.copy(), last
         weights = self._weights(trainer)
         moves_last = self.save_last and not weights.nonfinite
         # Under an unchanged name, the new checkpoint replaces the one that it would remove.
-        own = [] if weights.nonfinite else self._kept.copy().add("", value)
+        own = [] if weights.nonfinite else kept.copy().add("", value)
         own = [old for old in own if old not in self._spared]
         path = self._names.choose(ranks, self._folder, self._name(trainer), own)
         former, name = "", self._name_of_last(trainer)
@@ -397,10 +397,7 @@ class ModelCheckpoint(Callback):
         if moves_last and (former or not last):
             last = self.last_model_path = self._names.choose(ranks, self._folder, name)
         # Update the state first, so that the checkpoint itself contains it.
-        if weights.nonfinite:
-            dropped = self._kept.add_nonfinite(path)
-        else:
-            dropped = self._kept.add(path, value)
+        dropped = kept.add_nonfinite(path) if weights.nonfinite else kept.add(path, value)
         save = partial(trainer.run.save, weights_only=self.save_weights_only, weights=weights)
         try:
             save(paths.to_location(path))

@@ -67,13 +67,13 @@ class RankState:
     module: Module
     _resumed: dict[str, Any] | None = field(default=None, init=False)
     """The state whose RNG states the loop has yet to restore."""
-    _kept: dict[str, Any] | None = field(default=None, init=False)
-    """The state that checkpoints hold from now on."""
+    _kept: dict[str, Any] = field(default_factory=dict, init=False)
+    """The parts of the state that no longer change."""
     _within_epoch: bool = field(default=False, init=False)
 
     def state(self) -> dict[str, Any]:
         """Return the state that differs between ranks, as weights-only-safe data."""
-        return self._kept or {
+        return {
             "random": rng_state(*self.rng_of),
             "module": generator_states(generators_of(*self.module.modules())),
             "loader": self.loader.state(within_epoch=not self.progress.epoch_is_done),
@@ -82,7 +82,12 @@ class RankState:
                 for loader in self.validation
             ],
             "epoch": self.epoch.state(),
+            **self._kept,
         }
+
+    def keep_values(self) -> None:
+        """Freeze the epoch's current values for checkpoints, because the epoch ends early."""
+        self._kept = {"epoch": self.epoch.state()}
 
     def keep(self) -> None:
         """Freeze the current state for checkpoints: what follows is not a part of training."""
