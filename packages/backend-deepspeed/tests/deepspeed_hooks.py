@@ -77,11 +77,15 @@ class Saves(Callback):
 
 for way in ("ddp", "deepspeed_stage_2"):
     averages = [EMAWeightAveraging(decay=0.5), Saves()]
-    models.trainer(way, 2, callbacks=averages, max_steps=8).fit(models.Net(), models.loader(2))
-    saved = SingleFileCheckpointIO().load_checkpoint("average.ckpt")
-    for name in ("state_dict", "current_model_state"):
-        weights = sorted(saved[name].items())
-        out[f"{way} {name}"] = torch.cat([value.flatten() for _, value in weights]).tolist()
+    trainer = models.trainer(way, 2, callbacks=averages, max_steps=8)
+    trainer.fit(models.Net(), models.loader(2))
+    trainer.save_checkpoint("after.ckpt")  # where they are
+    for when in ("average", "after"):
+        saved = SingleFileCheckpointIO().load_checkpoint(f"{when}.ckpt")
+        for name in ("state_dict", "current_model_state"):
+            weights = sorted(saved[name].items())
+            values = torch.cat([value.flatten() for _, value in weights]).tolist()
+            out[f"{way} {when} {name}"] = values
 try:
     averaging = EMAWeightAveraging()
     models.trainer("deepspeed_stage_3", 2, callbacks=averaging).fit(models.Net(), models.loader(2))

@@ -232,9 +232,11 @@ def test_a_modules_own_steps_are_those_of_ddp_and_what_cannot_be_is_refused(
         for way in ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"):
             assert out[way]["steps"] == out["ddp"]["steps"] == 20
             assert difference(out[way]["losses"], out["ddp"]["losses"]) < 1e-4
-        for name in ("state_dict", "current_model_state"):
-            assert difference(out[f"deepspeed_stage_2 {name}"], out[f"ddp {name}"]) < 1e-4
-        assert difference(out["ddp state_dict"], out["ddp current_model_state"]) > 1e-3
+        for when in ("average", "after"):
+            for name in (f"{when} state_dict", f"{when} current_model_state"):
+                assert difference(out[f"deepspeed_stage_2 {name}"], out[f"ddp {name}"]) < 1e-4
+            average, trained = out[f"ddp {when} state_dict"], out[f"ddp {when} current_model_state"]
+            assert difference(average, trained) > 1e-3
         assert out["EMAWeightAveraging"].startswith(
             "EMAWeightAveraging reads the weights after each step, and 'deepspeed_stage_3' takes "
             "them out of the model then: 'net.shift' has no element there. Use a strategy"

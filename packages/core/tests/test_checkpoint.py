@@ -16,6 +16,7 @@ import time
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -1389,6 +1390,85 @@ def test_early_stopping_says_what_improves_and_passes_over_what_is_not_logged(
     ]
     assert there.stopping_reason == "EarlyStopping: score did not improve on 0.5 (patience=2)"
     assert missing.stopping_reason == ""
+
+
+@pytest.mark.parametrize(
+    ("scores", "arguments", "larger"),
+    [
+        ((1.0, 2.0, 2.0, 2.0, 2.0, 0.5), {"patience": 2}, {"patience": 4}),
+        ((1.0, 0.2, 0.1), {"stopping_threshold": 0.5}, {"stopping_threshold": 0.15}),
+        ((1.0, 6.0, 9.0), {"divergence_threshold": 5.0}, {"divergence_threshold": 8.0}),
+        ((1.0, NAN, NAN), {"patience": 2}, {"patience": 2, "check_finite": False}),
+    ],
+)
+def test_a_fit_that_early_stopping_ended_trains_no_step_when_it_is_resumed(
+    scores: tuple[float, ...],
+    arguments: dict[str, Any],
+    larger: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(arguments: dict[str, Any], ckpt_path: str | None) -> tuple[Trainer, EarlyStopping]:
+        stopping = EarlyStopping("score", **arguments)
+        saver = ModelCheckpoint(tmp_path, save_last=True)
+        trainer = trainer_in(
+            tmp_path, max_epochs=9, limit_train_batches=1, callbacks=[stopping, saver]
+        )
+        trainer.fit(Scored((*scores, *[9.0] * 9)), loader(), loader(4), ckpt_path=ckpt_path)
+        return trainer, stopping
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "EarlyStopping ends training")
+        trainer, first = run(arguments, None)
+        ended = trainer.current_epoch
+        for _ in range(2):
+            capsys.readouterr()
+            again, stopping = run(arguments, "last")
+            assert (again.current_epoch, again.global_step) == (ended, trainer.global_step)
+            assert stopping.state_dict() == pytest.approx(first.state_dict(), nan_ok=True)
+            assert stopping.stopped_by == first.stopped_by
+            out = capsys.readouterr().out
+            assert out == (
+                f"stratagem: {first.stopping_reason}. This ended the resumed run, and ends this "
+                "one: to train on, change the arguments\n"
+            )
+        further, stopping = run(larger, "last")
+    assert further.current_epoch > ended
+    assert "resumed run" not in capsys.readouterr().out
+
+
+def test_early_stopping_begins_anew_in_a_second_fit(tmp_path: Path) -> None:
+    stopping = EarlyStopping("score", patience=2)
+    trainer = trainer_in(tmp_path, max_epochs=6, limit_train_batches=1, callbacks=stopping)
+    for scores in ((1.0, 0.5, 0.6, 0.7), (4.0, 3.0, 3.5, 3.6), (2.0, 2.5, 2.6)):
+        trainer.fit(Scored((*scores, *[9.0] * 3)), loader(), loader(4))
+        assert trainer.current_epoch == len(scores)
+        assert (stopping.wait_count, stopping.best_score) == (2, min(scores))
+        assert stopping.stopped_epoch == len(scores) - 1
+    trainer.validate(Scored((9.0,) * 6), loader(4), verbose=False)
+    assert (stopping.wait_count, stopping.best_score) == (2, 2.0)
+
+
+def test_the_checkpoints_of_an_earlier_fit_are_another_runs(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", save_last=True)
+    trainer = trainer_in(tmp_path, max_epochs=2, limit_train_batches=1, callbacks=saver)
+    best = []
+    for scores in ((1.0, 0.5), (4.0, 3.0), (0.25, 0.125)):
+        trainer.fit(Scored(scores), loader(), loader(4))
+        assert saver.best_model_score == saver.current_score == scores[1]
+        best.append(Path(saver.best_model_path).name)
+    names = ["epoch=1.ckpt", "epoch=1-v1.ckpt", "epoch=1-v2.ckpt"]
+    assert best == names
+    lasts = ["last.ckpt", "last-v1.ckpt", "last-v2.ckpt"]
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == sorted([*names, *lasts])
+    # After the fit "best" is the last fit's; a fit that resumes goes on with its files.
+    trainer.validate(Scored((9.0,) * 6), loader(4), ckpt_path="best", verbose=False)
+    assert Path(saver.best_model_path).name == "epoch=1-v2.ckpt"
+    trainer.options = replace(trainer.options, max_epochs=3)
+    trainer.fit(Scored((0.25, 0.125, 0.0)), loader(), loader(4), ckpt_path="last")
+    assert Path(saver.best_model_path).name == "epoch=2.ckpt"
+    left = ["epoch=1.ckpt", "epoch=1-v1.ckpt", "epoch=2.ckpt"]
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == sorted([*left, *lasts])
 
 
 def test_early_stopping_counts_on_across_a_resume(tmp_path: Path) -> None:

@@ -63,6 +63,11 @@ def test_an_average_of_sharded_weights_is_that_of_whole_ones(
     for name, value in whole["state_dict"].items():
         torch.testing.assert_close(shards["state_dict"][name], value, rtol=0, atol=0)
         assert not torch.equal(shards["current_model_state"][name], value)
+    # Saved in validation or after the fit, where the model has the average, both are there.
+    differences = json.loads((tmp_path / "differences.json").read_text())
+    assert len(differences) == 4
+    for name, found in differences.items():
+        assert found == {"state_dict": 0.0, "current_model_state": 0.0}, name
     # Validation ran on the average, too.
     validated = json.loads((tmp_path / "validated.json").read_text())
     assert validated == pytest.approx(net.validated, rel=1e-4)

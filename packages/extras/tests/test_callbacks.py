@@ -47,9 +47,15 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(value, other[name]), name
 
 
+class EveryEpoch(WeightAveraging):
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return epoch_idx is not None
+
+
 STATEFUL: dict[str, Callable[[], Callback]] = {
     "ema": lambda: EMAWeightAveraging(decay=0.8),
     "average": WeightAveraging,
+    "average of epochs": EveryEpoch,
     "swa": lambda: StochasticWeightAveraging(0.05, 2, annealing_epochs=2),
     "swa linear": lambda: StochasticWeightAveraging(0.05, 1, 3, "linear"),
     "finetuning": lambda: BackboneFinetuning(1, lambda epoch: 1.5, verbose=False),
@@ -89,6 +95,31 @@ def test_a_run_goes_on_exactly_with_a_callbacks_state(
     assert_same(state(resumed), state(whole))
 
 
+@pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL.keys())
+@pytest.mark.parametrize("steps", [8, 12], ids=["within an epoch", "at its end"])
+def test_a_run_goes_on_exactly_from_a_fit_that_a_limit_has_ended(
+    make: Callable[[], Callback], steps: int, tmp_path: Path
+) -> None:
+    def fitted(*callbacks: Callback, path: Path | None = None, **limit: Any) -> Net:
+        torch.manual_seed(5)
+        model = Net()
+        if isinstance(make(), ModelPruning):
+            model.backbone[1] = nn.Identity()
+        one = trainer(make(), *callbacks, max_epochs=4, **limit)
+        one.fit(model, loader(shuffle=True), ckpt_path=path)
+        one.save_checkpoint(tmp_path / "after.ckpt")
+        return model
+
+    whole = fitted()
+    # Saved at the end of the epoch, which the limit may cut short; and after the fit.
+    cut = fitted(ModelCheckpoint(tmp_path, filename="within"), max_steps=steps)
+    after = torch.load(tmp_path / "after.ckpt", weights_only=True)
+    assert_same(after["state_dict"], state(cut))
+    (tmp_path / "after.ckpt").rename(tmp_path / "copy.ckpt")
+    for name in ("within.ckpt", "copy.ckpt"):
+        assert_same(state(fitted(path=tmp_path / name)), state(whole))
+
+
 # -- averages of weights
 
 
@@ -114,6 +145,91 @@ def test_a_checkpoint_has_the_average_as_the_models_weights(tmp_path: Path) -> N
     model, saver = Net(), ModelCheckpoint(tmp_path)
     trainer(WeightAveraging(), saver, max_epochs=1).fit(model, loader())
     assert_same(state(Net.load_from_checkpoint(saver.best_model_path)), state(model))
+
+
+def resumed_from(path: Path, make: Callable[[], Callback], **options: Any) -> Net:
+    model = Net()
+    trainer(make(), max_epochs=3, **options).fit(model, loader(), loader(), ckpt_path=path)
+    return model
+
+
+@pytest.mark.parametrize("limit", [{"max_epochs": 1}, {"max_steps": 8}], ids=["epoch", "step"])
+def test_a_run_goes_on_exactly_from_a_checkpoint_saved_after_the_fit_of_an_average(
+    limit: dict[str, int], tmp_path: Path
+) -> None:
+    whole, first, path = Net(), Net(), tmp_path / "after.ckpt"
+    trainer(WeightAveraging(), max_epochs=3).fit(whole, loader(), loader())
+    one = trainer(WeightAveraging(), **limit)
+    one.fit(first, loader(), loader())
+    average = state(first)
+    one.save_checkpoint(path)
+    assert_same(state(first), average)
+    assert_same(state(Net.load_from_checkpoint(path)), average)
+    assert_same(state(resumed_from(path, WeightAveraging)), state(whole))
+    # Evaluations leave both as they are; an error in one does, too.
+    one.validate(first, loader(), verbose=False)
+    failing = LambdaCallback(on_validation_start=lambda *_: 1 / 0)
+    one.callbacks.append(failing)
+    with pytest.raises(ZeroDivisionError):
+        one.validate(first, loader())
+    one.callbacks.remove(failing)
+    one.save_checkpoint(path)
+    assert_same(state(first), average)
+    assert_same(state(resumed_from(path, WeightAveraging)), state(whole))
+
+
+@pytest.mark.parametrize("hook", ["on_validation_batch_end", "on_validation_epoch_end"])
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
+def test_a_checkpoint_saved_in_validation_has_the_average_and_the_trained_weights(
+    hook: str, is_first: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "within.ckpt"
+
+    def save(trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 6 and not path.exists():
+            trainer.save_checkpoint(path)
+
+    whole, saves, average = Net(), LambdaCallback(**{hook: save}), WeightAveraging()
+    callbacks = (saves, average) if is_first else (average, saves)
+    trainer(*callbacks, max_epochs=3).fit(whole, loader(), loader())
+    saved = torch.load(path, weights_only=True)
+    expected = Net()
+    trainer(WeightAveraging(), max_epochs=1).fit(expected, loader())
+    assert_same(saved["state_dict"], state(expected))
+    assert not torch.equal(saved["current_model_state"]["head.weight"], expected.head.weight)
+    assert_same(state(resumed_from(path, WeightAveraging)), state(whole))
+
+
+def test_a_second_fit_begins_with_the_average_and_another_model_frees_the_trained_weights(
+    tmp_path: Path,
+) -> None:
+    average, model, began = WeightAveraging(), Net(), []
+    noting = LambdaCallback(on_fit_start=lambda trainer, module: began.append(state(module)))
+    one = trainer(average, noting, max_epochs=1)
+    one.fit(model, loader())
+    ended = state(model)
+    one.fit(model, loader())
+    assert_same(began[1], ended)
+    other = Net()
+    before = state(other)
+    one.validate(other, loader(), verbose=False)
+    one.save_checkpoint(tmp_path / "other.ckpt")
+    saved = torch.load(tmp_path / "other.ckpt", weights_only=True)
+    assert_same(saved["state_dict"], before)
+    assert "current_model_state" not in saved
+
+
+def test_an_error_after_training_leaves_the_average_in_the_model() -> None:
+    def fail(trainer: Trainer, module: Module) -> None:
+        ended.append(state(module))
+        raise ZeroDivisionError
+
+    model, ended = Net(), list[dict[str, Tensor]]()
+    with pytest.raises(ZeroDivisionError):
+        trainer(WeightAveraging(), LambdaCallback(on_fit_end=fail), max_epochs=1).fit(
+            model, loader()
+        )
+    assert_same(state(model), ended[0])
 
 
 def test_averaging_begins_where_it_is_told() -> None:

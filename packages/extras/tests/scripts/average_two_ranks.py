@@ -59,5 +59,43 @@ for form in ("single_file", "directory"):
     callbacks = [EMAWeightAveraging(decay=0.8), Saves(f"{form}.ckpt")]
     trainer("fsdp", 2, callbacks=callbacks, max_epochs=2, plugins=form).fit(Net(), data, data)
 
+
+class SavesInValidation(Callback):
+    """Saves where the weights are the average."""
+
+    def on_validation_batch_end(self, trainer, *_):
+        if trainer.global_step == 3:
+            trainer.save_checkpoint("validation.ckpt")
+
+
+def weights(trainer, name):
+    trainer.save_checkpoint(name)
+    saved = torch.load(name, weights_only=True) if trainer.is_global_zero else {}
+    return {key: saved.get(key, {}) for key in ("state_dict", "current_model_state")}
+
+
+differences = {}
+for strategy in ("fsdp", "ddp_sharded"):
+    options = {"num_sanity_val_steps": 0}
+    whole = trainer(strategy, 2, callbacks=EMAWeightAveraging(decay=0.8), max_epochs=2, **options)
+    whole.fit(Net(), data, data)
+    expected = weights(whole, "whole.ckpt")
+    callbacks = [EMAWeightAveraging(decay=0.8), SavesInValidation()]
+    cut = trainer(strategy, 2, callbacks=callbacks, max_epochs=1, **options)
+    cut.fit(Net(), data, data)
+    cut.save_checkpoint("after.ckpt")
+    for name in ("validation.ckpt", "after.ckpt"):
+        ema = EMAWeightAveraging(decay=0.8)
+        resumed = trainer(strategy, 2, callbacks=ema, max_epochs=2, **options)
+        resumed.fit(Net(), data, data, ckpt_path=name)
+        differences[f"{strategy} {name}"] = {
+            key: max(
+                (float((value - saved[n]).abs().max()) for n, value in expected[key].items()),
+                default=-1.0,
+            )
+            for key, saved in weights(resumed, "resumed.ckpt").items()
+        }
+
 if one.is_global_zero:
+    Path("differences.json").write_text(json.dumps(differences))
     Path("validated.json").write_text(json.dumps(validated))

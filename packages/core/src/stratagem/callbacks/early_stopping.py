@@ -18,7 +18,8 @@ class EarlyStopping(Callback):
     """Ends training when a value has not improved for a while.
 
     The value is the same on every rank, since epoch values are reduced over ranks; so all ranks
-    stop at the same epoch.
+    stop at the same epoch. A fit that resumes a run which was ended by this callback trains no
+    step, unless the arguments now allow more. Every other fit begins anew.
 
     Args:
         monitor: the name of the logged value.
@@ -37,6 +38,7 @@ class EarlyStopping(Callback):
         stopped_by: the reason that ended training: "patience_exhausted", "stopping_threshold",
             "divergence_threshold" or "non_finite_metric"; "" if training was not stopped.
         stopping_reason_message: the same reason in words, or None.
+        ended_with: the value that ended training, or None.
 
     Example:
         >>> from stratagem.callbacks import EarlyStopping
@@ -80,6 +82,8 @@ class EarlyStopping(Callback):
         self.stopped_epoch = 0
         self.stopped_by = ""
         self.stopping_reason_message: str | None = None
+        self.ended_with: float | None = None
+        self._at_first = EarlyStopping.state_dict(self)
 
     @property
     def stopping_reason(self) -> Any:
@@ -93,17 +97,34 @@ class EarlyStopping(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and the number of checks since then."""
-        return {
-            "best_score": self.best_score,
-            "wait_count": self.wait_count,
-            "stopped_epoch": self.stopped_epoch,
-        }
+        names = ("best_score", "wait_count", "stopped_epoch", "ended_with")
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the best value and the number of checks since then."""
         self.best_score = state["best_score"]
         self.wait_count = state["wait_count"]
         self.stopped_epoch = state["stopped_epoch"]
+        ended_with = state.get("ended_with")
+        self.ended_with = None if ended_with is None else float(ended_with)
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        """Begin anew; a fit that resumes loads a state afterwards."""
+        if stage == "fit":
+            EarlyStopping.load_state_dict(self, self._at_first)
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        """End a resumed run again, if its last value still does so by the present arguments."""
+        self.stopped_by, self.stopping_reason_message = "", None
+        if self.ended_with is not None:
+            # The value is judged again, which counts it again.
+            waited, self.wait_count = self.wait_count, self.wait_count - 1
+            kind, reason = self.judge(self.ended_with)
+            if kind:
+                self.wait_count = waited
+                self._stop(trainer, kind, reason)
+                why = f"stratagem: {self.stopping_reason_message}. This ended the resumed run"
+                trainer.print(f"{why}, and ends this one: to train on, change the arguments")
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         """Check the value, if validation runs within epochs."""
@@ -117,9 +138,8 @@ class EarlyStopping(Callback):
         """Check the value, if the epoch's values are complete only now."""
         at_epoch_end, run = self.check_on_train_epoch_end, trainer.run
         if at_epoch_end is None:
-            at_epoch_end = not run.has_validation or (
-                run.has_validated and not run.validates_within_epochs
-            )
+            is_complete = run.has_validated and not run.validates_within_epochs
+            at_epoch_end = is_complete or not run.has_validation
         if at_epoch_end:
             self._check(trainer)
 
@@ -137,8 +157,10 @@ class EarlyStopping(Callback):
         if self.verbose and self.best_score != best:
             improved = f"improved from {best:.4g} to" if math.isfinite(best) else "is"
             trainer.print(f"stratagem: EarlyStopping: {self.monitor} {improved} {score:.4g}")
+        self.ended_with = score if kind else None
         if kind:
             self._stop(trainer, kind, reason)
+            self.stopped_epoch = trainer.current_epoch
 
     def judge(self, score: float) -> tuple[str, str]:
         """Check a value; return the reason to end training as (kind, text), or ("", "")."""
@@ -146,11 +168,8 @@ class EarlyStopping(Callback):
             return "non_finite_metric", f"{self.monitor} is {score}"
         sign = 1.0 if self.mode == "min" else -1.0
         ended = "", ""
-        for kind, factor, what in (
-            ("stopping_threshold", sign, "Stopping threshold"),
-            ("divergence_threshold", -sign, "Divergence threshold"),
-        ):
-            limit = getattr(self, kind)
+        for kind, factor in (("stopping_threshold", sign), ("divergence_threshold", -sign)):
+            limit, what = getattr(self, kind), kind.replace("_", " ").capitalize()
             if limit is not None and factor * score < factor * limit:
                 ended = kind, f"{what} reached: {self.monitor} is {score:.4g}, beyond {limit:g}"
         if sign * score < sign * self.best_score - self.min_delta:
@@ -166,5 +185,4 @@ class EarlyStopping(Callback):
     def _stop(self, trainer: Trainer, kind: str, reason: str) -> None:
         self.stopped_by = kind
         self.stopping_reason_message = f"EarlyStopping: {reason}"
-        self.stopped_epoch = trainer.current_epoch
         trainer.should_stop = True

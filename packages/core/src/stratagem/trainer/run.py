@@ -486,7 +486,12 @@ class Run:
     # -- for callbacks
 
     def run_training_data_without_grad(self) -> None:
-        """Run `training_step` over an epoch without gradients, counting and logging."""
+        """Run `training_step` over an epoch without gradients, counting and logging.
+
+        Training is over then: a checkpoint has the RNG states and the position of before.
+        """
+        if self.rank_state is not None:
+            self.rank_state.keep()
         evaluation.run_training_data_without_grad(self)
 
     def is_metric_pending(self, name: str) -> bool:

@@ -33,7 +33,8 @@ class ModelPruning(Callback):
 
     Masks are kept here, not in the model: weights and gradients are masked around each optimizer
     step. So parameters and checkpoints keep their names, and a run that resumes has the masks of
-    the one before. What one epoch has pruned, the next one's `amount` leaves alone.
+    the one before. What one epoch has pruned, the next one's `amount` leaves alone. An epoch that
+    `max_steps` or a stop cuts short prunes nothing.
 
     Args:
         pruning_fn: "l1_unstructured", "ln_structured", "random_structured", "random_unstructured",
@@ -169,8 +170,8 @@ class ModelPruning(Callback):
             self._mask()
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        """Prune."""
-        if self._after_training:
+        """Prune; a run that resumes in a cut epoch does so at its end."""
+        if self._after_training and trainer.run.progress.epoch_is_done:
             self._prune(trainer)
 
     def on_validation_epoch_end(self, trainer: Trainer, module: Module) -> None:

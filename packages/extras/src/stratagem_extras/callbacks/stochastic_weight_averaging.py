@@ -13,7 +13,13 @@ from torch.optim.swa_utils import SWALR
 from stratagem.callbacks import Callback
 from stratagem.errors import ConfigurationError
 from stratagem.launch import rank_zero_info, rank_zero_warn
-from stratagem_extras.callbacks.weight_averaging import Average, Averages, one_by_one
+from stratagem_extras.callbacks.weight_averaging import (
+    Average,
+    Averages,
+    one_by_one,
+    save_both,
+    take_trained,
+)
 
 if TYPE_CHECKING:
     from stratagem.module import Module
@@ -26,6 +32,10 @@ class StochasticWeightAveraging(Callback):
     From that epoch on the learning rate is annealed to `swa_lrs` and stays, in the place of what
     schedulers do. When training ends the model gets the average. Where it has batch norm, one more
     pass over the training data, without gradients, takes the statistics anew.
+
+    A checkpoint that is saved after the fit has the average as the model's weights, and the trained
+    weights beside it for resuming. They are kept until the next fit, or until the Trainer runs
+    another model. An epoch that `max_steps` or a stop cuts short does not anneal the learning rate.
 
     Reference: Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization.
 
@@ -82,6 +92,8 @@ class StochasticWeightAveraging(Callback):
         self._average: Average | None = None if avg_fn is None else one_by_one(avg_fn)
         self._device = device
         self._averages: Averages | None = None
+        self._trained: Averages | None = None
+        """The trained weights, once the model has the average."""
         self._schedule: Any = None
         self._last_epoch = -1
         self._restored: dict[str, Any] = {}
@@ -89,6 +101,11 @@ class StochasticWeightAveraging(Callback):
         """The first epoch at whose start the weights are averaged, counted from 0."""
         self.n_averaged = 0
         """How many times the weights were taken into the average of the last fit."""
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        """Free what the last fit has left, if no checkpoint can be saved of it any more."""
+        if stage == "fit" or trainer.run.prepared is None:
+            self._averages = self._trained = None
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         """Look whether it can be done; go on where the run that is resumed was."""
@@ -112,7 +129,7 @@ class StochasticWeightAveraging(Callback):
         start = self._start
         first = int(trainer.options.max_epochs * start) if isinstance(start, float) else start
         self.swa_start = max(first - 1, 0)
-        self._averages = self._schedule = None
+        self._averages = self._trained = self._schedule = None
         self.n_averaged = 0
         restored, self._restored = self._restored, {}
         self._last_epoch = restored.get("last_epoch", -1)
@@ -170,15 +187,16 @@ class StochasticWeightAveraging(Callback):
         self._last_epoch = epoch
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        """Anneal the learning rate."""
-        if self._schedule is not None:
+        """Anneal the learning rate; a run that resumes in a cut epoch does so at its end."""
+        if self._schedule is not None and trainer.run.progress.epoch_is_done:
             self._schedule.step()
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
         """Let the model have the average, and take the statistics of batch norm anew."""
-        averages, self._averages = self._averages, None
+        averages = self._averages
         if averages is None:
             return
+        self._trained = Averages(module, self._device)
         averages.copy_to(module)
         norms = [
             (part, part.momentum)
@@ -213,3 +231,19 @@ class StochasticWeightAveraging(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore it when the fit begins."""
         self._restored = dict(state)
+
+    def load_remote_state(self, state: dict[str, Any]) -> None:
+        """Nothing is left to do: the model has the average."""
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]
+    ) -> None:
+        """After training, save the average as the weights, and the trained weights beside it."""
+        if self._trained is not None:
+            save_both(trainer, module, checkpoint, self._trained, average_is_in_model=True)
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]
+    ) -> None:
+        """Resume with the trained weights; evaluate with the average."""
+        take_trained(trainer, checkpoint)

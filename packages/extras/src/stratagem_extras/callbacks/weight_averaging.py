@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -121,7 +121,9 @@ class WeightAveraging(Callback):
 
     A checkpoint has the average as the model's weights, so that `load_from_checkpoint`, `validate`,
     `test` and `predict` use it; a run that resumes goes on with the trained weights, which are in
-    it as well, and with the average: as if it had not been interrupted.
+    it as well, and with the average: as if it had not been interrupted. So does one that resumes
+    from a checkpoint that was saved after the fit: the trained weights are kept until the next fit,
+    or until the Trainer runs another model.
 
     Args:
         device: where the average is kept; None: where the model is.
@@ -165,12 +167,15 @@ class WeightAveraging(Callback):
         self._restored: dict[str, int] = {}
         self._last_step = self._last_epoch = 0
         self._is_in_model = False
+        """Whether the model has the average, and `_averages` the trained weights."""
+        self._has_ended = False
+        """Whether training has, so that the model keeps the average."""
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Whether the average is to take the weights in.
 
-        Asked after each optimizer step and after each epoch, on every rank; the answer must be the
-        same there. By default after each step.
+        Asked after each optimizer step and after each whole epoch, on every rank; the answer must
+        be the same there. By default after each step.
 
         Args:
             step_idx: of the step that was taken, from 0; None: an epoch has ended.
@@ -180,13 +185,18 @@ class WeightAveraging(Callback):
 
     # -- training
 
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        """Free what the last fit has left, if no checkpoint can be saved of it any more."""
+        if stage == "fit" or trainer.run.prepared is None:
+            self._averages, self._is_in_model, self._has_ended = None, False, False
+
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         """Begin with the present weights, or with the average of the resumed run."""
         if trainer.plan.capabilities.sharded_state:
             _check_shards(module, type(self).__name__, trainer.plan.strategy.name)
         averages = self._averages = Averages(module, self._device, use_buffers=self._use_buffers)
         self._last_step, self._last_epoch = trainer.global_step, trainer.current_epoch
-        self._is_in_model = False
+        self._is_in_model = self._has_ended = False
         loaded, self._loaded = self._loaded, None
         restored, self._restored = self._restored, {}
         if loaded is not None:
@@ -207,8 +217,9 @@ class WeightAveraging(Callback):
                 self._update(module)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        """Take the weights in."""
-        if self.should_update(epoch_idx=trainer.current_epoch):
+        """Take the weights in; a run that resumes in a cut epoch does so at its end."""
+        is_whole = trainer.run.progress.epoch_is_done
+        if is_whole and self.should_update(epoch_idx=trainer.current_epoch):
             self._update(module)
 
     def _update(self, module: Module) -> None:
@@ -217,11 +228,8 @@ class WeightAveraging(Callback):
 
     def on_validation_epoch_start(self, trainer: Trainer, module: Module) -> None:
         """Validate with the average, once it has a value."""
-        averages = self._averages
-        if trainer.state.fn == "fit" and averages is not None and averages.count:
-            trainer.run.require_prepared().reshard()
-            averages.swap(module)
-            self._is_in_model = True
+        if trainer.state.fn == "fit":
+            self._enter_model(trainer, module)
 
     def on_validation_epoch_end(self, trainer: Trainer, module: Module) -> None:
         """Go on with the trained weights."""
@@ -231,17 +239,23 @@ class WeightAveraging(Callback):
         """Leave the trained weights in the model, where validation has failed."""
         self._leave_model(trainer, module)
 
+    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+        """Let the model have the average; keep the trained weights for a later checkpoint."""
+        self._enter_model(trainer, module)
+        self._has_ended = True
+
+    def _enter_model(self, trainer: Trainer, module: Module) -> None:
+        averages = self._averages
+        if averages is not None and averages.count and not self._is_in_model:
+            trainer.run.require_prepared().reshard()
+            averages.swap(module)
+            self._is_in_model = True
+
     def _leave_model(self, trainer: Trainer, module: Module) -> None:
-        if self._is_in_model and self._averages is not None:
+        if self._is_in_model and not self._has_ended and self._averages is not None:
             trainer.run.require_prepared().reshard()
             self._averages.swap(module)
             self._is_in_model = False
-
-    def on_train_end(self, trainer: Trainer, module: Module) -> None:
-        """Let the model have the average."""
-        if self._averages is not None and self._averages.count:
-            trainer.run.require_prepared().reshard()
-            self._averages.copy_to(module)
 
     # -- checkpoints
 
@@ -261,24 +275,61 @@ class WeightAveraging(Callback):
     ) -> None:
         """Save the average as the weights, and the trained weights beside it for resuming."""
         averages = self._averages
-        if averages is None or not averages.count or self._is_in_model:
-            return
-        with averages.in_place(module):
-            prepared = trainer.run.require_prepared()
-            saved = _state_methods(trainer).model_state(trainer.strategy, prepared)
-            # Copied with the tensors in `Shards`: they alias the weights, which come back.
-            state = map_tensors(lambda tensor: tensor.detach().clone(), saved)
-        if "progress" in checkpoint:
-            checkpoint["current_model_state"] = checkpoint["state_dict"]
-        checkpoint["state_dict"] = state
+        if averages is not None and averages.count:
+            save_both(trainer, module, checkpoint, averages, average_is_in_model=self._is_in_model)
 
     def on_load_checkpoint(
         self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]
     ) -> None:
         """Resume with the trained weights; evaluate with the average."""
-        trained = checkpoint.pop("current_model_state", None)
-        if trained is not None and trainer.run.stage == "fit":
-            self._loaded, checkpoint["state_dict"] = checkpoint["state_dict"], trained
+        self._loaded = take_trained(trainer, checkpoint)
+
+
+def save_both(
+    trainer: Trainer,
+    module: nn.Module,
+    checkpoint: dict[str, Any],
+    averages: Averages,
+    *,
+    average_is_in_model: bool,
+) -> None:
+    """Save the average as the weights, and the trained weights beside it for resuming.
+
+    Args:
+        trainer, module: of the run.
+        checkpoint: has the state that the strategy saves as the weights.
+        averages: what the model does not have: the average, or the trained weights.
+        average_is_in_model: the latter.
+    """
+    prepared, saved = trainer.run.require_prepared(), checkpoint["state_dict"]
+    # An engine that takes the steps has saved its own copy, the trained weights, in any case.
+    average_is_saved = average_is_in_model and not trainer.plan.capabilities.engine_steps
+    if average_is_saved and "progress" not in checkpoint:
+        return
+    prepared.reshard()
+    has_other = average_is_in_model and not average_is_saved
+    with nullcontext() if has_other else averages.in_place(module):
+        state = _state_methods(trainer).model_state(trainer.strategy, prepared)
+        # Copied with the tensors in `Shards`: they alias the weights, which change back.
+        other = map_tensors(lambda tensor: tensor.detach().clone(), state)
+    checkpoint["state_dict"], trained = (saved, other) if average_is_saved else (other, saved)
+    if "progress" in checkpoint:
+        checkpoint["current_model_state"] = trained
+
+
+def take_trained(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+    """In a fit, make the trained weights of `save_both` the checkpoint's; return the average.
+
+    Args:
+        trainer: runs.
+        checkpoint: which it loads.
+    """
+    trained = checkpoint.pop("current_model_state", None)
+    if trained is None or trainer.run.stage != "fit":
+        return None
+    average: dict[str, Any] = checkpoint["state_dict"]
+    checkpoint["state_dict"] = trained
+    return average
 
 
 def _state_methods(trainer: Trainer) -> type[Strategy]:

@@ -23,13 +23,21 @@ if TYPE_CHECKING:
     from stratagem.trainer.resume.checkpoint import Weights
 
 
+_IN_KEY = (
+    *("monitor", "mode", "filename", "save_top_k", "keep_latest_k", "save_weights_only"),
+    *("every_n_train_steps", "every_n_epochs", "train_time_interval"),
+)
+"""The arguments in a ModelCheckpoint's `state_key`, before the folder."""
+
+
 class ModelCheckpoint(Callback):
     """Saves checkpoints during training.
 
     Saves by steps, epochs and time can be combined. Only files of this run, or of the run that it
     resumes, are ever removed or replaced. If another run has saved or is about to save under a
-    name, this run adds `-v1`, `-v2` and so on. A resumed run does the same for names that the
-    interrupted run has used after the resumed checkpoint. A checkpoint that a fit's `ckpt_path`
+    name, this run adds `-v1`, `-v2` and so on. So does a second fit of the same Trainer, which is
+    another run unless it resumes. A resumed run does the same for names that the interrupted run
+    has used after the resumed checkpoint. A checkpoint that a fit's `ckpt_path`
     names is kept, so that the same command works again. A checkpoint that `ckpt_path="last"` found
     is removed like any other.
 
@@ -75,7 +83,7 @@ class ModelCheckpoint(Callback):
     the resumed run has saved another checkpoint.
 
     Attributes:
-        best_model_path: the path of the best checkpoint so far, or "".
+        best_model_path: the path of the best checkpoint of the last fit so far, or "".
         best_model_score: the value of the best checkpoint, or None.
         best_k_models: the values of the best checkpoints, by path.
         kth_best_model_path: the path of the worst of the best checkpoints, or "".
@@ -142,35 +150,18 @@ class ModelCheckpoint(Callback):
         self.auto_insert_metric_name = auto_insert_metric_name
         self.verbose = verbose
         self._check_arguments()
-        self.current_score: float | None = None
-        self.last_model_path = ""
-        arguments = {
-            "monitor": monitor,
-            "mode": mode,
-            "filename": self.filename,
-            "save_top_k": save_top_k,
-            "keep_latest_k": keep_latest_k,
-            "save_weights_only": save_weights_only,
-            "every_n_train_steps": every_n_train_steps,
-            "every_n_epochs": self.every_n_epochs,
-            "train_time_interval": train_time_interval,
-        }
-        listed = ", ".join(f"{n}={value}" for n, value in arguments.items() if value is not None)
+        arguments = [(name, getattr(self, name)) for name in _IN_KEY]
+        listed = ", ".join(f"{name}={value}" for name, value in arguments if value is not None)
         self._key_before_folder = f"ModelCheckpoint({listed}, dirpath="
         self._key = f"{self._key_before_folder}{dirpath})"
         # Without a monitor the value is the step, so the newest checkpoints are the best.
-        self._kept = RetentionPolicy(
+        self._nothing_kept = RetentionPolicy(
             "max" if monitor is None else mode,
             top_k=save_top_k,
             latest_k=max(keep_latest_k, int(self.save_last)),
         )
         self._names = CheckpointNames(replaces=not enable_version_counter)
-        self._resumed: dict[str, Any] | None = None
-        """The loaded state, until rank 0 has checked which of its files still exist."""
-        self._saving: tuple[int, bool] | None = None
-        """For a resumed run, the last saved step, and whether a save waits for a value."""
-        self._spared: set[str] = set()
-        """On rank 0, older checkpoints that must not be removed, since another run may own them."""
+        self._begin_anew()
         self._warned: set[str] = set()
         """On rank 0, the warnings of this fit."""
         self._trains = False
@@ -179,12 +170,22 @@ class ModelCheckpoint(Callback):
         self._last_step_saved = -1
         self._last_time_saved = 0.0
 
+    def _begin_anew(self) -> None:
+        """Forget the checkpoints of an earlier fit: for the next one they are another run's."""
+        self._kept = self._nothing_kept.copy()
+        self.current_score: float | None = None
+        self.last_model_path = ""
+        self._resumed: dict[str, Any] | None = None
+        """The loaded state, until rank 0 has checked which of its files still exist."""
+        self._saving: tuple[int, bool] | None = None
+        """For a resumed run, the last saved step, and whether a save waits for a value."""
+        self._spared: set[str] = set()
+        """On rank 0, older checkpoints that must not be removed, since another run may own them."""
+
     def _check_arguments(self) -> None:
-        interval: object = self.train_time_interval
-        if self.mode not in ("min", "max"):
-            raise ConfigurationError(
-                f"ModelCheckpoint(mode={self.mode!r}): expected 'min' or 'max'"
-            )
+        mode, interval = self.mode, self.train_time_interval
+        if mode not in ("min", "max"):
+            raise ConfigurationError(f"ModelCheckpoint(mode={mode!r}): expected 'min' or 'max'")
         if interval is not None and not isinstance(interval, timedelta):
             raise ConfigurationError(
                 f"ModelCheckpoint(train_time_interval={interval!r}): expected a "
@@ -237,7 +238,9 @@ class ModelCheckpoint(Callback):
     # -- when to save
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        """Choose the folder for checkpoints, the same on every rank."""
+        """Begin anew, and choose the folder for checkpoints, the same on every rank."""
+        if stage == "fit":
+            self._begin_anew()
         if stage == "fit" and not trainer.options.fast_dev_run:
             self.choose_folder(trainer)
 
@@ -272,10 +275,9 @@ class ModelCheckpoint(Callback):
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save if enough steps or time have passed."""
-        if trainer.is_within_step:
-            return  # a new checkpoint must exist before an older one is removed
         step = trainer.global_step
-        if step == self._last_step_saved:
+        # Not within a step: a new checkpoint must exist before an older one is removed.
+        if trainer.is_within_step or step == self._last_step_saved:
             return
         every, interval = self.every_n_train_steps, self.train_time_interval
         if (every and step % every == 0) or (
@@ -292,9 +294,8 @@ class ModelCheckpoint(Callback):
         """Save after validation, unless saves are set to the end of the training epoch."""
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
-        if self._is_awaited(trainer) or (
-            not self._after_training_epoch(trainer) and self._epoch_is_due(trainer)
-        ):
+        is_due = not self._after_training_epoch(trainer) and self._epoch_is_due(trainer)
+        if self._is_awaited(trainer) or is_due:
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
@@ -380,12 +381,12 @@ class ModelCheckpoint(Callback):
     def _write(self, trainer: Trainer, value: float | None) -> None:
         """Save a checkpoint, as a best one if it has a value; remove those that it replaces."""
         assert self._folder is not None
-        ranks, last = trainer.ranks, self.last_model_path
-        before = self._kept.copy(), last
+        ranks, kept, last = trainer.ranks, self._kept, self.last_model_path
+        before = kept.copy(), last
         weights = self._weights(trainer)
         moves_last = self.save_last and not weights.nonfinite
         # Under an unchanged name, the new checkpoint replaces the one that it would remove.
-        own = [] if weights.nonfinite else self._kept.copy().add("", value)
+        own = [] if weights.nonfinite else kept.copy().add("", value)
         own = [old for old in own if old not in self._spared]
         path = self._names.choose(ranks, self._folder, self._name(trainer), own)
         former, name = "", self._name_of_last(trainer)
@@ -396,10 +397,7 @@ class ModelCheckpoint(Callback):
         if moves_last and (former or not last):
             last = self.last_model_path = self._names.choose(ranks, self._folder, name)
         # Update the state first, so that the checkpoint itself contains it.
-        if weights.nonfinite:
-            dropped = self._kept.add_nonfinite(path)
-        else:
-            dropped = self._kept.add(path, value)
+        dropped = kept.add_nonfinite(path) if weights.nonfinite else kept.add(path, value)
         save = partial(trainer.run.save, weights_only=self.save_weights_only, weights=weights)
         try:
             save(paths.to_location(path))
@@ -475,9 +473,8 @@ class ModelCheckpoint(Callback):
         path = self._names.choose(trainer.ranks, self._folder, name)
         if not self.save_weights_only:
             self._kept.add_to_resume_from(path)
-        trainer.run.save(
-            paths.to_location(path), weights_only=False, weights=self._weights(trainer)
-        )
+        weights = self._weights(trainer)
+        trainer.run.save(paths.to_location(path), weights_only=False, weights=weights)
         self._names.release()
         return path
 
@@ -521,16 +518,15 @@ class ModelCheckpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the names of the kept checkpoints, relative to the folder."""
-        if self._folder is None:
+        folder, last = self._folder, self.last_model_path
+        if folder is None:
             return {}
         return {
-            "dirpath": str(paths.absolute(self._folder)),
-            "last_model_path": paths.relative(self.last_model_path, self._folder)
-            if self.last_model_path
-            else "",
+            "dirpath": str(paths.absolute(folder)),
+            "last_model_path": paths.relative(last, folder) if last else "",
             "last_step_saved": self._last_step_saved,
             "waits": self._waits,
-            **self._kept.state_dict(self._folder),
+            **self._kept.state_dict(folder),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -97,7 +97,6 @@ class ResumedCheckpoints:
         path = in_folder(self._folder, name)
         if path is None or not _LAST.fullmatch(str(name)) or not paths.exists(path):
             return ""
-        may_move = (
-            (self._run, "") if paths.target_of(path) != paths.to_location(path) else (self._run,)
-        )
+        is_link = paths.target_of(path) != paths.to_location(path)
+        may_move = (self._run, "") if is_link else (self._run,)
         return path if run_of(path) in may_move else ""

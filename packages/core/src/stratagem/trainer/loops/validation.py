@@ -141,7 +141,7 @@ class Validation:
         # A run that resumes from a checkpoint that is saved within it validates again.
         run.progress.epoch_is_done = False
         assert run.rank_state is not None
-        run.rank_state.hold()
+        run.rank_state.begin_validation()
         run.module.on_validation_model_zero_grad()
         evaluate(run, prepared, self.loaders, "validation")
         self.last_batches = run.evaluation.batches - before
@@ -152,7 +152,7 @@ class Validation:
         progress, rank_state = self._run.progress, self._run.rank_state
         progress.validated, progress.epoch_is_done = progress.batches, self._ends_epoch
         assert rank_state is not None
-        rank_state.release()
+        rank_state.end_validation()
 
     def check_sanity(self, prepared: PreparedModel) -> None:
         """Run a few validation batches before training, so that errors appear early."""

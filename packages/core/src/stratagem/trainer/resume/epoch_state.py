@@ -71,13 +71,8 @@ class EpochState:
         self._compiles_steps = run.strategy.accelerator.compiles_steps
         self._latest, self._schedulers = run.latest, run.schedulers
         self._evaluation, self._progress = run.evaluation, run.progress
-        self._kept: dict[str, Any] | None = None
         self._resumed: Mapping[str, Any] | None = None
         self._warns, self._warned = True, set[str]()
-
-    def keep(self) -> None:
-        """Freeze the current values for `state`, because the epoch ends early."""
-        self._kept = self.state()
 
     def state(self, *, warns: bool = True) -> dict[str, Any]:
         """Return the values as weights-only-safe data; waits for values on a device.
@@ -85,8 +80,6 @@ class EpochState:
         Args:
             warns: whether to warn of values that are left out.
         """
-        if self._kept is not None:
-            return self._kept
         self._warns = warns
         latest = {name: dict(getattr(self._latest, name)) for name in _LATEST}
         row = self._metrics.row if self._ranks.is_global_zero else {}

@@ -67,14 +67,14 @@ class RankState:
     module: Module
     _resumed: dict[str, Any] | None = field(default=None, init=False)
     """The state whose RNG states the loop has yet to restore."""
+    _kept: dict[str, Any] = field(default_factory=dict, init=False)
+    """The parts of the state that checkpoints have in place of the present ones."""
     _within_epoch: bool = field(default=False, init=False)
-    _held: dict[str, Any] | None = field(default=None, init=False)
-    """The state at the start of the present validation, without the position in the data."""
 
     def state(self) -> dict[str, Any]:
         """Return the state that differs between ranks, as weights-only-safe data."""
         loader = self.loader.state(within_epoch=not self.progress.epoch_is_done)
-        return {**(self._held or self._values()), "loader": loader}
+        return {**self._values(), "loader": loader, **self._kept}
 
     def _values(self, *, warns: bool = True) -> dict[str, Any]:
         return {
@@ -87,17 +87,21 @@ class RankState:
             "epoch": self.epoch.state(warns=warns),
         }
 
-    def hold(self) -> None:
-        """Let checkpoints have the state of now until `release`, since a validation begins."""
-        self._held = self._values(warns=False)
+    def begin_validation(self) -> None:
+        """Let checkpoints have the state of now, with which a resumed run validates again."""
+        self._kept = self._values(warns=False)
 
-    def release(self) -> None:
+    def end_validation(self) -> None:
         """Let checkpoints have the present state again."""
-        self._held = None
+        self._kept = {}
 
     def keep_values(self) -> None:
         """Freeze the epoch's current values for checkpoints, because the epoch ends early."""
-        self.epoch.keep()
+        self._kept = {"epoch": self.epoch.state()}
+
+    def keep(self) -> None:
+        """Freeze the current state for checkpoints: what follows is not a part of training."""
+        self._kept = self.state()
 
     def resume(self, states: RankStates) -> None:
         """Restore the states of the saving ranks; the checkpoint's progress is restored before.
