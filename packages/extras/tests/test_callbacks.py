@@ -232,6 +232,12 @@ def test_an_error_after_training_leaves_the_average_in_the_model() -> None:
     assert_same(state(model), ended[0])
 
 
+@pytest.mark.parametrize("count", ["../..", -1, True, 1.5])
+def test_a_checkpoint_whose_average_has_no_number_of_values_is_refused(count: Any) -> None:
+    with pytest.raises(ValueError, match="n_averaged is a .*, expected a whole number"):
+        WeightAveraging().load_state_dict({"n_averaged": count})
+
+
 def test_averaging_begins_where_it_is_told() -> None:
     ema = EMAWeightAveraging(
         update_every_n_steps=2, update_starting_at_step=3, update_starting_at_epoch=1

@@ -264,7 +264,16 @@ class WeightAveraging(Callback):
         return {} if self._averages is None else {"n_averaged": self._averages.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore it when the fit begins."""
+        """Restore it when the fit begins.
+
+        Raises:
+            ValueError: `n_averaged` is no number of values.
+        """
+        count = state.get("n_averaged", 1)
+        if type(count) is not int or count < 0:
+            raise ValueError(
+                f"n_averaged is a {type(count).__name__}, expected a whole number of at least 0"
+            )
         self._restored = dict(state)
 
     def load_remote_state(self, state: dict[str, Any]) -> None:
