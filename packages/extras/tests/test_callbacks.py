@@ -234,7 +234,7 @@ def test_an_error_after_training_leaves_the_average_in_the_model() -> None:
 
 @pytest.mark.parametrize("count", ["../..", -1, True, 1.5])
 def test_a_checkpoint_whose_average_has_no_number_of_values_is_refused(count: Any) -> None:
-    with pytest.raises(ValueError, match="n_averaged is a .*, expected a whole number"):
+    with pytest.raises(ValueError, match=r"n_averaged is a .*, expected a whole number"):
         WeightAveraging().load_state_dict({"n_averaged": count})
 
 
