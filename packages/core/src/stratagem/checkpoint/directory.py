@@ -80,10 +80,7 @@ class Directory:
 
 def encode_manifest(manifest: Manifest, files: Mapping[str, SavedFile]) -> bytes:
     """Return the contents of the manifest file, including their own checksum."""
-    contents = {
-        **asdict(manifest),
-        "files": {name: asdict(files[name]) for name in sorted(files)},
-    }
+    contents = {**asdict(manifest), "files": {name: asdict(files[name]) for name in sorted(files)}}
     return _dump({**contents, "xxh3_128": _checksum_of(contents)})
 
 
