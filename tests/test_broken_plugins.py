@@ -399,6 +399,15 @@ def stratagem_doctor():
         assert "\nstratagem: all is well" not in said
         assert len(said) < 100_000
         assert arguments == ["nothing"] or "\\x1b]0;title\\x07\\x1b[2J\\u202e" in said
+    for case, environ in (
+        ("hostile", {}),
+        ("raises", {}),
+        ("hostile", {"STRATAGEM_DISABLE_PLUGINS": "stratagem-hostile"}),
+    ):
+        doctor = ("doctor", "--verbose", f"stratagem-{case}")
+        said = run(tmp_path, "-m", "stratagem", *doctor, expect=1, environ=environ)
+        assert said.replace("\n", "").isprintable()
+        assert "3.2.1\\x1b]0;title\\x07\\x1b[2J\\u202e" in said
 
 
 def test_a_slow_import_is_reported_with_its_seconds(tmp_path: Path) -> None:
