@@ -432,10 +432,10 @@ def test_an_ambiguous_name_is_listed_by_its_qualified_forms(program: Program) ->
     assert "average" not in listed
 
 
-def test_strategies_points_to_doctor_when_a_plugin_is_broken(program: Program) -> None:
+def test_strategies_names_broken_plugins_and_points_to_doctor(program: Program) -> None:
     program.install("broken", "raise OSError('libvendor.so')")
     done = program("strategies")
-    assert done.stderr == "1 plugin(s) could not be loaded: `stratagem doctor` says why\n"
+    assert done.stderr == "could not be loaded: broken (`stratagem doctor` says why)\n"
 
 
 # -- explain

@@ -68,12 +68,7 @@ class TrainLoader:
     ) -> None:
         # The order matters: each step works on the data that the previous step has left.
         sharded = shard(
-            train_source(source),
-            strategy,
-            name=NAME,
-            divide=divide,
-            what="train",
-            limit=limit,
+            train_source(source), strategy, name=NAME, divide=divide, what="train", limit=limit
         )
         ranks = strategy.ranks
         combines = isinstance(sharded, CombinedLoader)
