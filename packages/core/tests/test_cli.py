@@ -3,6 +3,7 @@
 import fcntl
 import os
 import platform
+import re
 import subprocess
 import sys
 import textwrap
@@ -1041,6 +1042,11 @@ def test_checkpoint_commands_know_a_third_partys_format(
     assert said == "model.db: whole, of the format 'sqlite'\n"
     said = with_sqlite("checkpoint", "convert", "model.db", "weights.safetensors", *options).stdout
     assert said.startswith("weights.safetensors: 1 tensors, ")
+    said = with_sqlite("checkpoint", "consolidate", "model.db", "one.ckpt").stdout
+    assert re.fullmatch(r"one\.ckpt: \d+ bytes, of a checkpoint of the format 'sqlite'\n", said)
+    found = with_sqlite.json("checkpoint", "inspect", "one.ckpt")
+    assert found["contents"] == ["epoch", "state_dict"]
+    with_sqlite.folder.joinpath("one.ckpt").unlink()
 
 
 def test_checkpoint_commands_name_the_formats_of_which_a_file_is_none(
