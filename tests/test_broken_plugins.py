@@ -357,11 +357,30 @@ def test_a_plugin_that_does_not_return_is_shown_with_its_file(tmp_path: Path) ->
     install(tmp_path, "waits", Plugin("import time; time.sleep(600)"))
     process = start(tmp_path, "doctor")
     assert process.stderr is not None
-    said = [process.stderr.readline() for _ in range(3)]
-    assert said[0] == "Timeout (0:00:10)!\n"
-    assert f'File "{tmp_path}/module_of_waits.py", line 2 in <module>' in said[2]
+    assert process.stderr.readline() == "Timeout (0:00:10)!\n"
+    said = iter(process.stderr.readline, "")
+    assert any(f'File "{tmp_path}/module_of_waits.py", line 2 in <module>' in s for s in said)
+    assert next(line for line in said if line.startswith("stratagem: ")) == (
+        "stratagem: the plugin stratagem-waits (plugin_of_waits) has not returned yet. To go "
+        "without this plugin, set STRATAGEM_DISABLE_PLUGINS=stratagem-waits\n"
+    )
     process.kill()
     process.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("command", ["doctor", "strategies"])
+def test_what_a_plugin_prints_while_it_runs_is_cut(command: str, tmp_path: Path) -> None:
+    flood = (
+        "import sys\nfor file in (sys.stdout, sys.stderr):\n    print('flood ' * 10**6, file=file)"
+    )
+    install(tmp_path, "floods", Plugin(f"{flood}\nfor _ in range(10**5): print('flood')"))
+    install(tmp_path, "zz_in_order", Plugin(f"print('one line')\n{GOOD.source}", status="loaded"))
+    for said in start(tmp_path, command).communicate(timeout=60):
+        assert said.startswith("flood flood")
+        assert said.count("flood ") < 2000
+        assert "\nstratagem: what else the plugin prints is left out\n" in said
+        assert len(said) < 40_000
+        assert ("\none line\n" in said) == ("usable here" in said)
 
 
 def start(folder: Path, command: str) -> subprocess.Popen[str]:
@@ -404,6 +423,15 @@ def stratagem_doctor():
         assert "\nstratagem: all is well" not in said
         assert len(said) < 100_000
         assert arguments == ["nothing"] or "\\x1b]0;title\\x07\\x1b[2J\\u202e" in said
+    for case, environ in (
+        ("hostile", {}),
+        ("raises", {}),
+        ("hostile", {"STRATAGEM_DISABLE_PLUGINS": "stratagem-hostile"}),
+    ):
+        doctor = ("doctor", "--verbose", f"stratagem-{case}")
+        said = run(tmp_path, "-m", "stratagem", *doctor, expect=1, environ=environ)
+        assert said.replace("\n", "").isprintable()
+        assert "3.2.1\\x1b]0;title\\x07\\x1b[2J\\u202e" in said
 
 
 def test_a_slow_import_is_reported_with_its_seconds(tmp_path: Path) -> None:

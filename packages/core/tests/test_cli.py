@@ -3,6 +3,7 @@
 import fcntl
 import os
 import platform
+import re
 import subprocess
 import sys
 import textwrap
@@ -432,10 +433,10 @@ def test_an_ambiguous_name_is_listed_by_its_qualified_forms(program: Program) ->
     assert "average" not in listed
 
 
-def test_strategies_points_to_doctor_when_a_plugin_is_broken(program: Program) -> None:
+def test_strategies_names_broken_plugins_and_points_to_doctor(program: Program) -> None:
     program.install("broken", "raise OSError('libvendor.so')")
     done = program("strategies")
-    assert done.stderr == "1 plugin(s) could not be loaded: `stratagem doctor` says why\n"
+    assert done.stderr == "could not be loaded: broken (`stratagem doctor` says why)\n"
 
 
 # -- explain
@@ -1041,6 +1042,11 @@ def test_checkpoint_commands_know_a_third_partys_format(
     assert said == "model.db: whole, of the format 'sqlite'\n"
     said = with_sqlite("checkpoint", "convert", "model.db", "weights.safetensors", *options).stdout
     assert said.startswith("weights.safetensors: 1 tensors, ")
+    said = with_sqlite("checkpoint", "consolidate", "model.db", "one.ckpt").stdout
+    assert re.fullmatch(r"one\.ckpt: \d+ bytes, of a checkpoint of the format 'sqlite'\n", said)
+    found = with_sqlite.json("checkpoint", "inspect", "one.ckpt")
+    assert found["contents"] == ["epoch", "state_dict"]
+    with_sqlite.folder.joinpath("one.ckpt").unlink()
 
 
 def test_checkpoint_commands_name_the_formats_of_which_a_file_is_none(

@@ -59,6 +59,42 @@ def test_a_state_that_fits_is_loaded_by_each_optimizer_of_torch(name: str) -> No
     fresh.step()
 
 
+def test_a_state_of_lbfgs_is_loaded() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 3)).square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    optimizer.step(closure)
+    state = copy.deepcopy(named_state(optimizer, model))
+    load_named_state(torch.optim.LBFGS(model.parameters()), model, state)
+
+
+def test_an_entry_that_takes_the_place_of_sgds_momentum_is_refused() -> None:
+    model, optimizer = stepped(OPTIMIZERS["SGD with momentum"])
+    state = copy.deepcopy(named_state(optimizer, model))
+    state["state"]["weight"] = {"exp_avg_x": torch.zeros(2, 3)}
+    with pytest.raises(CheckpointMismatchError, match="'exp_avg_x' of weight, expected nothing"):
+        load_named_state(optimizer, model, state)
+
+
+def test_a_state_of_a_parameter_in_no_group_is_refused_for_any_optimizer_and_strategy() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    model, optimizer = stepped(lambda parameters: Own(parameters, momentum=0.9))
+    state = copy.deepcopy(named_state(optimizer, model))
+    state["state"]["weight"] = {"of its own": 1}
+    assert with_names(optimizer, model, state) is state
+    state["state"]["zzz.weight"] = state["state"].pop("bias")
+    with pytest.raises(CheckpointMismatchError, match=r"parameters zzz\.weight, which are in none"):
+        with_names(optimizer, model, state)
+
+
 def set_entry(**values: Any) -> Callable[[dict[str, Any]], None]:
     return lambda state: state["state"]["weight"].update(values)
 
@@ -89,6 +125,14 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         "lacks 'exp_avg_sq' of weight, which Adam needs",
     ),
     "missing for an option": (set_option(amsgrad=True), "lacks 'max_exp_avg_sq' of weight"),
+    "another parameter": (
+        lambda state: state["state"].update({"zzz.weight": state["state"].pop("weight")}),
+        "state of the parameters zzz.weight, which are in none of its groups",
+    ),
+    "another entry": (
+        set_entry(exp_avg_x=torch.zeros(2, 3)),
+        r"a tensor of \(2, 3\) and torch.float32 as 'exp_avg_x' of weight, expected nothing",
+    ),
     "no entries": (
         lambda state: state["state"].update(weight=5),
         "has 5 as the state of weight, expected a dict by names",

@@ -104,6 +104,16 @@ def test_each_kind_has_a_module_of_its_own(
     assert KINDS[kind].what in (folder / "README.md").read_text()
 
 
+def test_what_users_of_a_component_have_to_know_is_in_its_readme(here: Path) -> None:
+    run(["ring_average", "--kind", "environment"])
+    run(["ring", "--kind", "launcher"])
+    readme = (here / "stratagem-backend-ring-average/README.md").read_text()
+    module = here / "stratagem-backend-ring-average/src/stratagem_ring_average/environment.py"
+    for name in re.findall(r'_number\("(\w+)"\)|PREFIX}(\w+)', module.read_text()):
+        assert f"`RING_AVERAGE_{''.join(name)}`" in readme
+    assert "pip install cloudpickle" in (here / "stratagem-backend-ring/README.md").read_text()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["a", "ring_average", "an_average_over_rings_of_four_neighbours"])
 def test_it_is_in_the_style_that_its_own_pyproject_asks_for(

@@ -100,7 +100,7 @@ COMMANDS = (
     (
         "checkpoint consolidate",
         "checkpoints.commands:consolidate",
-        "Make one file of a checkpoint that is a directory.",
+        "Make one file of a checkpoint that is a directory, or is in a plugin's format.",
     ),
     (
         "checkpoint convert",

@@ -146,14 +146,9 @@ class Diagnosis:
                 lines.append(f"{plugin} is {report.status}: {report.reason}")
             notes += [f"{plugin}: {note}" for note in report.notes]
         lines += notes
-        lines += [
-            _ambiguity(kind, name, holders) for (kind, name), holders in self.ambiguous.items()
-        ]
-        lines += [
-            f"{plugin}: {check.name}: {check.detail}"
-            for plugin, check in self.checks
-            if check.status == "error"
-        ]
+        lines += [_ambiguity(*key, holders) for key, holders in self.ambiguous.items()]
+        failed = ((plugin, check) for plugin, check in self.checks if check.status == "error")
+        lines += [f"{plugin}: {check.name}: {check.detail}" for plugin, check in failed]
         return [format_text(line, 2000) for line in lines]
 
 
@@ -312,17 +307,15 @@ def as_data(diagnosis: Diagnosis) -> dict[str, Any]:
         "problems": diagnosis.problems(),
         "versions": dict(diagnosis.versions),
         "system": asdict(diagnosis.system),
-        "plugins": [
-            {**asdict(report), "slow": report.seconds > SLOW_IMPORT} for report in diagnosis.plugins
-        ],
+        "plugins": [{**asdict(r), "slow": r.seconds > SLOW_IMPORT} for r in diagnosis.plugins],
         "ambiguous": [
             {"kind": kind, "name": name, "choices": list(holders)}
             for (kind, name), holders in diagnosis.ambiguous.items()
         ],
         "components": [asdict(component) for component in diagnosis.components],
         "not_installed": [
-            {"distribution": name, "provides": list(provides)}
-            for name, provides in diagnosis.missing.items()
+            {"distribution": name, "provides": list(what)}
+            for name, what in diagnosis.missing.items()
         ],
         "checks": [{"plugin": plugin, **asdict(check)} for plugin, check in diagnosis.checks],
     }

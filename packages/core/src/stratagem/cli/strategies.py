@@ -12,7 +12,7 @@ from stratagem.cli.console import parser_of, print_reasons, print_table, termina
 from stratagem.discovery import Availability, ComponentSpec, StrategySpec
 from stratagem.discovery.entry_points import CORE
 from stratagem.discovery.registry import Candidate, Registry, get_registry, says_its_preset
-from stratagem.errors import ConfigurationError, StratagemError
+from stratagem.errors import ConfigurationError, StratagemError, format_names
 from stratagem.plan.cluster import CLUSTER_VARIABLE
 from stratagem.plan.components import probe_accelerator
 from stratagem.plan.plan import RunRequest
@@ -95,10 +95,10 @@ def run(arguments: Sequence[str]) -> int:
     left_out = [row.name for row in rows if row.says_its_preset]
     if left_out and not options.all:
         print(f"\nand {len(left_out)} such as {left_out[0]}: `stratagem strategies --all`")
-    failed = [report for report in registry.reports if report.status in ("broken", "incompatible")]
+    failed = [r.distribution for r in registry.reports if r.status in ("broken", "incompatible")]
     if failed:
         print(
-            f"{len(failed)} plugin(s) could not be loaded: `stratagem doctor` says why",
+            f"could not be loaded: {format_names(failed)} (`stratagem doctor` says why)",
             file=sys.stderr,
         )
     # Those that can be used come first; with none of them, the error of this command says more.

@@ -18,7 +18,7 @@ from stratagem.discovery.entry_points import (
     normalise,
     read_text,
 )
-from stratagem.errors import MissingPackageError
+from stratagem.errors import MissingPackageError, format_text
 
 
 def require_package(who: str, package: str, extra: str) -> None:
@@ -61,7 +61,7 @@ class TorchBuild:
 
 
 def version_of(distribution: str, path: Iterable[str] | None = None) -> str | None:
-    """Return an installed distribution's version, from its metadata.
+    """Return an installed distribution's version, from its metadata, in a form safe to show.
 
     None: the distribution is not installed.
 
@@ -86,7 +86,7 @@ def version_of(distribution: str, path: Iterable[str] | None = None) -> str | No
             from importlib_metadata import distributions  # a zip file
 
             own = distributions(name=distribution, path=[place])
-            found = next((one.version for one in own), None)
+            found = next((format_text(one.version) for one in own), None)
         except OSError:
             continue  # nothing is there
         else:
@@ -115,7 +115,7 @@ def _versions(folders: Iterable[str]) -> Iterator[str]:
     """Yield the versions in metadata folders; in an old form of metadata, the path is a file."""
     for folder in folders:
         for file in (f"{folder}/METADATA", f"{folder}/PKG-INFO", folder):
-            yield from header_values(read_text(file), "Version")
+            yield from map(format_text, header_values(read_text(file), "Version"))
 
 
 def torch_build() -> TorchBuild | None:

@@ -68,9 +68,6 @@ if TYPE_CHECKING:
         RunRequest as RunRequest,
         Selection as Selection,
     )
-    from stratagem.state.safe_data import (
-        pack_result as pack_result,
-        unpack_result as unpack_result,
-    )
+    from stratagem.state.safe_data import pack_result as pack_result, unpack_result as unpack_result
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

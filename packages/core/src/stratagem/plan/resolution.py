@@ -45,10 +45,7 @@ from stratagem.plan.step_options import check_compiles
 
 
 def resolve(
-    request: RunRequest,
-    registry: Registry,
-    *,
-    probe: Callable[[Any], Availability] | None = None,
+    request: RunRequest, registry: Registry, *, probe: Callable[[Any], Availability] | None = None
 ) -> RunPlan:
     """Choose every component that the request leaves open and check that they fit together.
 

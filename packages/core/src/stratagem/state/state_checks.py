@@ -28,16 +28,17 @@ OPTIMIZER_FORM = {
 _ADVICE = "Use what it was saved with, or load the weights alone and begin anew"
 _NUMBER, _TENSOR = "a number", "a tensor of floats"
 _ADAM = ("step", "exp_avg exp_avg_sq max_exp_avg_sq")
-# What torch's own optimizers keep for a parameter: numbers, and tensors of its shape.
+_LBFGS = "d t old_dirs old_stps ro al H_diag prev_flat_grad prev_loss"
+# What torch's own optimizers keep for a parameter: numbers, tensors of its shape, and the rest.
 _ENTRIES = {
     "ASGD": ("step eta mu", "ax"),
     "Adadelta": ("step", "square_avg acc_delta"),
-    "Adafactor": ("step", ""),
+    "Adafactor": ("step", "", "row_var col_var variance"),
     "Adagrad": ("step", "sum"),
     "Adam": _ADAM,
     "AdamW": _ADAM,
     "Adamax": ("step", "exp_avg exp_inf"),
-    "LBFGS": ("func_evals n_iter", ""),
+    "LBFGS": ("func_evals n_iter", "", _LBFGS),
     "Muon": ("", "momentum_buffer"),
     "NAdam": ("step mu_product", "exp_avg exp_avg_sq"),
     "RAdam": ("step", "exp_avg exp_avg_sq"),
@@ -55,7 +56,8 @@ def check_entries(
 ) -> None:
     """Check the saved entries of parameters against the optimizer's expected entries.
 
-    Entries of optimizers that are not torch's own only have to be dicts.
+    Entries of optimizers that are not torch's own only have to be dicts. Group options are not
+    compared: schedulers and users add some, and each version of torch has others.
 
     Args:
         optimizer: will load them.
@@ -65,15 +67,18 @@ def check_entries(
     Raises:
         CheckpointMismatchError: names the parameter and the entry.
     """
-    kind = type(optimizer)
-    is_torchs = kind.__module__.startswith("torch.optim")
-    numbers, tensors = _ENTRIES.get(kind.__name__, ("", "")) if is_torchs else ("", "")
+    is_torchs = type(optimizer).__module__.startswith("torch.optim")
+    kind = type(optimizer).__name__
+    numbers, tensors, *others = _ENTRIES.get(kind, ("", "")) if is_torchs else ("", "")
+    known = set(" ".join((numbers, tensors, *others)).split())
     options = {name: group for group in state["param_groups"] for name in group["params"]}
     for name, entry in state["state"].items():
         if name not in parameters:
             continue
         if not isinstance(entry, Mapping) or not all(type(key) is str for key in entry):
             raise _mismatch(entry, f"the state of {name}", "a dict by names")
+        if known and (unknown := sorted(entry.keys() - known)):
+            raise _mismatch(entry[unknown[0]], f"{format_value(unknown[0])} of {name}", "nothing")
         shape = tuple(parameters[name].shape)
         for key in f"{numbers} {tensors}".split() if entry else ():
             value: Any = entry.get(key)
@@ -84,8 +89,7 @@ def check_entries(
                 continue
             if key not in entry:
                 raise CheckpointMismatchError(
-                    f"the checkpoint's optimizer lacks {what}, which {kind.__name__} needs. "
-                    f"{_ADVICE}"
+                    f"the checkpoint's optimizer lacks {what}, which {kind} needs. {_ADVICE}"
                 )
             if key in numbers.split():
                 if not _is_number(value) or (not isinstance(value, LazyTensor) and value < 0):

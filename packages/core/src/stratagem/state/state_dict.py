@@ -103,12 +103,12 @@ def with_names(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]
     Numbers count the parameters in the order of the groups, which has to be this optimizer's.
 
     Raises:
-        CheckpointMismatchError: its groups have other sizes.
+        CheckpointMismatchError: its groups have other sizes, or lack a parameter that has state.
     """
     require_form(state, OPTIMIZER_FORM, "the state of an optimizer")
     saved = [list(group["params"]) for group in state["param_groups"]]
     if not any(isinstance(each, int) for group in saved for each in group):
-        return state
+        return optimizer_state_without_wrapper(state)
     names = _names_by_index(optimizer, module)
     own = [len(group["params"]) for group in optimizer.param_groups]
     if own != [len(group) for group in saved]:
@@ -226,11 +226,17 @@ def optimizer_state_without_wrapper(state: Mapping[str, Any]) -> Mapping[str, An
     """Return an optimizer's state (see `named_state`) by such names.
 
     Raises:
-        CheckpointMismatchError: it is something else.
+        CheckpointMismatchError: it is something else, or has state of parameters that no group has.
     """
     require_form(state, OPTIMIZER_FORM, "the state of an optimizer")
     groups = state["param_groups"]
-    if not any(_WRAPPER in name for group in groups for name in group["params"]):
+    names = {name for group in groups for name in group["params"]}
+    if unknown := state["state"].keys() - names:
+        raise CheckpointMismatchError(
+            f"the checkpoint's optimizer has state of the parameters {format_names(unknown)}, "
+            "which are in none of its groups: use the optimizer that it was saved with"
+        )
+    if not any(_WRAPPER in name for name in names):
         return state
     return {
         **state,

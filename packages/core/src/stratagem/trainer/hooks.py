@@ -152,11 +152,7 @@ def _make(found: Candidate) -> Callback:
 
 
 def make_callbacks(
-    callbacks: Sequence[Callback],
-    *,
-    checkpointing: bool,
-    progress_bar: bool,
-    model_summary: bool,
+    callbacks: Sequence[Callback], *, checkpointing: bool, progress_bar: bool, model_summary: bool
 ) -> list[Callback]:
     """Return the user's callbacks together with the requested built-in callbacks.
 

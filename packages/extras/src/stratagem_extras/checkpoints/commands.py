@@ -11,7 +11,7 @@ from stratagem.cli import parser_of
 from stratagem.discovery import load_target
 from stratagem.errors import CheckpointError, ConfigurationError
 
-_CONSOLIDATE = """Make one file of a checkpoint that is a directory.
+_CONSOLIDATE = """Make one file of a checkpoint that is a directory, or is in a plugin's format.
 
 The checkpoint is checked first. The exit code is 1 if it is damaged, or the file is there already.
 """
@@ -30,7 +30,7 @@ The exit code is 1 if they are of different models, or one cannot be read.
 
 
 def consolidate(arguments: Sequence[str]) -> int:
-    """Write a directory checkpoint as a single file; return the exit code."""
+    """Write a checkpoint of another format as a single file; return the exit code."""
     parser = parser_of("checkpoint consolidate", _CONSOLIDATE, json=False)
     parser.add_argument("source", type=Path, help="a checkpoint: a file or a directory")
     parser.add_argument("target", type=Path, help="the file to write")

@@ -37,13 +37,19 @@ _COUNTS = "num_batches_tracked"
 
 
 def consolidate(source: Path, target: Path) -> str:
-    """Write a directory checkpoint as a single file; return what was done.
+    """Write a directory checkpoint, or one of a plugin's format, as a file; return what was done.
 
     Raises:
         CheckpointError: the source is damaged, or the target is there already.
     """
-    consolidate_checkpoint(source, target)
-    return f"{target}: {target.stat().st_size} bytes"
+    about = ""
+    try:
+        consolidate_checkpoint(source, target)
+    except CheckpointCorruptError as error:
+        form, contents = _read_another(source, error)
+        _io().save_checkpoint(contents, target)
+        about = f", of a checkpoint of the format {form!r}"
+    return f"{target}: {target.stat().st_size} bytes{about}"
 
 
 def convert(
@@ -207,10 +213,20 @@ def _read(source: Path, form: str = "") -> dict[str, Any]:
     try:
         return _io().load_checkpoint(source)
     except CheckpointCorruptError as error:
-        try:
-            return find_format(source)[1].load_checkpoint(source)
-        except CheckpointFormatError as of_all:
-            raise (of_all if isinstance(error, CheckpointFormatError) else error) from None
+        return _read_another(source, error)[1]
+
+
+def _read_another(source: Path, error: CheckpointCorruptError) -> tuple[str, dict[str, Any]]:
+    """Return a checkpoint in a plugin's format, with its name.
+
+    Raises:
+        CheckpointError: no installed format can load it.
+    """
+    try:
+        form, checkpoint_io = find_format(source)
+        return form, checkpoint_io.load_checkpoint(source)
+    except CheckpointFormatError as of_all:
+        raise (of_all if isinstance(error, CheckpointFormatError) else error) from None
 
 
 def _refuse_existing(target: Path) -> None:

@@ -39,7 +39,7 @@ from stratagem.discovery import (
     version_of,
     why_not_lasting,
 )
-from stratagem.errors import UnknownNameError
+from stratagem.errors import UnknownNameError, format_text
 from stratagem.plan import CLUSTER_VARIABLE, probe_accelerator
 from stratagem_testing.author.import_cost import import_alone
 from stratagem_testing.author.private_imports import private_imports
@@ -97,7 +97,7 @@ class Examination:
         lines = [f"{c.name}: {c.detail}" for c in self.checks if c.status == "error"]
         if self.components and not lines and all(c.why_not for c in self.components):
             lines.append("nothing that it provides can be used on this machine")
-        return lines
+        return [format_text(line, 2000) for line in lines]
 
 
 def examine(name: str, *, as_json: bool, verbose: bool) -> int:
@@ -239,7 +239,7 @@ def _judge_version(version: str) -> tuple[Any, str]:
     try:
         return "ok", str(Version(version))
     except InvalidVersion:
-        return "error", f"{version!r} in its metadata is no version as PEP 440 has them: 0.1.0"
+        return "error", f"'{version}' in its metadata is no version as PEP 440 has them: 0.1.0"
 
 
 def _judge_requirement(clauses: str) -> tuple[Any, str]:
@@ -409,7 +409,7 @@ def print_examination(examination: Examination, *, verbose: bool) -> None:
         )
     if verbose:
         for trace in examination.traces:
-            print(f"\n{trace.rstrip()}")
+            print(f"\n{format_text(trace.rstrip(), 20_000, lines=True)}")
     problems = examination.problems()
     if not problems:
         left_out = [component.name for component in examination.components if component.why_not]

@@ -61,6 +61,7 @@ class Kind:
         suffix: of the class's name.
         about: what the component does, for the README.
         usage: arguments of a Trainer that uses it.
+        notes: what its users have to know besides, for the README.
         spec: the class of its spec, of `stratagem.discovery`.
         conformance: the kit.
         attribute: of the kit's class, which names the component.
@@ -79,6 +80,7 @@ class Kind:
     spec: str
     conformance: str
     attribute: str
+    notes: str = ""
     head: str = "\n"
     fields: str = ""
     imports: tuple[str, ...] = ()
@@ -145,6 +147,14 @@ KINDS = {
         spec="ClusterEnvironmentSpec",
         conformance="ClusterEnvironmentConformance",
         attribute="cluster_environment",
+        notes="It is used where `${prefix}_JOB_ID` and `${prefix}_RANK` are set. The cluster sets "
+        "in each process:\n\n"
+        "| variable | what it is |\n|---|---|\n"
+        "| `${prefix}_JOB_ID` | any text |\n"
+        "| `${prefix}_RANK`, `${prefix}_WORLD_SIZE` | of all processes |\n"
+        "| `${prefix}_LOCAL_RANK`, `${prefix}_LOCAL_WORLD_SIZE` | of the node's processes |\n"
+        "| `${prefix}_MAIN_ADDRESS` | the host of rank 0; 127.0.0.1 if it is not set |\n"
+        "| `${prefix}_MAIN_PORT` | a free port on it, the same for all |\n\n",
         head='PREFIX = "${prefix}_"\n\n\n',
         fields='        variables=(f"{PREFIX}JOB_ID", f"{PREFIX}RANK"),\n'
         '        world_size_variable=f"{PREFIX}WORLD_SIZE",\n'
@@ -168,6 +178,9 @@ KINDS = {
         spec="LauncherSpec",
         conformance="LauncherConformance",
         attribute="launcher",
+        notes="Functions and classes that a script defines itself, such as its Module, reach the "
+        "ranks only if\ncloudpickle is installed (`pip install cloudpickle`); those of modules do "
+        "without it.\n\n",
         fields="        new_processes=True,\n",
     ),
     "logger": Kind(
