@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/src"))
 
-MOST_LINES = 25_900
+MOST_LINES = 26_000
 MOST_FILES = 13
 MOST_NAMES = {"stratagem.Trainer": 46, "stratagem.Lite": 37, "stratagem.strategies.Strategy": 46}
 MOST_FILLER = 0.08
 MOST_FILES_OF_CORE = 220
-MOST_BROUGHT_ALONG = {"import of Lite": 7_750, "fit of a Trainer": 17_000}
+MOST_BROUGHT_ALONG = {"import of Lite": 7_750, "fit of a Trainer": 17_050}
 
 
 def load_structure() -> ModuleType:

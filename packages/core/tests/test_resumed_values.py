@@ -12,7 +12,7 @@ import pytest
 import torch
 from fixtures import run_file
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem import Callback, Module, Trainer
@@ -353,11 +353,14 @@ def test_a_run_that_saved_or_failed_within_a_validation_is_as_one_that_did_not(
     torchmetrics = pytest.importorskip("torchmetrics")
     at, path = 5 + interval, tmp_path / "within.ckpt"
 
+    def schedules(optimizer: Any) -> list[Any]:
+        return [ExponentialLR(optimizer, 0.9), *plateau("val")(optimizer)]
+
     class Measured(Net):
         """Its metric is of the validation."""
 
         def __init__(self) -> None:
-            super().__init__(plateau("val"))
+            super().__init__(schedules)
             self.seen = torchmetrics.MeanMetric()
 
         def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -398,7 +401,12 @@ def test_a_run_that_saved_or_failed_within_a_validation_is_as_one_that_did_not(
         assert rest.net.epochs == [one for one in whole.net.epochs if one[0] >= at]
 
 
-def test_a_run_that_an_error_ended_at_the_end_of_an_epoch_ends_it_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [1, 3], ids=["with validation", "without"])
+def test_a_run_that_an_error_ended_at_the_end_of_an_epoch_ends_it_again(
+    every: int, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"check_val_every_n_epoch": every}
+
     class Fails(Net):
         fails = True
 
@@ -411,14 +419,14 @@ def test_a_run_that_an_error_ended_at_the_end_of_an_epoch_ends_it_again(tmp_path
         return Fails(plateau("mean"))
 
     Fails.fails = False
-    whole = Run(tmp_path / "whole", made, best("mean"))
+    whole = Run(tmp_path / "whole", made, best("mean"), **options)
     Fails.fails = True
     saving = ModelCheckpoint(tmp_path / "failed", save_on_exception=True, every_n_epochs=0)
     with pytest.raises(ArithmeticError):
-        Run(tmp_path / "first", made, lambda folder: [*best("mean")(folder), saving])
+        Run(tmp_path / "first", made, lambda folder: [*best("mean")(folder), saving], **options)
     Fails.fails = False
     path = tmp_path / "failed" / "exception-step=10.ckpt"
-    rest = Run(tmp_path, made, best("mean"), path)
+    rest = Run(tmp_path, made, best("mean"), path, **options)
     assert rest.net.epochs == whole.net.epochs[1:]
     assert rest.end()["schedulers"] == whole.end()["schedulers"]
     assert rest.end()["callbacks"] == whole.end()["callbacks"]

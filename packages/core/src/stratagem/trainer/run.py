@@ -466,7 +466,7 @@ class Run:
         progress.end_begun = True
         if not progress.epoch_is_done and self.rank_state is not None:
             # A run that resumes in this epoch continues from the values before this early end.
-            self.rank_state.keep_values()
+            self.rank_state.keep(epoch=self.rank_state.epoch.state())
         entries = metrics.entries
         try:
             metrics.reduce_epoch()
@@ -491,7 +491,7 @@ class Run:
         Training is over then: a checkpoint has the RNG states and the position of before.
         """
         if self.rank_state is not None:
-            self.rank_state.keep()
+            self.rank_state.keep(**self.rank_state.state())
         evaluation.run_training_data_without_grad(self)
 
     def is_metric_pending(self, name: str) -> bool:

@@ -383,16 +383,16 @@ class Resumable:
         """Bring a stream to where an epoch has left it; it may go on there, or begin again."""
         if self._stateful is None or "before_last" not in own:
             return
-        if own.get("shards") != self._shard[1]:
+        if own.get("shards") == self._shard[1]:
+            with preserve_rng_state():
+                self._stateful.load_state_dict(own["before_last"])
+                next(iter(self.loader), None)
+            self._before_last = own["before_last"]
+        else:
             self._warn(
                 f"the checkpoint has positions of {own.get('shards')} reader(s) of {self._name}, "
                 f"and now there are {self._shard[1]}: each begins at the beginning"
             )
-            return
-        with preserve_rng_state():
-            self._stateful.load_state_dict(own["before_last"])
-            next(iter(self.loader), None)
-        self._before_last = own["before_last"]
 
     def _try(self, saved: dict[str, Any]) -> None:
         """Raise if RNG states cannot be restored; they are restored when the epoch begins."""

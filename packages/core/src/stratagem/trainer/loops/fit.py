@@ -48,6 +48,8 @@ def fit(run: Run, prepared: PreparedModel, step: Step) -> None:
     try:
         if progress.epoch_is_done:
             # Resumed from a checkpoint that was saved in or after the epoch's last validation.
+            if validation.is_missing(data.loader.batches):
+                validation.run(prepared)
             _end_epoch(run)
             progress.next_epoch()
         # No batch at all was asked for with limit_train_batches=0.

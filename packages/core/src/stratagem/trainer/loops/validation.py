@@ -34,7 +34,7 @@ class Validation:
         self._run = run
         self.last_epoch = -1
         self.batches_of_epoch = self.last_batches = 0
-        self.is_sanity_check = self._ends_epoch = False
+        self.is_sanity_check = False
         interval = run.trainer.options.val_check_interval
         self.seconds = interval.total_seconds() if isinstance(interval, timedelta) else None
         """The time interval in seconds. None: the interval is a number of batches."""
@@ -99,6 +99,18 @@ class Validation:
         counted = self.counted_before(interval) + progress.batches
         return interval > 0 and counted % interval < last_step
 
+    def is_missing(self, batches: float) -> bool:
+        """Return whether the epoch, whose batches are finished, lacks its last validation.
+
+        Args:
+            batches: see `interval`.
+        """
+        progress = self._run.progress
+        if progress.validated >= progress.batches or not self.is_in_epoch(progress.epoch):
+            return False
+        interval = self.interval(batches)
+        return interval == UNKNOWN or self.is_due(interval)
+
     def start_clock(self) -> None:
         """Restart the time until the next validation, if the interval is a time."""
         if self.seconds is not None:
@@ -137,11 +149,10 @@ class Validation:
             run.reopen_validation()
         if self.last_epoch != run.progress.epoch:
             self.last_epoch, self.batches_of_epoch = run.progress.epoch, 0
-        before, self._ends_epoch = run.evaluation.batches, run.progress.epoch_is_done
+        before, rank_state = run.evaluation.batches, run.rank_state
+        assert rank_state is not None
         # A run that resumes from a checkpoint that is saved within it validates again.
-        run.progress.epoch_is_done = False
-        assert run.rank_state is not None
-        run.rank_state.begin_validation()
+        rank_state.keep(**rank_state.values(warns=False))
         run.module.on_validation_model_zero_grad()
         evaluate(run, prepared, self.loaders, "validation")
         self.last_batches = run.evaluation.batches - before
@@ -150,9 +161,9 @@ class Validation:
     def end(self) -> None:
         """Note that all batches are evaluated; called before schedulers and callbacks use them."""
         progress, rank_state = self._run.progress, self._run.rank_state
-        progress.validated, progress.epoch_is_done = progress.batches, self._ends_epoch
         assert rank_state is not None
-        rank_state.end_validation()
+        rank_state.keep()
+        progress.validated = progress.batches
 
     def check_sanity(self, prepared: PreparedModel) -> None:
         """Run a few validation batches before training, so that errors appear early."""

@@ -74,9 +74,10 @@ class RankState:
     def state(self) -> dict[str, Any]:
         """Return the state that differs between ranks, as weights-only-safe data."""
         loader = self.loader.state(within_epoch=not self.progress.epoch_is_done)
-        return {**self._values(), "loader": loader, **self._kept}
+        return {**self.values(), "loader": loader, **self._kept}
 
-    def _values(self, *, warns: bool = True) -> dict[str, Any]:
+    def values(self, *, warns: bool = True) -> dict[str, Any]:
+        """Return the state without the position in the data; see `EpochState.state`."""
         return {
             "random": rng_state(*self.rng_of),
             "module": generator_states(generators_of(*self.module.modules())),
@@ -87,21 +88,13 @@ class RankState:
             "epoch": self.epoch.state(warns=warns),
         }
 
-    def begin_validation(self) -> None:
-        """Let checkpoints have the state of now, with which a resumed run validates again."""
-        self._kept = self._values(warns=False)
+    def keep(self, **parts: Any) -> None:
+        """Let checkpoints have these parts of the state in place of the present ones.
 
-    def end_validation(self) -> None:
-        """Let checkpoints have the present state again."""
-        self._kept = {}
-
-    def keep_values(self) -> None:
-        """Freeze the epoch's current values for checkpoints, because the epoch ends early."""
-        self._kept = {"epoch": self.epoch.state()}
-
-    def keep(self) -> None:
-        """Freeze the current state for checkpoints: what follows is not a part of training."""
-        self._kept = self.state()
+        At the start of a validation, with which a resumed run begins again; when an epoch ends
+        early, and callbacks change its values; and when what follows is not a part of training.
+        """
+        self._kept = parts
 
     def resume(self, states: RankStates) -> None:
         """Restore the states of the saving ranks; the checkpoint's progress is restored before.
