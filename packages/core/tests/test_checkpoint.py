@@ -1028,7 +1028,8 @@ class SlowWeights(SGD):
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
         self.steps += 1
-        count = self.state.setdefault("global", {"steps": torch.zeros(())})
+        own: dict[Any, Any] = self.state  # torch's annotation knows parameters only
+        count = own.setdefault("global", {"steps": torch.zeros(())})
         count["steps"] += 1
         self.param_groups[0]["lr"] = 0.05 / (1 + count["steps"].item())
         if self.steps % 3 == 0:
@@ -1130,7 +1131,7 @@ for kind, names in ((Counts, "global"), (SlowStart, "k, global")):
 def test_state_that_belongs_to_no_parameter_and_is_no_safe_data_is_refused_at_the_save() -> None:
     net = nn.Linear(2, 2)
     optimizer = SlowWeights(net.parameters())
-    optimizer.state["global"] = {"seen": range(3)}
+    optimizer.state["global"] = {"seen": range(3)}  # type: ignore[index]  # parameters only
     expected = r"the state of the optimizer SlowWeights: .*'global'\]\['seen'\] is of type .*range"
     with pytest.raises(CheckpointContentError, match=expected):
         named_state(optimizer, net)
@@ -1142,7 +1143,7 @@ def test_a_state_dict_of_torch_keeps_what_belongs_to_no_parameter() -> None:
     fresh = SlowWeights(net.parameters())
     load_named_state(fresh, net, with_names(fresh, net, optimizer.state_dict()))
     assert fresh.steps == 1
-    assert fresh.state["global"] == {"steps": 1}
+    assert dict[Any, Any](fresh.state)["global"] == {"steps": 1}
 
 
 def test_an_optimizer_of_other_parameters_cannot_be_saved_by_name(tmp_path: Path) -> None:

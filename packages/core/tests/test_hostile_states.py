@@ -65,11 +65,11 @@ def test_a_state_of_lbfgs_is_loaded() -> None:
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = model(torch.ones(1, 3)).square().sum()
+        loss: torch.Tensor = model(torch.ones(1, 3)).square().sum()
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
-    optimizer.step(closure)
+    optimizer.step(closure)  # type: ignore[no-untyped-call]  # its annotations
     state = copy.deepcopy(named_state(optimizer, model))
     load_named_state(torch.optim.LBFGS(model.parameters()), model, state)
 
