@@ -533,6 +533,7 @@ class BeginsAgain(GoesOn):
         self.loaded = state["position"]
 
 
+@pytest.mark.filterwarnings("ignore:the checkpoint that is resumed from names .* other")
 @pytest.mark.parametrize("several", [False, True], ids=["one", "combined"])
 @pytest.mark.parametrize("stream", [GoesOn, BeginsAgain])
 def test_a_stream_goes_on_after_an_epoch_that_a_limit_ended(
@@ -546,10 +547,19 @@ def test_a_stream_goes_on_after_an_epoch_that_a_limit_ended(
 
     whole = fit(loader, tmp_path / "whole", seed=1, limit_train_batches=4)
     assert len(whole) == 12
-    for name, stopped in [("step=3", 3), ("step=4", 4), ("epoch=0", 4), ("epoch=1", 8)]:
-        checkpoint = tmp_path / "whole" / f"{name}.ckpt"
-        rest = fit(loader, tmp_path / name, seed=99, ckpt_path=checkpoint, limit_train_batches=4)
-        assert rest == whole[stopped:], name
+    # In the epoch, after its last step, at its end, and at the end of one that was resumed before
+    # its last step.
+    places = [("whole", "step=2", 2), ("whole", "step=3", 3), ("whole", "step=4", 4)]
+    places += [("whole", "epoch=0", 4), ("whole", "epoch=1", 8), ("whole-step=3", "epoch=0", 4)]
+    for folder, name, stopped in places:
+        rest = fit(
+            loader,
+            tmp_path / f"{folder}-{name}",
+            seed=99,
+            ckpt_path=tmp_path / folder / f"{name}.ckpt",
+            limit_train_batches=4,
+        )
+        assert rest == whole[stopped:], (folder, name)
 
 
 class Drawn(IterableDataset[Tensor]):

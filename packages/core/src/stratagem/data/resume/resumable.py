@@ -562,7 +562,7 @@ class Resumable:
                 if next(iter(self.loader), None) is not None:
                     self._stateful.load_state_dict(resumed["own"])
                 return self._at_end()
-            return self._iterate(of - done), []
+            return self._iterate(of - done, resumed["own"]), []
         if resumed is not None:
             set_generator_states(self._generators, resumed.get("begun", ()))
         self._start = generator_states(self._generators)
@@ -576,18 +576,20 @@ class Resumable:
         self._fetcher = SimpleNamespace(ended=True)
         return iter(()), []
 
-    def _iterate(self, left: float) -> Iterator[Any]:
+    def _iterate(self, left: float, loaded: Any = None) -> Iterator[Any]:
         """Return an iterator over the loader; only what says whether its data ended is kept."""
         batches: Iterator[Any] = iter(self.loader)
         self._fetcher = getattr(batches, "_dataset_fetcher", None)  # of a DataLoader, no workers
         self._before_last = None
         if self._stateful is None or left == math.inf:
             return batches
-        return self._note_before_last(batches, int(left))
+        return self._note_before_last(batches, int(left), loaded)
 
-    def _note_before_last(self, batches: Iterator[Any], left: int) -> Iterator[Any]:
+    def _note_before_last(self, batches: Iterator[Any], left: int, loaded: Any) -> Iterator[Any]:
         yield from islice(batches, left - 1)
-        self._before_last = self._stateful.state_dict()
+        # Before its first batch, it may not have taken over what it has loaded.
+        use_loaded = left == 1 and loaded is not None
+        self._before_last = loaded if use_loaded else self._stateful.state_dict()
         yield from batches
         self._before_last = None  # the data have ended, too
 
