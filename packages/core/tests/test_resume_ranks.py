@@ -301,6 +301,30 @@ def test_a_stream_that_other_ranks_have_left_begins_at_the_beginning_and_says_so
     assert next(alone.begin(1, 0, 3)[0]).tolist() == [1, 2]
 
 
+def test_a_stream_that_takes_over_its_position_late_is_resumed_before_the_last_batch() -> None:
+    class Stream(IterableDataset[int]):
+        position = loaded = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.position, self.loaded = self.loaded, 0
+            while True:
+                self.position += 1
+                yield self.position
+
+        def state_dict(self) -> dict[str, int]:
+            return {"position": self.position}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.loaded = state["position"]
+
+    first, again = (Resumable(DataLoader(Stream(), batch_size=2), "the loader") for _ in "12")
+    batches, _ = first.begin(0, 0, 3)
+    next(batches), next(batches)
+    assert again.resume([first.state()], 2) == 2
+    assert next(again.begin(0, 2, 3)[0]).tolist() == [5, 6]
+    assert again.state()["before_last"] == {"position": 4}
+
+
 def test_loaders_that_the_user_divides_are_not_dealt_anew() -> None:
     saved = [Resumable(in_order(), "the loader", rank, (rank, 2)) for rank in range(2)]
     for reader in saved:
