@@ -499,7 +499,8 @@ class Resumable:
             # At the end of an epoch, the state would belong to an iteration that never begins.
             if is_over:
                 self._read_last_again(resumed or {})
-            begun = self._at_end() if is_over else self._read_over(done, resumed, of)
+            limit = of if of < length_of(self.loader) else math.inf
+            begun = self._at_end() if is_over else self._read_over(done, resumed, limit)
             if resumed is not None:
                 set_generator_states(self._generators, resumed.get("generators", ()))
             return begun
@@ -553,7 +554,7 @@ class Resumable:
             set_generator_states(self._generators, resumed.get("generators", ()))
 
     def _read_over(
-        self, done: int, resumed: dict[str, Any] | None, of: float
+        self, done: int, resumed: dict[str, Any] | None, limit: float
     ) -> tuple[Iterator[Any], list[Any]]:
         if self._stateful is not None and resumed is not None and "own" in resumed:
             self._stateful.load_state_dict(resumed["own"])
@@ -562,11 +563,11 @@ class Resumable:
                 if next(iter(self.loader), None) is not None:
                     self._stateful.load_state_dict(resumed["own"])
                 return self._at_end()
-            return self._iterate(of - done, resumed["own"]), []
+            return self._iterate(limit - done, resumed["own"]), []
         if resumed is not None:
             set_generator_states(self._generators, resumed.get("begun", ()))
         self._start = generator_states(self._generators)
-        batches = self._iterate(of)
+        batches = self._iterate(limit)
         last: list[Any] = []
         for batch in islice(batches, done):
             last = [batch]
