@@ -71,7 +71,13 @@ def test_a_state_of_lbfgs_is_loaded() -> None:
 
     optimizer.step(closure)  # type: ignore[no-untyped-call]  # its annotations
     state = copy.deepcopy(named_state(optimizer, model))
-    load_named_state(torch.optim.LBFGS(model.parameters()), model, state)
+    fresh = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
+    load_named_state(fresh, model, state)
+    loaded, saved = named_state(fresh, model)["state"], state["state"]
+    assert loaded.keys() == saved.keys()
+    for name, entry in saved.items():
+        assert loaded[name].keys() == entry.keys()
+        assert loaded[name]["n_iter"] == entry["n_iter"] > 0
 
 
 def test_an_entry_that_takes_the_place_of_sgds_momentum_is_refused() -> None:

@@ -266,23 +266,26 @@ def test_where_samples_are_not_known_a_resume_with_other_ranks_says_why(kind: st
             Ranks(make, 1).resume(ranks)
 
 
+class Endless(IterableDataset[int]):
+    """Counts without an end, from its position on."""
+
+    position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self.position += 1
+            yield self.position
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
 def test_a_stream_that_other_ranks_have_left_begins_at_the_beginning_and_says_so() -> None:
-    class Stream(IterableDataset[int]):
-        position = 0
-
-        def __iter__(self) -> Iterator[int]:
-            while True:
-                self.position += 1
-                yield self.position
-
-        def state_dict(self) -> dict[str, int]:
-            return {"position": self.position}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.position = state["position"]
-
     def reader(rank: int, ranks: int) -> Resumable:
-        return Resumable(DataLoader(Stream(), batch_size=2), "the loader", rank, (rank, ranks))
+        return Resumable(DataLoader(Endless(), batch_size=2), "the loader", rank, (rank, ranks))
 
     states = []
     for rank in range(2):
@@ -302,22 +305,17 @@ def test_a_stream_that_other_ranks_have_left_begins_at_the_beginning_and_says_so
 
 
 def test_a_stream_that_takes_over_its_position_late_is_resumed_before_the_last_batch() -> None:
-    class Stream(IterableDataset[int]):
-        position = loaded = 0
+    class Late(Endless):
+        loaded = 0
 
         def __iter__(self) -> Iterator[int]:
             self.position, self.loaded = self.loaded, 0
-            while True:
-                self.position += 1
-                yield self.position
-
-        def state_dict(self) -> dict[str, int]:
-            return {"position": self.position}
+            yield from super().__iter__()
 
         def load_state_dict(self, state: dict[str, int]) -> None:
             self.loaded = state["position"]
 
-    first, again = (Resumable(DataLoader(Stream(), batch_size=2), "the loader") for _ in "12")
+    first, again = (Resumable(DataLoader(Late(), batch_size=2), "the loader") for _ in "12")
     batches, _ = first.begin(0, 0, 3)
     next(batches), next(batches)
     assert again.resume([first.state()], 2) == 2

@@ -119,11 +119,7 @@ def with_names(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]
         )
     numbers = [number for group in saved for number in group]
     by_number = {number: names[index] for index, number in enumerate(numbers)}
-    if unknown := [key for key in state["state"] if key not in by_number and type(key) is not str]:
-        raise CheckpointMismatchError(
-            f"the checkpoint's optimizer has state of the parameters {format_names(unknown)}, "
-            "which are in none of its groups: use the optimizer that it was saved with"
-        )
+    _require_none([k for k in state["state"] if k not in by_number and type(k) is not str])
     return _by_names(state, by_number)
 
 
@@ -222,6 +218,15 @@ def without_wrapper(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name.replace(_WRAPPER, ""): value for name, value in state.items()}
 
 
+def _require_none(unknown: Collection[Any]) -> None:
+    """Raise if an optimizer's state has entries of parameters that none of its groups lists."""
+    if unknown:
+        raise CheckpointMismatchError(
+            f"the checkpoint's optimizer has state of the parameters {format_names(unknown)}, "
+            "which are in none of its groups: use the optimizer that it was saved with"
+        )
+
+
 def optimizer_state_without_wrapper(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return an optimizer's state (see `named_state`) by such names.
 
@@ -231,11 +236,7 @@ def optimizer_state_without_wrapper(state: Mapping[str, Any]) -> Mapping[str, An
     require_form(state, OPTIMIZER_FORM, "the state of an optimizer")
     groups = state["param_groups"]
     names = {name for group in groups for name in group["params"]}
-    if unknown := state["state"].keys() - names:
-        raise CheckpointMismatchError(
-            f"the checkpoint's optimizer has state of the parameters {format_names(unknown)}, "
-            "which are in none of its groups: use the optimizer that it was saved with"
-        )
+    _require_none(state["state"].keys() - names)
     if not any(_WRAPPER in name for name in names):
         return state
     return {

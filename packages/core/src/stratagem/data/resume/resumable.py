@@ -391,7 +391,8 @@ class Resumable:
         else:
             self._warn(
                 f"the checkpoint has positions of {own.get('shards')} reader(s) of {self._name}, "
-                f"and now there are {self._shard[1]}: each begins at the beginning"
+                f"and now there are {self._shard[1]}: each begins at the beginning. Resume with as "
+                "many as before to go on where they were"
             )
 
     def _try(self, saved: dict[str, Any]) -> None:
