@@ -196,6 +196,17 @@ def install_core(session: nox.Session, *torch: str) -> None:
     session.install("--no-build-isolation", *editable)
 
 
+def is_root() -> bool:
+    """Whether this process may install Debian's packages."""
+    return hasattr(os, "geteuid") and os.geteuid() == 0
+
+
+def install_packages(session: nox.Session, *packages: str) -> None:
+    """Install packages of Debian."""
+    session.run("apt-get", "update", external=True)
+    session.run("apt-get", "install", "-y", "--no-install-recommends", *packages, external=True)
+
+
 def check_lint(session: nox.Session) -> None:
     """Style and format."""
     session.run("ruff", "check", ".")
@@ -326,6 +337,8 @@ def gpu(session: nox.Session) -> None:
 @nox.session
 def deepspeed_ops(session: nox.Session) -> None:
     """DeepSpeedCPUAdam and NVMe offload; building their ops takes minutes the first time."""
+    if is_root() and not (Path("/usr/include/libaio.h").exists() and shutil.which("g++")):
+        install_packages(session, "g++", "libaio-dev")
     install_everything(session)
     run_pytest(session, "ops")
 
@@ -459,14 +472,13 @@ def peer_tests(session: nox.Session) -> None:
 @nox.session
 def cluster(session: nox.Session) -> None:
     """Real SLURM, mpirun and torchrun, and bad networks, over two hosts on this machine."""
-    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+    if not is_root():
         session.warn(
             "not root: no hosts can be made on this machine, so that all tests with SLURM and with "
             "networks are skipped; torchrun and mpirun (if it is installed) are tried on one host"
         )
     elif not all(map(shutil.which, ("slurmctld", "slurmd", "sbatch", "mpirun", "ip", "tc"))):
-        session.run("apt-get", "update", external=True)
-        session.run("apt-get", "install", "-y", "--no-install-recommends", *DEBIAN, external=True)
+        install_packages(session, *DEBIAN)
     install_everything(session)
     session.install(MPI)
     run_pytest(session, "cluster")
