@@ -395,14 +395,18 @@ def third_parties(session: nox.Session, plugin: str) -> None:
 def libraries(session: nox.Session, library: str) -> None:
     """A library that stands on Lightning, with it and with `stratagem_lightning`; not in CI."""
     # pandas 3 has no monthly frequency "M", and pyarrow 26 no use for the NumPy 1 that
-    # pytorch-lifestream asks for; pytorch-tabular imports requests, and disent matplotlib, without
-    # naming it.
+    # pytorch-lifestream asks for; pytorch-tabular imports requests, disent matplotlib, and
+    # tensorneko tensorboard, without naming it.
     session.env["PIP_CONSTRAINT"] = "benchmarks/libraries.txt"
+    name = library.partition("==")[0]
     session.install(library, "lightning", "requests", "matplotlib")
+    if name == "tensorneko":
+        # Only there, since Lightning logs to it by default where it is installed.
+        session.install(*tools("tensorboard"))
     session.install(*BUILD_TOOLS)
     editable = [argument for package in AS_LIGHTNING for argument in ("-e", package)]
     session.install("--no-build-isolation", *editable)
-    session.run("python", "benchmarks/libraries.py", library.partition("==")[0])
+    session.run("python", "benchmarks/libraries.py", name)
 
 
 @nox.session
