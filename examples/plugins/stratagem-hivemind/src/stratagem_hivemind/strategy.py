@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,10 @@ from torch.optim import Optimizer
 from stratagem.errors import ConfigurationError
 from stratagem.strategies import PreparedModel, SingleDeviceStrategy, TrainStep
 from stratagem_hivemind.plugin import HIVEMIND
+
+# hivemind itself gives its daemon 15 seconds.
+SECONDS_TO_START = 60.0
+STARTS = 2
 
 
 class HivemindStrategy(SingleDeviceStrategy):
@@ -103,7 +107,7 @@ class HivemindStrategy(SingleDeviceStrategy):
         """hivemind's optimizer around each of the user's, once peers share it."""
         self._groups: dict[Optimizer, int] = {}
         """How many groups of parameters each of them had then."""
-        self._idle: dict[Optimizer, ThreadPoolExecutor] = {}
+        self._idle: dict[Optimizer, concurrent.futures.ThreadPoolExecutor] = {}
         self._micro_batches = 1
         self._epochs: list[int] = []
         """hivemind's counts, of a checkpoint that was loaded before peers were met."""
@@ -116,9 +120,7 @@ class HivemindStrategy(SingleDeviceStrategy):
     def _meet(self) -> Any:
         """Return this peer's part of the hash table in which peers find one another."""
         if self._dht is None:
-            self._dht = hivemind.DHT(
-                start=True, initial_peers=self.initial_peers, host_maddrs=self.host_maddrs
-            )
+            self._dht = _started(self.initial_peers, self.host_maddrs)
         return self._dht
 
     def set_batch_size(self, batch_size: int | None) -> None:
@@ -244,6 +246,31 @@ class HivemindStrategy(SingleDeviceStrategy):
             self._dht = None
 
 
+def _started(initial_peers: list[str], host_maddrs: list[str]) -> Any:
+    """Return a peer's part of the hash table, once it serves.
+
+    It is a fork of this process, and a fork of a process with threads may stand still before it
+    does anything. hivemind would wait for it without end; here another one takes its place.
+
+    Raises:
+        RuntimeError: none serves.
+    """
+    for _ in range(STARTS):
+        table = hivemind.DHT(start=False, initial_peers=initial_peers, host_maddrs=host_maddrs)
+        try:
+            table.run_in_background(timeout=SECONDS_TO_START)
+        except concurrent.futures.TimeoutError:
+            table.kill()
+            table.join()
+        else:
+            return table
+    raise RuntimeError(
+        f"hivemind's hash table did not serve within {SECONDS_TO_START:g} seconds, in each of "
+        f"{STARTS} processes: see whether this machine is overloaded, and whether "
+        f"initial_peers={initial_peers} can be reached from it"
+    )
+
+
 def _check_trained(prepared: PreparedModel, optimizer: Optimizer) -> None:
     """Refuse frozen parameters, which hivemind would give gradients of zero.
 
@@ -260,13 +287,13 @@ def _check_trained(prepared: PreparedModel, optimizer: Optimizer) -> None:
             )
 
 
-def _end_with_program(tracker: Any) -> ThreadPoolExecutor:
+def _end_with_program(tracker: Any) -> concurrent.futures.ThreadPoolExecutor:
     """Let a tracker end where an exception ends the program; return what to shut down before.
 
     Python waits for the threads of all executors, and so for the tracker's, before it calls what
     was registered for the end, such as `teardown`. To an idle one it says so.
     """
-    idle = ThreadPoolExecutor(1)
+    idle = concurrent.futures.ThreadPoolExecutor(1)
     told = idle.submit(threading.current_thread).result()
 
     def end() -> None:
