@@ -197,7 +197,7 @@ def install_core(session: nox.Session, *torch: str) -> None:
 
 
 def is_root() -> bool:
-    """Whether this process may install Debian's packages."""
+    """Whether this process may make hosts and install packages."""
     return hasattr(os, "geteuid") and os.geteuid() == 0
 
 

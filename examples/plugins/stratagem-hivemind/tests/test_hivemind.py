@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import hivemind
 import pytest
@@ -34,43 +33,35 @@ class TestHivemind(StrategyConformance):
     zeros_for_unused = True  # hivemind gives every parameter a gradient
 
 
-@pytest.fixture
-def stand_still(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[hivemind.DHT]]:
-    """Let the first so many tables stand still, as a fork with another thread's lock does."""
+def stand_still(monkeypatch: pytest.MonkeyPatch, first: int) -> list[hivemind.DHT]:
+    """Let the first so many tables stand still, as a fork may; return the list of all tables."""
     monkeypatch.setattr(strategy, "SECONDS_TO_START", 10.0)
     start, run = hivemind.DHT.start, hivemind.DHT.run
     made: list[hivemind.DHT] = []
 
-    def of(first: int) -> list[hivemind.DHT]:
-        def start_and_count(table: hivemind.DHT) -> None:
-            made.append(table)
-            start(table)
+    def start_and_count(table: hivemind.DHT) -> None:
+        made.append(table)
+        start(table)
 
-        def run_late(table: hivemind.DHT) -> None:
-            if len(made) <= first:
-                time.sleep(600)
-            run(table)
+    def run_late(table: hivemind.DHT) -> None:
+        if len(made) <= first:
+            time.sleep(600)
+        run(table)
 
-        monkeypatch.setattr(hivemind.DHT, "start", start_and_count)
-        monkeypatch.setattr(hivemind.DHT, "run", run_late)
-        return made
-
-    return of
+    monkeypatch.setattr(hivemind.DHT, "start", start_and_count)
+    monkeypatch.setattr(hivemind.DHT, "run", run_late)
+    return made
 
 
-def test_a_table_that_stands_still_is_replaced(
-    stand_still: Callable[[int], list[hivemind.DHT]],
-) -> None:
-    made = stand_still(1)
+def test_a_table_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = stand_still(monkeypatch, 1)
     assert alone().visible_peers
     assert [table.is_alive() for table in made] == [False, True]
     made[1].shutdown()
 
 
-def test_tables_that_all_stand_still_end_the_run(
-    stand_still: Callable[[int], list[hivemind.DHT]],
-) -> None:
-    made = stand_still(2)
+def test_tables_that_all_stand_still_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = stand_still(monkeypatch, 2)
     with pytest.raises(RuntimeError, match="did not serve within 10 seconds, in each of 2 proc"):
         alone().visible_peers  # noqa: B018
     assert not any(table.is_alive() for table in made)

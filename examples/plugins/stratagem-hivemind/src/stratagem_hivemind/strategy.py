@@ -120,7 +120,7 @@ class HivemindStrategy(SingleDeviceStrategy):
     def _meet(self) -> Any:
         """Return this peer's part of the hash table in which peers find one another."""
         if self._dht is None:
-            self._dht = _started(self.initial_peers, self.host_maddrs)
+            self._dht = _start_table(self.initial_peers, self.host_maddrs)
         return self._dht
 
     def set_batch_size(self, batch_size: int | None) -> None:
@@ -246,8 +246,8 @@ class HivemindStrategy(SingleDeviceStrategy):
             self._dht = None
 
 
-def _started(initial_peers: list[str], host_maddrs: list[str]) -> Any:
-    """Return a peer's part of the hash table, once it serves.
+def _start_table(initial_peers: list[str], host_maddrs: list[str]) -> Any:
+    """Start a peer's part of the hash table, and return it once it serves.
 
     It is a fork of this process, and a fork of a process with threads may stand still before it
     does anything. hivemind would wait for it without end; here another one takes its place.
