@@ -5,8 +5,9 @@
 For one that has Python, torch with CUDA and this repository, and neither a network nor nox. There,
 in the repository:
 
-    PYTHONPATH=bundle python3 -m pytest -m gpu
-    PYTHONPATH=bundle python3 benchmarks/gpu.py
+    export PYTHONPATH=$PWD/bundle
+    python3 -m pytest -m gpu
+    python3 benchmarks/gpu.py
 
 Run it in an environment with the packages installed: versions are those found there. What is pure
 Python is copied from there, with its dist-info folder, since plugins are found by their entry
@@ -121,8 +122,9 @@ def main() -> None:
         copy_ours(package, target)
     size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
     print(f"{len(needed)} distributions, {size / 2**20:.0f} MB. On the machine with the GPU:")
-    print(f"    PYTHONPATH={target} python3 -m pytest -m gpu")
-    print(f"    PYTHONPATH={target} python3 benchmarks/gpu.py")
+    print(f"    export PYTHONPATH=$PWD/{target}")
+    print("    python3 -m pytest -m gpu")
+    print("    python3 benchmarks/gpu.py")
 
 
 if __name__ == "__main__":

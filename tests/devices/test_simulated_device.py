@@ -127,6 +127,16 @@ def test_an_evaluation_has_the_buffers_of_rank_0_also_one_that_is_not_contiguous
     assert [rank["turned"] for rank in ranks] == [[[1.0, 1.0]] * 3] * 2
 
 
+def test_an_optimizer_with_state_trains_shards_in_host_memory(ranks: list[Any]) -> None:
+    for rank in ranks:
+        offloaded, expected = rank["with state"]
+        assert offloaded == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_tensor_that_is_not_contiguous_is_reduced(ranks: list[Any]) -> None:
+    assert [rank["reduced"] for rank in ranks] == 2 * [[[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]]
+
+
 @pytest.fixture(scope="module")
 def flight(tmp_path_factory: pytest.TempPathFactory) -> Any:
     printed = run("in_flight.py", tmp_path_factory.mktemp("flight"))

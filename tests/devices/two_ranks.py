@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from device_models import Net, fit, loader, same, trainer
+from device_models import Net, fit, loader, model, same, steps, trainer
 
+from stratagem import Lite
 from stratagem.strategies import DDPStrategy
 
 folder = Path(sys.argv[1])
@@ -51,6 +52,27 @@ first.save_checkpoint(folder / "half.ckpt")
 torch.rand(7, device=net.device)
 resumed = fit(folder, dropout=0.5, ckpt_path=folder / "half.ckpt", **ours)
 out["resumed"] = same(whole.state_dict(), resumed.state_dict())
+
+
+def with_state(**options: Any) -> list[float]:
+    """Train by hand with an optimizer that has taken a step on the host."""
+    lite = Lite(**options)
+    lite.launch()
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net(torch.ones(4, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return steps(lite, *lite.setup(net, optimizer))
+
+
+# -- shards in host memory
+offloaded = {"accelerator": "sim", "devices": [1, 3], "strategy": "fsdp_cpu_offload"}
+out["with state"] = [with_state(**options) for options in (offloaded, theirs)]
+
+# -- a tensor that is not contiguous
+grid = torch.arange(6.0).reshape(2, 3).t()
+out["reduced"] = net.trainer.strategy.ranks.all_reduce(grid, "sum").tolist()
 
 out["mixed"] = sorted(fit(folder, precision="bf16-mixed", **ours).net.dtypes)
 (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(out))

@@ -632,6 +632,13 @@ def test_what_this_machine_lacks_for_deepspeed_is_said_with_the_way_out(
     monkeypatch.setattr(op_builds, "what_is_missing", lambda name, has_header: "no compiler")
     with pytest.raises(ConfigurationError, match="op 'cpu_adam' cannot be built here: no compiler"):
         op_builds.build("cpu_adam", "cpu")
+    monkeypatch.setattr(op_builds, "what_is_missing", lambda name, has_header: "")
+    monkeypatch.setattr(op_builds, "BUILD", "raise SystemExit('no {builder}')")
+    with pytest.raises(ConfigurationError, match=r"no CPUAdamBuilder\nMend that"):
+        op_builds.build("cpu_adam", "cpu")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")
+    with pytest.raises(ConfigurationError, match=r"TORCH_CUDA_ARCH_LIST, received '9.0a': unset it"):
+        op_builds.build("cpu_adam", "cpu")
     monkeypatch.setattr(library, "version_of", lambda name: None)
     with pytest.raises(ConfigurationError, match=r"DeepSpeed is not installed, .*: pip install '"):
         library.installed_version()

@@ -157,8 +157,20 @@ def _run_build(name: str, device_type: str) -> None:
             f"DeepSpeed's op {name!r} ({op.purpose}) could not be built (exit code "
             f"{process.returncode}):\n{tail}\n"
             + (f"Mend that, or do without it, by {op.without}" if op.without else "Mend that")
+            + _hint_at_architectures()
         )
     _say(f"built {name!r} in {time.monotonic() - began:.0f} s")
+
+
+def _hint_at_architectures() -> str:
+    """Return a hint at a list that torch reads, and DeepSpeed 0.19 does not; "": none."""
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    if not re.search(r"\d[a-z]", listed):
+        return ""
+    return (
+        f". DeepSpeed reads numbers such as 9.0 in TORCH_CUDA_ARCH_LIST, received {listed!r}: "
+        "unset it"
+    )
 
 
 def _step(line: str) -> str:

@@ -217,7 +217,10 @@ class ProcessGroupRanks(Ranks):
             raise ConfigurationError(
                 f"all_reduce(op={op!r}): expected one of {', '.join(map(repr, _OPERATIONS))}"
             )
-        reduced = tensor.detach().to(self._device(), copy=True)
+        # nccl takes contiguous tensors only.
+        reduced = tensor.detach().to(
+            self._device(), copy=True, memory_format=torch.contiguous_format
+        )
         if op == "mean" and not (reduced.is_floating_point() or reduced.is_complex()):
             reduced = reduced.float()
         dist.all_reduce(reduced, op=_OPERATIONS[op])

@@ -216,9 +216,9 @@ class Tuner:
                 raise
         # Here the error is gone, and with it the frames of the trial.
         tried.snapshot.restore()
-        if loader is None:
-            del trainer
-            tried.free_memory()
+        del trainer
+        # The next trial, and the fit, begin with memory in one piece: what fits follows from that.
+        tried.free_memory()
         return loader
 
     def _check_is_used(self, sizes: Mapping[int, Any], name: str) -> None:

@@ -36,20 +36,14 @@ def distribute_like(pattern: Tensor, whole: Tensor | LazyTensor) -> Tensor:
         pattern.shape, pattern.device_mesh, pattern.placements
     )
     region = tuple(slice(o, o + size) for o, size in zip(offset, shape, strict=True))
-    local = pattern.to_local()
-    mine = torch.empty_like(local, dtype=whole.dtype)
+    # With shards in host memory as well: DTensor.from_local would move them to the device.
+    result = torch.empty_like(pattern.detach(), dtype=whole.dtype)
+    mine = result.to_local()  # type: ignore[attr-defined]
     if isinstance(whole, LazyTensor):
         whole.read_into(Shards(whole.shape, whole.dtype, [(tuple(offset), mine)]))
     elif mine.numel():
         mine.copy_(whole[region])
-    return DTensor.from_local(
-        mine,
-        pattern.device_mesh,
-        pattern.placements,
-        run_check=False,
-        shape=pattern.shape,
-        stride=pattern.stride(),
-    )
+    return result
 
 
 def shards_of(value: Any) -> Any:
