@@ -208,8 +208,7 @@ class Tuner:
         """Run once; return the loader that was read, or None: memory ran out."""
         trainer, loader = tried.make_trainer(), None
         try:
-            run = getattr(trainer, job.method)
-            run(job.model, datamodule=job.datamodule, **_quiet(job.method))
+            getattr(trainer, job.method)(job.model, datamodule=job.datamodule, **_quiet(job.method))
             loader = trainer.train_dataloader if job.method == "fit" else _first_loader(trainer)
         except Exception as error:
             if not trainer.strategy.accelerator.is_out_of_memory(error):
