@@ -185,9 +185,7 @@ class Net(Module):
         return loss if self.automatic_optimization else None
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        loss = self.loss(batch) + torch.rand(())
-        self.log("val", loss, sync_dist=True)
-        self.log("of_batch", loss, on_step=True, on_epoch=False)
+        self.log("val", self.loss(batch) + torch.rand(()), sync_dist=True)
 
     def on_train_epoch_end(self) -> None:
         values = self.trainer.callback_metrics
@@ -260,7 +258,7 @@ def callbacks_of(case: Case, folder: Path) -> list[Callback]:
         "early": lambda: EarlyStopping(case.monitor, patience=1, strict=False),
         "learning rates": LearningRateMonitor,
         "timer": lambda: Timer("00:01:00:00"),
-        "device": DeviceStatsMonitor,
+        "device": lambda: DeviceStatsMonitor(cpu_stats=False),
         "throughput": lambda: ThroughputMonitor(batch_size_fn=lambda batch: BATCH, window_size=3),
         "exception": lambda: OnExceptionCheckpoint(folder / "failed"),
         "lambda": lambda: LambdaCallback(

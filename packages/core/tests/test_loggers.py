@@ -217,7 +217,6 @@ def test_a_resumed_run_moves_the_rows_after_its_checkpoint(tmp_path: Path) -> No
     first.finalize("failed")
     for _ in range(2):
         resumed = begun(tmp_path, RUN, 4)
-        resumed.go_back(4)
         assert resumed.log_dir == first.log_dir
         resumed.log_rows([(4, {"loss": 40.0}), (5, {"loss": 50.0, "more": 1.0})])
         resumed.finalize("failed")
@@ -228,64 +227,20 @@ def test_a_resumed_run_moves_the_rows_after_its_checkpoint(tmp_path: Path) -> No
     assert moved == ["step,loss", "4,4.0", "5,5.0", "step,loss,more", "4,40.0,", "5,50.0,1.0"]
 
 
-def test_rows_are_moved_by_their_order_whatever_their_steps_are(tmp_path: Path) -> None:
-    """Batches of a validation are numbered from 0, and an axis of the user's has any numbers."""
+def test_a_resumed_run_does_not_repeat_rows_of_the_step_before_its_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """The step's own values and its validation come after the checkpoint, and are logged again."""
     first = begun(tmp_path, RUN)
-    first.log_rows([(900, {"val": 1.0}), (3, {"loss": 2.0})])
-    position = first.position()
-    first.log_rows([(901, {"val": 3.0}), (0, {"loss": 4.0})])
+    first.log_rows([(2, {"loss": 2.0}), (3, {"loss": 3.0, "lr": 0.1}), (3, {"val": 0.5})])
     resumed = begun(tmp_path, RUN, 4)
-    assert position == 2
-    resumed.go_back(position)
-    resumed.log_metrics({"val": 3.5}, 901)
-    assert table(first.log_dir) == ["step,val,loss", "900,1.0,", "3,,2.0", "901,3.5,"]
-    assert resumed.position() == 3
-
-
-def test_a_position_has_the_rows_of_a_file_that_was_there_and_those_held_back(
-    tmp_path: Path,
-) -> None:
-    logger = CSVLogger(tmp_path, version="one")
-    assert logger.position() == 0
-    logger.log_rows([(0, {"loss": 1.0}), (1, {"loss": 2.0})])
-    again = CSVLogger(tmp_path, version="one", flush_logs_every_n_steps=5)
-    again.log_metrics({"loss": 3.0}, 2)
-    assert again.position() == 3
-    (tmp_path / "stratagem_logs" / "two" / "metrics.csv").mkdir(parents=True)
-    assert CSVLogger(tmp_path, version="two").position() is None  # it cannot be read
-
-
-def test_only_the_run_of_a_checkpoint_goes_back_in_a_log(tmp_path: Path) -> None:
-    first = begun(tmp_path, RUN, version="one")
-    first.log_rows([(step, {"loss": float(step)}) for step in range(3)])
-    other = begun(tmp_path, RUN.replace("0", "f"), 1, version="one")
-    other.go_back(1)
-    other.log_metrics({"loss": 9.0}, 1)
-    assert table(first.log_dir) == ["step,loss", "0,0.0", "1,1.0", "2,2.0", "1,9.0"]
-
-
-def test_rows_of_validation_and_of_an_axis_of_ones_own_stay_when_a_run_resumes(
-    tmp_path: Path,
-) -> None:
-    class Validates(Learner):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("of_batch", float(batch_idx), on_step=True, on_epoch=False)
-
-        def on_train_epoch_end(self) -> None:
-            self.log_dict({"step": 1000.0 * (1 + self.current_epoch), "ended": 1.0})
-
-    rows = []
-    for folder, epochs in (("whole", [2]), ("resumed", [1, 2])):
-        path: Any = None
-        torch.manual_seed(1)
-        for number in epochs:
-            logger = CSVLogger(tmp_path / folder)
-            trainer = trainer_in(tmp_path / folder, logger, max_epochs=number)
-            trainer.fit(Validates(), numbers(), numbers(50), ckpt_path=path)
-            path = last_of(trainer)
-        rows.append(table(trainer.log_dir))
-    assert rows[0] == rows[1]
-    assert any(row.startswith("49,") for row in rows[0])
+    resumed.log_rows([(3, {"loss": 3.0}), (3, {"val": 0.5}), (3, {"val": 0.25})])
+    assert table(first.log_dir) == [
+        "step,loss,lr,val",
+        "2,2.0,,",
+        "3,3.0,0.1,",
+        *("3,,,0.5", "3,,,0.25"),
+    ]
 
 
 def test_a_checkpoint_or_the_log_has_each_row_before_it(tmp_path: Path) -> None:

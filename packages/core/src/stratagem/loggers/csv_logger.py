@@ -7,7 +7,6 @@ import io
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Literal
 
@@ -33,9 +32,10 @@ class CSVLogger(Logger):
     `hparams.json` beside it.
 
     A row that a full disk or a crash has cut short is removed before the next one is written. A
-    resumed fit moves the rows that were written after its checkpoint to `metrics.cut.csv`, and
-    writes them again. The fit gets a folder of its own if another process is writing to the one of
-    its run, or if its run has ended without an error after more steps.
+    resumed fit moves the rows of its checkpoint's step and later to `metrics.cut.csv`, and writes
+    them again. A row of the step before that is in the file is not written twice. The fit gets a
+    folder of its own if another process is writing to the one of its run, or if its run has ended
+    without an error after more steps.
 
     Args:
         save_dir: folder of all experiments.
@@ -80,12 +80,9 @@ class CSVLogger(Logger):
         self._held: list[tuple[int | None, Mapping[str, float]]] = []
         self._columns: list[str] = []
         self._written = False
-        self._rows = 0
-        """In the file, without its header."""
-        self._is_resumed = False
-        """Whether a resumed fit goes on in the folder of its run."""
-        self._keep: int | None = None
-        """Rows of the file that a resumed fit keeps; None: all of them."""
+        self._resumed_at: int | None = None
+        self._last_rows: list[dict[str, str]] = []
+        """Rows of the last step before the one that is resumed, which may be written again."""
 
     @property
     def experiment(self) -> Any:
@@ -127,21 +124,8 @@ class CSVLogger(Logger):
 
     def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
         """Go on in the folder of a run that is resumed, unless a version was given."""
-        self._is_resumed = self._folder.begin_run(run_id, resumed_at)
-
-    def position(self) -> int | None:
-        """Return the number of rows so far; None: the file cannot be read."""
-        try:
-            if not self._written:
-                self._continue_file()
-        except OSError:
-            return None
-        return self._rows + len(self._held)
-
-    def go_back(self, position: int) -> None:
-        """Move the rows that follow so many to `metrics.cut.csv`, if they are of the fit's run."""
-        if self._is_resumed:
-            self._keep, self._written = position, False
+        if self._folder.begin_run(run_id, resumed_at):
+            self._resumed_at, self._written = resumed_at, False
 
     @property
     def _file(self) -> Path:
@@ -202,6 +186,10 @@ class CSVLogger(Logger):
         if not self._written:
             self._continue_file()
         full: list[dict[str, Any]] = [{"step": step, **values} for step, values in rows]
+        if self._last_rows:
+            full = [row for row in full if not self._is_there(row)]
+            if any(str(row["step"]) != self._last_rows[0]["step"] for row in full):
+                self._last_rows = []  # the next step has come
         known = set(self._columns)
         new = list(dict.fromkeys(c for row in full for c in row if c not in known))
         if not self._written:
@@ -216,46 +204,48 @@ class CSVLogger(Logger):
                 writer.writerow(self._columns)
             writer.writerows([row.get(column, "") for column in self._columns] for row in full)
         self._written = True
-        self._rows += len(full)
+
+    def _is_there(self, row: Mapping[str, Any]) -> bool:
+        """Whether the interrupted run has written a row, perhaps with further values."""
+        return any(
+            all(other.get(name) == str(value) for name, value in row.items())
+            for other in self._last_rows
+        )
 
     def _continue_file(self) -> None:
         """Take over the columns of a file that is there: a named version may have been used."""
-        self._columns, self._rows = [], 0
+        self._columns = []
         if self._file.exists():
-            self._rows = self._cut_rows(self._keep)
+            self._cut_rows()
             with _open(self._file) as file:
                 self._columns = next(csv.reader(file), [])
-        self._keep = None
         self._written = bool(self._columns)
 
-    def _cut_rows(self, keep: int | None) -> int:
-        """Remove a last row that is cut short, and move the rows that a resumed run writes again.
-
-        Args:
-            keep: how many stay; None: all of them.
-
-        Returns:
-            The number of rows that are left.
-        """
-        with self._file.open("rb") as old:
-            sizes = [len(record) for record in _records(old)]
-        rows = max(0, len(sizes) - 1)
-        if sum(sizes) == self._file.stat().st_size and (keep is None or rows <= keep):
-            return rows
-        temporary = self._file.with_suffix(".tmp")
+    def _cut_rows(self) -> None:
+        """Remove a last row that is cut short; move the rows that a resumed run writes again."""
+        with self._file.open("rb") as file:
+            file.seek(-min(1, self._file.stat().st_size), os.SEEK_END)
+            if self._resumed_at is None and file.read() in (b"", b"\n"):
+                return
+        first, self._resumed_at = self._resumed_at, None
+        temporary, header = self._file.with_suffix(".tmp"), b""
+        cut: list[bytes] = []
         with self._file.open("rb") as old, temporary.open("wb") as file:
-            records = _records(old)
-            header = next(records, b"")
-            file.write(header)
-            file.writelines(islice(records, keep))
-            cut = [*records]
+            for record in _records(old):
+                if first is not None and _step_of(record) >= first:
+                    cut.append(record)
+                    continue
+                header = header or record
+                if first is not None and _step_of(record) == first - 1:
+                    rows = map(_decoded, [header, record])
+                    self._last_rows += csv.DictReader(io.StringIO("".join(rows), newline=""))
+                file.write(record)
             file.flush()
             os.fsync(file.fileno())
         if cut:
             with self._file.with_suffix(".cut.csv").open("ab") as file:
                 file.writelines([header, *cut])
         temporary.replace(self._file)
-        return rows - len(cut)
 
     def _add_columns(self, new: list[str]) -> None:
         """Write the file anew, with as many more fields in each row; a kill leaves the old one."""
@@ -296,6 +286,14 @@ def _records(file: BinaryIO) -> Iterator[bytes]:
         if line.endswith(b"\n") and record.count(b'"') % 2 == 0:
             yield record
             record = b""
+
+
+def _step_of(record: bytes) -> float:
+    """Return the step of a row, which is its first field; of another row -1."""
+    try:
+        return float(record.partition(b",")[0])
+    except ValueError:
+        return -1
 
 
 def _open(file: Path, mode: Literal["r", "w", "a"] = "r") -> IO[str]:

@@ -23,7 +23,6 @@ class Logger(ABC):
     Call sequence:
         0. `save_dir` is read before processes start; `on_rank_zero` is set on every rank.
         1. `begin_run` when a fit begins, then `log_dir`.
-           `go_back` follows in a resumed fit, and `position` whenever a checkpoint is saved.
         2. `log_hyperparams`, once, if the Module has hyperparameters, and `log_graph`.
         3. `log_rows` with the rows of the last steps, every two seconds or every 256 rows, and at
            the end of each epoch. By default it calls `log_metrics` for each row, in the order of
@@ -72,17 +71,6 @@ class Logger(ABC):
             run_id: the id of the fit, 16 hexadecimal digits. A resumed fit has the same id. An id
                 of another form in a checkpoint is not passed on.
             resumed_at: optimizer steps taken before the run was resumed; None: the run is new.
-        """
-
-    def position(self) -> int | None:
-        """Return how much is logged so far, for a checkpoint; None: the logger does not know it."""
-        return None
-
-    def go_back(self, position: int) -> None:
-        """Remove what a resumed run has logged after a position, since it logs that again.
-
-        Args:
-            position: what `position` returned when the checkpoint was saved.
         """
 
     @abstractmethod

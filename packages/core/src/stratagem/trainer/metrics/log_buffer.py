@@ -61,17 +61,6 @@ class LogBuffer:
         self._send()
         self._emit()
 
-    def positions(self) -> list[int | None]:
-        """Return the position of each logger; see `Logger.position`."""
-        return [logger.position() for logger in self._loggers]
-
-    def go_back(self, positions: Sequence[int | None]) -> None:
-        """Let the loggers of a resumed fit go back to their positions in its checkpoint."""
-        if len(positions) == len(self._loggers):
-            for logger, position in zip(self._loggers, positions, strict=True):
-                if position is not None:
-                    logger.go_back(position)
-
     def drop_device_values(self) -> None:
         """Drop values on a failed device, since reading them may block forever.
 

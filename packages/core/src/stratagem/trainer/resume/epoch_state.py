@@ -39,7 +39,6 @@ FORM = {
         "bar": {str: Scalar},
     },
     "row?": {str: Scalar},
-    "positions?": [(Count, Nothing)],
     "schedulers": {"seen": int, "of_validation": [str]},
     "validated": Count,
 }
@@ -58,7 +57,6 @@ class EpochState:
     - `metrics`: the states of torchmetrics objects in the Module, by their place in it.
     - `latest`: the latest values, including those of the last validation.
     - `row`: on rank 0, values of the last step that the loggers do not have yet.
-    - `positions`: on rank 0, how much each logger has written.
     - `schedulers`: the last step after which schedulers that need a value were stepped.
     - `validated`: the number of batches of validation; the step of the values that they log.
 
@@ -73,7 +71,6 @@ class EpochState:
         self._compiles_steps = run.strategy.accelerator.compiles_steps
         self._latest, self._schedulers = run.latest, run.schedulers
         self._evaluation, self._progress = run.evaluation, run.progress
-        self._rows = run.rows
         self._resumed: Mapping[str, Any] | None = None
         self._warns, self._warned = True, set[str]()
 
@@ -85,15 +82,13 @@ class EpochState:
         """
         self._warns = warns
         latest = {name: dict(getattr(self._latest, name)) for name in _LATEST}
-        is_first = self._ranks.is_global_zero
-        row = self._metrics.row if is_first else {}
+        row = self._metrics.row if self._ranks.is_global_zero else {}
         return {
             "split": list(self._ranks.eval_split),
             "logged": self._logged(),
             "metrics": dict(self._metric_states()),
             "latest": map_tensors(lambda tensor: tensor.detach().cpu().clone(), latest),
             "row": map_tensors(lambda tensor: tensor.detach().cpu().clone(), dict(row)),
-            "positions": self._rows.positions() if is_first else [],
             "schedulers": self._schedulers.position(),
             "validated": self._evaluation.batches,
         }
@@ -151,8 +146,6 @@ class EpochState:
             latest.update(own["latest"][name])
         self._schedulers.go_on_from(own["schedulers"])
         self._evaluation.batches = own["validated"]
-        if ranks.is_global_zero:
-            self._rows.go_back(own.get("positions", ()))
         if row := own.get("row"):
             self._metrics.row = dict(row)
             self._metrics.end_step(self._progress.global_step - 1, self._progress.epoch)
