@@ -258,7 +258,7 @@ def callbacks_of(case: Case, folder: Path) -> list[Callback]:
         "early": lambda: EarlyStopping(case.monitor, patience=1, strict=False),
         "learning rates": LearningRateMonitor,
         "timer": lambda: Timer("00:01:00:00"),
-        "device": lambda: DeviceStatsMonitor(cpu_stats=False),
+        "device": DeviceStatsMonitor,
         "throughput": lambda: ThroughputMonitor(batch_size_fn=lambda batch: BATCH, window_size=3),
         "exception": lambda: OnExceptionCheckpoint(folder / "failed"),
         "lambda": lambda: LambdaCallback(

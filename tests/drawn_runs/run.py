@@ -43,7 +43,7 @@ IGNORED = re.compile(
     r"/time$|_per_sec$|\.Timer\b|\.ThroughputMonitor\.time$"
     # How far a dataset was read that was begun anew since; the next epoch is read from its start.
     r"|\.own\.position$"
-    # The memory of a GPU depends on what was there before, and the rest on the GPU.
+    # What follows the machine.
     r"|DeviceStatsMonitor\.on_\w+/\w+$"
 )
 
@@ -221,11 +221,12 @@ def rows(path: Path) -> list[dict[str, str]]:
             {name: value for name, value in row.items() if not IGNORED.search(name)}
             for row in csv.DictReader(file)
         ]
-    # A validation that a killed run had begun is timed a second time.
+    # A validation that a killed run had begun is timed and measured a second time.
     return [
         row
         for at, row in enumerate(found)
-        if not row.get("validate/batches") or row not in found[:at]
+        if any(row[name] for name in row.keys() - {"step", "epoch"})
+        and (not row.get("validate/batches") or row not in found[:at])
     ]
 
 
