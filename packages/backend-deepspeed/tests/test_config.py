@@ -637,7 +637,9 @@ def test_what_this_machine_lacks_for_deepspeed_is_said_with_the_way_out(
     with pytest.raises(ConfigurationError, match=r"no CPUAdamBuilder\nMend that"):
         op_builds.build("cpu_adam", "cpu")
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")
-    with pytest.raises(ConfigurationError, match=r"TORCH_CUDA_ARCH_LIST, received '9.0a': unset it"):
+    with pytest.raises(
+        ConfigurationError, match=r"TORCH_CUDA_ARCH_LIST, received '9.0a': unset it"
+    ):
         op_builds.build("cpu_adam", "cpu")
     monkeypatch.setattr(library, "version_of", lambda name: None)
     with pytest.raises(ConfigurationError, match=r"DeepSpeed is not installed, .*: pip install '"):
