@@ -112,7 +112,8 @@ def collect_checkpoint(run: Run, weights: Weights, *, weights_only: bool) -> dic
             warnings.warn(
                 "this checkpoint is saved within an optimizer step that an error has ended: a run "
                 "that resumes from it takes that step's batches again, but with the RNG states "
-                "and the buffers (such as those of batch norm) of the error's time",
+                "and the buffers (such as those of batch norm) of the error's time, and values "
+                "that the step has logged count twice",
                 stacklevel=3,
             )
         callbacks = {c.state_key: c.state_dict() for c in trainer.callbacks}
