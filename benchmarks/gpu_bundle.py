@@ -122,7 +122,7 @@ def main() -> None:
         copy_ours(package, target)
     size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
     print(f"{len(needed)} distributions, {size / 2**20:.0f} MB. On the machine with the GPU:")
-    print(f"    export PYTHONPATH=$PWD/{target}")
+    print(f"    export PYTHONPATH={target if target.is_absolute() else f'$PWD/{target}'}")
     print("    python3 -m pytest -m gpu")
     print("    python3 benchmarks/gpu.py")
 

@@ -34,7 +34,7 @@ def test_a_bundle_has_all_plugins_for_a_python_that_has_nothing_else(tmp_path: P
     left_out = [word for name in COMPILED for word in ("--without", name)]
     done = run("benchmarks/gpu_bundle.py", str(target), *left_out)
     assert done.returncode == 0, done.stderr
-    assert f"PYTHONPATH={target} python3 -m pytest -m gpu" in done.stdout
+    assert f"    export PYTHONPATH={target}\n    python3 -m pytest -m gpu\n" in done.stdout
     # -S: without this environment's own packages.
     code = (
         "import stratagem, pytest; from stratagem.discovery.registry import get_registry\n"
