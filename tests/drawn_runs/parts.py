@@ -185,7 +185,9 @@ class Net(Module):
         return loss if self.automatic_optimization else None
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.loss(batch) + torch.rand(()), sync_dist=True)
+        loss = self.loss(batch) + torch.rand(())
+        self.log("val", loss, sync_dist=True)
+        self.log("of_batch", loss, on_step=True, on_epoch=False)
 
     def on_train_epoch_end(self) -> None:
         values = self.trainer.callback_metrics

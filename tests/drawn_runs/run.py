@@ -225,8 +225,8 @@ def rows(path: Path) -> list[dict[str, str]]:
     return [
         row
         for at, row in enumerate(found)
-        if any(row[name] for name in row.keys() - {"step", "epoch"})
-        and (not row.get("validate/batches") or row not in found[:at])
+        if row not in found[:at]
+        or not (row.get("validate/batches") or row.get("trainer/global_step"))
     ]
 
 

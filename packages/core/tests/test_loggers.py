@@ -243,6 +243,101 @@ def test_a_resumed_run_does_not_repeat_rows_of_the_step_before_its_checkpoint(
     ]
 
 
+def test_rows_on_another_axis_are_moved_by_their_optimizer_step(tmp_path: Path) -> None:
+    """Batches of a validation are numbered from 0, and an axis of the user's has any numbers."""
+    name = "trainer/global_step"
+    first = begun(tmp_path, RUN, prefix="run")
+    first.log_rows([(900, {"val": 1.0, name: 2}), (0, {"val": 2.0, name: 3})])
+    first.log_rows([(4, {"loss": 4.0}), (1, {"val": 4.0, name: 4})])
+    resumed = begun(tmp_path, RUN, 4, prefix="run")
+    resumed.log_rows([(0, {"val": 2.0, name: 3}), (1, {"val": 3.0, name: 3})])
+    resumed.log_rows([(4, {"loss": 5.0})])
+    resumed.log_rows([(0, {"val": 2.0, name: 3})])
+    assert table(first.log_dir) == [
+        f"step,run-val,run-{name},run-loss",
+        *("900,1.0,2,", "0,2.0,3,"),  # before the checkpoint
+        *("1,3.0,3,", "4,,,5.0"),  # written by the resumed run, which repeated a row
+        "0,2.0,3,",  # the same again, after the next step
+    ]
+    moved = (Path(first.log_dir) / "metrics.cut.csv").read_text().split()
+    assert moved[1:] == ["4,,,4.0", "1,4.0,4,"]
+
+
+def test_a_row_that_is_no_csv_stays_when_a_run_resumes(tmp_path: Path) -> None:
+    first = begun(tmp_path, RUN)
+    first.log_metrics({"loss": 0.5}, 0)
+    with (Path(first.log_dir) / "metrics.csv").open("a") as file:
+        file.write("\n" + "9" * 200_000 + "\n\0\0\n")
+    resumed = begun(tmp_path, RUN, 1)
+    resumed.log_metrics({"loss": 0.25}, 1)
+    rows = table(first.log_dir)
+    assert (len(rows), rows[1], rows[-1]) == (5, "0,0.5", "1,0.25")
+
+
+def test_rows_of_validation_and_of_an_axis_of_ones_own_stay_when_a_run_resumes(
+    tmp_path: Path,
+) -> None:
+    class Validates(Learner):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("of_batch", float(batch_idx), on_step=True, on_epoch=False)
+
+        def on_train_epoch_end(self) -> None:
+            self.log_dict({"step": 1000.0 * (1 + self.current_epoch), "ended": 1.0})
+
+    class Kept(Callback):
+        """Keeps what is on disk at the beginning of the second epoch's second step."""
+
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step == 3:
+                shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+
+    saver = ModelCheckpoint(every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    whole = trainer_in(tmp_path / "whole", True, callbacks=[saver, Kept()], max_epochs=3)
+    whole.fit(Validates(), numbers(), numbers(50))
+    expected = table(whole.log_dir)
+    assert any(row.startswith("49,") for row in expected)
+    assert sum(row.startswith(("1000,", "2000,", "3000,")) for row in expected) == 3
+    for folder, step in (("whole", 6), ("killed", 1), ("whole", 4), ("killed", 2), ("killed", 3)):
+        copy = tmp_path / f"{folder}-{step}"
+        shutil.copytree(tmp_path / folder, copy)
+        (start,) = copy.rglob(f"step={step}.ckpt")
+        for ended in copy.rglob(".writer"):
+            ended.unlink()  # as if the process had been killed
+        resumed = trainer_in(copy, True, max_epochs=3)
+        resumed.fit(Validates(), numbers(), numbers(50), ckpt_path=start)
+        assert Path(resumed.log_dir).name == "version_0"
+        assert table(resumed.log_dir) == expected, (folder, step)
+
+
+def test_only_loggers_that_ask_receive_the_optimizer_step_of_rows_on_another_axis(
+    tmp_path: Path,
+) -> None:
+    class Validates(Learner):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("of_batch", float(batch_idx), on_step=True, on_epoch=False)
+
+    class Rows(Logger):
+        global_step_name: str | None = None
+
+        def __init__(self) -> None:
+            self.rows: list[Any] = []
+
+        def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+            self.rows.append((step, metrics))
+
+    asking, other = Rows(), Rows()
+    asking.global_step_name = "taken"
+    trainer = trainer_in(tmp_path, [asking, other])
+    trainer.fit(Validates(), numbers(4), numbers(6))
+    assert [(step, row) for step, row in other.rows if "of_batch" in row] == [
+        (index, {"of_batch": float(index), "epoch": 0}) for index in range(3)
+    ]
+    assert [(step, row) for step, row in asking.rows if "of_batch" in row] == [
+        (index, {"of_batch": float(index), "epoch": 0, "taken": 1}) for index in range(3)
+    ]
+    assert not any("taken" in row for _, row in asking.rows if "of_batch" not in row)
+
+
 def test_a_checkpoint_or_the_log_has_each_row_before_it(tmp_path: Path) -> None:
     """A kill right after a save loses no row."""
     killed: dict[int, list[str]] = {}

@@ -192,6 +192,24 @@ def test_resumes_are_marked(tmp_path: Path) -> None:
     assert "10, 15" in Page(text).texts
 
 
+def test_rows_of_a_validations_batches_are_read_by_their_numbers(tmp_path: Path) -> None:
+    """Their optimizer steps are no metric, but say where the run was resumed."""
+    folder = write_run(
+        tmp_path / "run",
+        "step,loss,x-trainer/global_step\n0,4,\n90,2,0\n91,1,0\n",
+        metrics_cut_csv="step,loss,x-trainer/global_step\n92,3,10\n11,3,\n",
+    )
+    run = read_run(folder, "run")
+    assert run.resumed == [10]
+    assert list(run.series) == ["loss"]
+    assert list(run.series["loss"].steps) == [0, 90, 91]
+
+
+def test_moved_rows_that_cannot_be_read_are_said(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", "step,loss\n0,4\n", metrics_cut_csv="step,loss\nx,3\n")
+    assert read_run(folder, "run").notes == ["metrics.cut.csv cannot be read"]
+
+
 def test_steps_of_ranks_are_in_one_chart(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", "step,rank0/step_time,rank1/step_time\n0,1,2\n1,1,3\n")
     charts = grouped([read_run(folder, "run")])

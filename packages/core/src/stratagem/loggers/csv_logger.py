@@ -18,6 +18,7 @@ from stratagem.loggers.version_folder import VersionFolder, local_folder
 
 _PIECE = 2**20
 """Bytes of a file that are read at once."""
+_GLOBAL_STEP = "trainer/global_step"
 _OTHER_BYTES = "surrogateescape"
 """What is no UTF-8 stays what it is."""
 
@@ -33,9 +34,10 @@ class CSVLogger(Logger):
 
     A row that a full disk or a crash has cut short is removed before the next one is written. A
     resumed fit moves the rows of its checkpoint's step and later to `metrics.cut.csv`, and writes
-    them again. A row of the step before that is in the file is not written twice. The fit gets a
-    folder of its own if another process is writing to the one of its run, or if its run has ended
-    without an error after more steps.
+    them again. A row of the step before that is in the file is not written twice. Rows on another
+    axis, such as those of a validation's batches, have their optimizer step in the column
+    `trainer/global_step`. The fit gets a folder of its own if another process is writing to the one
+    of its run, or if its run has ended without an error after more steps.
 
     Args:
         save_dir: folder of all experiments.
@@ -58,6 +60,8 @@ class CSVLogger(Logger):
         ['step,loss', '0,0.5']
     """
 
+    global_step_name = _GLOBAL_STEP
+
     def __init__(
         self,
         save_dir: str | Path | None = None,
@@ -75,14 +79,17 @@ class CSVLogger(Logger):
         self.save_dir = local_folder(type(self).__name__, save_dir or ".")
         self.name = name or ""
         self._folder = VersionFolder(type(self).__name__, self.save_dir / self.name, version)
-        self._prefix = prefix
+        self._prefix = f"{prefix}-" if prefix else ""
+        self._global_step = f"{self._prefix}{_GLOBAL_STEP}"
         self._flush_every = flush_logs_every_n_steps
         self._held: list[tuple[int | None, Mapping[str, float]]] = []
         self._columns: list[str] = []
         self._written = False
         self._resumed_at: int | None = None
-        self._last_rows: list[dict[str, str]] = []
-        """Rows of the last step before the one that is resumed, which may be written again."""
+        self._last_step = 0
+        """The optimizer step before the one that is resumed."""
+        self._last_rows: dict[str, list[dict[str, str]]] = {}
+        """Rows of that step, which may be written again, by their steps."""
 
     @property
     def experiment(self) -> Any:
@@ -146,9 +153,8 @@ class CSVLogger(Logger):
             self._flush_every = every
 
     def _named(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        begin = f"{self._prefix}-" if self._prefix else ""
         return {
-            f"{begin}{name}": value.item() if isinstance(value, Tensor) else value
+            f"{self._prefix}{name}": value.item() if isinstance(value, Tensor) else value
             for name, value in metrics.items()
         }
 
@@ -188,8 +194,8 @@ class CSVLogger(Logger):
         full: list[dict[str, Any]] = [{"step": step, **values} for step, values in rows]
         if self._last_rows:
             full = [row for row in full if not self._is_there(row)]
-            if any(str(row["step"]) != self._last_rows[0]["step"] for row in full):
-                self._last_rows = []  # the next step has come
+            if any(row.get(self._global_step, row["step"]) != self._last_step for row in full):
+                self._last_rows = {}  # the next step has come
         known = set(self._columns)
         new = list(dict.fromkeys(c for row in full for c in row if c not in known))
         if not self._written:
@@ -209,7 +215,7 @@ class CSVLogger(Logger):
         """Whether the interrupted run has written a row, perhaps with further values."""
         return any(
             all(other.get(name) == str(value) for name, value in row.items())
-            for other in self._last_rows
+            for other in self._last_rows.get(str(row["step"]), ())
         )
 
     def _continue_file(self) -> None:
@@ -228,17 +234,24 @@ class CSVLogger(Logger):
             if self._resumed_at is None and file.read() in (b"", b"\n"):
                 return
         first, self._resumed_at = self._resumed_at, None
-        temporary, header = self._file.with_suffix(".tmp"), b""
+        temporary = self._file.with_suffix(".tmp")
         cut: list[bytes] = []
         with self._file.open("rb") as old, temporary.open("wb") as file:
-            for record in _records(old):
-                if first is not None and _step_of(record) >= first:
-                    cut.append(record)
-                    continue
-                header = header or record
-                if first is not None and _step_of(record) == first - 1:
-                    rows = map(_decoded, [header, record])
-                    self._last_rows += csv.DictReader(io.StringIO("".join(rows), newline=""))
+            records = _records(old)
+            header = next(records, b"")
+            columns = _fields(header)
+            file.write(header)
+            for record in records:
+                if first is not None:
+                    row = dict(zip(columns, _fields(record), strict=False))
+                    axis = row.get("step", "")
+                    step = _step_of(row.get(self._global_step) or axis)
+                    if step >= first:
+                        cut.append(record)
+                        continue
+                    if step == first - 1:
+                        self._last_step = first - 1
+                        self._last_rows.setdefault(axis, []).append(row)
                 file.write(record)
             file.flush()
             os.fsync(file.fileno())
@@ -288,10 +301,18 @@ def _records(file: BinaryIO) -> Iterator[bytes]:
             record = b""
 
 
-def _step_of(record: bytes) -> float:
-    """Return the step of a row, which is its first field; of another row -1."""
+def _fields(record: bytes) -> list[str]:
+    """Return the fields of a row; []: it is no CSV."""
     try:
-        return float(record.partition(b",")[0])
+        return next(csv.reader(io.StringIO(_decoded(record), newline="")), [])
+    except csv.Error:  # as what a power cut has left
+        return []
+
+
+def _step_of(text: str) -> float:
+    """Return the step in a field; -1: it is no number."""
+    try:
+        return float(text)
     except ValueError:
         return -1
 

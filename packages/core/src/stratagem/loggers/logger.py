@@ -52,6 +52,9 @@ class Logger(ABC):
     other than 0 it is an object that accepts every call. None: the logger has no such object."""
     on_rank_zero: bool | None = None
     """Whether this process is rank 0, which writes; None: not set yet."""
+    global_step_name: str | None = None
+    """The name under which a row that has another step also has the optimizer step, counted from 0:
+    a row of an evaluation's batch, or one with a value "step". None: such rows do not have it."""
     steps_taken: int = 0
     """Optimizer steps of the run so far; a Trainer sets it before `finalize`."""
 

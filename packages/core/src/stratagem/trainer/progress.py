@@ -35,6 +35,11 @@ class Progress:
     end_begun: bool = False
     stop_delayed: bool = False
 
+    @property
+    def logged_step(self) -> int:
+        """The step of logged values: the index of the last optimizer step; 0 before the first."""
+        return max(0, self.global_step - 1)
+
     def next_epoch(self) -> None:
         """Begin the next epoch."""
         self.epoch += 1

@@ -477,8 +477,7 @@ class Run:
             raise
         epoch = metrics.end_epoch()
         # Loggers receive the epoch's values at its last step, with the epoch's number.
-        last_step = max(0, progress.global_step - 1)
-        self.rows.write(epoch.for_loggers, last_step, progress.epoch)
+        self.rows.write(epoch.for_loggers, progress.logged_step, progress.epoch)
         self.has_ended_epoch = True
         self.schedulers.step_after_epoch(self.is_metric_pending)
         self.hooks.call_after_metrics("on_train_epoch_end")

@@ -73,7 +73,7 @@ class DeviceStatsMonitor(Callback):
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the figures after a batch."""
-        self._log(trainer, "on_train_batch_end", max(0, trainer.global_step - 1))
+        self._log(trainer, "on_train_batch_end", trainer.run.progress.logged_step)
 
     def on_validation_batch_start(
         self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -116,9 +116,10 @@ class DeviceStatsMonitor(Callback):
 
     def _log_evaluation(self, trainer: Trainer, when: str) -> None:
         if not trainer.sanity_checking:
-            batch = trainer.run.evaluation.batches
+            progress, batch = trainer.run.progress, trainer.run.evaluation.batches
             if figures := self._figures(trainer, when, batch):
-                trainer.run.rows.add(figures, batch, trainer.current_epoch)
+                row = {**figures, "step": batch}
+                trainer.run.rows.add(row, progress.logged_step, progress.epoch)
 
     def _figures(self, trainer: Trainer, when: str, step: int) -> dict[str, float]:
         """Return the figures by the names that they are logged as, where they are due."""

@@ -269,8 +269,8 @@ class ThroughputMonitor(Callback):
         return {f"{stage}{self.separator}{name}": value for name, value in values.items()}
 
     def _write(self, trainer: Trainer, stage: str) -> None:
-        step = max(0, trainer.global_step - 1)
-        trainer.run.rows.write(self._compute(stage), step, trainer.current_epoch)
+        progress = trainer.run.progress
+        trainer.run.rows.write(self._compute(stage), progress.logged_step, progress.epoch)
         self._throughput[stage].reset()
 
 

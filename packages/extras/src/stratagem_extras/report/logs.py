@@ -16,6 +16,8 @@ from stratagem.errors import ConfigurationError, format_text
 _LONGEST_NAME = 200
 _MOST_SERIES = 2000
 """Columns of a file that are read. A file with more is not a log of metrics."""
+_GLOBAL_STEP = "trainer/global_step"
+"""The column of the optimizer step, perhaps with a prefix, in rows that have another step."""
 
 
 @dataclass
@@ -193,25 +195,29 @@ def _read_csv(file: Path, run: Run) -> None:
             return
     if bad:
         run.notes.append(f"{bad} row(s) that are not complete are left out")
-    run.series |= {name: each for each, name in columns if name != "step" and each.values}
+    run.series |= {
+        name: each
+        for each, name in columns
+        if name != "step" and not name.endswith(_GLOBAL_STEP) and each.values
+    }
 
 
 def _read_resumes(file: Path, run: Run) -> None:
     """Note where the run was resumed: each time, its logger moved the rows from there on away."""
     if not file.exists():
         return
-    is_first = False
-    for line in _lines(file):
-        first = line.partition(",")[0]
-        if first == "step":
-            is_first = True
-        elif is_first:
-            is_first = False
-            try:
-                run.resumed.append(float(first))
-            except ValueError:
-                run.notes.append("metrics.cut.csv cannot be read")
-                return
+    header: list[str] = []
+    try:
+        for fields in csv.reader(_lines(file)):
+            if fields[:1] == ["step"]:
+                header = fields
+            elif header:
+                row = dict(zip(header, fields, strict=False))
+                steps = [value for name, value in row.items() if name.endswith(_GLOBAL_STEP)]
+                run.resumed.append(float("".join(steps) or row["step"]))
+                header = []
+    except (csv.Error, KeyError, ValueError):
+        run.notes.append("metrics.cut.csv cannot be read")
 
 
 def _read_events(folder: Path, run: Run) -> None:

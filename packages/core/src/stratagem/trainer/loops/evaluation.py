@@ -69,8 +69,7 @@ def evaluate(
             run.validation.end()
             run.schedulers.step_after_validation(epoch.values)
         # At the last optimizer step, as the values of a training epoch.
-        last_step = max(0, run.progress.global_step - 1)
-        metrics.rows.write(epoch.for_loggers, last_step, run.progress.epoch)
+        metrics.rows.write(epoch.for_loggers, run.progress.logged_step, run.progress.epoch)
         with module.logging_to(None):
             hooks.call(f"on_{what}_end")
     return epoch
@@ -157,7 +156,8 @@ def _run_batches(
         for hook in on_end:
             hook(output, batch, batch_idx, loader_idx)
         if metrics.row:
-            metrics.end_step(run.evaluation.batches, run.progress.epoch)
+            metrics.row.setdefault("step", run.evaluation.batches)
+            metrics.end_step(run.progress.logged_step, run.progress.epoch)
         run.evaluation.batches += 1
         yield loader_idx, output
         del output  # before the next one is computed

@@ -25,7 +25,8 @@ class LogBuffer:
     Tensors in them are read only then, all at once. From a device they are copied beside what it
     computes, and handed over when the next ones leave: no step waits for a device.
 
-    A value that was logged as "step" is the row's step: the axis of the user's charts.
+    A value that was logged as "step" is the row's step: the axis of the user's charts. Loggers with
+    a `global_step_name` also receive the optimizer step of such a row.
 
     Args:
         loggers: receive the rows; none on ranks other than 0.
@@ -42,7 +43,7 @@ class LogBuffer:
         self._failed: list[Logger] = []
 
     def add(self, row: dict[str, Any], step: int, epoch: int) -> None:
-        """Add the values of one step, counted from 0, and the number of its epoch."""
+        """Add a row of values, its optimizer step, counted from 0, and the number of its epoch."""
         if not self._loggers:
             return
         row.setdefault("epoch", epoch)
@@ -108,9 +109,16 @@ class LogBuffer:
         if copied.read is not None:
             for (row, name), number in zip(copied.places, copied.read(), strict=True):
                 row[name] = number
+        taken = [step if "step" in values else None for step, values in copied.rows]
         rows = [(int(values.pop("step", step)), values) for step, values in copied.rows]
         for logger in self._loggers:
-            self.attempt(logger, partial(logger.log_rows, rows))
+            given, column = rows, logger.global_step_name
+            if column is not None:
+                given = [
+                    (step, values if last is None else {**values, column: last})
+                    for last, (step, values) in zip(taken, rows, strict=True)
+                ]
+            self.attempt(logger, partial(logger.log_rows, given))
 
     def attempt(self, logger: Logger, write: Callable[[], object]) -> None:
         """Call a logger's write; on OSError, warn once for each logger.
