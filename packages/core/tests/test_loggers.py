@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from stratagem import Callback, Trainer
 from stratagem.callbacks import ModelCheckpoint
+from stratagem.checkpoint.catalog import describe_checkpoint
 from stratagem.discovery import LoggerSpec
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError, UnknownNameError
@@ -336,6 +337,34 @@ def test_only_loggers_that_ask_receive_the_optimizer_step_of_rows_on_another_axi
         (index, {"of_batch": float(index), "epoch": 0, "taken": 1}) for index in range(3)
     ]
     assert not any("taken" in row for _, row in asking.rows if "of_batch" not in row)
+
+
+def test_a_run_that_resumes_from_the_last_checkpoint_beside_its_log_continues_in_it(
+    tmp_path: Path,
+) -> None:
+    """The checkpoint is found after the log's folder is chosen, and says which rows are older."""
+
+    def trainer(folder: Path, *callbacks: Callback) -> Trainer:
+        return trainer_in(
+            folder, CSVLogger(folder, version="one"), callbacks=[*callbacks], max_epochs=3
+        )
+
+    class Kept(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step == 3:
+                trainer.logger.log_metrics({"loss": 9.0}, 2)  # type: ignore[union-attr]
+                trainer.logger.log_metrics({"loss": 9.0}, 3)  # type: ignore[union-attr]
+                shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+
+    whole = trainer(tmp_path / "whole", Kept())
+    whole.fit(Learner(), numbers())
+    resumed = trainer(tmp_path / "killed")
+    resumed.fit(Learner(), numbers(), ckpt_path="last")
+    assert Path(resumed.log_dir).parent.parent == tmp_path / "killed"
+    expected = [row for row in table(whole.log_dir) if ",9.0" not in row]
+    assert table(resumed.log_dir) == expected
+    manifests = [describe_checkpoint(last_of(trainer)).manifest for trainer in (whole, resumed)]
+    assert len({manifest.run for manifest in manifests if manifest is not None}) == 1
 
 
 def test_a_checkpoint_or_the_log_has_each_row_before_it(tmp_path: Path) -> None:

@@ -155,6 +155,21 @@ def tensorboard() -> None:
 
 
 @pytest.mark.usefixtures("tensorboard")
+def test_tensorboard_hides_what_comes_after_the_last_checkpoint_beside_it(tmp_path: Path) -> None:
+    def logger_of(epochs: int, path: str | None) -> Logger:
+        logger = TensorBoardLogger(tmp_path, version="one")
+        trainer = trainer_in(tmp_path, logger, max_epochs=epochs)
+        trainer.fit(Learner(), numbers(), ckpt_path=path)
+        return logger
+
+    first = logger_of(1, None)
+    first.log_metrics({"loss": 9.0}, 5)  # after the checkpoint, before the run was killed
+    first.finalize("failed")
+    rows = tensorboard_rows(logger_of(2, "last"))
+    assert [step for step, row in rows if "loss" in row] == [0, 1, 2, 3]
+
+
+@pytest.mark.usefixtures("tensorboard")
 def test_tensorboard_shows_a_resumed_run_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

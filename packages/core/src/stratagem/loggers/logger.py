@@ -22,7 +22,8 @@ class Logger(ABC):
 
     Call sequence:
         0. `save_dir` is read before processes start; `on_rank_zero` is set on every rank.
-        1. `begin_run` when a fit begins, then `log_dir`.
+        1. `begin_run` when a fit begins, then `log_dir`. If the fit resumes "best" or "last", which
+           may be in a folder beside `log_dir`, `begin_run` comes again with the run that is found.
         2. `log_hyperparams`, once, if the Module has hyperparameters, and `log_graph`.
         3. `log_rows` with the rows of the last steps, every two seconds or every 256 rows, and at
            the end of each epoch. By default it calls `log_metrics` for each row, in the order of

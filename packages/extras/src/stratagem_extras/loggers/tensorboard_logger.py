@@ -103,6 +103,9 @@ class TensorBoardLogger(SDKLogger):
     def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
         """Go on in the folder of a run that is resumed, unless a version was given."""
         self._folder.begin_run(run_id, resumed_at)
+        if self._experiment is not None and resumed_at is not None:
+            self._experiment.close()
+            self._experiment = None
         super().begin_run(run_id, resumed_at)
 
     def _start(self) -> Any:

@@ -59,23 +59,26 @@ def find_resume_point(trainer: Trainer, job: Job) -> ResumePoint:
     root = paths.to_location(trainer.options.default_root_dir)
     restarts = Restarts(trainer.strategy, root, saves=bool(savers))
     requested = restarts.begin(requested)
-    path, run_id = None, None
+    path, run_id = None, ""
     if requested in ("best", "last") and any(saver.dirpath is None for saver in savers):
-        # These save beside the logs, whose folder is chosen first.
+        # These save beside the logs, whose folder is chosen first. A checkpoint that is found there
+        # says which run goes on: loggers are told again.
         run_id = _begin_loggers(trainer, None)
         for saver in savers:
             saver.choose_folder(trainer)
     if requested is not None:
         path = find_checkpoint(trainer, requested)
-    return ResumePoint(path, run_id or _begin_loggers(trainer, path), restarts)
+    if path is not None or not run_id:
+        run_id = _begin_loggers(trainer, path, run_id)
+    return ResumePoint(path, run_id, restarts)
 
 
-def _begin_loggers(trainer: Trainer, path: paths.Location | None) -> str:
-    """Begin the run that saved a checkpoint, or a new one; return its identity."""
+def _begin_loggers(trainer: Trainer, path: paths.Location | None, run_id: str = "") -> str:
+    """Begin the run that saved a checkpoint, or else a new one; return its identity."""
     former, step = "", None
     if trainer.is_global_zero and path is not None:
         former, step = _former_run(path)
-    run_id: str = trainer.ranks.broadcast(former or secrets.token_hex(8))
+    run_id = trainer.ranks.broadcast(former or run_id or secrets.token_hex(8))
     if trainer.is_global_zero:
         for logger in trainer.loggers:
             logger.begin_run(run_id, step)
