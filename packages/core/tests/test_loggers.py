@@ -203,6 +203,14 @@ def test_a_header_that_was_cut_short_is_written_anew(tmp_path: Path) -> None:
     assert table(logger.log_dir) == ["step,loss", "0,0.5"]
 
 
+def test_a_log_that_was_removed_begins_again_with_its_header(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    logger.log_metrics({"loss": 0.5, "lr": 0.1}, 0)
+    shutil.rmtree(logger.log_dir)
+    logger.log_metrics({"loss": 0.25}, 1)
+    assert table(logger.log_dir) == ["step,loss", "1,0.25"]
+
+
 def begun(folder: Path, run_id: str, resumed_at: int | None = None, **options: Any) -> CSVLogger:
     logger = CSVLogger(folder, **options)
     logger.begin_run(run_id, resumed_at)

@@ -189,7 +189,7 @@ class CSVLogger(Logger):
             raise
 
     def _write(self, rows: Sequence[tuple[int | None, Mapping[str, float]]]) -> None:
-        if not self._written:
+        if not self._written or not self._file.exists():
             self._continue_file()
         full: list[dict[str, Any]] = [{"step": step, **values} for step, values in rows]
         if self._last_rows:
