@@ -46,6 +46,7 @@ IGNORED = re.compile(
     # What follows the machine.
     r"|DeviceStatsMonitor\.on_\w+/\w+$"
 )
+AXES = {"step", "epoch", "trainer/optimizer_step"}
 
 
 def seed_rank(seed: int) -> None:
@@ -226,7 +227,7 @@ def rows(path: Path) -> list[dict[str, str]]:
         row
         for at, row in enumerate(found)
         if row not in found[:at]
-        or not (row.get("validate/batches") or row.get("trainer/global_step"))
+        or (not row.get("validate/batches") and any(row[name] for name in row.keys() - AXES))
     ]
 
 

@@ -203,14 +203,6 @@ def test_a_header_that_was_cut_short_is_written_anew(tmp_path: Path) -> None:
     assert table(logger.log_dir) == ["step,loss", "0,0.5"]
 
 
-def test_a_log_that_was_removed_begins_again_with_its_header(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path)
-    logger.log_metrics({"loss": 0.5, "lr": 0.1}, 0)
-    shutil.rmtree(logger.log_dir)
-    logger.log_metrics({"loss": 0.25}, 1)
-    assert table(logger.log_dir) == ["step,loss", "1,0.25"]
-
-
 def begun(folder: Path, run_id: str, resumed_at: int | None = None, **options: Any) -> CSVLogger:
     logger = CSVLogger(folder, **options)
     logger.begin_run(run_id, resumed_at)
@@ -254,7 +246,7 @@ def test_a_resumed_run_does_not_repeat_rows_of_the_step_before_its_checkpoint(
 
 def test_rows_on_another_axis_are_moved_by_their_optimizer_step(tmp_path: Path) -> None:
     """Batches of a validation are numbered from 0, and an axis of the user's has any numbers."""
-    name = "trainer/global_step"
+    name = "trainer/optimizer_step"
     first = begun(tmp_path, RUN, prefix="run")
     first.log_rows([(900, {"val": 1.0, name: 2}), (0, {"val": 2.0, name: 3})])
     first.log_rows([(4, {"loss": 4.0}), (1, {"val": 4.0, name: 4})])
@@ -276,11 +268,56 @@ def test_a_row_that_is_no_csv_stays_when_a_run_resumes(tmp_path: Path) -> None:
     first = begun(tmp_path, RUN)
     first.log_metrics({"loss": 0.5}, 0)
     with (Path(first.log_dir) / "metrics.csv").open("a") as file:
-        file.write("\n" + "9" * 200_000 + "\n\0\0\n")
+        file.write("\n" + "x" * 200_000 + "\n\0\0\n3," + "9" * 200_000 + "\n")
     resumed = begun(tmp_path, RUN, 1)
     resumed.log_metrics({"loss": 0.25}, 1)
     rows = table(first.log_dir)
     assert (len(rows), rows[1], rows[-1]) == (5, "0,0.5", "1,0.25")
+    moved = (Path(first.log_dir) / "metrics.cut.csv").read_text().split()
+    assert moved[1].startswith("3,999")  # longer than the csv module reads
+
+
+def test_rows_of_the_step_before_a_checkpoint_are_each_matched_once(tmp_path: Path) -> None:
+    first = begun(tmp_path, RUN)
+    first.log_rows([(3, {"loss": 3.0}), (3, {"val": 0.5})])
+    resumed = begun(tmp_path, RUN, 4)
+    resumed.log_metrics({"started": 1.0}, 4)
+    resumed.log_rows([(3, {"loss": 3.0}), (3, {"val": 0.5}), (3, {"val": 0.5})])
+    assert table(first.log_dir) == [
+        *("step,loss,val,started", "3,3.0,,", "3,,0.5,"),
+        *("4,,,1.0", "3,,0.5,"),
+    ]
+    new = begun(tmp_path, RUN, 4)
+    new.log_metrics({"started": 2.0}, 4)  # reads the rows of step 3
+    new.begin_run("f" * 16)
+    new.log_metrics({"loss": 3.0}, 3)
+    assert table(first.log_dir)[-2:] == ["4,,,2.0", "3,3.0,,"]
+
+
+def test_a_value_with_the_name_of_the_optimizer_step_is_the_optimizer_step(tmp_path: Path) -> None:
+    class Logs(Learner):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.log("trainer/optimizer_step", 1000.0 + self.global_step)
+            return super().training_step(batch, batch_idx)
+
+    trainer = trainer_in(tmp_path, True)
+    trainer.fit(Logs(), numbers())
+    with (Path(trainer.log_dir) / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == [row["trainer/optimizer_step"] for row in rows]
+
+
+def test_values_whose_step_is_not_finite_are_logged_at_the_optimizer_step(tmp_path: Path) -> None:
+    class Logs(Learner):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.log("step", float("nan") if batch_idx else float("inf"))
+            return super().training_step(batch, batch_idx)
+
+    trainer = trainer_in(tmp_path, True)
+    said = r"self.log\('step', (nan|inf)\): expected a finite number.*at the optimizer step [01]$"
+    with pytest.warns(UserWarning, match=said):
+        trainer.fit(Logs(), numbers())
+    assert steps_of(trainer.log_dir) == ["0", "1"]
 
 
 def test_rows_of_validation_and_of_an_axis_of_ones_own_stay_when_a_run_resumes(
@@ -326,7 +363,7 @@ def test_only_loggers_that_ask_receive_the_optimizer_step_of_rows_on_another_axi
             self.log("of_batch", float(batch_idx), on_step=True, on_epoch=False)
 
     class Rows(Logger):
-        global_step_name: str | None = None
+        optimizer_step_name: str | None = None
 
         def __init__(self) -> None:
             self.rows: list[Any] = []
@@ -335,7 +372,7 @@ def test_only_loggers_that_ask_receive_the_optimizer_step_of_rows_on_another_axi
             self.rows.append((step, metrics))
 
     asking, other = Rows(), Rows()
-    asking.global_step_name = "taken"
+    asking.optimizer_step_name = "taken"
     trainer = trainer_in(tmp_path, [asking, other])
     trainer.fit(Validates(), numbers(4), numbers(6))
     assert [(step, row) for step, row in other.rows if "of_batch" in row] == [

@@ -196,12 +196,12 @@ def test_rows_of_a_validations_batches_are_read_by_their_numbers(tmp_path: Path)
     """Their optimizer steps are no metric, but say where the run was resumed."""
     folder = write_run(
         tmp_path / "run",
-        "step,loss,x-trainer/global_step\n0,4,\n90,2,0\n91,1,0\n",
-        metrics_cut_csv="step,loss,x-trainer/global_step\n92,3,10\n11,3,\n",
+        "step,loss,x-trainer/optimizer_step,my_trainer/optimizer_step\n0,4,,\n90,2,0,\n91,1,0,7\n",
+        metrics_cut_csv="step,trainer/optimizer_step,x-trainer/optimizer_step\n92,,10\n11,,\n",
     )
     run = read_run(folder, "run")
     assert run.resumed == [10]
-    assert list(run.series) == ["loss"]
+    assert list(run.series) == ["loss", "my_trainer/optimizer_step"]
     assert list(run.series["loss"].steps) == [0, 90, 91]
 
 

@@ -18,7 +18,7 @@ from stratagem.loggers.version_folder import VersionFolder, local_folder
 
 _PIECE = 2**20
 """Bytes of a file that are read at once."""
-_GLOBAL_STEP = "trainer/global_step"
+_OPTIMIZER_STEP = "trainer/optimizer_step"
 _OTHER_BYTES = "surrogateescape"
 """What is no UTF-8 stays what it is."""
 
@@ -36,8 +36,8 @@ class CSVLogger(Logger):
     resumed fit moves the rows of its checkpoint's step and later to `metrics.cut.csv`, and writes
     them again. A row of the step before that is in the file is not written twice. Rows on another
     axis, such as those of a validation's batches, have their optimizer step in the column
-    `trainer/global_step`. The fit gets a folder of its own if another process is writing to the one
-    of its run, or if its run has ended without an error after more steps.
+    `trainer/optimizer_step`. The fit gets a folder of its own if another process is writing to the
+    one of its run, or if its run has ended without an error after more steps.
 
     Args:
         save_dir: folder of all experiments.
@@ -60,7 +60,7 @@ class CSVLogger(Logger):
         ['step,loss', '0,0.5']
     """
 
-    global_step_name = _GLOBAL_STEP
+    optimizer_step_name = _OPTIMIZER_STEP
 
     def __init__(
         self,
@@ -80,16 +80,15 @@ class CSVLogger(Logger):
         self.name = name or ""
         self._folder = VersionFolder(type(self).__name__, self.save_dir / self.name, version)
         self._prefix = f"{prefix}-" if prefix else ""
-        self._global_step = f"{self._prefix}{_GLOBAL_STEP}"
+        self._optimizer_step = f"{self._prefix}{_OPTIMIZER_STEP}"
         self._flush_every = flush_logs_every_n_steps
         self._held: list[tuple[int | None, Mapping[str, float]]] = []
         self._columns: list[str] = []
         self._written = False
         self._resumed_at: int | None = None
-        self._last_step = 0
-        """The optimizer step before the one that is resumed."""
-        self._last_rows: dict[str, list[dict[str, str]]] = {}
-        """Rows of that step, which may be written again, by their steps."""
+        self._last_rows: dict[str, list[bytes]] = {}
+        """Rows of the last step before the one that is resumed, which may be written again, by the
+        contents of their first column."""
 
     @property
     def experiment(self) -> Any:
@@ -131,6 +130,7 @@ class CSVLogger(Logger):
 
     def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
         """Go on in the folder of a run that is resumed, unless a version was given."""
+        self._last_rows = {}
         if self._folder.begin_run(run_id, resumed_at):
             self._resumed_at, self._written = resumed_at, False
 
@@ -189,13 +189,11 @@ class CSVLogger(Logger):
             raise
 
     def _write(self, rows: Sequence[tuple[int | None, Mapping[str, float]]]) -> None:
-        if not self._written or not self._file.exists():
+        if not self._written:
             self._continue_file()
         full: list[dict[str, Any]] = [{"step": step, **values} for step, values in rows]
         if self._last_rows:
             full = [row for row in full if not self._is_there(row)]
-            if any(row.get(self._global_step, row["step"]) != self._last_step for row in full):
-                self._last_rows = {}  # the next step has come
         known = set(self._columns)
         new = list(dict.fromkeys(c for row in full for c in row if c not in known))
         if not self._written:
@@ -213,10 +211,13 @@ class CSVLogger(Logger):
 
     def _is_there(self, row: Mapping[str, Any]) -> bool:
         """Whether the interrupted run has written a row, perhaps with further values."""
-        return any(
-            all(other.get(name) == str(value) for name, value in row.items())
-            for other in self._last_rows.get(str(row["step"]), ())
-        )
+        left = self._last_rows.get(str(row["step"]), [])
+        for index, record in enumerate(left):  # in the order in which they are written again
+            other = dict(zip(self._columns, _fields(record), strict=False))
+            if all(other.get(name) == str(value) for name, value in row.items()):
+                del left[index]
+                return True
+        return False
 
     def _continue_file(self) -> None:
         """Take over the columns of a file that is there: a named version may have been used."""
@@ -239,20 +240,19 @@ class CSVLogger(Logger):
         with self._file.open("rb") as old, temporary.open("wb") as file:
             records = _records(old)
             header = next(records, b"")
-            columns = _fields(header)
+            names = _fields(header)
+            name = self._optimizer_step
+            column = names.index(name) if name in names else None
             file.write(header)
             for record in records:
-                if first is not None:
-                    row = dict(zip(columns, _fields(record), strict=False))
-                    axis = row.get("step", "")
-                    step = _step_of(row.get(self._global_step) or axis)
-                    if step >= first:
-                        cut.append(record)
-                        continue
-                    if step == first - 1:
-                        self._last_step = first - 1
-                        self._last_rows.setdefault(axis, []).append(row)
+                step = -1 if first is None else _step_of(record, column)
+                if first is not None and step >= first:
+                    cut.append(record)
+                    continue
                 file.write(record)
+                if first is not None and step == first - 1:
+                    axis = _decoded(record.partition(b",")[0])
+                    self._last_rows.setdefault(axis, []).append(record)
             file.flush()
             os.fsync(file.fileno())
         if cut:
@@ -302,17 +302,21 @@ def _records(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _fields(record: bytes) -> list[str]:
-    """Return the fields of a row; []: it is no CSV."""
+    """Return the fields of a row; []: the csv module cannot read it."""
     try:
-        return next(csv.reader(io.StringIO(_decoded(record), newline="")), [])
-    except csv.Error:  # as what a power cut has left
+        return next(csv.reader([_decoded(record)]), [])
+    except csv.Error:
         return []
 
 
-def _step_of(text: str) -> float:
-    """Return the step in a field; -1: it is no number."""
+def _step_of(record: bytes, column: int | None) -> float:
+    """Return the optimizer step of a row, which is in a column or else its first field.
+
+    -1: it has none.
+    """
+    fields = [] if column is None else _fields(record)[column : column + 1]
     try:
-        return float(text)
+        return float("".join(fields) or record.partition(b",")[0])
     except ValueError:
         return -1
 

@@ -27,7 +27,8 @@ class Logger(ABC):
         2. `log_hyperparams`, once, if the Module has hyperparameters, and `log_graph`.
         3. `log_rows` with the rows of the last steps, every two seconds or every 256 rows, and at
            the end of each epoch. By default it calls `log_metrics` for each row, in the order of
-           steps (an evaluation's batches are numbered from 0), and then `save`.
+           steps (an evaluation's batches are numbered from 0, through all evaluations of a run),
+           and then `save`.
         4. `after_save_checkpoint` once a checkpoint of a ModelCheckpoint is durable.
         5. `finalize` when the run ends for any reason, after all rows.
 
@@ -53,7 +54,7 @@ class Logger(ABC):
     other than 0 it is an object that accepts every call. None: the logger has no such object."""
     on_rank_zero: bool | None = None
     """Whether this process is rank 0, which writes; None: not set yet."""
-    global_step_name: str | None = None
+    optimizer_step_name: str | None = None
     """The name under which a row that has another step also has the optimizer step, counted from 0:
     a row of an evaluation's batch, or one with a value "step". None: such rows do not have it."""
     steps_taken: int = 0

@@ -16,7 +16,7 @@ from stratagem.errors import ConfigurationError, format_text
 _LONGEST_NAME = 200
 _MOST_SERIES = 2000
 """Columns of a file that are read. A file with more is not a log of metrics."""
-_GLOBAL_STEP = "trainer/global_step"
+_OPTIMIZER_STEP = "trainer/optimizer_step"
 """The column of the optimizer step, perhaps with a prefix, in rows that have another step."""
 
 
@@ -198,8 +198,12 @@ def _read_csv(file: Path, run: Run) -> None:
     run.series |= {
         name: each
         for each, name in columns
-        if name != "step" and not name.endswith(_GLOBAL_STEP) and each.values
+        if name != "step" and not _is_optimizer_step(name) and each.values
     }
+
+
+def _is_optimizer_step(column: str) -> bool:
+    return column == _OPTIMIZER_STEP or column.endswith(f"-{_OPTIMIZER_STEP}")
 
 
 def _read_resumes(file: Path, run: Run) -> None:
@@ -213,8 +217,8 @@ def _read_resumes(file: Path, run: Run) -> None:
                 header = fields
             elif header:
                 row = dict(zip(header, fields, strict=False))
-                steps = [value for name, value in row.items() if name.endswith(_GLOBAL_STEP)]
-                run.resumed.append(float("".join(steps) or row["step"]))
+                steps = [row[name] for name in row if _is_optimizer_step(name)]
+                run.resumed.append(float(next(filter(None, steps), row["step"])))
                 header = []
     except (csv.Error, KeyError, ValueError):
         run.notes.append("metrics.cut.csv cannot be read")

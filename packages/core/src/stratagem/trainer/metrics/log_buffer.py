@@ -26,7 +26,7 @@ class LogBuffer:
     computes, and handed over when the next ones leave: no step waits for a device.
 
     A value that was logged as "step" is the row's step: the axis of the user's charts. Loggers with
-    a `global_step_name` also receive the optimizer step of such a row.
+    an `optimizer_step_name` also receive the optimizer step of such a row.
 
     Args:
         loggers: receive the rows; none on ranks other than 0.
@@ -107,16 +107,18 @@ class LogBuffer:
         if copied is None:
             return
         if copied.read is not None:
-            for (row, name), number in zip(copied.places, copied.read(), strict=True):
-                row[name] = number
-        taken = [step if "step" in values else None for step, values in copied.rows]
-        rows = [(int(values.pop("step", step)), values) for step, values in copied.rows]
+            for (row, key), number in zip(copied.places, copied.read(), strict=True):
+                row[key] = number
+        have_axis = ["step" in values for _, values in copied.rows]
+        rows = [(_axis(values, step), values) for step, values in copied.rows]
         for logger in self._loggers:
-            given, column = rows, logger.global_step_name
-            if column is not None:
+            given, name = rows, logger.optimizer_step_name
+            if name is not None:
                 given = [
-                    (step, values if last is None else {**values, column: last})
-                    for last, (step, values) in zip(taken, rows, strict=True)
+                    (step, {**values, name: taken} if has_axis or name in values else values)
+                    for has_axis, (taken, _), (step, values) in zip(
+                        have_axis, copied.rows, rows, strict=True
+                    )
                 ]
             self.attempt(logger, partial(logger.log_rows, given))
 
@@ -138,6 +140,20 @@ class LogBuffer:
                     "until it can",
                     stacklevel=2,
                 )
+
+
+def _axis(values: dict[str, Any], step: int) -> int:
+    """Take the value "step" out of a row and return it, or else the optimizer step."""
+    given = values.pop("step", step)
+    try:
+        return int(given)
+    except (OverflowError, ValueError):
+        warnings.warn(
+            f"self.log('step', {given}): expected a finite number, the step of the values in this "
+            f"row; they are logged at the optimizer step {step}",
+            stacklevel=2,
+        )
+        return step
 
 
 _Row = tuple[int, dict[str, Any]]
