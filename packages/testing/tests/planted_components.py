@@ -1726,7 +1726,6 @@ class CutsTooMuch(Rows):
 
     def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
         super().begin_run(run_id, None if resumed_at is None else resumed_at - 1)
-        self._last_rows = []
 
 
 class OnceOnly(Rows):
