@@ -18,7 +18,6 @@ from stratagem.loggers.version_folder import VersionFolder, local_folder
 
 _PIECE = 2**20
 """Bytes of a file that are read at once."""
-_OPTIMIZER_STEP = "trainer/optimizer_step"
 _OTHER_BYTES = "surrogateescape"
 """What is no UTF-8 stays what it is."""
 
@@ -60,7 +59,7 @@ class CSVLogger(Logger):
         ['step,loss', '0,0.5']
     """
 
-    optimizer_step_name = _OPTIMIZER_STEP
+    optimizer_step_name = "trainer/optimizer_step"
 
     def __init__(
         self,
@@ -80,7 +79,7 @@ class CSVLogger(Logger):
         self.name = name or ""
         self._folder = VersionFolder(type(self).__name__, self.save_dir / self.name, version)
         self._prefix = f"{prefix}-" if prefix else ""
-        self._optimizer_step = f"{self._prefix}{_OPTIMIZER_STEP}"
+        self._optimizer_step = f"{self._prefix}{CSVLogger.optimizer_step_name}"
         self._flush_every = flush_logs_every_n_steps
         self._held: list[tuple[int | None, Mapping[str, float]]] = []
         self._columns: list[str] = []
@@ -245,12 +244,15 @@ class CSVLogger(Logger):
             column = names.index(name) if name in names else None
             file.write(header)
             for record in records:
-                step = -1 if first is None else _step_of(record, column)
-                if first is not None and step >= first:
+                if first is None:
+                    file.write(record)
+                    continue
+                step = _step_of(record, column)
+                if step >= first:
                     cut.append(record)
                     continue
                 file.write(record)
-                if first is not None and step == first - 1:
+                if step == first - 1:
                     axis = _decoded(record.partition(b",")[0])
                     self._last_rows.setdefault(axis, []).append(record)
             file.flush()

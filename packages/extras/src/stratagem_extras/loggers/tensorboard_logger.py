@@ -104,6 +104,7 @@ class TensorBoardLogger(SDKLogger):
         """Go on in the folder of a run that is resumed, unless a version was given."""
         self._folder.begin_run(run_id, resumed_at)
         if self._experiment is not None and resumed_at is not None:
+            # Only a new writer hides the values of after the checkpoint.
             self._experiment.close()
             self._experiment = None
         super().begin_run(run_id, resumed_at)

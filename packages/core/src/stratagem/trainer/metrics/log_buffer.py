@@ -107,20 +107,12 @@ class LogBuffer:
         if copied is None:
             return
         if copied.read is not None:
-            for (row, key), number in zip(copied.places, copied.read(), strict=True):
-                row[key] = number
-        have_axis = ["step" in values for _, values in copied.rows]
-        rows = [(_axis(values, step), values) for step, values in copied.rows]
+            for (row, name), number in zip(copied.places, copied.read(), strict=True):
+                row[name] = number
         for logger in self._loggers:
-            given, name = rows, logger.optimizer_step_name
-            if name is not None:
-                given = [
-                    (step, {**values, name: taken} if has_axis or name in values else values)
-                    for has_axis, (taken, _), (step, values) in zip(
-                        have_axis, copied.rows, rows, strict=True
-                    )
-                ]
-            self.attempt(logger, partial(logger.log_rows, given))
+            column = logger.optimizer_step_name
+            rows = [_as_given(step, values, column) for step, values in copied.rows]
+            self.attempt(logger, partial(logger.log_rows, rows))
 
     def attempt(self, logger: Logger, write: Callable[[], object]) -> None:
         """Call a logger's write; on OSError, warn once for each logger.
@@ -142,21 +134,30 @@ class LogBuffer:
                 )
 
 
-def _axis(values: dict[str, Any], step: int) -> int:
-    """Take the value "step" out of a row and return it, or else the optimizer step."""
-    given = values.pop("step", step)
+_Row = tuple[int, dict[str, Any]]
+
+
+def _as_given(step: int, values: dict[str, Any], column: str | None) -> _Row:
+    """Return a row as a logger receives it: with its value "step", if it has one, as its step.
+
+    Args:
+        step: the optimizer step of the row.
+        values: the values of the row.
+        column: the logger's `optimizer_step_name`.
+    """
+    if "step" not in values and column not in values:
+        return step, values
+    given = dict(values) if column is None else {**values, column: step}
+    axis = given.pop("step", step)
     try:
-        return int(given)
+        return int(axis), given
     except (OverflowError, ValueError):
         warnings.warn(
-            f"self.log('step', {given}): expected a finite number, the step of the values in this "
+            f"self.log('step', {axis}): expected a finite number, the step of the values in this "
             f"row; they are logged at the optimizer step {step}",
             stacklevel=2,
         )
-        return step
-
-
-_Row = tuple[int, dict[str, Any]]
+        return step, given
 
 
 class _Copied(NamedTuple):
