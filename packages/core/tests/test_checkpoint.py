@@ -1438,6 +1438,54 @@ def test_a_fit_that_early_stopping_ended_trains_no_step_when_it_is_resumed(
     assert "resumed run" not in capsys.readouterr().out
 
 
+RECOVERS = (1.0, 1.1, 1.2, 0.9, 0.8, 0.7, 0.6, 0.5)
+"""A value that exhausts a patience of 2 in epoch 2, and recovers in epoch 3."""
+
+
+@pytest.mark.parametrize("minimum", [{"min_epochs": 5}, {"min_steps": 5}])
+def test_a_value_that_recovers_before_the_minimum_of_training_trains_on(
+    minimum: dict[str, int], tmp_path: Path
+) -> None:
+    def run(ckpt_path: str | None, scores: tuple[float, ...] = RECOVERS) -> Trainer:
+        stopping = EarlyStopping("score", patience=2)
+        saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+        arguments: dict[str, Any] = {"callbacks": [stopping, saver], **minimum}
+        trainer = trainer_in(tmp_path, max_epochs=8, limit_train_batches=1, **arguments)
+        trainer.fit(Scored(scores), loader(), loader(4), ckpt_path=ckpt_path)
+        # At the end the callback has no reason, or the reason of the last check.
+        assert (stopping.stopped_by != "") is trainer.should_stop
+        return trainer
+
+    trainer = run(None)
+    assert (trainer.current_epoch, trainer.should_stop) == (8, False)
+    for epoch in range(8):
+        assert run(str(tmp_path / f"epoch={epoch}.ckpt")).current_epoch == 8
+    for path in tmp_path.glob("*.ckpt"):
+        path.unlink()
+    assert run(None, (1.0, 1.1, *[1.2] * 6)).current_epoch == 5
+    assert run(str(tmp_path / "epoch=3.ckpt"), (1.0, 1.1, *[1.2] * 6)).current_epoch == 5
+
+
+def test_early_stopping_takes_back_no_stop_but_its_own(tmp_path: Path) -> None:
+    class StopIn(Callback):
+        def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+            if trainer.current_epoch == 2 and not trainer.sanity_checking:
+                trainer.should_stop = True
+
+    def epochs(*callbacks: Callback) -> int:
+        arguments: dict[str, Any] = {"min_epochs": 5, "callbacks": list(callbacks)}
+        trainer = trainer_in(tmp_path, max_epochs=8, limit_train_batches=1, **arguments)
+        trainer.fit(Scored(RECOVERS), loader(), loader(4))
+        return trainer.current_epoch
+
+    recovers, reached = EarlyStopping("score", patience=2), EarlyStopping("score", mode="max")
+    reached.stopping_threshold = 0.4
+    assert epochs(recovers, StopIn()) == 5
+    assert epochs(StopIn(), recovers) == 5
+    assert epochs(recovers, reached) == 5
+    assert (recovers.stopped_by, reached.stopped_by) == ("", "stopping_threshold")
+
+
 def test_early_stopping_begins_anew_in_a_second_fit(tmp_path: Path) -> None:
     stopping = EarlyStopping("score", patience=2)
     trainer = trainer_in(tmp_path, max_epochs=6, limit_train_batches=1, callbacks=stopping)

@@ -19,7 +19,8 @@ class EarlyStopping(Callback):
 
     The value is the same on every rank, since epoch values are reduced over ranks; so all ranks
     stop at the same epoch. A fit that resumes a run which was ended by this callback trains no
-    step, unless the arguments now allow more. Every other fit begins anew.
+    step, unless the arguments now allow more. Every other fit begins anew. Before `min_epochs` and
+    `min_steps` of the Trainer each check decides anew, so a value that recovers trains on.
 
     Args:
         monitor: the name of the logged value.
@@ -124,7 +125,8 @@ class EarlyStopping(Callback):
                 self.wait_count = waited
                 self._stop(trainer, kind, reason)
                 why = f"stratagem: {self.stopping_reason_message}. This ended the resumed run"
-                trainer.print(f"{why}, and ends this one: to train on, change the arguments")
+                if trainer.run.should_stop():
+                    trainer.print(f"{why}, and ends this one: to train on, change the arguments")
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         """Check the value, if validation runs within epochs."""
@@ -158,9 +160,8 @@ class EarlyStopping(Callback):
             improved = f"improved from {best:.4g} to" if math.isfinite(best) else "is"
             trainer.print(f"stratagem: EarlyStopping: {self.monitor} {improved} {score:.4g}")
         self.ended_with = score if kind else None
-        if kind:
-            self._stop(trainer, kind, reason)
-            self.stopped_epoch = trainer.current_epoch
+        self.stopped_epoch = trainer.current_epoch if kind else 0
+        self._stop(trainer, kind, reason)
 
     def judge(self, score: float) -> tuple[str, str]:
         """Check a value; return the reason to end training as (kind, text), or ("", "")."""
@@ -183,6 +184,7 @@ class EarlyStopping(Callback):
         return ended
 
     def _stop(self, trainer: Trainer, kind: str, reason: str) -> None:
+        """End training, or take an earlier request back if there is no reason any more."""
         self.stopped_by = kind
-        self.stopping_reason_message = f"EarlyStopping: {reason}"
-        trainer.should_stop = True
+        self.stopping_reason_message = f"EarlyStopping: {reason}" if kind else None
+        trainer.run.request_stop(self, wanted=bool(kind))

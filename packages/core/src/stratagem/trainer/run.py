@@ -438,8 +438,20 @@ class Run:
             progress.global_step >= options.min_steps
             and progress.epoch + progress.epoch_is_done >= options.min_epochs
         )
-        progress.stop_delayed |= self.trainer.should_stop and not has_minimum
+        # A callback that may take its request back keeps it in its own state.
+        progress.stop_delayed |= None in self.trainer._stops and not has_minimum
         return self.trainer.should_stop and has_minimum
+
+    def request_stop(self, who: object, *, wanted: bool) -> None:
+        """Ask for the end of training as `Trainer.should_stop` does, or take the request back.
+
+        Requests of others stay. Called on every rank.
+
+        Args:
+            who: the callback that asks.
+            wanted: whether training has to end, after the minimum of training.
+        """
+        (self.trainer._stops.add if wanted else self.trainer._stops.discard)(who)
 
     def interruption_check(self) -> Callable[[], bool]:
         """Return a function that checks after each step whether the fit is interrupted."""

@@ -270,8 +270,21 @@ class Trainer(FrontEnd):
             )
         super().__setattr__(name, value)
 
+    @property
+    def should_stop(self) -> bool:
+        """Whether training ends after the current step and the minimum of training."""
+        return bool(self._stops)
+
+    @should_stop.setter
+    def should_stop(self, ends: bool) -> None:
+        if ends:
+            self._stops.add(None)
+        else:
+            self._stops.clear()
+
     def _forget_runs(self) -> None:
-        self.should_stop = False
+        self._stops: set[object] = set()
+        """The callbacks that end training; None stands for whoever set `should_stop`."""
         self._state, self._progress, self._latest = RunState(), Progress(), LatestMetrics()
         self._run: Run | None = None
         self._opened: Run | None = None
