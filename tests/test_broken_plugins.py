@@ -582,6 +582,13 @@ CLASSES = {
         "accumulate_all, accumulate, backward, so that it runs backward as user code does: leave "
         "manual_backward out, or override one of them",
     ),
+    "following": (
+        "Capabilities(follows_evaluation=True)",
+        "class Mine(Strategy):\n    capabilities = Capabilities(follows_evaluation=True)",
+        "Mine.capabilities has follows_evaluation=True, but the class overrides none of "
+        "follow_evaluation_step, so that ranks without a batch leave the others waiting: leave "
+        "follows_evaluation out, or override one of them",
+    ),
     "processes": (
         "Capabilities(many_devices=True)",
         "class Mine(ParallelStrategy):\n    capabilities = Capabilities(many_devices=True)",

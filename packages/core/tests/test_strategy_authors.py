@@ -807,6 +807,9 @@ def test_capabilities_that_the_class_contradicts_are_refused() -> None:
     class Backward(SingleDeviceStrategy):
         capabilities = Capabilities(manual_backward=False)
 
+    class Following(SingleDeviceStrategy):
+        capabilities = Capabilities(follows_evaluation=True)
+
     class OneProcess(ParallelStrategy):
         capabilities = Capabilities(many_devices=True, launchers=("script",))
 
@@ -815,6 +818,9 @@ def test_capabilities_that_the_class_contradicts_are_refused() -> None:
     )
     assert "Backward.capabilities has manual_backward=False, but" in refused(
         lambda: trainer(strategy=Backward())
+    )
+    assert "Following.capabilities has follows_evaluation=True, but" in refused(
+        lambda: trainer(strategy=Following())
     )
     assert refused(lambda: trainer(strategy=OneProcess(), devices=2)) == (
         "OneProcess.capabilities has one_process=True, so that one process was to drive 2 devices, "

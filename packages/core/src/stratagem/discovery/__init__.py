@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from stratagem.discovery.capabilities import (
         OWN_BACKWARD as OWN_BACKWARD,
         OWN_CLIPPING as OWN_CLIPPING,
+        OWN_FOLLOWING as OWN_FOLLOWING,
         OWN_STEP as OWN_STEP,
         Capabilities as Capabilities,
         contradictions as contradictions,

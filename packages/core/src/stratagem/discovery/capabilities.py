@@ -56,6 +56,9 @@ class Capabilities:
         checkpoint_io: the default checkpoint format.
         allows_uneven_eval: ranks may run different numbers of evaluation batches (no collective in
             a forward without gradients).
+        follows_evaluation: a rank without a batch follows the collectives of the other ranks'
+            evaluation steps (`Strategy.follow_evaluation_step`). If this and `allows_uneven_eval`
+            are False, ranks repeat samples to run the same number of evaluation batches.
         compiles: the values that `compile=...` accepts: "model" (the forward of a model and its
             parts), "step" (a whole step as one graph).
 
@@ -85,6 +88,7 @@ class Capabilities:
     parameters: Literal["same", "drift", "divided"] = "same"
     checkpoint_io: str = "single_file"
     allows_uneven_eval: bool = True
+    follows_evaluation: bool = False
     compiles: tuple[str, ...] = ("model",)
 
     def __post_init__(self) -> None:
@@ -148,10 +152,18 @@ OWN_STEP = ("train_step", "finish_step", "optimizer_step")
 """An engine that steps overrides at least one of these methods."""
 OWN_BACKWARD = ("train_step", "accumulate_all", "accumulate", "backward")
 """An engine that runs backward overrides at least one of these methods."""
+OWN_FOLLOWING = ("follow_evaluation_step",)
+"""A strategy whose ranks follow an evaluation overrides this method."""
 
 
 def contradictions(
-    name: str, can: Capabilities, *, clips: bool, steps: bool, runs_backward: bool
+    name: str,
+    can: Capabilities,
+    *,
+    clips: bool,
+    steps: bool,
+    runs_backward: bool,
+    follows: bool = True,
 ) -> Iterator[str]:
     """Yield a message for each capability that a class declares but does not implement.
 
@@ -161,6 +173,7 @@ def contradictions(
         clips: whether it overrides a method in OWN_CLIPPING.
         steps: whether it overrides a method in OWN_STEP.
         runs_backward: whether it overrides a method in OWN_BACKWARD.
+        follows: whether it overrides a method in OWN_FOLLOWING.
     """
     problems: list[tuple[str, tuple[str, ...], str, str]] = []
     if can.engine_clips and not clips:
@@ -168,12 +181,15 @@ def contradictions(
     if can.engine_steps and not steps:
         problems.append(("engine_steps", OWN_STEP, "nothing of its own steps", "step in"))
     if not can.manual_backward and not runs_backward:
-        follows = "it runs backward as user code does"
-        problems.append(("manual_backward", OWN_BACKWARD, follows, "override"))
-    for field, methods, follows, remedy in problems:
+        effect = "it runs backward as user code does"
+        problems.append(("manual_backward", OWN_BACKWARD, effect, "override"))
+    if can.follows_evaluation and not follows:
+        effect = "ranks without a batch leave the others waiting"
+        problems.append(("follows_evaluation", OWN_FOLLOWING, effect, "override"))
+    for field, methods, effect, remedy in problems:
         yield (
             f"{name}.capabilities has {field}={getattr(can, field)}, but the class overrides none "
-            f"of {', '.join(methods)}, so that {follows}: leave {field} out, or {remedy} one of "
+            f"of {', '.join(methods)}, so that {effect}: leave {field} out, or {remedy} one of "
             "them"
         )
 

@@ -12,6 +12,7 @@ from typing import Any
 from stratagem.discovery.capabilities import (
     OWN_BACKWARD,
     OWN_CLIPPING,
+    OWN_FOLLOWING,
     OWN_STEP,
     Capabilities,
     contradictions,
@@ -204,6 +205,7 @@ def check_capabilities(kind: type, base: type, can: Capabilities) -> None:
         clips=overrides(OWN_CLIPPING, lambda said: said.engine_clips),
         steps=overrides(OWN_STEP, lambda said: said.engine_steps),
         runs_backward=overrides(OWN_BACKWARD, lambda said: not said.manual_backward),
+        follows=overrides(OWN_FOLLOWING, lambda said: said.follows_evaluation),
     ):
         raise ConfigurationError(text)
 

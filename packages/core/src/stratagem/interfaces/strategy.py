@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import MappingProxyType
@@ -70,8 +70,10 @@ class Strategy(Stepping, ABC):
            `train_step`. Manual optimization runs in `backward_in_forward(prepared)`. If a step
            fails, `explain(prepared, error)` is called on the failing rank. `adopt_peer_state` is
            called before the first step.
-        8. Each evaluation runs in the context `evaluation(prepared)`. After the last step of a fit:
-           `end_training(prepared)`.
+        8. Each evaluation runs in the context `evaluation(prepared)`. If some ranks have fewer
+           batches and `follows_evaluation` is True, the others' last steps are followed: the first
+           rank with a batch runs its step in `lead_evaluation_step`, and each rank without a batch
+           calls `follow_evaluation_step`. After the last step of a fit: `end_training(prepared)`.
         9. A save calls `model_state`, `optimizer_state` for each optimizer, then `state`. A load
            calls `load_model_state`, `load_optimizer_state`, then `load_state`, whatever the order
            in a user's dict. Every rank calls them, since they may communicate.
@@ -312,6 +314,47 @@ class Strategy(Stepping, ABC):
         replica on each rank). On exit, it restores the state for training.
         """
         return nullcontext()
+
+    @property
+    def follows_evaluation(self) -> bool:
+        """Whether a rank without a batch can follow the evaluation steps of other ranks.
+
+        By default `capabilities.follows_evaluation`. Override this property if it depends on the
+        strategy's options. If both this and `capabilities.allows_uneven_eval` are False, ranks
+        repeat samples, so that all of them run the same number of batches.
+        """
+        return self.capabilities.follows_evaluation
+
+    def lead_evaluation_step(
+        self, prepared: PreparedModel, announce: Callable[[int], None]
+    ) -> AbstractContextManager[Any]:
+        """Return a context for an evaluation step that ranks without a batch follow.
+
+        Only the first rank that has a batch enters it, around the step and the hooks of its batch,
+        which may call the model several times. Other ranks with a batch run their step as usual.
+
+        Args:
+            prepared: the model.
+            announce: call it with a number before each collective operation of a forward, such as
+                `2 * index` to gather the parameters of a module, and `2 * index + 1` to free them.
+                The number is not negative.
+        """
+        return nullcontext()
+
+    def follow_evaluation_step(self, prepared: PreparedModel, announced: Iterator[int]) -> None:
+        """Take part in the collective operations of a step; called on a rank without a batch.
+
+        Called once for each step that other ranks run without this rank, without gradients and
+        within `evaluation(prepared)`. It runs no code of the user.
+
+        Args:
+            prepared: the model.
+            announced: yields the numbers that `lead_evaluation_step` announces on the first rank
+                that has a batch, each as soon as it is announced, and ends with that step. Perform
+                the operation of each number before the next one.
+        """
+        for _ in announced:
+            pass
 
     def adopt_peer_state(
         self, prepared: PreparedModel, checkpoint: Callable[[], dict[str, Any]]

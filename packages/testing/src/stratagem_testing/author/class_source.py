@@ -14,6 +14,7 @@ from stratagem.discovery import (
     CORE,
     OWN_BACKWARD,
     OWN_CLIPPING,
+    OWN_FOLLOWING,
     OWN_STEP,
     Capabilities,
     Registry,
@@ -62,10 +63,18 @@ def check_source(spec: StrategySpec, registry: Registry) -> Iterator[str]:
             clips=not source.methods.isdisjoint(OWN_CLIPPING),
             steps=not source.methods.isdisjoint(OWN_STEP),
             runs_backward=not source.methods.isdisjoint(OWN_BACKWARD),
+            follows=not source.methods.isdisjoint(OWN_FOLLOWING)
+            or any(_follows(base, registry) for base in bases),
         )
     drives_one = [_BASES.get(base, True) for base in bases]
     if drives_one and not any(drives_one) and can.one_process and can.many_devices:
         yield one_process_of(source.name)
+
+
+def _follows(base: str, registry: Registry) -> bool:
+    """Whether ranks follow the evaluation steps of other ranks by methods of a base class."""
+    can = _capabilities_of_core(base, registry)
+    return can is not None and can.follows_evaluation
 
 
 def _leaves_steps(base: str, registry: Registry) -> bool:
