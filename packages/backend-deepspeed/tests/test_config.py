@@ -29,7 +29,12 @@ from stratagem_deepspeed.known_keys import KNOWN_KEYS
 from stratagem_deepspeed.optimizers import check_elementwise, only_one, suited, use_torchs_adam
 from stratagem_deepspeed.options import Options, documentation
 from stratagem_deepspeed.plugin import stratagem_components
-from stratagem_deepspeed.preparation import build_ops, can_fuse_adam, check_parameters
+from stratagem_deepspeed.preparation import (
+    build_ops,
+    can_fuse_adam,
+    check_elements,
+    check_parameters,
+)
 from stratagem_deepspeed.strategy import DeepSpeedStrategy
 
 
@@ -531,6 +536,14 @@ def test_a_parameter_without_a_dimension_is_named() -> None:
     model.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ConfigurationError, match=r"'scale' has no dimension.* shape \(1,\)"):
         check_parameters(model, Precision())
+
+
+def test_a_parameter_without_elements_is_named_at_stage_3() -> None:
+    model = nn.Linear(2, 2)
+    check_elements(model)
+    model.empty = nn.Parameter(torch.zeros(0, 3), requires_grad=False)
+    with pytest.raises(ConfigurationError, match=r"'empty' has no elements.*\(0, 3\).*'fsdp'"):
+        check_elements(model)
 
 
 def test_a_parameter_of_float64_is_named_unless_the_engine_converts_it() -> None:

@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """Blocks, parameters of its own, one without a dimension, one frozen, one never used."""
+    """Blocks, parameters of its own: without a dimension or elements, frozen, never used."""
 
     def __init__(self, seed: int = 2) -> None:
         super().__init__()
@@ -48,6 +48,7 @@ class Network(nn.Module):
         self.last = nn.Linear(8, 1)
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.shift = nn.Parameter(torch.zeros(3))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
         self.unused = nn.Parameter(torch.ones(4))
         self.blocks[1].requires_grad_(False)
         self.last.bias.requires_grad_(False)
@@ -61,7 +62,7 @@ class Network(nn.Module):
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         # Uses a parameter of the root outside of its forward, and before it.
-        shift = self.shift.sum()
+        shift = self.shift.sum() + self.empty.sum()
         return mse_loss(self(x) + shift, y)
 
 

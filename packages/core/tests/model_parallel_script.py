@@ -46,6 +46,13 @@ def parallelize_and_shard(model: nn.Module, device_mesh: DeviceMesh) -> None:
             fully_shard(part, mesh=device_mesh["data_parallel"])
 
 
+def shard_empty(model: nn.Module, device_mesh: DeviceMesh) -> None:
+    for part in model.modules():
+        if isinstance(part, Block):
+            part.empty = nn.Parameter(torch.zeros(0, 3))
+    parallelize_and_shard(model, device_mesh)
+
+
 def another(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
     return nn.Identity()
 
@@ -138,6 +145,9 @@ out["messages"] = dict(
                 ModelParallelStrategy(tensor_parallel_size=2, parallelize_fn=another), ranks
             ).fit(Net(), loader(shards)),
             "batches": fit_own_division,
+            "empty": lambda: trainer(
+                ModelParallelStrategy(data_parallel_size=shards, parallelize_fn=shard_empty), ranks
+            ).fit(Net(), loader(shards)),
             "nothing": lambda: trainer(ModelParallelStrategy(tensor_parallel_size=2), ranks).fit(
                 Net(), loader(shards)
             ),

@@ -353,7 +353,7 @@ def test_a_model_on_the_meta_device_gets_the_numbers_of_a_plain_build(behaviour:
         ),
         (
             "gone",
-            "UserCodeError: Net.configure_optimizers() returned a Adam that holds 19 of 19 "
+            "UserCodeError: Net.configure_optimizers() returned a Adam that holds 20 of 20 "
             "parameters that the model does not have (any more), so its steps would not train",
         ),
         ("partly gone", "ConfigurationError: the SGD holds 1 of 3 parameters that the model does"),
@@ -387,7 +387,7 @@ def test_a_model_on_the_meta_device_gets_the_numbers_of_a_plain_build(behaviour:
         (
             "mixed",
             "ConfigurationError: the Adam was made with fused=True, which steps all parameters of "
-            "a group at once; 1 of them cannot be sharded",
+            "a group at once; 2 of them cannot be sharded",
         ),
         (
             "hooked",

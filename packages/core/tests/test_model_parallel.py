@@ -141,6 +141,10 @@ def test_what_would_train_nonsense_is_refused_on_every_rank(ranks: Ranks) -> Non
             "UserCodeError: ranks of the tensor-parallel group 0 read different batches; expected "
             "the same batch on each"
         )
+        assert rank["messages"]["empty"].startswith(
+            "ConfigurationError: the parameter 'net.blocks.0.empty' has no elements (shape (0, 3)),"
+            " and fully_shard cannot reduce its gradient: pass it in ignored_params"
+        )
         assert rank["messages"]["nothing"].startswith(
             "ConfigurationError: tensor_parallel_size=2, but no layer is divided, so that 2 ranks "
             "would each do all the work: pass parallelize_fn"

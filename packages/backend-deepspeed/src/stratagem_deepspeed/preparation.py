@@ -119,6 +119,22 @@ def check_parameters(model: nn.Module, precision: Precision) -> None:
             )
 
 
+def check_elements(model: nn.Module) -> None:
+    """Refuse parameters without elements, which stage 3 cannot divide, trained or frozen.
+
+    Raises:
+        ConfigurationError: names a parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if not getattr(parameter, "ds_numel", parameter.numel()):
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            raise ConfigurationError(
+                f"the parameter {name!r} has no elements (shape {shape}), which stage 3 of "
+                "DeepSpeed cannot divide: leave the parameter out, or pass strategy='fsdp' or "
+                "'deepspeed_stage_2'"
+            )
+
+
 def checkpointing_options(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section as arguments of `deepspeed.checkpointing.configure`."""
     renamed = {

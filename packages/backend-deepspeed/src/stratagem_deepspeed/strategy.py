@@ -61,6 +61,7 @@ from stratagem_deepspeed.plugin import DEEPSPEED
 from stratagem_deepspeed.preparation import (
     build_ops,
     can_fuse_adam,
+    check_elements,
     check_float16,
     check_parameters,
     checkpointing_options,
@@ -359,6 +360,8 @@ class DeepSpeedStrategy(ParallelStrategy):
                     f"{type(optimizer).__name__} as well: give one of the two"
                 )
             optimizer = suited(optimizer, config)
+        if stage_of(config) == 3:
+            check_elements(model)
         if not trains:
             config.pop("optimizer", None)
             config.pop("scheduler", None)

@@ -156,14 +156,14 @@ def check_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> None
                 raise ConfigurationError(
                     f"the {type(optimizer).__name__} was made with {joint[0]}=True, which steps "
                     f"all parameters of a group at once; {len(whole)} of them cannot be sharded "
-                    f"(they have no dimension) and the others are: leave {joint[0]} out, or give "
-                    "them a group of their own"
+                    f"(they have no dimension or no elements) and the others are: leave {joint[0]} "
+                    "out, or give them a group of their own"
                 )
 
 
 def find_replicated(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters without a dimension, such as a learned temperature."""
-    return [p for p in module.parameters() if p.ndim == 0]
+    """Return the parameters that cannot be sharded: without a dimension, or without elements."""
+    return [p for p in module.parameters() if p.ndim == 0 or not p.numel()]
 
 
 def broadcast_from_first(tensors: Iterable[Tensor]) -> None:
@@ -190,15 +190,15 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
     message = torch.zeros(2, len(wanted), dtype=dtype, device=wanted[0].device)
     for index, parameter in enumerate(wanted):
         if parameter.grad is not None:
-            message[0, index] = parameter.grad
+            if parameter.numel():
+                message[0, index] = parameter.grad
             message[1, index] = 1.0
     dist.all_reduce(message)
     means = message[0] / dist.get_world_size()
     for parameter, mean, users in zip(wanted, means, message[1].tolist(), strict=True):
         if not users:
             continue
-        own = (mean if parameter.is_complex() else mean.real).to(parameter.dtype)
         if parameter.grad is None:
-            parameter.grad = own.clone()
-        else:
-            parameter.grad.copy_(own)
+            parameter.grad = torch.zeros_like(parameter)
+        if parameter.numel():
+            parameter.grad.copy_(mean if parameter.is_complex() else mean.real)

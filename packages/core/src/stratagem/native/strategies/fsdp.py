@@ -63,9 +63,9 @@ class FSDPStrategy(ShardedStrategy):
     strategy sets it to give large blocks back; see `stratagem.distributed.allocator` for what it
     saves and costs.
 
-    Parameters without a dimension cannot be sharded: they are whole on every rank, and their
-    gradients are averaged. A layer that holds a group must run on every rank, or on none: ranks
-    gather it together. Where ranks use different parameters within a group, pass
+    Parameters without a dimension or without elements cannot be sharded: they are whole on every
+    rank, and their gradients are averaged. A layer that holds a group must run on every rank, or on
+    none: ranks gather it together. Where ranks use different parameters within a group, pass
     `find_unused_parameters=True`; without it, ranks that do end in an error that names them.
 
     Args:

@@ -168,6 +168,7 @@ class ModelParallelStrategy(ShardedStrategy):
         shard_model(module, groups, lambda part: fully_shard(part, **arguments), self.device)
         if self.precision.forward_context() is not None:
             free_casts(groups)
+        _check_elements(module)
         Reductions(self.device, self.device_mesh["data_parallel"].get_group()).watch(module)
 
     def _check_divided(self, module: nn.Module) -> None:
@@ -190,6 +191,19 @@ class ModelParallelStrategy(ShardedStrategy):
                 f"parallelize_fn returned another {type(returned).__name__} than the model that it "
                 "was given: expected it to change the model in place, as parallelize_module and "
                 "fully_shard do, and to return it"
+            )
+
+
+def _check_elements(module: nn.Module) -> None:
+    """Refuse trained parameters without elements that user code has sharded by `fully_shard`."""
+    for name, parameter in module.named_parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        is_sharded = mesh is not None and "data_parallel" in (mesh.mesh_dim_names or ())
+        if is_sharded and parameter.requires_grad and not parameter.numel():
+            raise ConfigurationError(
+                f"the parameter {name!r} has no elements (shape {tuple(parameter.shape)}), and "
+                "fully_shard cannot reduce its gradient: pass it in ignored_params of fully_shard, "
+                "or leave fully_shard to the strategy"
             )
 
 

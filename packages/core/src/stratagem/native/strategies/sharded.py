@@ -393,7 +393,7 @@ def _check_still_sharded(root: nn.Module) -> None:
         UserCodeError: names a parameter.
     """
     for name, parameter in root.named_parameters():
-        if parameter.ndim and not isinstance(parameter, DTensor):
+        if parameter.ndim and parameter.numel() and not isinstance(parameter, DTensor):
             raise UserCodeError(
                 f"the model was sharded before, and has a new parameter {name!r} since: expected "
                 "the same parameters. configure_model() is called before each run; begin it with "
