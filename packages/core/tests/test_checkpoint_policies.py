@@ -721,6 +721,85 @@ def test_an_epoch_that_does_not_validate_is_none_of_the_best_by_the_epoch(tmp_pa
     assert names(tmp_path) == ["epoch=1.ckpt", "epoch=3.ckpt"]
 
 
+class Rare(Line):
+    """A Line that logs a value in each epoch of training, and one in each validation."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log("trained", 5.0 - self.current_epoch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validated", float(self.current_epoch))
+
+
+def fit_rarely_validated(
+    saver: ModelCheckpoint, ckpt_path: str | None = None, epochs: int = 5
+) -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        max_epochs=epochs,
+        check_val_every_n_epoch=2,
+        num_sanity_val_steps=0,
+        callbacks=saver,
+    )
+    data = DataLoader(TensorDataset(torch.ones(4, 2)), 2)
+    trainer.fit(Rare(), data, data, ckpt_path=ckpt_path)
+
+
+@pytest.mark.parametrize("at_epoch_end", [None, True])
+@pytest.mark.parametrize(("top_k", "best"), [(-1, [0, 1, 2, 3, 4]), (1, [4]), (2, [3, 4])], ids=str)
+def test_a_value_of_training_is_judged_in_epochs_without_validation(
+    at_epoch_end: bool | None, top_k: int, best: list[int], tmp_path: Path
+) -> None:
+    for save_last in (False, True):
+        folder = tmp_path / str(save_last)
+
+        def make() -> ModelCheckpoint:
+            options: dict[str, Any] = {"save_top_k": top_k, "save_last": save_last}  # noqa: B023
+            options["save_on_train_epoch_end"] = at_epoch_end
+            return ModelCheckpoint(folder, "{epoch}", monitor="trained", **options)  # noqa: B023
+
+        fit_rarely_validated(saver := make())
+        epochs = [f"epoch={epoch}.ckpt" for epoch in best]
+        assert names(folder) == epochs + ["last.ckpt"] * save_last
+        assert saver.best_model_score == 1.0
+        fit_rarely_validated(saver := make(), str(folder / "epoch=4.ckpt"), 7)
+        assert saver.best_model_score == -1.0
+        assert Path(saver.best_model_path).name == "epoch=6.ckpt"
+
+
+@pytest.mark.parametrize(
+    "saves",
+    [{}, {"every_n_train_steps": 1}, {"train_time_interval": timedelta(0)}],
+    ids=lambda saves: next(iter(saves), "epochs"),
+)
+def test_a_value_that_comes_later_is_none_in_the_name_of_a_checkpoint(
+    saves: dict[str, Any], tmp_path: Path
+) -> None:
+    name, told = "{step}-{validated:.1f}", "'validated' was not logged yet. Names of checkpoints"
+    by_epochs = ["step=2-validated=none", "step=4-validated=1.0", "step=6-validated=1.0"]
+    by_steps = [
+        *("step=1-validated=none", "step=2-validated=none", "step=3-validated=none"),
+        *("step=4-validated=none", "step=5-validated=1.0", "step=6-validated=1.0"),
+    ]
+    every = by_steps if saves else by_epochs
+    for top_k, save_last in itertools.product((-1, 1, 2), (False, True)):
+        folder = tmp_path / f"{top_k}{save_last}"
+
+        def make() -> ModelCheckpoint:
+            options: dict[str, Any] = {"save_top_k": top_k, "save_last": save_last}  # noqa: B023
+            return ModelCheckpoint(folder, name, **options, **saves)  # noqa: B023
+
+        with pytest.warns(UserWarning, match=told) as caught:
+            fit_rarely_validated(make(), epochs=3)
+        assert len(caught) == 1
+        kept = [f"{one}.ckpt" for one in (every if top_k == -1 else every[-top_k:])]
+        assert names(folder) == ["last.ckpt"] * save_last + kept
+        fit_rarely_validated(make(), str(folder / kept[-1]), epochs=4)
+        assert f"step=8-validated={1.0 if saves else 3.0}.ckpt" in names(folder)
+
+
 def test_last_may_be_asked_for_as_a_link(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, "{epoch}", save_last="link")
     fit_epochs(saver, 1)

@@ -134,6 +134,8 @@ class Run:
         """The checkpoints to save after the current optimizer step."""
         self.has_ended_epoch = False
         """In a fit: whether an epoch has ended, so that its metrics are available."""
+        self.logged_in_epoch: set[str] = set()
+        """In a fit: the names that training has logged in the epoch that ended last."""
         self.has_failed = False
         self.interruption = Interruption(
             self.strategy.ranks, self.strategy.cluster_environment, trainer.options.max_time
@@ -480,6 +482,7 @@ class Run:
             # A run that resumes in this epoch continues from the values before this early end.
             self.rank_state.keep(epoch=self.rank_state.epoch.state())
         entries = metrics.entries
+        names = {name for e in entries.values() for name in (e.name, e.step_name, e.epoch_name)}
         try:
             metrics.reduce_epoch()
             self.hooks.call_before_metrics("on_train_epoch_end")
@@ -490,7 +493,7 @@ class Run:
         epoch = metrics.end_epoch()
         # Loggers receive the epoch's values at its last step, with the epoch's number.
         self.rows.write(epoch.for_loggers, progress.logged_step, progress.epoch)
-        self.has_ended_epoch = True
+        self.has_ended_epoch, self.logged_in_epoch = True, names | epoch.values.keys()
         self.schedulers.step_after_epoch(self.is_metric_pending)
         self.hooks.call_after_metrics("on_train_epoch_end")
 

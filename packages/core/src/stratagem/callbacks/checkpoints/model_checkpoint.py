@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stratagem.callbacks.callback import Callback
-from stratagem.callbacks.checkpoints.names import CheckpointNames, filled, is_version_of
+from stratagem.callbacks.checkpoints.names import (
+    CheckpointNames,
+    NotYet,
+    filled,
+    is_version_of,
+    names_in,
+)
 from stratagem.callbacks.checkpoints.resumed import ResumedCheckpoints, in_folder, leads_to
 from stratagem.callbacks.checkpoints.retention import RetentionPolicy
 from stratagem.errors import CheckpointError, ConfigurationError
@@ -37,9 +43,9 @@ class ModelCheckpoint(Callback):
     resumes, are ever removed or replaced. If another run has saved or is about to save under a
     name, this run adds `-v1`, `-v2` and so on. So does a second fit of the same Trainer, which is
     another run unless it resumes. A resumed run does the same for names that the interrupted run
-    has used after the resumed checkpoint. A checkpoint that a fit's `ckpt_path`
-    names is kept, so that the same command works again. A checkpoint that `ckpt_path="last"` found
-    is removed like any other.
+    has used after the resumed checkpoint. A checkpoint that a fit's `ckpt_path` names is kept
+    beyond `save_top_k`, so that the same command works again. A checkpoint that `ckpt_path="last"`
+    found is removed like any other.
 
     Args:
         dirpath: the folder for checkpoints, a local path or a URL ("s3://bucket/run"). With None,
@@ -76,11 +82,13 @@ class ModelCheckpoint(Callback):
     in addition to the finite ones. It counts neither as best nor as newest, and `last.ckpt` does
     not move. A monitored value of NaN is the worst.
 
-    With `monitor`, an epoch without validation adds no best checkpoint if other epochs have
-    validation. A save by steps or time waits for the next validation, if that runs before the next
-    batch, or if the value was not logged yet; a warning says the latter once. A signal that ends
-    training saves `interrupted-step=S.ckpt`. This file, and the file of an error, are kept until
-    the resumed run has saved another checkpoint.
+    With `monitor`, an epoch without validation adds a best checkpoint only if its training logs the
+    value, or if no epoch has validation. A value in `filename` that is not logged yet, such as one
+    of the first validation, is written as "none"; a warning says so once. A save by steps or
+    time waits for the next validation, if that runs before the next batch, or if the value was not
+    logged yet; a warning says the latter once. A signal that ends training saves
+    `interrupted-step=S.ckpt`. This file, and the file of an error, are kept until the resumed run
+    has saved another checkpoint.
 
     Attributes:
         best_model_path: the path of the best checkpoint of the last fit so far, or "".
@@ -304,10 +312,12 @@ class ModelCheckpoint(Callback):
             self._save(trainer)
         elif self._after_training_epoch(trainer) and self._epoch_is_due(trainer):
             # The monitored value may be from an earlier epoch, or not logged yet.
-            known = trainer.run.has_validated or not trainer.run.has_validation
+            run = trainer.run
+            known = run.has_validated or not run.has_validation
+            known |= self.monitor in run.logged_in_epoch
             if not self._monitors_logged:
                 # A limit may end a fit before the validation of its epoch.
-                known |= trainer.run.validation.is_in_epoch(trainer.current_epoch)
+                known |= run.validation.is_in_epoch(trainer.current_epoch)
             self._save(trainer, among_best=known or self.monitor is None)
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
@@ -495,7 +505,21 @@ class ModelCheckpoint(Callback):
         values: dict[str, Any] = {k: float(v) for k, v in trainer.callback_metrics.items()}
         values["epoch"] = trainer.current_epoch
         values["step"] = trainer.global_step
-        return self._with_values(filename, values)
+        return self._with_values(filename, values | self._awaited(filename, values, trainer))
+
+    def _awaited(
+        self, filename: str, values: Mapping[str, Any], trainer: Trainer
+    ) -> dict[str, Any]:
+        """Return "none" for the values in a file name that are not logged yet, but may come."""
+        pending = trainer.run.is_metric_pending
+        absent = [name for name in names_in(filename) if name not in values and pending(name)]
+        for name in absent:
+            self._warn_once(
+                trainer,
+                f"ModelCheckpoint(filename={filename!r}): {name!r} was not logged yet",
+                f"Names of checkpoints have 'none' until {name!r} is logged",
+            )
+        return dict.fromkeys(absent, NotYet())
 
     def _with_values(self, filename: str, values: Mapping[str, Any]) -> str:
         return filled(filename, values, with_names=self.auto_insert_metric_name)

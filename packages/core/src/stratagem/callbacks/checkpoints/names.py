@@ -15,6 +15,27 @@ if TYPE_CHECKING:
     from stratagem.interfaces.ranks import Ranks
 
 
+_IN_BRACES = re.compile(r"\{([^}]+)\}")
+
+
+class NotYet:
+    """A value that is not known yet: "none" in every format."""
+
+    def __format__(self, form: str) -> str:
+        return "none"
+
+
+def names_in(filename: str) -> list[str]:
+    """Return the names of the values in a file name.
+
+    Example:
+        >>> from stratagem.callbacks.checkpoints.names import names_in
+        >>> names_in("{epoch}-{val/acc:.2f}")
+        ['epoch', 'val/acc']
+    """
+    return [text.partition(":")[0] for text in _IN_BRACES.findall(filename)]
+
+
 def filled(
     filename: str, values: Mapping[str, Any], *, with_names: bool = True, equals: str = "="
 ) -> str:
@@ -45,7 +66,7 @@ def filled(
         text = format(values[name], form)
         return f"{name.replace('/', '_')}{equals}{text}" if with_names else text
 
-    return re.sub(r"\{([^}]+)\}", fill, filename)
+    return _IN_BRACES.sub(fill, filename)
 
 
 def is_version_of(path: str, name: str) -> bool:

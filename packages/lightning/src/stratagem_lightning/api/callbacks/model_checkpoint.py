@@ -339,6 +339,12 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             )
         return text
 
+    def _awaited(
+        self, filename: str, values: Mapping[str, Any], trainer: "Trainer"
+    ) -> dict[str, Any]:
+        """Return no values: 0 stands for each that was not logged, as in Lightning."""
+        return {}
+
     def _name_to_resume_from(self, trainer: "Trainer", why: str) -> str:
         if why == "exception":
             return self._name(trainer)
