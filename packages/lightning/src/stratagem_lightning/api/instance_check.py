@@ -1,4 +1,4 @@
-"""Classes of Lightning's names that what Stratagem makes by itself is an instance of, too."""
+"""Second names of classes and attributes, as Lightning has them."""
 
 from __future__ import annotations
 
@@ -61,3 +61,27 @@ def of_class(kind: type, *names: str) -> Any:
     return staticmethod(
         lambda one: isinstance(one, kind) and (not names or getattr(one, "name", None) in names)
     )
+
+
+def second_name(name: str, instead: Any = None) -> Any:
+    """Return a property that reads and sets an attribute of another name.
+
+    Args:
+        name: of the attribute.
+        instead: the value in place of None.
+
+    Example:
+        >>> class Saver:
+        ...     every = None
+        ...     _every = second_name("every", 0)
+        >>> saver = Saver()
+        >>> before, saver._every = saver._every, 3
+        >>> before, saver.every
+        (0, 3)
+    """
+
+    def read(self: Any) -> Any:
+        value = getattr(self, name)
+        return instead if value is None else value
+
+    return property(read, lambda self, value: setattr(self, name, value))

@@ -408,18 +408,17 @@ class ModelCheckpoint(Callback):
             last = self.last_model_path = self._names.choose(ranks, self._folder, name)
         # Update the state first, so that the checkpoint itself contains it.
         dropped = kept.add_nonfinite(path) if weights.nonfinite else kept.add(path, value)
-        save = partial(trainer.run.save, weights_only=self.save_weights_only, weights=weights)
         try:
-            save(paths.to_location(path))
+            self._save_file(trainer, path, weights)
         except BaseException:
             self._kept, self.last_model_path = before
             raise
         # `last` moves once its new target is durable; the old target is removed after that.
-        if moves_last and not trainer.checkpoint_writer.link(path, last):
-            save(paths.to_location(last))
+        if moves_last and not self._link_file(trainer, path, last):
+            self._save_file(trainer, last, weights)
         for old in (former, *dropped) if former else dropped:
             if old not in self._spared:
-                trainer.checkpoint_writer.remove(old)
+                self._remove_file(trainer, old)
         self._names.release()
         if self.verbose:
             score = f", {self.monitor} {value:.4g}" if self.monitor and value is not None else ""
@@ -428,6 +427,16 @@ class ModelCheckpoint(Callback):
             for logger in trainer.loggers:
                 tell = partial(logger.after_save_checkpoint, self)
                 trainer.strategy.checkpoint_io.when_durable(tell)
+
+    def _save_file(self, trainer: Trainer, path: str, weights: Weights) -> None:
+        only = self.save_weights_only
+        trainer.run.save(paths.to_location(path), weights_only=only, weights=weights)
+
+    def _link_file(self, trainer: Trainer, target: str, path: str) -> bool:
+        return trainer.checkpoint_writer.link(target, path)
+
+    def _remove_file(self, trainer: Trainer, path: str) -> None:
+        trainer.checkpoint_writer.remove(path)
 
     def _monitored(self, trainer: Trainer) -> float | None:
         """Return the monitored value of the current checkpoint; None if not logged yet."""

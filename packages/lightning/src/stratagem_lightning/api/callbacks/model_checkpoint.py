@@ -3,8 +3,7 @@
 # Without the __future__ import: command lines read the types of the arguments as they stand here.
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +16,7 @@ from stratagem.callbacks import filled
 from stratagem.checkpoint import SUFFIX
 from stratagem.errors import ConfigurationError
 from stratagem.launch import rank_zero_warn
+from stratagem_lightning.api.instance_check import second_name
 from stratagem_lightning.api.utilities.phrases import in_lightnings_words
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
     ) -> None:
+        self._last_checkpoint_saved = ""
+        self._copies_last = save_last is True
         self._keeps_last_only = bool(save_last) and save_top_k == 0
         """Whether the only file is that of the last checkpoint: no other one is linked to."""
         super().__init__(
@@ -250,13 +252,11 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         if isinstance(self._folder, Path):
             self._folder = self._folder.absolute()  # so are the paths of checkpoints
 
-    @property
-    def _last_global_step_saved(self) -> int:
-        return self._last_step_saved
-
-    @property
-    def _save_on_train_epoch_end(self) -> bool | None:
-        return self.save_on_train_epoch_end
+    _last_global_step_saved = second_name("_last_step_saved")
+    _save_on_train_epoch_end = second_name("save_on_train_epoch_end")
+    _every_n_train_steps = second_name("every_n_train_steps", 0)
+    _every_n_epochs = second_name("every_n_epochs", 0)
+    _train_time_interval = second_name("train_time_interval")
 
     def _should_skip_saving_checkpoint(self, trainer: "Trainer") -> bool:
         """Whether nothing is to be saved now; libraries override it."""
@@ -295,17 +295,57 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             self.last_model_path = self.kept_paths[-1]
 
     def _write_ranked(self, trainer: "Trainer", value: float | None) -> None:
-        with _saving_by(trainer):
-            self._write_by_value(trainer, value)
-
-    def _write_by_value(self, trainer: "Trainer", value: float | None) -> None:
         if self.monitor is None or value is None:
             super()._write(trainer, value)
             return
-        positions = {"epoch": trainer.current_epoch, "step": trainer.global_step}
-        candidates = {name: torch.tensor(number) for name, number in positions.items()}
         current = torch.tensor(value, dtype=torch.float64)  # as exact as it was
-        self._update_best_and_save(current, trainer, {**trainer.callback_metrics, **candidates})
+        self._update_best_and_save(current, trainer, self._monitor_candidates(trainer))
+
+    def _monitor_candidates(self, trainer: "Trainer") -> dict[str, Any]:
+        """Return the values for `monitor` and for file names; libraries override it to add some."""
+        values = dict(trainer.callback_metrics)
+        values["epoch"] = torch.tensor(trainer.current_epoch)
+        values["step"] = torch.tensor(trainer.global_step)
+        return values
+
+    def _monitored(self, trainer: "Trainer") -> float | None:
+        name = self.monitor
+        if name is not None and name not in trainer.callback_metrics:
+            added = self._monitor_candidates(trainer).get(name)
+            if added is not None:
+                self._current_score = float(added)
+                return self._current_score
+        return super()._monitored(trainer)
+
+    def _filled(self, filename: str, trainer: "Trainer") -> str:
+        values = self._monitor_candidates(trainer)
+        return self._with_values(filename, {name: value.item() for name, value in values.items()})
+
+    # -- files
+
+    def _save_file(self, trainer: "Trainer", path: str, weights: Any) -> None:
+        if _is_users(self._save_checkpoint) or _is_users(trainer.save_checkpoint):
+            self._save_checkpoint(trainer, path)
+        else:
+            # Does the same, with weights that are collected already.
+            super()._save_file(trainer, path, weights)
+        self._last_checkpoint_saved = path
+
+    def _save_checkpoint(self, trainer: "Trainer", filepath: str) -> None:
+        """Save a checkpoint, on every rank; libraries override it to save something more."""
+        trainer.save_checkpoint(filepath, self.save_weights_only)
+
+    def _link_file(self, trainer: "Trainer", target: str, path: str) -> bool:
+        # An override saves `last.ckpt` as well, as in Lightning.
+        saves_again = self._copies_last and _is_users(self._save_checkpoint)
+        return not saves_again and super()._link_file(trainer, target, path)
+
+    def _remove_file(self, trainer: "Trainer", path: str) -> None:
+        self._remove_checkpoint(trainer, path)
+
+    def _remove_checkpoint(self, trainer: "Trainer", filepath: str) -> None:
+        """Remove a checkpoint, on rank 0; called on every rank. Libraries override it."""
+        super()._remove_file(trainer, filepath)
 
     def _update_best_and_save(
         self, current: Tensor, trainer: "Trainer", monitor_candidates: dict[str, Any]
@@ -351,28 +391,9 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         return super()._name_to_resume_from(trainer, why)
 
 
-@contextmanager
-def _saving_by(trainer: "Trainer") -> Iterator[None]:
-    """Let a `save_checkpoint` of the user's Trainer save, as Lightning does."""
-    method: Any = trainer.save_checkpoint
-    if str(getattr(method, "__module__", "")).startswith("stratagem"):
-        yield
-        return
-    run: Any = trainer.run
-    save = run.save
-
-    def save_by_users(path: Any, *, weights_only: bool, weights: Any = None) -> None:
-        run.save = save  # what the user's method calls
-        try:
-            method(str(path), weights_only)
-        finally:
-            run.save = save_by_users
-
-    run.save = save_by_users
-    try:
-        yield
-    finally:
-        del run.save
+def _is_users(method: Any) -> bool:
+    """Whether a method is neither Stratagem's nor wrapped by it."""
+    return not str(getattr(method, "__module__", "")).startswith("stratagem")
 
 
 def _tensor(score: float | None) -> Tensor | None:
