@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torchmetrics import MeanMetric
 
 from stratagem.callbacks import ModelCheckpoint
+from stratagem.state.rank_states import gather_states
 from stratagem.strategies import DDPStrategy
 
 out = {}
@@ -194,10 +195,20 @@ class Loop(Lite):
             self.all_reduce(mine, "median")
         except Exception as error:
             out["median"] = f"{type(error).__name__}: {error}"
-        try:
-            self.strategy.ranks.gather_objects([object()])
-        except TypeError as error:
-            out["odd"] = str(error)
+        ranks, is_second = self.strategy.ranks, self.global_rank == 1
+        odd = object() if is_second else "safe"
+        for name, exchange in {
+            "odd on 1": lambda: ranks.gather_objects([odd]),
+            "odd from 1": lambda: self.broadcast(odd, src=1),
+            "odd metrics": lambda: self.gather_for_metrics(mine if is_second else 3),
+            "odd states": lambda: gather_states(ranks, {"of loader": odd}),
+        }.items():
+            began = time.monotonic()
+            try:
+                exchange()
+            except Exception as error:
+                out[name] = f"{type(error).__name__}: {error}"
+            assert time.monotonic() - began < 5
         return net
 
 
@@ -400,9 +411,20 @@ def test_collectives(results: Results) -> None:
     assert results.both("median") == (
         "ConfigurationError: all_reduce(op='median'): expected one of 'mean', 'sum', 'max', 'min'"
     )
-    assert results.both("odd") == (
-        "only weights-only-safe data (numbers, strings, tensors, and dicts, lists, tuples and sets "
-        "of them) can be sent to other ranks: [0] is of type builtins.object"
+
+
+def test_data_that_cannot_be_sent_from_one_rank_raise_on_every_rank(results: Results) -> None:
+    refused = (
+        "TypeError: rank 1: only weights-only-safe data (numbers, strings, tensors, and dicts, "
+        "lists, tuples and sets of them) can be sent to other ranks, but {} is of type "
+        "builtins.object: convert it first"
+    )
+    assert results.both("odd on 1") == refused.format("[0]")
+    assert results.both("odd from 1") == refused.format("it")
+    assert results.both("odd states") == refused.format("['of loader']")
+    assert results.both("odd metrics") == (
+        "UserCodeError: rank 0: gather_for_metrics() received a int; expected tensors, lists of "
+        "objects, and dicts, lists and tuples of them"
     )
 
 

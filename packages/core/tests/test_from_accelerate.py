@@ -97,8 +97,8 @@ def test_what_cannot_be_gathered_is_refused_on_every_rank(of_ranks: list[dict[st
             "dim=1) before it"
         )
         assert found["no tensor"] == (
-            "gather_for_metrics() received a int; expected tensors, lists of objects, and dicts, "
-            "lists and tuples of them"
+            "rank 0: gather_for_metrics() received a int; expected tensors, lists of objects, and "
+            "dicts, lists and tuples of them"
         )
         assert found["split unevenly"] == (
             "split_between_processes() received a dict with entries of the lengths "

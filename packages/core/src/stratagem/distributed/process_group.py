@@ -253,27 +253,47 @@ class ProcessGroupRanks(Ranks):
 
     def broadcast(self, data: Any, src: int = 0) -> Any:
         """Return rank `src`'s data; see `Ranks.broadcast`."""
-        device = self._data_device()
-        encoded = safe_data.encode(data) if self.global_rank == src else torch.empty(0)
-        size = torch.tensor(encoded.numel(), dtype=self.size_dtype, device=device)
-        dist.broadcast(size, src)
-        if self.global_rank == src:
+        device, is_source = self._data_device(), self.global_rank == src
+        encoded, size = self._encoded(data) if is_source else (torch.empty(0), 0)
+        told = torch.tensor(size, dtype=self.size_dtype, device=device)
+        dist.broadcast(told, src)
+        if is_source:
             message = encoded.to(device)
         else:
-            message = torch.empty(int(size), dtype=torch.uint8, device=device)
+            size = int(told)
+            message = torch.empty(abs(size), dtype=torch.uint8, device=device)
         dist.broadcast(message, src)
-        return data if self.global_rank == src else safe_data.decode(message)
+        if size < 0:
+            raise TypeError(safe_data.bytes_of(message).decode())
+        return data if is_source else safe_data.decode(message)
 
     def gather_objects(self, data: Any) -> list[Any]:
         """Return every rank's weights-only-safe data; see `Ranks.gather_objects`."""
         device = self._data_device()
-        encoded = safe_data.encode(data).to(device)
-        size = torch.tensor(encoded.numel(), dtype=self.size_dtype, device=device)
-        sizes = self._gathered(size)
-        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)
-        padded[: encoded.numel()] = encoded
+        encoded, size = self._encoded(data)
+        told = self._gathered(torch.tensor(size, dtype=self.size_dtype, device=device))
+        sizes = [int(of_rank) for of_rank in told]
+        padded = torch.zeros(max(map(abs, sizes)), dtype=torch.uint8, device=device)
+        padded[: encoded.numel()] = encoded.to(device)
         rows = self._gathered(padded)
-        return [safe_data.decode(row[: int(size)]) for row, size in zip(rows, sizes, strict=True)]
+        messages = [row[: abs(size)] for row, size in zip(rows, sizes, strict=True)]
+        for message, size in zip(messages, sizes, strict=True):
+            if size < 0:
+                raise TypeError(safe_data.bytes_of(message).decode())
+        return [safe_data.decode(message) for message in messages]
+
+    def _encoded(self, data: Any) -> tuple[Tensor, int]:
+        """Return data as bytes, and their number.
+
+        If the data are not safe, return the text of the error and its negative number of bytes: all
+        ranks raise, since the others would wait for a rank that raised alone.
+        """
+        try:
+            encoded = safe_data.encode(data)
+        except Exception as error:
+            text = bytearray(f"rank {self.global_rank}: {error}".encode(errors="replace"))
+            return torch.frombuffer(text, dtype=torch.uint8), -len(text)
+        return encoded, encoded.numel()
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes on rank 0; see `Ranks.gather_bytes`."""

@@ -154,11 +154,19 @@ class Ranks:
         return tensor.unsqueeze(0)
 
     def broadcast(self, data: Any, src: int = 0) -> Any:
-        """Return the data of rank `src` on every rank; weights-only-safe data, never executed."""
+        """Return the data of rank `src` on every rank; weights-only-safe data, never executed.
+
+        Raises:
+            TypeError: on every rank, if the data are not weights-only-safe.
+        """
         return data
 
     def gather_objects(self, data: Any) -> list[Any]:
-        """Return every rank's weights-only-safe data, in the order of ranks, on every rank."""
+        """Return every rank's weights-only-safe data, in the order of ranks, on every rank.
+
+        Raises:
+            TypeError: on every rank, if one rank's data are not weights-only-safe.
+        """
         return [data]
 
     def gather_bytes(self, data: bytes) -> list[bytes]:

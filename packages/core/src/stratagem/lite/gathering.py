@@ -36,8 +36,16 @@ def gather_samples(ranks: Ranks, data: Any, reading: Reading, *, is_repeated: bo
     size, repeated = _samples(reading.latest, within=within)
     repeated = -1 if is_repeated else repeated
     described: list[Any] = []
-    _map(data, lambda t: described.append(list(t.shape)), lambda rows: described.append((*rows,)))
-    everyone = ranks.gather_objects([size, repeated, within, described])
+    problem = ""
+    try:
+        _map(data, lambda t: described.append([*t.shape]), lambda r: described.append((*r,)))
+    except UserCodeError as error:
+        problem = f"rank {ranks.global_rank}: {error}"
+    everyone = ranks.gather_objects([size, repeated, within, problem or described])
+    # A rank that raised before the exchange would leave the others waiting.
+    for *_, found in everyone:
+        if isinstance(found, str):
+            raise UserCodeError(found)
     groups = [group[0] for group in ranks.by_data_group(everyone)]
     if len({len(leaves) for *_, leaves in groups}) > 1:
         raise UserCodeError(

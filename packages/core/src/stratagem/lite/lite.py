@@ -312,7 +312,8 @@ class Lite(FrontEnd):
             src: the rank to broadcast from.
 
         Raises:
-            TypeError: the data are not weights-only-safe; names the place in the data.
+            TypeError: on every rank, if the data are not weights-only-safe; names the place in the
+                data.
         """
         return self.ranks.broadcast(data, src)
 

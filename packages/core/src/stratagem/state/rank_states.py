@@ -37,7 +37,7 @@ def gather_states(ranks: Ranks, state: State) -> dict[str, Any] | list[State]:
         one process alone a list, as 0.1.0 saved them of all ranks.
 
     Raises:
-        TypeError: the state is no weights-only-safe data; says where.
+        TypeError: on every rank, if one rank's state is no weights-only-safe data; says where.
 
     Example:
         >>> from stratagem.strategies import Ranks
@@ -47,8 +47,7 @@ def gather_states(ranks: Ranks, state: State) -> dict[str, Any] | list[State]:
     """
     if ranks.world_size == 1:
         return [state]
-    # What cannot be encoded is refused before any rank waits for another.
-    safe_data.encode(state)
+    _check_together(ranks, state)
     first: State = ranks.broadcast(state)
     changes = safe_data.encode(_changes(state, first))
     encoded = ranks.gather_bytes(safe_data.bytes_of(changes))
@@ -59,6 +58,17 @@ def gather_states(ranks: Ranks, state: State) -> dict[str, Any] | list[State]:
         "changes": torch.frombuffer(bytearray().join(encoded), dtype=torch.uint8),
         "ends": torch.tensor([len(of_rank) for of_rank in encoded]).cumsum(0),
     }
+
+
+def _check_together(ranks: Ranks, state: State) -> None:
+    """Raise on every rank if the state of one cannot be encoded, before any waits for another."""
+    problem = ""
+    try:
+        safe_data.encode(state)
+    except Exception as error:
+        problem = f"rank {ranks.global_rank}: {error}"
+    if ranks.all_reduce_ints([bool(problem)], "max")[0]:
+        raise TypeError(next(filter(None, ranks.gather_objects(problem))))
 
 
 class RankStates(Sequence[State]):

@@ -165,7 +165,7 @@ def encode(data: Any) -> Tensor:
     if offending_value := find_offending_value(data):
         raise TypeError(
             "only weights-only-safe data (numbers, strings, tensors, and dicts, lists, tuples and "
-            f"sets of them) can be sent to other ranks: {offending_value}"
+            f"sets of them) can be sent to other ranks, but {offending_value}: convert it first"
         )
     return torch.frombuffer(bytearray(_saved(data).getbuffer()), dtype=torch.uint8)
 
