@@ -43,7 +43,7 @@ PUBLIC = {
     "stratagem.environments": "ClusterEnvironment",
     "stratagem.launch": "Launcher RunPlan RunRequest Selection rank_environment free_port pack "
     "run_packed pack_result unpack_result rank_failure run_as_rank",
-    "stratagem.data": "map_tensors",
+    "stratagem.data": "map_items map_tensors",
     "stratagem.state": "named_state load_named_state matching_groups check_weights "
     "check_safe_data find_offending_value to_bytes from_bytes",
     "stratagem.storage": "check_is_new durable_replace read write",

@@ -8,7 +8,11 @@ from stratagem._lazy import lazy_names
 
 if TYPE_CHECKING:
     from stratagem.data.combined_loader import CombinedLoader as CombinedLoader
-    from stratagem.data.pytree import map_tensors as map_tensors, move_to_device as move_to_device
+    from stratagem.data.pytree import (
+        map_items as map_items,
+        map_tensors as map_tensors,
+        move_to_device as move_to_device,
+    )
     from stratagem.data.sharding import (
         UNKNOWN as UNKNOWN,
         ShardedSampler as ShardedSampler,

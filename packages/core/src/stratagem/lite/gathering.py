@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from stratagem.data.pytree import map_tensors
+from stratagem.data.pytree import map_items, map_tensors
 from stratagem.errors import UserCodeError
 from stratagem.interfaces.ranks import Ranks
 from stratagem.lite.dataloader import LiteDataLoader, Reading
@@ -126,23 +126,20 @@ def _kept(
 def _map(
     data: Any, tensor: Callable[[Tensor], Any], objects: Callable[[Sequence[Any]], Any]
 ) -> Any:
-    """Return `data` with functions applied to its tensors, and to its lists without any tensor."""
+    """Return `data` with functions applied to its tensors, and to its lists without tensors."""
     if isinstance(data, Tensor):
         return tensor(data)
-    if isinstance(data, Mapping):
-        mapped = {key: _map(value, tensor, objects) for key, value in data.items()}
-        return mapped if type(data) is dict else type(data)(mapped)  # type: ignore[call-arg]
-    if not isinstance(data, (list, tuple)):
+    found: list[Tensor] = []
+    map_tensors(found.append, data)
+    if not found and isinstance(data, (list, tuple)):
+        return objects(data)
+    mapped = map_items(lambda item: _map(item, tensor, objects), data)
+    if mapped is data:
         raise UserCodeError(
             f"gather_for_metrics() received a {type(data).__name__}; expected tensors, lists of "
             "objects, and dicts, lists and tuples of them"
         )
-    found: list[Tensor] = []
-    map_tensors(found.append, data)
-    if not found:
-        return objects(data)
-    inner = [_map(value, tensor, objects) for value in data]
-    return type(data)(*inner) if hasattr(data, "_fields") else type(data)(inner)
+    return mapped
 
 
 def pad_to_longest(ranks: Ranks, data: Any, dim: int, value: float, first: bool) -> Any:
