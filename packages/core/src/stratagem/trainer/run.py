@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -192,6 +193,9 @@ class Run:
                     if stage == "fit":
                         logger.steps_taken = self.progress.global_step
                     self.rows.attempt(logger, partial(logger.finalize, status))
+            if self.has_failed and self.interruption.is_pending:
+                traceback.print_exc()  # the signal may end the process at once
+            self.interruption.finish()
 
     def _position(self) -> str:
         if self.stage != "fit":
@@ -258,11 +262,11 @@ class Run:
                 logger.log_graph(module)
         with module.logging_to(self.metrics):
             self.hooks.call("on_fit_start")
+            self.interruption.begin()
             if path is None and joined is None:
                 self.validation.check_sanity(prepared)
             with ExitStack() as stack:
                 stack.callback(self._close_data)
-                stack.enter_context(self.interruption)
                 self.step = trainer.make_train_step(self, prepared)
                 fit_loop.fit(self, prepared, self.step)
         self.hooks.call("on_fit_end")

@@ -96,9 +96,14 @@ def fit(run: Run, prepared: PreparedModel, step: Step) -> None:
 
 
 def _end_epoch(run: Run) -> None:
-    """Take the last step of schedulers that wait for a value, and end the epoch."""
+    """Take the last step of schedulers that wait for a value, and end the epoch.
+
+    A signal that came in its validation ends the fit here, before the next epoch's first step.
+    """
     run.schedulers.step_after_step(run.is_metric_pending)
     run.end_train_epoch()
+    if run.interruption.check_between_epochs():
+        run.interrupt()
 
 
 def _train_steps(

@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -19,14 +18,16 @@ _EVERY = 0.5
 """Seconds between two exchanges with the other ranks, as far as steps allow."""
 
 
-class Interruption(AbstractContextManager["Interruption"]):
-    """Makes all ranks end a fit after the same step.
+class Interruption:
+    """Makes all ranks end a fit after the same step, or between two epochs.
 
-    As a context, this handles SIGTERM and the cluster's signals of preemption, unless the user has
-    handlers for them. Ranks may receive a signal at different times, or only one rank receives it.
-    So they exchange four numbers by an all-reduce, about twice a second. The number of steps
-    between exchanges follows from the slowest rank's last steps, and is the same on every rank. A
-    single process checks after every step.
+    From `begin` to `finish`, this handles SIGTERM and the cluster's signals of preemption, unless
+    the user has handlers for them. `finish` delivers a signal that came after the last check.
+
+    Ranks may receive a signal at different times, or only one rank receives it. So they exchange
+    four numbers by an all-reduce, about twice a second. The number of steps between exchanges
+    follows from the slowest rank's last steps, and is the same on every rank. A single process
+    checks after every step.
 
     Args:
         ranks: the ranks that end together.
@@ -52,18 +53,30 @@ class Interruption(AbstractContextManager["Interruption"]):
         self._agreed = 0.0
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Interruption:
+    def begin(self) -> None:
+        """Handle signals; called before the sanity check."""
         if threading.current_thread() is threading.main_thread():
             wanted = {signal.SIGTERM, *self._environment.preemption_signals}
             for number in wanted:
                 handler = signal.getsignal(number)
                 if handler == signal.SIG_DFL or handler in this_rank.handlers:
                     self._before[number] = signal.signal(number, self._receive)
-        return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def finish(self) -> None:
+        """Restore the former handlers; deliver a signal to them that no check has seen."""
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # A handler that the user's code has set since then stays.
+            if signal.getsignal(number) == self._receive:
+                signal.signal(number, handler)
+        self._before.clear()
+        received, self._received = self._received, 0
+        if received and self.signal is None:
+            signal.raise_signal(received)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether `finish` will deliver a signal."""
+        return self._received > 0 and self.signal is None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = number
@@ -78,6 +91,18 @@ class Interruption(AbstractContextManager["Interruption"]):
         if self._steps < self._interval:
             return False
         return self._decide(*self._of_all_ranks())
+
+    def check_between_epochs(self) -> bool:
+        """Return whether the fit has to end before the next epoch; the same on every rank.
+
+        Ranks always exchange here: the validation before may have taken any time.
+        """
+        if self.is_alone:
+            return self.check()
+        interval = self._interval
+        ends = self._decide(*self._of_all_ranks())
+        self._interval = interval  # the time of a validation says nothing about steps
+        return ends
 
     def is_time_up(self) -> bool:
         """Return whether `max_time` has passed on this rank."""
