@@ -52,6 +52,8 @@ def test_plugins_and_core_of_two_commits_work_together(
     tmp_path: Path,
 ) -> None:
     of_core, of_plugins = (ROOT, before) if older == "plugins" else (before, ROOT)
+    if older == "core" and api_version(before) < api_version(ROOT):
+        pytest.skip(f"core of {COMMIT} has an earlier plugin API, and leaves these plugins out")
     core = build_wheel(of_core / "packages/core", tmp_path / "core")
     plugins = list(plugins_in(of_plugins))
     assert len(plugins) >= 6
@@ -73,6 +75,14 @@ def test_plugins_and_core_of_two_commits_work_together(
     assert {plugin.name for plugin in runnable} >= {"stratagem-bagua", "stratagem-local-sgd"}
     for plugin in runnable:
         train_and_check(environment, plugin, tmp_path / f"{plugin.name} runs")
+
+
+def api_version(tree: Path) -> int:
+    """Return the version of the plugin API of the core in a tree."""
+    text = (tree / "packages/core/src/stratagem/discovery/specs.py").read_text()
+    found = re.search(r"^PLUGIN_API_VERSION = (\d+)$", text, re.MULTILINE)
+    assert found is not None
+    return int(found[1])
 
 
 def stands_alone(plugin: Path) -> bool:

@@ -17,7 +17,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         AcceleratorSpec(
             name="sim",
             target="simulated.accelerator:SimulatedAccelerator",
-            api_version=1,
+            api_version=2,
             summary="Four devices in host memory, for tests",
             probe=availability,
         ),

@@ -2,7 +2,7 @@
 
     python packages/core/scripts/plugin_api.py    # writes the snapshot and the generated tables
 
-The snapshot, packages/core/tests/data/plugin_api_1.txt, is what an author of a plugin may rely on;
+The snapshot, packages/core/tests/data/plugin_api_2.txt, is what an author of a plugin may rely on;
 a test compares it with what is there.
 """
 
@@ -22,7 +22,7 @@ from types import FunctionType
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
-SNAPSHOT = ROOT / "packages/core/tests/data/plugin_api_1.txt"
+SNAPSHOT = ROOT / "packages/core/tests/data/plugin_api_2.txt"
 GUIDE = ROOT / "docs/extend/plugin-api.md"
 
 PUBLIC = {
@@ -364,7 +364,19 @@ def tables() -> str:
         if calls := call_sequence(kind):
             parts.append(f"{_said_before_calls(head)}\n\n{calls}\n")
         parts.append(_about_members(kind))
-    return "\n".join([*parts, _about_functions()])
+    return "\n".join([*parts, _about_functions(), _about_former_names()])
+
+
+def _about_former_names() -> str:
+    former = importlib.import_module("stratagem.discovery.former").FORMER
+    rows = [
+        (f"`{kind}.{name}`", f"`{change.now}`", change.how, change.ends or "ended")
+        for kind, changes in former.items()
+        for name, change in changes.items()
+    ]
+    return "### Former names\n\n" + _table(
+        ("former name", "use", "what else changes", "works until release"), rows
+    )
 
 
 def _about_functions() -> str:

@@ -497,7 +497,7 @@ def test_hooks_of_a_plugin_that_failed_are_not_called() -> None:
         raise AssertionError("it was called")
 
     broken = plugin_of(stratagem_components=components, stratagem_run_planned=refuse)
-    other_api = plugin_of(strategy("mine", api_version=2), stratagem_run_planned=refuse)
+    other_api = plugin_of(strategy("mine", api_version=3), stratagem_run_planned=refuse)
     registry = discover(entry_of(broken), entry_of(other_api, "other"))
     assert [report.status for report in registry.reports] == ["broken", "incompatible"]
     registry.plugins.hook.stratagem_run_planned(plan=None)
@@ -528,27 +528,33 @@ def installed_with(
 def test_a_plugin_of_a_later_api_says_what_was_expected_and_what_to_install(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = installed_with(site, monkeypatch, api_version=2)
+    report = installed_with(site, monkeypatch, api_version=3)
     assert (report.status, report.stage) == ("incompatible", "specs")
     assert report.reason == (
-        "its strategy 'mine' was made for plugin API version 2, but stratagem-core "
-        f"{__version__} has version 1: pip install --upgrade stratagem-core, or install a release "
-        "of stranger made for version 1"
+        "its strategy 'mine' was made for plugin API version 3, but stratagem-core "
+        f"{__version__} has the versions 1 to 2: pip install --upgrade stratagem-core, or install "
+        "a release of stranger made for version 2"
     )
 
 
-def test_a_plugin_of_an_earlier_api_is_told_to_be_newer(
+def test_a_plugin_of_an_earlier_api_without_a_former_name_is_loaded(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stratagem.discovery.registry.PLUGIN_API_VERSION", 2)
+    assert installed_with(site, monkeypatch, api_version=1).status == "loaded"
+
+
+def test_a_plugin_whose_spec_has_a_former_name_is_broken_and_told_the_present_name(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site.install("stranger")
-    module = plugin_of(strategy("mine"))
-    monkeypatch.setitem(sys.modules, "plugin_module", module)
+    plugin = plugin_of(stratagem_components=lambda: [strategy("mine", objection="module:why")])
+    monkeypatch.setitem(sys.modules, "plugin_module", plugin)
     report = discover(*site.entries()).reports[-1]
-    assert report.status == "incompatible"
+    assert report.status == "broken"
     assert report.reason == (
-        "its strategy 'mine' was made for plugin API version 1, but stratagem-core "
-        f"{__version__} has version 2: install a release of stranger made for version 2"
+        "PluginError: StrategySpec(objection=...) is a former name, which nothing reads or calls: "
+        "use incompatible_because; docs/extend/plugin-api.md lists the former names of the plugin "
+        "API"
     )
 
 

@@ -982,6 +982,13 @@ class Unfreezes(ByBackward):
             prepared.original.requires_grad_(True)
 
 
+class Misspelled(ByHand):
+    """A method of the interface has another name, and nothing calls it."""
+
+    def end_trainig(self, prepared: PreparedModel) -> None:
+        self.reduce_all(prepared)
+
+
 class LosesComponents(ByBackward):
     """Its __init__ takes what is the base class's, and does not pass it on."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import stratagem_testing as testing
+from stratagem.errors import ConfigurationError
 from stratagem.strategies import ModelParallelStrategy
 from stratagem_testing import StrategyConformance
 from stratagem_testing.components.check import MODULES
@@ -97,3 +98,13 @@ def test_the_guides_example_passes(tmp_path: Path, script_environment: dict[str,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "2 passed" in finished.stdout
+
+
+def test_a_former_or_misspelled_attribute_of_a_kit_is_refused() -> None:
+    text = "TestOld.parts is a former name, which nothing reads or calls: use data_groups"
+    with pytest.raises(ConfigurationError, match=text):
+        type("TestOld", (StrategyConformance,), {"parts": 1})
+    text = r"TestNew.data_group is no attribute of the kit: did you mean data_groups\?"
+    with pytest.raises(ConfigurationError, match=text):
+        type("TestNew", (StrategyConformance,), {"data_group": 1})
+    type("TestOwn", (StrategyConformance,), {"data_groups": 1, "port": 1, "test_it": len})

@@ -475,6 +475,56 @@ def test_a_method_that_nearly_has_the_name_of_one_that_is_called_is_a_warning(
     ]
 
 
+def test_former_names_in_the_sources_are_problems_though_nothing_can_be_imported(
+    program: Program,
+) -> None:
+    program.install("averaging", GOOD, requires=RANGE)
+    classes = """
+        import an_sdk_that_is_not_here
+        from stratagem.discovery import Capabilities
+        from stratagem.strategies import ParallelStrategy
+        from stratagem_testing import StrategyConformance
+
+        class Base(ParallelStrategy):
+            def train(self):
+                return self.ranks.gather_plain(1), self.checkpoint_io.takes_shards
+
+            def make_ranks(self):
+                ranks = super().make_ranks()
+                ranks.data_part = (0, 2)
+                return ranks
+
+        class Averaging(Base):
+            capabilities = Capabilities.parallel(replicated=False)
+
+            def data_shard_of(self, rank, world_size):
+                return (0, 1)
+
+        class TestAveraging(StrategyConformance):
+            parts = 1
+
+        class Unrelated:
+            def join_ranks(self): ...
+    """
+    write(program, "averaging_classes", classes)
+    found = program.json("doctor", "averaging", code=1)
+    said = [c["detail"] for c in found["checks"] if c["name"] == "former names"]
+    assert [text.partition(";")[0].removeprefix("averaging_classes.py, ") for text in said] == [
+        f"line {place} is a former name, which nothing reads or calls: use {now}"
+        for place, now in (
+            ("9: checkpoint_io.takes_shards", "supports_shards"),
+            ("9: ranks.gather_plain", "gather_objects"),
+            ("13: ranks.data_part", "run_split"),
+            (
+                "17: Capabilities(replicated=...)",
+                'parameters ("same" for replicated=True, otherwise "drift" or "divided")',
+            ),
+            ("19: Averaging.data_shard_of", "data_split_of"),
+            ("23: TestAveraging.parts", "data_groups"),
+        )
+    ]
+
+
 def test_an_import_that_is_not_public_is_a_warning_and_names_what_is(program: Program) -> None:
     program.install("averaging", GOOD, requires=RANGE)
     private = (

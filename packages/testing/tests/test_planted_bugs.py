@@ -131,6 +131,7 @@ PLANTED = [
     ("Unfreezes", "evaluation/one model", "another requires_grad: net.0.bias"),
     ("LosesComponents", "life/arguments", "its `requested` lacks launcher"),
     ("ForgetsOptions", "life/arguments", "trains a model with an unused layer, and ends in"),
+    ("Misspelled", "life/methods", "nothing calls Misspelled.end_trainig: no method of the"),
     ("NoComponents", "life/arguments", "an unexpected keyword argument 'launcher'"),
     ("GeneratorNoSync", "steps/gradient", "decorate it with contextlib.contextmanager"),
     ("AsyncWrap", "steps/gradient", "is a coroutine, which nobody awaits"),

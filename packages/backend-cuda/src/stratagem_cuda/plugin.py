@@ -30,7 +30,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         AcceleratorSpec(
             name="cuda",
             target="stratagem_cuda.accelerator:CUDAAccelerator",
-            api_version=1,
+            api_version=2,
             summary="NVIDIA GPUs, and AMD's by ROCm; nccl or rccl between ranks",
             aliases=("gpu", "rocm"),
             probe="stratagem_cuda.probe:cuda_availability",
@@ -40,7 +40,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         PrecisionSpec(
             name="16-mixed",
             target="stratagem_cuda.precision.float16:Float16Mixed",
-            api_version=1,
+            api_version=2,
             summary="float32 parameters, float16 where autocast finds it safe, losses scaled",
             aliases=("16",),
             accelerators=("cuda",),
@@ -48,7 +48,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         PrecisionSpec(
             name="float8",
             target="stratagem_cuda.precision.float8:Float8Precision",
-            api_version=1,
+            api_version=2,
             summary="linear layers multiply in float8 (torchao), the rest as bf16-mixed",
             requires=(str(TORCHAO),),
             incompatible_because="stratagem_cuda.precision.objections:float8",
@@ -57,7 +57,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
             PrecisionSpec(
                 name=mode,
                 target="stratagem_cuda.precision.bitsandbytes:BitsandbytesPrecision",
-                api_version=1,
+                api_version=2,
                 summary=f"linear layers have {what} (bitsandbytes)",
                 init_args={"mode": mode},
                 shardable=False,
@@ -70,7 +70,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
             PrecisionSpec(
                 name=name,
                 target="stratagem_cuda.precision.transformer_engine:TransformerEnginePrecision",
-                api_version=1,
+                api_version=2,
                 summary=f"linear layers multiply in float8 (Transformer Engine), else {dtype}",
                 init_args={"name": name},
                 accelerators=("cuda",),

@@ -71,7 +71,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         StrategySpec(
             name=name,
             target="stratagem_deepspeed.strategy:DeepSpeedStrategy",
-            api_version=1,
+            api_version=2,
             summary=summary,
             capabilities=DEEPSPEED,
             init_args=arguments,
@@ -85,7 +85,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
     converter = NameSpec(
         name="stratagem.checkpoint.convert_zero_checkpoint_to_fp32_state_dict",
         target="stratagem_deepspeed.fp32_file:convert_zero_checkpoint_to_fp32_state_dict",
-        api_version=1,
+        api_version=2,
         summary="one file of float32 weights from a checkpoint that is a directory",
     )
     return (*strategies, converter)

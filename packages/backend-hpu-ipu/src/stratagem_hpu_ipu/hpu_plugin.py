@@ -27,7 +27,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         AcceleratorSpec(
             name="hpu",
             target="stratagem_hpu_ipu.hpu_accelerator:HPUAccelerator",
-            api_version=1,
+            api_version=2,
             summary="Intel Gaudi; hccl between ranks. Never run on hardware",
             probe="stratagem_hpu_ipu.hpu_probe:hpu_availability",
             priority=90,
@@ -36,14 +36,14 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         StrategySpec(
             name="hpu_single",
             target="stratagem_hpu_ipu.hpu_strategy:SingleHPUStrategy",
-            api_version=1,
+            api_version=2,
             summary="One process, one Gaudi device",
             capabilities=HPU_SINGLE,
         ),
         StrategySpec(
             name="hpu_parallel",
             target="stratagem_hpu_ipu.hpu_strategy:HPUParallelStrategy",
-            api_version=1,
+            api_version=2,
             summary="DistributedDataParallel over hccl, one process a Gaudi device",
             capabilities=HPU_PARALLEL,
         ),

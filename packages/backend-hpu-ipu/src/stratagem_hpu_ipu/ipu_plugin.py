@@ -29,7 +29,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         AcceleratorSpec(
             name="ipu",
             target="stratagem_hpu_ipu.ipu_accelerator:IPUAccelerator",
-            api_version=1,
+            api_version=2,
             summary="Graphcore IPUs, by poptorch. Never run on hardware",
             probe="stratagem_hpu_ipu.ipu_probe:ipu_availability",
             priority=80,
@@ -38,7 +38,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         StrategySpec(
             name="ipu_strategy",
             target="stratagem_hpu_ipu.ipu_strategy:IPUStrategy",
-            api_version=1,
+            api_version=2,
             summary="The whole step compiled by poptorch, replicated over IPUs",
             capabilities=IPU,
         ),

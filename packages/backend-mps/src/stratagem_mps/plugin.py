@@ -18,7 +18,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         AcceleratorSpec(
             name=NAME,
             target="stratagem_mps.accelerator:MPSAccelerator",
-            api_version=1,
+            api_version=2,
             summary="Apple silicon's GPU, one device. Never run on hardware",
             aliases=("gpu",),
             probe="stratagem_mps.probe:mps_availability",

@@ -35,7 +35,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         AcceleratorSpec(
             name=TPU,
             target="stratagem_xla.accelerator:XLAAccelerator",
-            api_version=1,
+            api_version=2,
             summary="TPUs, or PJRT's CPU client, through PyTorch/XLA",
             aliases=("xla",),
             probe="stratagem_xla.installation:availability",
@@ -53,7 +53,7 @@ def _strategy(name: str, kind: str, summary: str, *aliases: str) -> StrategySpec
     return StrategySpec(
         name=name,
         target=f"stratagem_xla.strategy:{kind}",
-        api_version=1,
+        api_version=2,
         summary=summary,
         capabilities=SINGLE if name == "single_xla" else SPMD,
         shards=("parameters", "optimizer") if name == "xla_fsdp" else (),

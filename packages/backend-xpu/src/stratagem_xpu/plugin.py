@@ -12,7 +12,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         AcceleratorSpec(
             name="xpu",
             target="stratagem_xpu.accelerator:XPUAccelerator",
-            api_version=1,
+            api_version=2,
             summary="Intel GPUs; xccl between ranks. Never run on hardware",
             aliases=("gpu",),
             probe="stratagem_xpu.probe:xpu_availability",

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from stratagem.interfaces.contract_checks import (
         check_capabilities as check_capabilities,
         check_overrides as check_overrides,
+        misspelled_methods as misspelled_methods,
+        uncalled_methods as uncalled_methods,
         why_not_initialized as why_not_initialized,
     )
     from stratagem.interfaces.prepared_model import (

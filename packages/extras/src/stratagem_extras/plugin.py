@@ -131,7 +131,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         (NameSpec, "stratagem_extras", NAMES),
     )
     return tuple(
-        kind(name=name, target=f"{package}.{target}", api_version=1, summary=summary)
+        kind(name=name, target=f"{package}.{target}", api_version=2, summary=summary)
         for kind, package, rows in rooms
         for name, target, summary in rows
     )

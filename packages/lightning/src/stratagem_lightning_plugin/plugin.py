@@ -15,13 +15,13 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         CheckpointIOSpec(
             name="lightning",
             target="stratagem_lightning_plugin.checkpoint_io:LightningCheckpointIO",
-            api_version=1,
+            api_version=2,
             summary="One file in the form that Lightning 2.x loads",
         ),
         NameSpec(
             name="stratagem.cli.lightning_command",
             target="stratagem_lightning_plugin.script:command",
-            api_version=1,
+            api_version=2,
         ),
     )
 

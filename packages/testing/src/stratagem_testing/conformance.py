@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
+
+from stratagem.discovery import FORMER, what_became
+from stratagem.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from stratagem_testing.components.component import Component
@@ -20,6 +24,16 @@ class Conformance:
     """
 
     deadline: ClassVar[float] = 60.0
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse an attribute that no kit reads, but whose name is a former or a similar one.
+
+        Raises:
+            ConfigurationError: names the attribute, and the one that the kit reads.
+        """
+        super().__init_subclass__(**options)
+        if not cls.__module__.startswith("stratagem_testing."):
+            _check_attributes(cls)
 
     @classmethod
     def checks(cls) -> Sequence[str]:
@@ -47,3 +61,19 @@ class Conformance:
             return
         # Outside of `except`: pytest would print the caught error as well.
         pytest.fail(said, pytrace=False)
+
+
+def _check_attributes(kind: type[Conformance]) -> None:
+    kits = [base for base in kind.__mro__ if base.__module__.startswith("stratagem_testing.")]
+    known = sorted({name for kit in kits for name in dir(kit) if not name.startswith("_")})
+    known += [name for kit in kits for name in vars(kit).get("__annotations__", {})]
+    changes = {name: each for kit in kits for name, each in FORMER.get(kit.__name__, {}).items()}
+    for name, value in vars(kind).items():
+        if name in changes:
+            raise ConfigurationError(what_became(f"{kind.__name__}.{name}", changes[name]))
+        is_setting = not name.startswith("_") and name not in known and not callable(value)
+        near = get_close_matches(name, known, n=1, cutoff=0.8) if is_setting else []
+        if near:
+            raise ConfigurationError(
+                f"{kind.__name__}.{name} is no attribute of the kit: did you mean {near[0]}?"
+            )

@@ -21,7 +21,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         StrategySpec(
             name="bagua",
             target="stratagem_bagua.strategy:BaguaStrategy",
-            api_version=1,
+            api_version=2,
             summary="Bagua's communication algorithms; contract-tested, never run",
             capabilities=BAGUA,
         ),

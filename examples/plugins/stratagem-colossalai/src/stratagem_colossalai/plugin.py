@@ -17,7 +17,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         StrategySpec(
             name="colossalai",
             target="stratagem_colossalai.strategy:ColossalAIStrategy",
-            api_version=1,
+            api_version=2,
             summary="Data parallel by ColossalAI's booster and its TorchDDP plugin",
             capabilities=COLOSSALAI,
         ),

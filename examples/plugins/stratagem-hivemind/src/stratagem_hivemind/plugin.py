@@ -21,7 +21,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         StrategySpec(
             name="hivemind",
             target="stratagem_hivemind.strategy:HivemindStrategy",
-            api_version=1,
+            api_version=2,
             summary="Trains with peers over the internet that come and go (hivemind)",
             capabilities=HIVEMIND,
         ),

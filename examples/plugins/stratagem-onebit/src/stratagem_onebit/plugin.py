@@ -20,7 +20,7 @@ def stratagem_components() -> Iterator[ComponentSpec]:
         yield StrategySpec(
             name=name,
             target="stratagem_onebit.strategy:OneBitStrategy",
-            api_version=1,
+            api_version=2,
             summary="Gradients of 1 bit an element, with error feedback",
             init_args=options,
             capabilities=CAPABILITIES,
@@ -28,6 +28,6 @@ def stratagem_components() -> Iterator[ComponentSpec]:
     yield CheckpointIOSpec(
         name="sqlite",
         target="stratagem_onebit.checkpoint_io:SqliteCheckpointIO",
-        api_version=1,
+        api_version=2,
         summary="A SQLite database with checksums, replaced atomically",
     )

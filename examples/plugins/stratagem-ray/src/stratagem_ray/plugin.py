@@ -12,7 +12,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         LauncherSpec(
             name="ray",
             target="stratagem_ray.launcher:RayLauncher",
-            api_version=1,
+            api_version=2,
             summary="Actors of a Ray cluster; ranks that are lost are started again",
             interactive=True,
             new_processes=True,
@@ -23,7 +23,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         ClusterEnvironmentSpec(
             name="ray_ranks",
             target="stratagem_ray.environment:RayEnvironment",
-            api_version=1,
+            api_version=2,
             summary="What the launcher 'ray' has told each of its ranks",
             # LOCAL_RANK too, which a rank's own children do not have.
             variables=("STRATAGEM_RAY_RUN", "LOCAL_RANK"),

@@ -20,7 +20,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         StrategySpec(
             name="torchft",
             target="stratagem_torchft.strategy:TorchFTStrategy",
-            api_version=1,
+            api_version=2,
             summary="Data parallel over replicas that may die and rejoin (torchft)",
             capabilities=TORCHFT,
         ),

@@ -29,6 +29,13 @@ if TYPE_CHECKING:
         read_text as read_text,
         why_not_lasting as why_not_lasting,
     )
+    from stratagem.discovery.former import (
+        FORMER as FORMER,
+        HELD_AS as HELD_AS,
+        Change as Change,
+        changes_of as changes_of,
+        what_became as what_became,
+    )
     from stratagem.discovery.hints import (
         distribution_of as distribution_of,
         installation_hint as installation_hint,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, final
 
+from stratagem.discovery.former import with_former_names
 from stratagem.errors import PluginError
 
 START_METHODS = {"popen": "script", "script": "script", "spawn": "spawn", "fork": "fork"}
@@ -13,6 +14,7 @@ START_METHODS = {"popen": "script", "script": "script", "spawn": "spawn", "fork"
 
 
 @final
+@with_former_names
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
     """The features of a strategy: supported components, and the parts of a step that it implements.

@@ -218,16 +218,18 @@ def _refuse_repeated_names(
 
 
 def _why_other_api(specs: Iterable[ComponentSpec], distribution: str) -> str:
-    """Return an error message for a spec of another version of the plugin API; "": no such spec."""
+    """Return an error message for a spec of a later version of the plugin API; "": no such spec.
+
+    A spec of an earlier version is accepted: a class that has a former name is refused when it is
+    bound, and a spec that has one is refused when it is created.
+    """
     for spec in specs:
-        if spec.api_version != PLUGIN_API_VERSION:
-            remedy = f"install a release of {distribution} made for version {PLUGIN_API_VERSION}"
-            if spec.api_version > PLUGIN_API_VERSION:
-                remedy = f"pip install --upgrade {CORE}, or {remedy}"
+        if not 1 <= spec.api_version <= PLUGIN_API_VERSION:
             return (
                 f"its {spec.kind} {spec.name!r} was made for plugin API version "
-                f"{spec.api_version}, but {CORE} {__version__} has version "
-                f"{PLUGIN_API_VERSION}: {remedy}"
+                f"{spec.api_version}, but {CORE} {__version__} has the versions 1 to "
+                f"{PLUGIN_API_VERSION}: pip install --upgrade {CORE}, or install a release of "
+                f"{distribution} made for version {PLUGIN_API_VERSION}"
             )
     return ""
 
@@ -257,7 +259,7 @@ def says_its_preset(spec: ComponentSpec) -> bool:
         >>> from stratagem.discovery import StrategySpec
         >>> from stratagem.discovery.registry import says_its_preset
         >>> says_its_preset(StrategySpec(
-        ...     name="ddp_static_graph_true", target="m:DDP", api_version=1,
+        ...     name="ddp_static_graph_true", target="m:DDP", api_version=2,
         ...     init_args={"static_graph": True},
         ... ))
         True

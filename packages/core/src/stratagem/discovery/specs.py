@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
 from stratagem.discovery.capabilities import Capabilities, check_fields
+from stratagem.discovery.former import with_former_names
 from stratagem.errors import MissingPackageError, PluginError, StratagemError
 
-PLUGIN_API_VERSION = 1
-"""The version of the plugin interfaces; a spec declares the version that it was written for."""
+PLUGIN_API_VERSION = 2
+"""The version of the plugin API; a spec declares the version that it was written for. A plugin of
+an earlier version works if it uses no former name (`stratagem.discovery.former`)."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,99}")
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -34,7 +36,7 @@ class ComponentSpec:
 
     Example:
         >>> spec = StrategySpec(name="local_sgd", target="my_package.strategy:LocalSGD",
-        ...                     api_version=1, summary="Average parameters every k steps")
+        ...                     api_version=2, summary="Average parameters every k steps")
         >>> spec.kind
         'strategy'
 
@@ -98,6 +100,7 @@ class ComponentSpec:
 
 
 @final
+@with_former_names
 @dataclass(frozen=True, kw_only=True)
 class StrategySpec(ComponentSpec):
     """Describes a strategy."""
@@ -175,6 +178,7 @@ class Availability:
 
 
 @final
+@with_former_names
 @dataclass(frozen=True, kw_only=True)
 class AcceleratorSpec(ComponentSpec):
     """Describes an accelerator."""
@@ -193,6 +197,7 @@ class AcceleratorSpec(ComponentSpec):
 
 
 @final
+@with_former_names
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSpec(ComponentSpec):
     """Describes a precision."""
@@ -219,6 +224,7 @@ class CheckpointIOSpec(ComponentSpec):
 
 
 @final
+@with_former_names
 @dataclass(frozen=True, kw_only=True)
 class ClusterEnvironmentSpec(ComponentSpec):
     """Describes a cluster environment: the source of ranks, world size and main address."""
@@ -251,7 +257,7 @@ class ClusterEnvironmentSpec(ComponentSpec):
         """Return why this process is not a rank of this cluster, or "" for a rank.
 
         Example:
-            >>> spec = ClusterEnvironmentSpec(name="mine", target="my_package:Mine", api_version=1,
+            >>> spec = ClusterEnvironmentSpec(name="mine", target="my_package:Mine", api_version=2,
             ...                               variables=("MINE_JOB", "MINE_RANK"),
             ...                               advice="start it with minerun")
             >>> spec.why_not({"MINE_JOB": "7"})
@@ -329,7 +335,7 @@ class NameSpec(ComponentSpec):
     Its name is the path that users import: `"stratagem.Tuner"` for `from stratagem import Tuner`.
 
     Example:
-        >>> spec = NameSpec(name="stratagem.Tuner", target="my_package:Tuner", api_version=1)
+        >>> spec = NameSpec(name="stratagem.Tuner", target="my_package:Tuner", api_version=2)
         >>> spec.module, spec.import_name
         ('stratagem', 'Tuner')
     """
@@ -361,7 +367,7 @@ def asked_function(spec: ComponentSpec, field: str, *arguments: Any) -> Any:
 
     Example:
         >>> from stratagem.discovery.specs import asked_function
-        >>> spec = StrategySpec(name="mine", target="my_package:Mine", api_version=1,
+        >>> spec = StrategySpec(name="mine", target="my_package:Mine", api_version=2,
         ...                     incompatible_because=lambda plan: "")
         >>> asked_function(spec, "incompatible_because", None)
         ''

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stratagem.discovery.former import with_former_names
 from stratagem.distributed.diagnosis.hang_watch import HangWatch
 from stratagem.distributed.diagnosis.rank_status import COLLECTIVES, RankStatuses, described
 from stratagem.distributed.diagnosis.status_exchange import RankStatus, Survey
@@ -160,6 +161,7 @@ _statuses: RankStatuses | None = None
 """Of this process: there is one process group, whatever the number of strategies."""
 
 
+@with_former_names
 class ProcessGroupRanks(Ranks):
     """Ranks that communicate over torch.distributed's default process group.
 

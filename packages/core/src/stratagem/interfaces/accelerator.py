@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stratagem.data.pytree import move_to_device, widest_float
+from stratagem.discovery.former import with_former_names
 from stratagem.discovery.specs import Availability
 
 
@@ -41,6 +42,7 @@ class DeviceMemory:
     others: tuple[tuple[str, int], ...] = ()
 
 
+@with_former_names
 class Accelerator(ABC):
     """A type of device, with its number of devices and its capabilities.
 

@@ -8,12 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stratagem.discovery.former import with_former_names
 from stratagem.interfaces.ranks import Ranks
 
 if TYPE_CHECKING:
     from stratagem.interfaces.accelerator import Accelerator
 
 
+@with_former_names
 class CheckpointIO(ABC):
     """Writes, reads and removes checkpoints.
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dis
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from difflib import get_close_matches
 from types import FunctionType
 from typing import Any
 
@@ -18,6 +20,7 @@ from stratagem.discovery.capabilities import (
     contradictions,
     difference,
 )
+from stratagem.discovery.former import check_former_names, code_of
 from stratagem.discovery.specs import ComponentSpec, StrategySpec
 from stratagem.errors import ConfigurationError, PluginError
 
@@ -36,8 +39,8 @@ def check_overrides(kind: type, base: type, *, by_name: bool = False) -> None:
             different names work today, but may fail in later versions.
 
     Raises:
-        ConfigurationError: a method has another signature, or overrides a final method. The error
-            names the method.
+        ConfigurationError: a method has another signature, overrides a final method, or has or
+            uses a former name of the plugin API. The error names the method.
 
     Example:
         >>> from stratagem.strategies import Strategy, check_overrides
@@ -50,6 +53,7 @@ def check_overrides(kind: type, base: type, *, by_name: bool = False) -> None:
     """
     if (kind, base, by_name) in _checked or not issubclass(kind, base):
         return
+    check_former_names(kind, base)
     for name, expected, own in _overridden(kind, base):
         if getattr(expected, "__final__", False):
             raise ConfigurationError(
@@ -106,6 +110,61 @@ def _as_called(expected: FunctionType) -> tuple[list[None], dict[str, None]]:
         elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             arguments.append(None)
     return arguments, keywords
+
+
+def uncalled_methods(kind: type) -> Iterator[tuple[type, str]]:
+    """Yield (class, name) of the public methods of an author's class that nothing calls.
+
+    Its base class in Stratagem has no such method, and no code in the author's packages names it.
+
+    Example:
+        >>> from stratagem.strategies import SingleDeviceStrategy, uncalled_methods
+        >>> class Mine(SingleDeviceStrategy):
+        ...     __module__ = "__main__"
+        ...     def average(self): ...
+        >>> [name for _, name in uncalled_methods(Mine)]
+        ['average']
+    """
+    ours = next((each for each in kind.__mro__ if _is_ours(each.__module__)), object)
+    authors = kind.__mro__[: kind.__mro__.index(ours)]
+    named: set[str] = set()
+    packages = {each.__module__.partition(".")[0] for each in authors}
+    for module in [sys.modules[each] for each in sys.modules if each.partition(".")[0] in packages]:
+        here = (each for each in vars(module).values() if isinstance(each, type))
+        own = [each for each in here if each.__module__ == module.__name__]
+        for _, code in (found for each in (module, *own, *authors) for found in code_of(each)):
+            named |= {*code.co_names, *(each for each in code.co_consts if isinstance(each, str))}
+    for each in authors:
+        for name, member in vars(each).items():
+            is_own = isinstance(member, FunctionType) and not name.startswith("_")
+            if is_own and not hasattr(ours, name) and name not in named:
+                yield each, name
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] == "stratagem"
+
+
+def misspelled_methods(kind: type) -> list[str]:
+    """Return a hint for each method that nothing calls and whose name is similar to a known name.
+
+    Example:
+        >>> from stratagem.strategies import SingleDeviceStrategy, misspelled_methods
+        >>> class Mine(SingleDeviceStrategy):
+        ...     __module__ = "__main__"
+        ...     def end_trainig(self, prepared): ...
+        >>> misspelled_methods(Mine)
+        ['Mine.end_trainig overrides nothing, and nothing calls it; did you mean end_training?']
+    """
+    hints = []
+    for owner, name in uncalled_methods(kind):
+        known = [each for each in dir(kind) if not each.startswith("_") and each != name]
+        if near := get_close_matches(name, known, n=1, cutoff=0.88):
+            hints.append(
+                f"{owner.__name__}.{name} overrides nothing, and nothing calls it; did you mean "
+                f"{near[0]}?"
+            )
+    return hints
 
 
 def unexpected_arguments(kind: type, given: Mapping[str, Any]) -> ConfigurationError:

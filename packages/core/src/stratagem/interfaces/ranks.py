@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar, final
 import torch
 from torch import Tensor
 
+from stratagem.discovery.former import with_former_names
 from stratagem.errors import ConfigurationError
 
 ReduceOp = Literal["mean", "sum", "max", "min"]
@@ -16,6 +17,7 @@ DataSplit = tuple[int, int]
 T = TypeVar("T")
 
 
+@with_former_names
 class Ranks:
     """The ranks that train together, with this process's place among them and the collectives.
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from stratagem.compile import check_compilation
 from stratagem.discovery.capabilities import Capabilities
+from stratagem.discovery.former import check_former_values, with_former_names
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.checkpoint_io import CheckpointIO
@@ -40,6 +41,7 @@ from stratagem.plan.memory import StepMemory
 from stratagem.state.state_dict import load_named_state, load_weights, named_state
 
 
+@with_former_names
 class Strategy(Stepping, ABC):
     """Trains a model over devices and processes.
 
@@ -181,6 +183,7 @@ class Strategy(Stepping, ABC):
         self.checkpoint_io.bind(components.accelerator)
         self.ranks = self.make_ranks()
         check_overrides(type(self.ranks), Ranks)
+        check_former_values(self.ranks)
 
     @property
     def sync_batchnorm(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stratagem.discovery.former import check_former_names
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError
 from stratagem.loggers.logger import Logger
@@ -93,6 +94,7 @@ def _make_logger(requested: Any, folder: Path) -> Logger:
         takes_folder = "save_dir" in inspect.signature(spec.load()).parameters
         made = spec.build(**({"save_dir": folder} if takes_folder else {}))
     if isinstance(made, Logger):
+        check_former_names(type(made), Logger)
         return made
     if not callable(getattr(made, "log_metrics", None)) or isinstance(made, type):
         raise ConfigurationError(

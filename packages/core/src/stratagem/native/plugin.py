@@ -132,7 +132,7 @@ def _ddp(name: str, init_args: dict[str, bool]) -> StrategySpec:
     return StrategySpec(
         name=name + suffix,
         target=f"{_STRATEGIES}.{target}",
-        api_version=1,
+        api_version=2,
         summary=summary,
         # The default launcher needs no preset, so that an instance and the name resolve alike.
         init_args=init_args if launcher == "script" else {**init_args, "launcher": launcher},
@@ -141,9 +141,9 @@ def _ddp(name: str, init_args: dict[str, bool]) -> StrategySpec:
     )
 
 
-_strategy = partial(StrategySpec, api_version=1)
-_launcher = partial(LauncherSpec, api_version=1)
-_environment = partial(ClusterEnvironmentSpec, api_version=1)
+_strategy = partial(StrategySpec, api_version=2)
+_launcher = partial(LauncherSpec, api_version=2)
+_environment = partial(ClusterEnvironmentSpec, api_version=2)
 
 _COMPONENTS: tuple[ComponentSpec, ...] = (
     _strategy(
@@ -183,7 +183,7 @@ _COMPONENTS: tuple[ComponentSpec, ...] = (
     AcceleratorSpec(
         name="cpu",
         target="stratagem.native.accelerators:CPUAccelerator",
-        api_version=1,
+        api_version=2,
         summary="The processor; gloo between ranks",
         probe=cpu_availability,
     ),
@@ -191,7 +191,7 @@ _COMPONENTS: tuple[ComponentSpec, ...] = (
         PrecisionSpec(
             name=name,
             target=f"stratagem.native.precision:{target}",
-            api_version=1,
+            api_version=2,
             summary=summary,
             init_args={"name": name},
             aliases=aliases,
@@ -202,7 +202,7 @@ _COMPONENTS: tuple[ComponentSpec, ...] = (
         CheckpointIOSpec(
             name=name,
             target=f"stratagem.native.checkpoint.{target}",
-            api_version=1,
+            api_version=2,
             summary=summary,
         )
         for name, target, summary in _CHECKPOINT_ROWS
@@ -320,12 +320,12 @@ _COMPONENTS: tuple[ComponentSpec, ...] = (
     LoggerSpec(
         name="csv",
         target="stratagem.loggers.csv_logger:CSVLogger",
-        api_version=1,
+        api_version=2,
         summary="values in a CSV file",
     ),
     *(
         CallbackSpec(
-            name=name, target=f"stratagem.callbacks.{place}", api_version=1, summary=summary
+            name=name, target=f"stratagem.callbacks.{place}", api_version=2, summary=summary
         )
         for name, place, summary in (
             ("model_checkpoint", "checkpoints.model_checkpoint:ModelCheckpoint", "save and keep"),

@@ -508,7 +508,7 @@ def _of_engine(asked: str, capabilities: Capabilities) -> PrecisionSpec | None:
     return PrecisionSpec(
         name=name,
         target="stratagem.interfaces.precision:EnginePrecision",
-        api_version=1,
+        api_version=2,
         summary="by the strategy's engine",
         init_args={"name": name},
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 from stratagem.discovery.capabilities import START_METHODS, Capabilities
+from stratagem.discovery.former import with_former_names
 from stratagem.discovery.registry import Candidate, Registry
 from stratagem.discovery.specs import Availability, ComponentSpec, StrategySpec
 from stratagem.errors import ConfigurationError
@@ -215,6 +216,7 @@ class RunRequest:
 
 
 @final
+@with_former_names
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
     """The components of a run and the reasons for their choice, as `resolve` returns them."""

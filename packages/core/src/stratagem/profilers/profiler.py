@@ -10,6 +10,7 @@ from functools import WRAPPER_ASSIGNMENTS, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
+from stratagem.discovery.former import check_former_names
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError
 from stratagem.launch.process import printable
@@ -182,6 +183,8 @@ def make_profiler(profiler: str | Profiler | None) -> Profiler | None:
         return built
     if isinstance(profiler, PassThroughProfiler):
         return None
+    if isinstance(profiler, Profiler):
+        check_former_names(type(profiler), Profiler)
     if profiler is None or isinstance(profiler, Profiler):
         return profiler
     raise ConfigurationError(

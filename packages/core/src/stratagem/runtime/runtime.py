@@ -29,7 +29,12 @@ from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.components import Components
-from stratagem.interfaces.contract_checks import check_overrides, check_strategy, context_of
+from stratagem.interfaces.contract_checks import (
+    check_overrides,
+    check_strategy,
+    context_of,
+    misspelled_methods,
+)
 from stratagem.interfaces.launcher import Launcher
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.ranks import Ranks
@@ -392,8 +397,11 @@ class Runtime:
             self.raise_errors = checkpoint_io.raise_errors
         names = get_registry().names("accelerator")
         missing = missing_backend(plan.request.accelerator, names)
-        if missing and strategy.ranks.is_global_zero:
-            print_hint_once(missing)
+        if strategy.ranks.is_global_zero:
+            parts = (strategy, strategy.accelerator, strategy.precision, checkpoint_io)
+            hints = [hint for part in parts for hint in misspelled_methods(type(part))]
+            for hint in filter(None, (missing, *hints)):
+                print_hint_once(hint)
         self.is_launched = True
         at_end_of_rank(functools.partial(_teardown, weakref.ref(strategy)))
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stratagem.callbacks import ModelCheckpoint, ProgressBar
 from stratagem.callbacks.callback import Callback
+from stratagem.discovery.former import check_former_names
 from stratagem.discovery.registry import Candidate, get_registry
 from stratagem.errors import ConfigurationError
 from stratagem.runtime.runtime import as_list
@@ -163,8 +164,8 @@ def make_callbacks(
         model_summary: add a ModelSummary unless the user passed one.
 
     Raises:
-        ConfigurationError: if an object is not a Callback, or if two callbacks have the same
-            `state_key`.
+        ConfigurationError: if an object is not a Callback or has a former name of one, or if two
+            callbacks have the same `state_key`.
     """
     for callback in callbacks:
         if not isinstance(callback, Callback):
@@ -173,6 +174,7 @@ def make_callbacks(
                 "of installed callbacks"
                 + (": call the class" if isinstance(callback, type) else "")
             )
+        check_former_names(type(callback), Callback)
     made = list(callbacks)
     saves = any(isinstance(callback, ModelCheckpoint) for callback in made)
     if saves and not checkpointing:

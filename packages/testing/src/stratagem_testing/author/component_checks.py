@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import fields
-from difflib import get_close_matches
-from types import FunctionType
 from typing import Any
 
 from stratagem.accelerators import Accelerator
@@ -26,6 +24,7 @@ from stratagem.strategies import (
     Strategy,
     check_capabilities,
     check_overrides,
+    misspelled_methods,
     why_not_initialized,
 )
 
@@ -77,7 +76,7 @@ def interface_of(spec: ComponentSpec) -> Any:
 
     Example:
         >>> from stratagem.discovery import LoggerSpec
-        >>> interface_of(LoggerSpec(name="mine", target="my_package:Mine", api_version=1)).__name__
+        >>> interface_of(LoggerSpec(name="mine", target="my_package:Mine", api_version=2)).__name__
         'Logger'
     """
     named = INTERFACES[spec.kind]
@@ -91,7 +90,7 @@ def mistakes_of(spec: ComponentSpec) -> list[str]:
 
     Example:
         >>> from stratagem.discovery import StrategySpec
-        >>> mistakes_of(StrategySpec(name="mine", target="pathlib:Path", api_version=1))
+        >>> mistakes_of(StrategySpec(name="mine", target="pathlib:Path", api_version=2))
         ["its target 'pathlib:Path' is no subclass of Strategy"]
     """
     try:
@@ -123,27 +122,13 @@ def doubts_of(spec: ComponentSpec) -> list[str]:
         >>> from stratagem.discovery import StrategySpec
         >>> from stratagem.strategies import SingleDeviceStrategy
         >>> class Mine(SingleDeviceStrategy):
-        ...     __module__ = "my_package"
+        ...     __module__ = "__main__"
         ...     def end_trainig(self, prepared): ...
-        >>> doubts_of(StrategySpec(name="mine", target=Mine, api_version=1))
+        >>> doubts_of(StrategySpec(name="mine", target=Mine, api_version=2))
         ['Mine.end_trainig overrides nothing, and nothing calls it; did you mean end_training?']
     """
     target = spec.load()
-    if not isinstance(target, type):
-        return []
-    ours = next(c for c in target.__mro__ if f"{c.__module__}.".startswith("stratagem."))
-    known = [name for name in dir(ours) if not name.startswith("_")]
-    found = []
-    for kind in target.__mro__[: target.__mro__.index(ours)]:
-        for name, member in vars(kind).items():
-            if name.startswith("_") or name in known or not isinstance(member, FunctionType):
-                continue
-            if near := get_close_matches(name, known, n=1, cutoff=0.88):
-                found.append(
-                    f"{kind.__name__}.{name} overrides nothing, and nothing calls it; did you mean "
-                    f"{near[0]}?"
-                )
-    return found
+    return misspelled_methods(target) if isinstance(target, type) else []
 
 
 def _missing_module(error: BaseException | None, spec: ComponentSpec) -> str:

@@ -41,6 +41,7 @@ from stratagem.discovery import (
 )
 from stratagem.errors import UnknownNameError, format_text
 from stratagem.plan import CLUSTER_VARIABLE, probe_accelerator
+from stratagem_testing.author.former_names import former_names_in
 from stratagem_testing.author.import_cost import import_alone
 from stratagem_testing.author.private_imports import private_imports
 from stratagem_testing.author.spec_checks import check_spec
@@ -333,6 +334,8 @@ def _import_checks(
     ]
     for sentence in private_imports(named):
         yield Check("imports", "warning", sentence)
+    for sentence in former_names_in(named):
+        yield Check("former names", "error", sentence)
 
 
 def _mistakes(spec: ComponentSpec, registry: Registry) -> list[str]:

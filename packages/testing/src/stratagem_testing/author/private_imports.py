@@ -55,12 +55,13 @@ def private_imports(named: Iterable[str]) -> list[str]:
         named: modules, or places in them ("package.module:name"), of one distribution; all of a
             package is looked at.
     """
-    files = {
-        path: None
-        for package in dict.fromkeys(each.partition(":")[0].partition(".")[0] for each in named)
-        for path in _files_of(package)
-    }
-    return [sentence for path in files for sentence in private_imports_of(path)]
+    return [sentence for path in sources_of(named) for sentence in private_imports_of(path)]
+
+
+def sources_of(named: Iterable[str]) -> list[Path]:
+    """Return the files of the packages of modules, or of places in them ("package.module:name")."""
+    packages = dict.fromkeys(each.partition(":")[0].partition(".")[0] for each in named)
+    return list(dict.fromkeys(path for package in packages for path in _files_of(package)))
 
 
 def private_imports_of(path: Path) -> list[str]:

@@ -39,6 +39,8 @@ class StrategyConformance(Conformance):
             flat buffers of gradients have it: weight decay and momentum move it on.
         allowed_leftovers: resources that a library of the strategy keeps until its process ends:
             the beginnings of the kit's descriptions, such as "the thread TimeoutManager".
+        own_methods: names of public methods that only users call: nothing else that the strategy
+            has may be without a caller, since a misspelled method is.
         deadline: seconds that a check may take.
 
     Example:
@@ -58,6 +60,7 @@ class StrategyConformance(Conformance):
     equal_to_single_device: ClassVar[bool | None] = None
     zeros_for_unused: ClassVar[bool] = False
     allowed_leftovers: ClassVar[Sequence[str]] = ()
+    own_methods: ClassVar[Sequence[str]] = ()
 
     @classmethod
     def target(cls) -> Target:
@@ -78,6 +81,7 @@ class StrategyConformance(Conformance):
             equal=capabilities.parameters != "drift" if equal is None else equal,
             zeros_for_unused=cls.zeros_for_unused,
             allowed_leftovers=tuple(cls.allowed_leftovers),
+            own_methods=tuple(cls.own_methods),
         )
 
     @classmethod

@@ -32,6 +32,7 @@ class Target:
         equal: whether losses are to be those of `single_device`.
         zeros_for_unused: whether a parameter without a gradient is stepped as if it were zero.
         allowed_leftovers: beginnings of what may be left after the end, in the kit's words.
+        own_methods: names of public methods that only users call.
         search_path: folders that ranks search for modules, besides their own.
     """
 
@@ -44,13 +45,14 @@ class Target:
     equal: bool = True
     zeros_for_unused: bool = False
     allowed_leftovers: tuple[str, ...] = ()
+    own_methods: tuple[str, ...] = ()
     search_path: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
     def read(cls, told: Mapping[str, Any]) -> Target:
         """Return a target that went through JSON, which knows no tuples."""
         fields: dict[str, Any] = dict(told)
-        for name in ("models", "allowed_leftovers", "search_path"):
+        for name in ("models", "allowed_leftovers", "own_methods", "search_path"):
             fields[name] = tuple(fields[name])
         return cls(**fields)
 

@@ -33,14 +33,14 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         StrategySpec(
             name="local_sgd",
             target="stratagem_local_sgd.strategy:LocalSGDStrategy",
-            api_version=1,
+            api_version=2,
             summary="Each rank steps on its own; parameters are averaged every 4 steps",
             capabilities=LOCAL_SGD,
         ),
         StrategySpec(
             name="local_sgd_16",
             target="stratagem_local_sgd.strategy:LocalSGDStrategy",
-            api_version=1,
+            api_version=2,
             summary="Each rank steps on its own; parameters are averaged every 16 steps",
             init_args={"every": 16},
             capabilities=LOCAL_SGD,
@@ -48,7 +48,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         AcceleratorSpec(
             name="laptop",
             target="stratagem_local_sgd.accelerator:LaptopAccelerator",
-            api_version=1,
+            api_version=2,
             summary="The processor, with one core left to its owner",
             probe=laptop_availability,
             priority=-1,  # below the CPU: never chosen by accelerator="auto"
@@ -56,7 +56,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         CheckpointIOSpec(
             name="json_sidecar",
             target="stratagem_local_sgd.checkpoint:JsonSidecarCheckpointIO",
-            api_version=1,
+            api_version=2,
             summary="The single file, and beside it a JSON file with its step and keys",
         ),
     )

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import SGD
 
 from stratagem.callbacks import Callback
-from stratagem.strategies import DDPStrategy, Strategy
+from stratagem.strategies import DDPStrategy, Strategy, uncalled_methods
 from stratagem_testing.strategies.check import Result, check, judge_of
 from stratagem_testing.strategies.judging import (
     Flat,
@@ -106,7 +106,7 @@ def _arguments(probe: Probe) -> dict[str, Any]:
 
     A subclass of DDPStrategy trains a model with an unused layer by find_unused_parameters=True.
     """
-    kind = type(probe.trainer().strategy)
+    kind = _kind_of(probe)
 
     def make(**given: Any) -> Any:
         signature = inspect.signature(kind)
@@ -145,6 +145,30 @@ def _judge_arguments(found: Result) -> None:
             "__init__(self, ..., **components) and super().__init__(**components). What a method "
             "does instead of the base's has to keep to these"
         )
+
+
+@check("life/methods")
+def _methods(probe: Probe) -> dict[str, Any]:
+    """Each public method is a method of the interface, or the plugin's own code calls it.
+
+    List methods that only users call in `own_methods`.
+    """
+    return {"uncalled": [[kind.__name__, name] for kind, name in uncalled_methods(_kind_of(probe))]}
+
+
+def _kind_of(probe: Probe) -> type:
+    return type(probe.trainer().strategy)
+
+
+@judge_of(_methods)
+def _judge_methods(found: Result) -> None:
+    own = found.target.own_methods
+    uncalled = [".".join(each) for each in found.ranks[0]["uncalled"] if each[1] not in own]
+    assert not uncalled, (
+        f"nothing calls {', '.join(uncalled)}: no method of the interface has such a name. Write "
+        "it as the interface has it, begin its name with _, or list it in own_methods if users "
+        "call it"
+    )
 
 
 SEVERAL = 56

@@ -1,0 +1,281 @@
+"""Former names of the plugin API, what took their place, and the errors for a plugin with one."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple, TypeVar
+
+from stratagem import __version__
+from stratagem.discovery.entry_points import fits
+from stratagem.errors import ConfigurationError, PluginError
+
+T = TypeVar("T")
+
+
+class Change(NamedTuple):
+    """The change of a name.
+
+    Attributes:
+        now: the name that took its place.
+        how: what else an author has to change; "": nothing.
+        ends: the release in which the former name ends. Until then a class may override or call the
+            former method, with a DeprecationWarning; "": it has ended.
+    """
+
+    now: str
+    how: str = ""
+    ends: str = ""
+
+    @property
+    def works(self) -> bool:
+        """Whether the former name of a method still works."""
+        return bool(self.ends) and fits(f"<{self.ends}", __version__) is True
+
+
+_OBJECTION = {"objection": Change("incompatible_because")}
+
+FORMER: Mapping[str, Mapping[str, Change]] = {
+    "Strategy": {
+        "take_batch_size": Change("set_batch_size"),
+        "join_training": Change("adopt_peer_state"),
+        "before_evaluation": Change("evaluation", "it returns a context manager"),
+        "take_step_options": Change("components", "read self.components.step after bind"),
+    },
+    "ParallelStrategy": {
+        "data_shard_of": Change("data_split_of"),
+        "join_ranks": Change("init_process_group"),
+    },
+    "Ranks": {
+        "data_shard": Change("data_split"),
+        "data_shards": Change("data_splits"),
+        "data_part": Change("run_split"),
+        "evaluation_shard": Change("eval_split"),
+        "gather_plain": Change("gather_objects"),
+        "reduce_numbers": Change("all_reduce_ints"),
+        "reduce_boolean_decision": Change(
+            "all_reduce_ints", 'reduce [int(decision)] by "min" for all, by "max" for any'
+        ),
+    },
+    "Accelerator": {"own_strategies": Change("requires_dedicated_strategies")},
+    "CheckpointIO": {"takes_shards": Change("supports_shards")},
+    "Callback": {
+        "monitors": Change("runs_after_metrics"),
+        "take_over": Change("load_remote_state"),
+    },
+    "Capabilities": {
+        "owns_clipping": Change("engine_clips"),
+        "owns_step": Change("engine_steps"),
+        "rebinds_optimizers": Change("accepts_existing_optimizers"),
+        "replicated": Change(
+            "parameters", '"same" for replicated=True, otherwise "drift" or "divided"'
+        ),
+        "uneven_evaluation": Change("allows_uneven_eval"),
+    },
+    "StrategySpec": _OBJECTION,
+    "PrecisionSpec": _OBJECTION,
+    "ClusterEnvironmentSpec": _OBJECTION,
+    "AcceleratorSpec": {"own_strategies": Change("requires_dedicated_strategies")},
+    "RunPlan": {
+        "environments_passed_over": Change("rejected_environments"),
+        "runs_elsewhere": Change("remote"),
+    },
+    "StrategyConformance": {
+        "parts": Change("data_groups"),
+        "kept": Change("allowed_leftovers"),
+    },
+}
+"""The change of each former name, by the class that had it: methods, attributes and arguments."""
+
+HELD_AS: Mapping[str, tuple[str, ...]] = {
+    "accelerator": ("Accelerator",),
+    "capabilities": ("Capabilities",),
+    "checkpoint_io": ("CheckpointIO",),
+    "plan": ("RunPlan",),
+    "ranks": ("Ranks",),
+    "strategy": ("Strategy", "ParallelStrategy"),
+}
+"""The classes of an object, by the name under which authors have it: `self.ranks`, `plan`."""
+
+_USES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
+
+
+def former_names(kind: type) -> dict[str, Change]:
+    """Return the former names of a class and of its bases.
+
+    Example:
+        >>> from stratagem.discovery.former import former_names
+        >>> from stratagem.strategies import Ranks
+        >>> former_names(Ranks)["data_part"].now
+        'run_split'
+    """
+    return changes_of(base.__name__ for base in kind.__mro__ if _is_ours(base))
+
+
+def changes_of(classes: Iterable[str]) -> dict[str, Change]:
+    """Return the former names of classes, given by their names."""
+    return {name: each for kind in classes for name, each in FORMER.get(kind, {}).items()}
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in ("stratagem", "stratagem_testing")
+
+
+def what_became(place: str, change: Change) -> str:
+    """Return the message for a place that has a former name.
+
+    Example:
+        >>> from stratagem.discovery.former import Change, what_became
+        >>> what_became("Mine.take_batch_size", Change("set_batch_size"))[:68]
+        'Mine.take_batch_size is a former name, which nothing reads or calls:'
+    """
+    also = f" ({change.how})" if change.how else ""
+    return (
+        f"{place} is a former name, which nothing reads or calls: use {change.now}{also}; "
+        "docs/extend/plugin-api.md lists the former names of the plugin API"
+    )
+
+
+def missing_attribute(owner: object, name: str) -> Any:
+    """Raise the AttributeError of an object; used as `__getattr__` of the plugin interfaces.
+
+    The error for a former name has the present name. A former name that still works returns the
+    attribute of the present name, with a DeprecationWarning.
+    """
+    kind = type(owner).__name__
+    change = former_names(type(owner)).get(name)
+    if change is None:
+        raise AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=owner)
+    if change.works:
+        _warn(f"{kind}.{name}", change)
+        return getattr(owner, change.now)
+    raise AttributeError(what_became(f"{kind}.{name}", change), name=name, obj=owner)
+
+
+def with_former_names(kind: type[T]) -> type[T]:
+    """Make a class of the plugin API refuse former names of arguments and attributes; a decorator.
+
+    Example:
+        >>> from stratagem.discovery import Capabilities
+        >>> Capabilities(uneven_evaluation=False)
+        Traceback (most recent call last):
+        stratagem.errors.PluginError: Capabilities(uneven_evaluation=...) is a former name, ...
+    """
+    create: Any = vars(kind).get("__init__")
+    kind.__getattr__ = missing_attribute  # type: ignore[attr-defined]
+    if create is None:
+        return kind
+
+    @functools.wraps(create)
+    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
+        changes = former_names(kind) if named else {}
+        for name in changes.keys() & named.keys():
+            place = f"{type(self).__name__}({name}=...)"
+            raise PluginError(what_became(place, changes[name]))
+        create(self, *arguments, **named)
+
+    kind.__init__ = __init__  # type: ignore[method-assign]
+    return kind
+
+
+def check_former_names(kind: type, base: type) -> None:
+    """Check that an author's class neither overrides nor uses a former name of the plugin API.
+
+    A former method that still works is called by its new name, with a DeprecationWarning.
+
+    Args:
+        kind: the author's class.
+        base: the interface that it implements.
+
+    Raises:
+        ConfigurationError: names the place, and what took the place of the former name.
+    """
+    changes = former_names(kind)
+    for name, change in changes.items():
+        for owner in kind.__mro__:
+            if not _is_override(owner, name, change):
+                continue
+            if not change.works:
+                raise ConfigurationError(what_became(f"{owner.__name__}.{name}", change))
+            _serve(owner, kind, name, change)
+    for owner in kind.__mro__[: kind.__mro__.index(base)]:
+        for place, change in () if _is_ours(owner) else _uses_in(owner, changes):
+            if not change.works:
+                raise ConfigurationError(what_became(place, change))
+
+
+def check_former_values(owner: object) -> None:
+    """Check that no attribute of an object was set by its former name.
+
+    Raises:
+        ConfigurationError: names the attribute, and what took its place.
+    """
+    for name, change in former_names(type(owner)).items():
+        if name in vars(owner):
+            raise ConfigurationError(what_became(f"{type(owner).__name__}.{name}", change))
+
+
+def _is_override(owner: type, name: str, change: Change) -> bool:
+    """Whether a class defines a former name; an attribute of another type is the author's own."""
+    found = vars(owner).get(name)
+    kinds = (FunctionType, property, staticmethod, classmethod, bool)
+    return isinstance(found, kinds) and found is not vars(owner).get(change.now)
+
+
+def _serve(owner: type, kind: type, name: str, change: Change) -> None:
+    """Make the calls of a method's present name reach the override of its former name."""
+    _warn(f"{owner.__name__}.{name}", change)
+    above = kind.__mro__[kind.__mro__.index(owner) + 1 :]
+    home = next(base for base in above if change.now in vars(base))
+    setattr(home, name, vars(home)[change.now])  # for super() in the override
+    if change.now not in vars(owner):
+        setattr(owner, change.now, vars(owner)[name])
+
+
+def _warn(place: str, change: Change) -> None:
+    warnings.warn(
+        f"{place} is a former name that ends with release {change.ends}: use {change.now}",
+        DeprecationWarning,
+        stacklevel=4,
+    )
+
+
+def _uses_in(owner: type, own: Mapping[str, Change]) -> Iterator[tuple[str, Change]]:
+    """Yield the places in a class's methods that use a former name, with its change."""
+    tables = {held: changes_of(names) for held, names in HELD_AS.items()}
+    tables["self"] = {name: each for name, each in own.items() if not hasattr(owner, name)}
+    names = {name for table in tables.values() for name in table}
+    for method, code in code_of(owner):
+        if names.isdisjoint(code.co_names):
+            continue
+        held = ""
+        for instruction in dis.get_instructions(code):
+            # The argument of some instructions is a pair of names.
+            last = instruction.argval[-1:] if isinstance(instruction.argval, tuple) else ()
+            argument = last[0] if last else instruction.argval
+            table = tables.get(held, {}) if instruction.opname in _USES else {}
+            if argument in table:
+                yield f"{held}.{argument} in {owner.__name__}.{method}", table[argument]
+            held = argument if isinstance(argument, str) else ""
+
+
+def code_of(owner: type | ModuleType) -> Iterator[tuple[str, CodeType]]:
+    """Yield the code of a class's methods, and of the functions within them, by method.
+
+    Args:
+        owner: a class, or a module, for its functions.
+    """
+    for method, value in list(vars(owner).items()):
+        function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+        for code in _nested(getattr(function, "__code__", None)):
+            yield method, code
+
+
+def _nested(code: object) -> Iterator[CodeType]:
+    if isinstance(code, CodeType):
+        yield code
+        for each in code.co_consts:
+            yield from _nested(each)
