@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from stratagem.discovery.capabilities import (
@@ -132,7 +132,8 @@ def uncalled_methods(kind: type) -> Iterator[tuple[type, str]]:
     for module in [sys.modules[each] for each in sys.modules if each.partition(".")[0] in packages]:
         here = (each for each in vars(module).values() if isinstance(each, type))
         own = [each for each in here if each.__module__ == module.__name__]
-        for _, code in (found for each in (module, *own, *authors) for found in code_of(each)):
+        places: list[type | ModuleType] = [module, *own, *authors]
+        for _, code in (found for each in places for found in code_of(each)):
             named |= {*code.co_names, *(each for each in code.co_consts if isinstance(each, str))}
     for each in authors:
         for name, member in vars(each).items():

@@ -54,10 +54,10 @@ def _interfaces_of(trees: Iterable[ast.AST]) -> dict[str, tuple[str, ...]]:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 classes[node.name] = [_last_name(base) for base in node.bases]
-            elif isinstance(node, ast.ImportFrom) and node.module in _BASES:
+            elif isinstance(node, ast.ImportFrom) and (node.module or "") in _BASES:
                 for alias in node.names:
                     is_ranks = alias.name in _RANKS
-                    kinds = ("Ranks",) if is_ranks else _BASES[node.module]
+                    kinds = ("Ranks",) if is_ranks else _BASES[node.module or ""]
                     found[alias.asname or alias.name] = kinds
     for _ in classes:  # a class may be defined before its base is known
         for name, bases in classes.items():
@@ -116,5 +116,6 @@ def _arguments(tree: ast.AST) -> Iterator[tuple[int, str, Change]]:
             kind = _last_name(node.func.value)
         changes = FORMER.get("Ranks" if kind in _RANKS else kind, {})
         for keyword in node.keywords:
-            if keyword.arg in changes:
-                yield node.lineno, f"{kind}({keyword.arg}=...)", changes[keyword.arg]
+            name = keyword.arg or ""
+            if name in changes:
+                yield node.lineno, f"{kind}({name}=...)", changes[name]
