@@ -23,7 +23,7 @@ from stratagem import Lite, Trainer
 from stratagem.errors import ConfigurationError
 from stratagem.precision import EnginePrecision, Precision
 from stratagem_deepspeed import library, op_builds, ops, preparation
-from stratagem_deepspeed.config import Facts, engine_config
+from stratagem_deepspeed.config import Facts, engine_config, why_not_followed
 from stratagem_deepspeed.config_file import read_config
 from stratagem_deepspeed.known_keys import KNOWN_KEYS
 from stratagem_deepspeed.optimizers import check_elementwise, only_one, suited, use_torchs_adam
@@ -544,6 +544,33 @@ def test_a_parameter_without_elements_is_named_at_stage_3() -> None:
     model.empty = nn.Parameter(torch.zeros(0, 3), requires_grad=False)
     with pytest.raises(ConfigurationError, match=r"'empty' has no elements.*\(0, 3\).*'fsdp'"):
         check_elements(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"stage": 2}, None),
+        ({"stage": 3, "offload_parameters": True}, None),
+        (
+            {"stage": 3, "offload_parameters": True, "offload_params_device": "nvme"},
+            "offload_params_device='nvme'",
+        ),
+        (
+            {"stage": 3, "config": {"zero_optimization": {"zero_quantized_weights": True}}},
+            "zero_quantized_weights",
+        ),
+        (
+            {"stage": 3, "config": {"zero_optimization": {"zero_hpz_partition_size": 2}}},
+            "zero_hpz_partition_size",
+        ),
+    ],
+)
+def test_ranks_follow_an_evaluation_but_with_options_that_are_named(
+    options: dict[str, Any], expected: str | None
+) -> None:
+    strategy = DeepSpeedStrategy(**options)
+    assert why_not_followed(strategy._config()) == expected
+    assert strategy.follows_evaluation == (expected is None)
 
 
 def test_a_parameter_of_float64_is_named_unless_the_engine_converts_it() -> None:

@@ -75,6 +75,12 @@ def test_nothing_is_printed_to_stdout(numbers: tuple[Ranks, str]) -> None:
     assert [line for line in numbers[1].splitlines() if "connected" not in line] == []
 
 
+def test_ranks_without_a_batch_follow_the_forward_passes_of_another_rank(tmp_path: Path) -> None:
+    ranks, _ = launch("deepspeed_following.py", tmp_path)
+    assert len(ranks) == 3
+    assert max(rank[way] for rank in ranks for way in rank) < 2e-6
+
+
 # ---------------------------------------------------------------- what else it does
 
 

@@ -148,6 +148,16 @@ def test_an_evaluation_repeats_samples_only_for_as_many_batches(tmp_path: Path) 
     assert done.stderr.count(said) == 1
 
 
+def test_ranks_without_a_batch_follow_the_forward_passes_of_another_rank(tmp_path: Path) -> None:
+    ranks = launch("scripts/follow_evaluation.py", tmp_path, env={"PYTHONPATH": str(HERE)})
+    assert len(ranks) == 4
+    for name in ranks[0]:
+        for outputs, parameters in (rank[name] for rank in ranks):
+            # The orders of layers are four; training after each evaluation is exact, too.
+            assert outputs < 1e-6, name
+            assert parameters < 1e-6, name
+
+
 def test_a_second_fit_goes_on_with_the_shards(numbers: Ranks, reference: dict[str, Any]) -> None:
     assert close(numbers[0]["second fit"], reference["second fit"])
 

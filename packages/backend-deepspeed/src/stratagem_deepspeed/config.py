@@ -142,6 +142,31 @@ def offload_device(config: Mapping[str, Any], what: str) -> str | None:
     return None if device == "none" else str(device)
 
 
+def why_not_followed(config: Mapping[str, Any]) -> str | None:
+    """Return the option with which a rank cannot follow other ranks' forward passes; None: it can.
+
+    Below stage 3 a forward without gradients does not communicate.
+    """
+    if stage_of(config) < 3:
+        return None
+    section = config[ZERO]
+    if offload_device(config, "offload_param") == "nvme":
+        return "offload_params_device='nvme'"
+    partition = section.get("zero_hpz_partition_size", 1)
+    wanted = [key for key in _NOT_FOLLOWED if section.get(key)]
+    return wanted[0] if wanted else "zero_hpz_partition_size" if partition > 1 else None
+
+
+_NOT_FOLLOWED = (
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "stage3_use_all_reduce_for_fetch_params",
+    "use_all_reduce_for_fetch_params",
+    "zenflow",
+)
+"""Options of stage 3 whose other ways of gathering were not tried."""
+
+
 def offloaded_to_host(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config that offloads to the host what it offloads to NVMe, for a simulation."""
     config = copy.deepcopy(config)

@@ -22,6 +22,7 @@ DEEPSPEED = Capabilities.parallel(
     sharded_state=True,
     checkpoint_io="directory",
     allows_uneven_eval=False,
+    follows_evaluation=True,
     compiles=(),
 )
 """What an engine can do: at stage 3 forward gathers parameters, so ranks run as many batches."""

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -39,10 +40,12 @@ from stratagem_deepspeed.config import (
     offloaded_to_host,
     stage_of,
     swap_buffers,
+    why_not_followed,
     without_needless_offload,
 )
 from stratagem_deepspeed.config_file import read_config
 from stratagem_deepspeed.engine import EngineModule, restored_linear
+from stratagem_deepspeed.following import Following
 from stratagem_deepspeed.library import (
     import_deepspeed,
     installed_version,
@@ -486,6 +489,34 @@ class DeepSpeedStrategy(ParallelStrategy):
         for buffer in prepared.original.buffers():
             dist.broadcast(buffer, 0)
         yield
+
+    @property
+    def follows_evaluation(self) -> bool:
+        """Whether a rank without a batch can follow other ranks; see `why_not_followed`."""
+        return why_not_followed(self._config()) is None
+
+    def lead_evaluation_step(
+        self, prepared: PreparedModel, announce: Callable[[int], None]
+    ) -> AbstractContextManager[Any]:
+        """Return a context that announces what the engine sees of forward passes, at stage 3."""
+        following = self._following(prepared)
+        return contextlib.nullcontext() if following is None else following.announcing(announce)
+
+    def follow_evaluation_step(self, prepared: PreparedModel, announced: Iterator[int]) -> None:
+        """Let this rank's engine see what another rank announces."""
+        following = self._following(prepared)
+        if following is None:
+            super().follow_evaluation_step(prepared, announced)
+        else:
+            # Parameters that are gathered in inference mode, and some stay so, cannot train.
+            with torch.inference_mode(False):
+                following.follow(announced)
+
+    def _following(self, prepared: PreparedModel) -> Following | None:
+        called = prepared.module
+        assert isinstance(called, EngineModule)
+        is_divided = called.engine is not None and stage_of(called.config) == 3
+        return Following(called.engine.optimizer) if is_divided else None
 
 
 @dataclass(eq=False)

@@ -32,6 +32,7 @@ FSDP = Capabilities.parallel(
     backward_in_forward=False,
     # Forward gathers parameters, so all ranks must run the same number of batches.
     allows_uneven_eval=False,
+    follows_evaluation=True,
 )
 """What fully_shard can do."""
 

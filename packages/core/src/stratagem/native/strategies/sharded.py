@@ -29,6 +29,7 @@ from stratagem.interfaces.prepared_model import (
 )
 from stratagem.native.sharding import clipping
 from stratagem.native.sharding.deferred import DeferredBuild
+from stratagem.native.sharding.following import announcing, follow, forget_evaluations
 from stratagem.native.sharding.layout import (
     Rebinding,
     average_gradients,
@@ -44,6 +45,7 @@ from stratagem.native.sharding.user_access import (
     check_changes,
     explain_shards,
     gather_when_called,
+    groups_of,
     read_whole_numbers,
 )
 from stratagem.state.shards import LazyTensor
@@ -253,6 +255,18 @@ class ShardedStrategy(ParallelStrategy):
         broadcast_from_first(buffer for buffer in buffers if not isinstance(buffer, DTensor))
         yield
 
+    def lead_evaluation_step(
+        self, prepared: PreparedModel, announce: Callable[[int], None]
+    ) -> AbstractContextManager[Any]:
+        """Return a context that announces each all-gather of parameters."""
+        assert isinstance(prepared, ShardedPrepared)
+        return announcing(prepared.groups, announce)
+
+    def follow_evaluation_step(self, prepared: PreparedModel, announced: Iterator[int]) -> None:
+        """Take part in the all-gathers that another rank announces."""
+        assert isinstance(prepared, ShardedPrepared)
+        follow(prepared.groups, announced)
+
     def end_training(self, prepared: PreparedModel) -> None:
         """Check that the parameters which were trained are those of the model."""
         assert isinstance(prepared, ShardedPrepared)
@@ -345,13 +359,15 @@ def _attributes_of(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _reshard_without_grad(root: nn.Module, inputs: Any, output: Any) -> None:
-    """Free the parameters that a forward pass without gradients has gathered.
+    """Free the parameters that a forward pass without gradients has gathered, or gathers ahead.
 
     No backward pass would free them, and a change of the gathered copies would be lost.
     """
     if not torch.is_grad_enabled():
         for part in root.modules():
             if isinstance(part, FSDPModule):
+                for group in groups_of(part):
+                    group.wait_for_unshard()
                 part.reshard()
 
 
@@ -369,10 +385,11 @@ def _gather_once(root: nn.Module) -> None:
     They are made once. Were it under inference mode (validation before training), training could
     not use them.
     """
-    for part in root.modules():  # the root first, which the others learn of by it
-        if isinstance(part, FSDPModule):
-            part.unshard()
-            part.reshard()
+    parts = [part for part in root.modules() if isinstance(part, FSDPModule)]
+    for part in parts:  # the root first, which the others learn of by it
+        part.unshard()
+        part.reshard()
+    forget_evaluations(parts)
 
 
 def _root_of(module: nn.Module) -> nn.Module | None:
