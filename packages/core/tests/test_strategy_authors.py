@@ -1033,6 +1033,71 @@ def test_a_backend_may_be_registered_after_the_strategy_was_made(
     assert finished.stdout == "of_an_accelerator\n"
 
 
+THREE = """
+import gc
+import threading
+import torch.distributed as dist
+from stratagem import Lite, Trainer
+from stratagem.strategies import DDPStrategy
+
+downs = []
+
+class Grouped(DDPStrategy):
+    def setup_environment(self):
+        super().setup_environment()
+        self.trainer = None
+        self.group = dist.new_group(list(range(self.ranks.world_size)))
+
+    def setup(self, trainer):
+        self.trainer = trainer  # a cycle, and the model in it
+
+    def teardown(self):
+        downs.append(self.name)
+        dist.destroy_process_group(self.group)
+        super().teardown()
+
+def groups():
+    return len(dist.distributed_c10d._world.pg_map)
+
+before = None
+for number in range(3):
+    strategy = Grouped()
+    strategy.name = number
+    lite = Lite(accelerator="cpu", devices=2, strategy=strategy)
+    strategy.setup(lite)
+    lite.launch()
+    if number == 0:
+        before = groups(), threading.active_count()
+        shared = strategy
+    del strategy, lite
+assert downs == [1], downs  # the first is still there
+assert groups() == before[0] + 1, (groups(), before)
+again = Lite(accelerator="cpu", devices=2, strategy=shared)
+again.launch()
+assert downs == [1, 2], downs
+assert groups() == before[0] + 1, (groups(), before)
+import stratagem.launch.rank as rank
+if again.is_global_zero:
+    rank.this_rank.at_end.insert(0, lambda: print(downs))  # when all else is done
+"""
+
+
+def test_each_strategy_that_was_set_up_is_torn_down_once(run_script: Callable[..., Any]) -> None:
+    finished = run_script(THREE)
+    assert finished.stdout == "[1, 2, 0]\n"
+
+
+def test_a_teardown_of_a_strategy_that_is_gone_may_fail_by_name() -> None:
+    class Fails(SingleDeviceStrategy):
+        def teardown(self) -> None:
+            raise ValueError("the engine is gone")
+
+    Lite(accelerator="cpu", strategy=Fails()).launch()
+    with pytest.raises(PluginError, match=r"^Fails.teardown\(\) failed: the engine is gone$"):
+        Lite(accelerator="cpu").launch()
+    Lite(accelerator="cpu").launch()  # once
+
+
 def test_a_teardown_that_raises_ends_the_program_with_an_error(
     run_script: Callable[..., Any],
 ) -> None:

@@ -80,7 +80,7 @@ class Strategy(Stepping, ABC):
            calls `load_model_state`, `load_optimizer_state`, then `load_state`, whatever the order
            in a user's dict. Every rank calls them, since they may communicate.
        10. `release(prepared)`, before the module is prepared again and when another run starts;
-           `teardown()` at the end of the process.
+           `teardown()`, once, when its front end is gone or the process ends.
        11. `estimate_memory`, by `stratagem plan`, after `bind` alone.
 
     A strategy works with nn.Module, Optimizer and tensors, and never with Trainer or Module.
@@ -134,6 +134,7 @@ class Strategy(Stepping, ABC):
     ranks: Ranks
     device: torch.device
     requested: Mapping[str, Any] = MappingProxyType({})
+    _set_up: Any = None  # the teardown that it is owed; see runtime/set_up.py
 
     def __init__(
         self,
@@ -155,6 +156,11 @@ class Strategy(Stepping, ABC):
         if unexpected:
             raise unexpected_arguments(type(self), unexpected)
         self.requested = {k: v for k, v in requested.items() if v is not None}
+
+    def __del__(self) -> None:
+        """Hand a strategy that was set up to its teardown, which comes later."""
+        if self._set_up is not None:
+            self._set_up.left = self
 
     def bind(self, components: Components) -> None:
         """Set the plan's components; called once before each launch.
@@ -231,7 +237,14 @@ class Strategy(Stepping, ABC):
         """Run additional setup at the start of each Trainer run, before the model is prepared."""
 
     def teardown(self) -> None:
-        """Release communication and device; the strategy can be bound again."""
+        """Release communication and device; the strategy can be bound again.
+
+        Called once for each strategy that was set up. If its Trainer or Lite is gone, it is called
+        before another front end is set up, otherwise at the end of the process. Release what
+        `setup_environment` acquired, such as process groups. Fits of one process share the default
+        process group, which is not the strategy's to destroy. This method must not communicate:
+        ranks may call it at different times.
+        """
         self.checkpoint_io.teardown()
         self.cluster_environment.teardown()
         self.accelerator.teardown()

@@ -6,7 +6,6 @@ import functools
 import inspect
 import json
 import os
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,7 +40,7 @@ from stratagem.interfaces.ranks import Ranks
 from stratagem.interfaces.strategy import Strategy
 from stratagem.launch.environment import environment_of_request
 from stratagem.launch.process import numpy_warned_once, open_standard_streams, print_hint_once
-from stratagem.launch.rank import at_end_of_rank, fail_at_end, run_as_rank, this_rank
+from stratagem.launch.rank import run_as_rank, this_rank
 from stratagem.plan.components import probe_accelerator
 from stratagem.plan.memory import StepMemory, memory_to_train
 from stratagem.plan.plan import RunPlan, RunRequest
@@ -49,6 +48,7 @@ from stratagem.plan.resolution import resolve
 from stratagem.plan.step_options import StepOptions
 from stratagem.rng import inherit_rng, inherited_rng
 from stratagem.runtime.checkpoint_writer import CheckpointWriter
+from stratagem.runtime.set_up import note_set_up, tear_down_left
 
 Devices = int | str | list[int] | tuple[int, ...] | None
 """How many (an int; -1: all), which ([1, 4] or "1, 4"), or "auto"."""
@@ -375,6 +375,7 @@ class Runtime:
         if self.is_launched:
             return
         strategy, plan = self.strategy, self.plan
+        tear_down_left()
         strategy.setup_environment()
         if strategy.ranks.device is None:
             raise PluginError(
@@ -403,7 +404,7 @@ class Runtime:
             for hint in filter(None, (missing, *hints)):
                 print_hint_once(hint)
         self.is_launched = True
-        at_end_of_rank(functools.partial(_teardown, weakref.ref(strategy)))
+        note_set_up(strategy)
 
 
 class FrontEnd:
@@ -444,14 +445,3 @@ def _check_same(ranks: Ranks, chosen: str) -> None:
             f"strategy='auto' chose {first!r} on rank 0 and {chosen!r} on rank "
             f"{ranks.global_rank}, whose device has another memory: name the strategy"
         )
-
-
-def _teardown(strategy: weakref.ref[Strategy]) -> None:
-    """At the end of the process, tear down a strategy that is still alive."""
-    alive = strategy()
-    if alive is not None:
-        try:
-            alive.teardown()
-        # Nobody catches it here: it would be printed as ignored, and the exit code would be 0.
-        except Exception as error:
-            fail_at_end(error, f"{type(alive).__name__}.teardown() failed after the run was done")
