@@ -252,6 +252,10 @@ def test_models_and_tensors_can_be_made_in_their_final_format(
     assert {p.dtype for p in model.parameters()} == {dtype}
     assert tensor.dtype is dtype
     assert tensor.device == model.weight.device == lite.device
+    state = torch.get_rng_state()
+    with lite.init_module(empty_init=True):
+        assert nn.Linear(3, 2).weight.dtype is dtype
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 # ---------------------------------------------------------------- run and launch

@@ -76,6 +76,7 @@ def methods(kind: type) -> set[str]:
 def lines(of_lightning: dict[str, list[str]]) -> list[str]:
     """Return the lines of the file, in a process where Lightning's names are Stratagem."""
     import stratagem_lightning  # noqa: F401 - from here on, `lightning` is Stratagem
+    from stratagem_lightning.api.core.overrides import is_called
     from stratagem_lightning.api.placeholders import Placeholder
 
     written = {}
@@ -87,7 +88,7 @@ def lines(of_lightning: dict[str, list[str]]) -> list[str]:
             continue
         if type(own) is Placeholder:
             continue
-        if missing := [each for each in names if not hasattr(own, each)]:
+        if missing := [each for each in names if not is_called(own, each)]:
             name = own.__name__ if name.startswith("_") else name
             written[name] = f"{name}: {' '.join(missing)}"
     return [written[name] for name in sorted(written)]

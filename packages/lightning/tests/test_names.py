@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -119,6 +120,14 @@ def test_helpers_that_ask_lightning_for_the_rank_are_told_it(
     importlib.import_module(OURS)
     forget()
     assert helpers.rank_zero_only.rank == 3
+
+
+def test_a_module_of_lightnings_names_can_be_sent_to_another_process(
+    lightning: ModuleType,
+) -> None:
+    # cloudpickle asks `copyreg` for modules of other types, as pickle does.
+    for module in (lightning.pytorch, lightning.fabric.loggers):
+        assert pickle.loads(pickle.dumps(module)) is module
 
 
 def test_packages_are_attributes_without_an_import_of_their_own(lightning: ModuleType) -> None:

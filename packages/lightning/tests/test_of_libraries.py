@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from stratagem.errors import UserCodeError
 from stratagem_lightning.api.callbacks.model_checkpoint import ModelCheckpoint
+from stratagem_lightning.api.callbacks.stochastic_weight_averaging import (
+    StochasticWeightAveraging,
+)
 from stratagem_lightning.api.demos.boring_classes import BoringModel
+from stratagem_lightning.api.fabric import Fabric
+from stratagem_lightning.api.loggers import CSVLogger
+from stratagem_lightning.api.strategies.single_device import SingleDeviceStrategy
 from stratagem_lightning.api.trainer import Trainer
+from stratagem_lightning.api.utilities import argparse, imports, loading, logging
+from stratagem_lightning.api.utilities.models import maybe_unwrap_optimized
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -85,3 +98,176 @@ def test_a_checkpoint_callback_may_write_a_folder_of_its_own(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["epoch=2-step=6.ckpt"]
     assert (Path(saver.best_model_path) / "adapter.bin").exists()
     assert (saver._every_n_train_steps, saver._every_n_epochs) == (2, 0)
+
+
+class Loader:
+    """No DataLoader: draws its order for each iterator."""
+
+    def __init__(self, name: str, asked: list[str]) -> None:
+        self.name, self.asked = name, asked
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.asked.append(self.name)
+        return iter(torch.randn(2, 1, 32))
+
+
+class OwnIterator(Loader):
+    """Is its own iterator, and begins anew when an iterator is asked for."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.left = [*super().__iter__()]
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        if not self.left:
+            raise StopIteration
+        return self.left.pop()
+
+
+@pytest.mark.parametrize("kind", [Loader, OwnIterator])
+@pytest.mark.parametrize(
+    ("sanity", "order"),
+    [
+        (2, ["val", "train", "val", "train", "val", "train", "val"]),
+        (0, ["train", "train", "val", "val", "train", "val"]),
+    ],
+)
+def test_a_loader_of_another_class_is_asked_for_as_many_iterators(
+    sanity: int, order: list[str], kind: type[Loader]
+) -> None:
+    asked: list[str] = []
+    trainer = quiet(max_epochs=2, num_sanity_val_steps=sanity)
+    trainer.fit(BoringModel(), kind("train", asked), kind("val", asked))
+    assert asked == order
+    asked.clear()
+    trainer.test(BoringModel(), kind("test", asked), verbose=False)
+    assert asked == ["test", "test"]
+
+
+def test_an_average_of_weights_shows_when_it_began() -> None:
+    seen = []
+
+    class Average(StochasticWeightAveraging):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            seen.append((self._initialized, self.swa_start, self.swa_end))
+            super().on_train_epoch_start(trainer, module)
+
+    average = Average(swa_lrs=1e-2, swa_epoch_start=2, annealing_epochs=1)
+    quiet(callbacks=average).fit(BoringModel())
+    assert seen == [(False, 1, 2), (False, 1, 2), (True, 1, 2)]
+    assert (average._swa_epoch_start, average._swa_lrs) == (2, [1e-2])
+    assert average._latest_update_epoch == 2
+    endless = quiet(callbacks=average, max_epochs=-1, max_steps=1)
+    endless.fit(BoringModel())
+    assert average.swa_end == float("inf")
+
+    class Longer(StochasticWeightAveraging):
+        swa_end = 7
+
+    with pytest.raises(UserCodeError, match="Longer overrides swa_end of StochasticWeightAver"):
+        quiet(callbacks=Longer(swa_lrs=1e-2)).fit(BoringModel())
+
+
+def test_a_model_without_first_values_draws_no_random_numbers() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    strategy = SingleDeviceStrategy("cpu")
+    for context in (fabric.init_module, strategy.module_init_context):
+        torch.manual_seed(3)
+        with context(empty_init=True):
+            layer = torch.nn.Linear(4, 4)
+        assert torch.initial_seed() == 3
+        drawn = torch.rand(1)
+        torch.manual_seed(3)
+        assert torch.equal(torch.rand(1), drawn)
+        with context():
+            layer = torch.nn.Linear(4, 4)
+        torch.manual_seed(3)
+        torch.rand(1)
+        assert torch.equal(layer.weight, torch.nn.Linear(4, 4).weight)
+
+
+def test_a_value_named_step_is_not_the_step_of_a_row(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, "logs", 0)
+    logger.log_metrics({"loss": 1.0, "step": 7}, step=3)
+    logger.save()
+    assert Path(logger.metrics_file_path).read_text().split() == ["step,loss", "3,1.0"]
+
+
+def test_hyperparameters_are_flattened_and_made_plain() -> None:
+    @dataclass
+    class Size:
+        width: int = 3
+
+    nested = {"size": Size(), "more": Namespace(a=1), "layers": [{"b": 2}, {"c": 3}], 5: [1]}
+    assert logging.flatten_dict(nested) == {
+        "size/width": 3,
+        "more/a": 1,
+        "layers/0/b": 2,
+        "layers/1/c": 3,
+        "5": [1],
+    }
+    assert logging.flatten_dict({"a": {"b": 1}}, ".") == {"a.b": 1}
+    assert logging.convert_params(Namespace(a=1)) == {"a": 1}
+    assert (logging.convert_params(None), logging.convert_params({"b": 2})) == ({}, {"b": 2})
+    called = logging.sanitize_callable_params({"a": len, "b": lambda: len, "c": 1, "d": Size})
+    assert called == {"a": "len", "b": "<lambda>", "c": 1, "d": "Size"}
+    assert logging.sanitize_params({"a": [1], "b": None}) == {"a": "[1]", "b": "None"}
+    assert logging.convert_json_serializable({"a": {1}, "b": None}) == {"a": "{1}", "b": None}
+    assert logging.add_prefix({"a": 1}, "", "-") == {"a": 1}
+    versions = [SimpleNamespace(version=one) for one in (1, "b", 1)]
+    assert (logging.version_of(versions[:1]), logging.version_of(versions)) == (1, "1_b")
+
+
+def test_checkpoints_that_were_not_uploaded_are_found(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, monitor="own", save_top_k=2, save_last=True)
+    saver.__class__ = WithExport
+    quiet(callbacks=saver, enable_checkpointing=True).fit(BoringModel())
+    found = logging.scan_checkpoints(saver, {})
+    assert {(Path(path).name, tag) for _, path, _, tag in found} == {
+        ("last.ckpt", "latest"),
+        ("epoch=0-step=2.ckpt", "best_k"),
+        ("epoch=1-step=4.ckpt", "best_k"),
+    }
+    times = {path: time for time, path, _, _ in found}
+    assert logging.scan_checkpoints(saver, times) == []
+
+
+def test_arguments_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Model:
+        @argparse.defaults_from_env_vars
+        def __init__(self, width: int = 1, name: str = "", rate: float = 0.1) -> None:
+            self.seen = (width, name, rate)
+
+    monkeypatch.setenv("PL_MODEL_WIDTH", "42")
+    monkeypatch.setenv("PL_MODEL_NAME", "a b")
+    assert argparse.parse_env_variables(Model) == Namespace(width=42, name="a b")
+    assert Model(7, rate=0.5).seen == (7, "a b", 0.5)
+    assert Model().seen == (42, "a b", 0.1)
+
+
+def test_versions_of_torch_are_compared() -> None:
+    assert imports._TORCH_GREATER_EQUAL_2_4
+    assert not vars(imports).get("_TORCH_GREATER_EQUAL_2_4")
+    assert not imports._TORCH_GREATER_EQUAL_99_0
+    with pytest.raises(AttributeError, match="no attribute '_TORCH_LESS'"):
+        _ = imports._TORCH_LESS
+
+
+def test_files_of_torch_are_written_whole_and_read(tmp_path: Path) -> None:
+    loading.atomic_save({"a": torch.ones(1)}, tmp_path / "a.pt")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+    assert loading.load(tmp_path / "a.pt")["a"] == 1
+    with (tmp_path / "a.pt").open("rb") as file:
+        assert loading.load(file, map_location="cpu")["a"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+def test_a_compiled_model_is_unwrapped() -> None:
+    model = BoringModel()
+    assert maybe_unwrap_optimized(model) is model
+    assert maybe_unwrap_optimized(torch.compile(model)) is model
+    with pytest.raises(TypeError, match=r"must be a `LightningModule` or .*, got `Linear`"):
+        maybe_unwrap_optimized(torch.nn.Linear(1, 1))

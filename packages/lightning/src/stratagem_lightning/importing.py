@@ -135,6 +135,10 @@ class Mirror(ModuleType):
     def __dir__(self) -> list[str]:
         return names_in(self.__name__)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # For cloudpickle, which sends functions that use this module to other processes.
+        return importlib.import_module, (self.__name__,)
+
 
 class Finder(MetaPathFinder):
     """Finds the modules of the layout under Stratagem's names and under Lightning's."""

@@ -28,7 +28,8 @@ _CALLBACKS = _names(
         "DeviceStatsMonitor "
         "LambdaCallback LearningRateMonitor ModelSummary "
         "OnExceptionCheckpoint RichModelSummary=ModelSummary "
-        "StochasticWeightAveraging ThroughputMonitor WeightAveraging",
+        "ThroughputMonitor WeightAveraging",
+        f"{_API}.callbacks.stochastic_weight_averaging": "StochasticWeightAveraging",
         f"{_API}.callbacks.accumulation": "GradientAccumulationScheduler",
         f"{_API}.callbacks.pruning": "ModelPruning",
         f"{_API}.callbacks.timer": "Timer",
@@ -54,6 +55,7 @@ _LOGGERS = _names(
         "stratagem_extras.loggers.sdk_logger": "DummyExperiment",
     }
 )
+_DUMMY = _names({"stratagem_extras.loggers.sdk_logger": "_DummyExperiment=DummyExperiment"})
 _LOGGER_LEAVES = {
     "csv_logs": "CSVLogger ExperimentWriter",
     "logger": "Logger DummyExperiment DummyLogger rank_zero_experiment",
@@ -70,7 +72,8 @@ _CLI = _names(
         f"{_API}.cli": "ArgsType LRSchedulerCallable LRSchedulerType LRSchedulerTypeTuple "
         "LRSchedulerTypeUnion LightningArgumentParser LightningCLI OptimizerCallable "
         "ReduceLROnPlateau SaveConfigCallback _JSONARGPARSE_SIGNATURES_AVAILABLE "
-        "instantiate_class"
+        "instantiate_class",
+        "jsonargparse": "Namespace",
     }
 )
 _PROGRESS = _names(
@@ -196,7 +199,7 @@ _THROUGHPUT = _names(
 _SUMMARY = _names(
     {
         f"{_API}.callbacks.summary": "LEFTOVER_PARAMS_NAME ModelSummary NOT_APPLICABLE "
-        "UNKNOWN_SIZE summarize"
+        "PARAMETER_NUM_UNITS UNKNOWN_SIZE get_human_readable_count summarize"
     }
 )
 _COMBINED = _names({"stratagem.data": "CombinedLoader"})
@@ -357,6 +360,10 @@ _PYTORCH: _Layout = {
         **_names({f"{_API}.core.states": "Interval"}),
     },
     **_package("pytorch.loggers", _LOGGERS, {**_LOGGER_LEAVES, **_FURTHER_LOGGERS}),
+    "pytorch.loggers.logger": {**_some(_LOGGERS, _LOGGER_LEAVES["logger"]), **_DUMMY},
+    "pytorch.loggers.utilities": _names(
+        {f"{_HELPERS}.logging": "_scan_checkpoints=scan_checkpoints _version=version_of"}
+    ),
     "pytorch.cli": _CLI,
     "pytorch.callbacks.progress.progress_bar": _some(_PROGRESS, "ProgressBar get_standard_metrics"),
     "pytorch.callbacks.progress.rich_progress": {
@@ -446,7 +453,16 @@ _PYTORCH: _Layout = {
         "is_picklable": _PARSING["is_picklable"],
     },
     "pytorch.utilities.combined_loader": _COMBINED,
-    "pytorch.utilities.compile": _some(_MODELS, "from_compiled to_uncompiled"),
+    "pytorch.utilities.argparse": _names(
+        {
+            f"{_HELPERS}.argparse": "_defaults_from_env_vars=defaults_from_env_vars "
+            "_parse_env_variables=parse_env_variables"
+        }
+    ),
+    "pytorch.utilities.compile": {
+        **_some(_MODELS, "from_compiled to_uncompiled"),
+        **_names({f"{_HELPERS}.models": "_maybe_unwrap_optimized=maybe_unwrap_optimized"}),
+    },
     "pytorch.utilities.data": {
         **_DATA,
         **_names({f"{_HELPERS}.data": "warning_cache"}),
@@ -465,7 +481,10 @@ _PYTORCH: _Layout = {
     **_package("pytorch.utilities.migration", _MIGRATION, {"utils": " ".join(_MIGRATION)}),
     "pytorch.utilities.model_helpers": _some(_MODELS, "get_torchvision_model is_overridden"),
     "pytorch.utilities.model_summary": _names(
-        {f"{_API}.callbacks.summary": "DeepSpeedSummary=ModelSummary ModelSummary summarize"}
+        {
+            f"{_API}.callbacks.summary": "DeepSpeedSummary=ModelSummary ModelSummary "
+            "get_human_readable_count summarize"
+        }
     ),
     "pytorch.utilities.model_summary.model_summary_deepspeed": _names(
         {f"{_API}.callbacks.summary": "DeepSpeedSummary=ModelSummary"}
@@ -493,6 +512,14 @@ _PYTORCH: _Layout = {
     "pytorch.demos.transformer": _TRANSFORMER,
 }
 
+_IMPORTS = " ".join(
+    (
+        *("_IS_INTERACTIVE", "_IS_WINDOWS", "_NUMPY_AVAILABLE", "_PYTHON_GREATER_EQUAL_3_10_0"),
+        *(f"_TORCH_GREATER_EQUAL_2_{minor}" for minor in range(10)),
+        "_TORCH_GREATER_EQUAL_2_4_1",
+    )
+)
+
 _FABRIC_SIDE: _Layout = {
     "fabric": {**_FABRIC, **_SEED_EVERYTHING, **_VERSION},
     "fabric.fabric": {"Fabric": _FABRIC["Fabric"]},
@@ -507,6 +534,7 @@ _FABRIC_SIDE: _Layout = {
         ),
     },
     **_package("fabric.loggers", _LOGGERS, _LOGGER_LEAVES),
+    "fabric.loggers.logger": {**_some(_LOGGERS, _LOGGER_LEAVES["logger"]), **_DUMMY},
     **_package("fabric.strategies", _FABRIC_STRATEGIES, _STRATEGY_LEAVES),
     **_package("fabric.accelerators", _ACCELERATORS, _ACCELERATOR_LEAVES),
     "fabric.accelerators.cuda": {
@@ -540,13 +568,19 @@ _FABRIC_SIDE: _Layout = {
     ),
     "fabric.utilities": _UTILITIES,
     "fabric.utilities.apply_func": _MOVING,
-    "fabric.utilities.cloud_io": _names({f"{_HELPERS}.loading": "_is_dir=is_dir get_filesystem"}),
+    "fabric.utilities.cloud_io": _names(
+        {f"{_HELPERS}.loading": "_atomic_save=atomic_save _is_dir=is_dir _load=load get_filesystem"}
+    ),
     "fabric.connector": _names(
         {f"{_HELPERS}.types": "_PLUGIN_INPUT=PLUGIN _PRECISION_INPUT=PRECISION"}
     ),
     "fabric.utilities.data": _DATA,
     "fabric.utilities.distributed": _names(
-        {f"{_HELPERS}.samplers": "DistributedSamplerWrapper", "torch.distributed": "ReduceOp"}
+        {
+            f"{_HELPERS}.samplers": "DistributedSamplerWrapper "
+            "_distributed_is_initialized=distributed_is_initialized",
+            "torch.distributed": "ReduceOp",
+        }
     ),
     "fabric.utilities.enums": {"LightningEnum": _ENUMS["LightningEnum"]},
     "fabric.utilities.exceptions": _EXCEPTIONS,
@@ -556,6 +590,16 @@ _FABRIC_SIDE: _Layout = {
     ),
     "fabric.utilities.load": _names(
         {f"{_HELPERS}.loading": "_NotYetLoadedTensor=NotYetLoadedTensor _lazy_load=lazy_load"}
+    ),
+    "fabric.utilities.imports": _names({f"{_HELPERS}.imports": _IMPORTS}),
+    "fabric.utilities.logger": _names(
+        {
+            f"{_HELPERS}.logging": "_add_prefix=add_prefix "
+            "_convert_json_serializable=convert_json_serializable "
+            "_convert_params=convert_params _flatten_dict=flatten_dict "
+            "_is_json_serializable=is_json_serializable "
+            "_sanitize_callable_params=sanitize_callable_params _sanitize_params=sanitize_params"
+        }
     ),
     "fabric.utilities.rank_zero": _RANK_ZERO,
     "fabric.utilities.seed": _SEED,

@@ -222,3 +222,37 @@ def length_of(loader: Any) -> float:
         return float(len(loader))
     except (TypeError, NotImplementedError):
         return UNKNOWN
+
+
+class _Reading(Iterator[Any]):
+    """Reads an iterator without another call of its `__iter__`, which may begin anew."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+
+def iterator_of(loader: Any) -> Iterator[Any]:
+    """Return an iterator over a loader, whose `__iter__` is called exactly once.
+
+    Python calls it again for a loader that is its own iterator, in each `for` and `islice`.
+
+    Example:
+        >>> class Loader:
+        ...     def __iter__(self):
+        ...         print("begins")
+        ...         self.left = 2
+        ...         return self
+        ...     def __next__(self):
+        ...         if not self.left:
+        ...             raise StopIteration
+        ...         self.left -= 1
+        ...         return self.left
+        >>> list(iterator_of(Loader()))
+        begins
+        [1, 0]
+    """
+    batches = iter(loader)
+    return _Reading(batches) if batches is loader else batches

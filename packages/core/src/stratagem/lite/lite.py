@@ -206,9 +206,10 @@ class Lite(FrontEnd):
         strategy, sharded.
 
         Args:
-            empty_init: accepted and ignored: parameters always get their constructor's values.
+            empty_init: whether to leave out the parameters' first values, for weights that are
+                loaded next. No time is spent on them, and no random numbers are drawn.
         """
-        return self._runtime.init_module()
+        return self._runtime.init_module(empty=bool(empty_init))
 
     def all_gather(self, data: Any, *, sync_grads: bool = False) -> Any:
         """Return every rank's tensors: each of shape (world_size, *shape).

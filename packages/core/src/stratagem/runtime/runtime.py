@@ -7,7 +7,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
@@ -48,6 +48,7 @@ from stratagem.plan.resolution import resolve
 from stratagem.plan.step_options import StepOptions
 from stratagem.rng import inherit_rng, inherited_rng
 from stratagem.runtime.checkpoint_writer import CheckpointWriter
+from stratagem.runtime.empty_init import SkippedInit
 from stratagem.runtime.set_up import note_set_up, tear_down_left
 
 Devices = int | str | list[int] | tuple[int, ...] | None
@@ -354,10 +355,17 @@ class Runtime:
         )
 
     @contextmanager
-    def init_module(self) -> Iterator[None]:
+    def init_module(self, *, empty: bool = False) -> Iterator[None]:
         """Create parameters on the device, in the precision's dtype and as the strategy shards."""
         strategy = self.launched_strategy()
-        with strategy.device, strategy.precision.init_context(), context_of(strategy.model_context):
+        values = SkippedInit() if empty else nullcontext()
+        # The strategy's context is made on its device.
+        with (
+            strategy.device,
+            strategy.precision.init_context(),
+            context_of(strategy.model_context),
+            values,
+        ):
             yield
 
     def _run_on_new_rank(self, inherited: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -63,6 +63,13 @@ def of_class(kind: type, *names: str) -> Any:
     )
 
 
+class Shown(property):
+    """A property that a subclass may read, and that nothing here asks for.
+
+    If a user's class overrides it, the run is refused: Lightning would ask the override.
+    """
+
+
 def second_name(name: str, instead: Any = None) -> Any:
     """Return a property that reads and sets an attribute of another name.
 

@@ -89,6 +89,8 @@ class CSVLogger(loggers.CSVLogger):
         """
         step = self._next_step if step is None else step
         self._next_step = step + 1
+        # The argument is the row's step, also beside a value of this name.
+        metrics = {name: value for name, value in metrics.items() if name != "step"}
         if (writer := self.experiment) is self:
             super().log_metrics(metrics, step)
         else:

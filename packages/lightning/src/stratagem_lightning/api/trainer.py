@@ -30,6 +30,7 @@ from stratagem_lightning.api.callbacks.rich_bar import RichProgressBar
 from stratagem_lightning.api.core import advice, dataloader_iter
 from stratagem_lightning.api.core.loops import EvaluationLoop, FitLoop, PredictionLoop
 from stratagem_lightning.api.core.numbers import (
+    ask_for_iterator,
     cast_each_time,
     check_manual_outputs,
     count_batches_for_schedulers,
@@ -388,6 +389,7 @@ class Trainer(trainer.Trainer):
     ) -> Any:
         """Return a loader that reads one rank's part of the data, in Lightning's order."""
         advice.warn_of_loader(loader, what)
+        ask_for_iterator(loader, what, self.run)
         loader = seed_workers_once(loader, self.global_rank)
         if not self._divides_data:
             return loader

@@ -23,7 +23,13 @@ from stratagem.data.resume.resumable_sampler import (
     has_exact_length,
     innermost,
 )
-from stratagem.data.sharding import ShardedSampler, has_persistent_workers, length_of, sampler_of
+from stratagem.data.sharding import (
+    ShardedSampler,
+    has_persistent_workers,
+    iterator_of,
+    length_of,
+    sampler_of,
+)
 from stratagem.errors import format_value
 from stratagem.rng import (
     SeededOnce,
@@ -580,7 +586,7 @@ class Resumable:
 
     def _iterate(self, left: float, loaded: Any = None) -> Iterator[Any]:
         """Return an iterator over the loader; only what says whether its data ended is kept."""
-        batches: Iterator[Any] = iter(self.loader)
+        batches = iterator_of(self.loader)
         self._fetcher = getattr(batches, "_dataset_fetcher", None)  # of a DataLoader, no workers
         self._before_last = None
         if self._stateful is None or left == math.inf:

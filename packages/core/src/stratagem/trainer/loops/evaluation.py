@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.data.combined_loader import CombinedLoader
+from stratagem.data.sharding import iterator_of
 from stratagem.errors import UserCodeError
 from stratagem.interfaces.contract_checks import context_of
 from stratagem.launch.process import printable
@@ -201,7 +202,7 @@ def _read(
 
 
 def _batches_of(loader: Any) -> Iterator[Any]:
-    return loader.batches() if isinstance(loader, CombinedLoader) else iter(loader)
+    return loader.batches() if isinstance(loader, CombinedLoader) else iterator_of(loader)
 
 
 def _arguments_taken(method: Callable[..., Any], most: int) -> int:

@@ -15,6 +15,25 @@ UNKNOWN_SIZE = "?"
 LEFTOVER_PARAMS_NAME = "other params"
 
 
+PARAMETER_NUM_UNITS = [" ", "K", "M", "B", "T"]
+
+
+def get_human_readable_count(number: int) -> str:
+    """Return a number as text with a few digits and a unit.
+
+    Example:
+        >>> get_human_readable_count(123), get_human_readable_count(1234)
+        ('123  ', '1.2 K')
+        >>> get_human_readable_count(int(4e14)), get_human_readable_count(int(5e15))
+        ('400 T', '5,000 T')
+    """
+    value, unit = float(number), 0
+    while value >= 1000 and unit < len(PARAMETER_NUM_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    digits = ",d" if unit == 0 or value >= 100 else ",.1f"
+    return f"{int(value) if digits == ',d' else value:{digits}} {PARAMETER_NUM_UNITS[unit]}"
+
+
 class ModelSummary:
     """The layers of a model; as a string, their table.
 

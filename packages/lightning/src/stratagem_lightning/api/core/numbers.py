@@ -93,6 +93,34 @@ def in_order_of_distributed_sampler(loader: Any, what: str, *, shuffles: bool) -
     return loader
 
 
+def ask_for_iterator(loader: Any, what: str, run: Run) -> None:
+    """Ask a loader that is no DataLoader for an iterator once more than it is read.
+
+    Lightning does so to check the loader, when it makes its loaders: those of validation before the
+    sanity check, or before the first validation. Each iterator may draw random numbers.
+
+    Args:
+        loader: the user's.
+        what: "train", "validation", "test" or "predict".
+        run: the run.
+    """
+    if isinstance(loader, DataLoader):
+        return
+    # A resumed fit checks nothing.
+    checks = run.progress.epoch == 0 and run.trainer.options.num_sanity_val_steps != 0
+    if run.stage != "fit" or what != "validation" or checks or run.prepared is not None:
+        iter(loader)
+        return
+    validate = run.validation.run
+
+    def ask_and_validate(prepared: PreparedModel) -> Any:
+        run.validation.run = validate  # type: ignore[method-assign]
+        iter(loader)
+        return validate(prepared)
+
+    run.validation.run = ask_and_validate  # type: ignore[method-assign]
+
+
 def seed_workers_once(loader: Any, rank: int) -> Any:
     """Return a loader whose workers draw the same random numbers as with Lightning.
 

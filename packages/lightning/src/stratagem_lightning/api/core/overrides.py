@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from stratagem.errors import UserCodeError
 from stratagem.trainer import is_users
+from stratagem_lightning.api.instance_check import Shown
 from stratagem_lightning.api.utilities.exceptions import UserRuntimeError, UserTypeError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def refuse_uncalled_overrides(objects: Iterable[object]) -> None:
             users = [kind for kind in bases[:number] if not _is_ours(kind)]
             found = sorted({name for kind in users for name in vars(kind) if name in uncalled})
             # A class of ours between the two may have it.
-            found = [name for name in found if not hasattr(base, name)]
+            found = [name for name in found if not is_called(base, name)]
             if found:
                 raise UserCodeError(
                     f"{type(each).__name__} overrides {', '.join(found)} of {base.__name__}, which "
@@ -105,6 +106,16 @@ def check_dataloader_idx(module: Module, what: str, loaders: int) -> None:
                 f"You provided multiple `{loader}`, but no `dataloader_idx` argument in "
                 f"`{where}`, so it cannot tell them apart. Add `dataloader_idx=0` to its signature"
             )
+
+
+def is_called(kind: type, name: str) -> bool:
+    """Whether a class of ours has a method that an override replaces.
+
+    Example:
+        >>> is_called(dict, "items"), is_called(dict, "item")
+        (True, False)
+    """
+    return hasattr(kind, name) and not isinstance(inspect.getattr_static(kind, name, None), Shown)
 
 
 def _is_ours(kind: type) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -20,6 +20,7 @@ from stratagem.data import move_to_device
 from stratagem.errors import ConfigurationError
 from stratagem.lite import LiteModule, collect, restore
 from stratagem.precision import TruePrecision
+from stratagem.runtime import SkippedInit
 from stratagem.strategies import Ranks
 from stratagem.trainer import Trainer
 
@@ -222,9 +223,13 @@ class SingleDeviceStrategy(strategies.SingleDeviceStrategy, metaclass=InstanceCh
         """Return a context in which to build a model: on the device, of the right dtype.
 
         Args:
-            empty_init: whether first values may be left out; they are drawn all the same.
+            empty_init: whether to leave first values out, for weights that are loaded next.
         """
-        return self.tensor_init_context()
+        context = ExitStack()
+        context.enter_context(self.tensor_init_context())
+        if empty_init:
+            context.enter_context(SkippedInit())
+        return context
 
     @contextmanager
     def tensor_init_context(self) -> Iterator[None]:

@@ -45,6 +45,32 @@ def is_dir(fs: Any, path: str | os.PathLike[str], strict: bool = False) -> bool:
     return not fs.isfile(name) if is_store and not strict else bool(fs.isdir(name))
 
 
+def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    """Return the content of a `torch.save` file. Nothing in it is executed.
+
+    Args:
+        path_or_url: a path, a URL or a file object.
+        map_location: as for `torch.load`.
+        weights_only: not needed here.
+    """
+    if hasattr(path_or_url, "read"):
+        return torch.load(path_or_url, map_location=map_location, weights_only=True)
+    with get_filesystem(path_or_url).open(os.fspath(path_or_url), "rb") as file:
+        return torch.load(file, map_location=map_location, weights_only=True)
+
+
+def atomic_save(checkpoint: Any, filepath: str | os.PathLike[str]) -> None:
+    """Write a `torch.save` file, whole or not at all.
+
+    Args:
+        checkpoint: data.
+        filepath: a path or a URL.
+    """
+    fs = get_filesystem(filepath)
+    with fs.transaction, fs.open(os.fspath(filepath), "wb") as file:
+        torch.save(checkpoint, file)
+
+
 class NotYetLoadedTensor:
     """A tensor before it is read. Files are memory-mapped here, so no tensor is of this type."""
 

@@ -15,6 +15,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.module import DataModule, Module
 from stratagem.strategies import adopt_compiled, own_module
 from stratagem.trainer import is_users
+from stratagem_lightning.api.utilities.exceptions import UserTypeError
 
 _OMEGACONF_AVAILABLE, _RICH_AVAILABLE, _TORCHVISION_AVAILABLE = (
     importlib.util.find_spec(name) is not None for name in ("omegaconf", "rich", "torchvision")
@@ -139,6 +140,22 @@ def from_compiled(model: Any) -> Module:
             f"{type(model).__name__}"
         )
     return module
+
+
+def maybe_unwrap_optimized(model: Any) -> Module:
+    """Return a Module, or the Module of a `torch.compile` result.
+
+    Raises:
+        UserTypeError: it is neither.
+    """
+    if isinstance(model, Module):
+        return model
+    if isinstance(own_module(model), Module):
+        return from_compiled(model)
+    raise UserTypeError(
+        "`model` must be a `LightningModule` or `torch._dynamo.OptimizedModule`, got "
+        f"`{type(model).__qualname__}`"
+    )
 
 
 def to_uncompiled(model: Any) -> Module:

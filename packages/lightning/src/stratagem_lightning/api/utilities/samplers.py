@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sized
 from typing import Any
 
+from torch import distributed
 from torch.utils.data import Dataset, DistributedSampler, Sampler
 
 
@@ -94,3 +95,13 @@ class _Positions(Dataset[int]):
 
     def __getitem__(self, position: int) -> int:
         return position
+
+
+def distributed_is_initialized() -> bool:
+    """Whether this process has a process group.
+
+    Example:
+        >>> distributed_is_initialized()
+        False
+    """
+    return distributed.is_available() and distributed.is_initialized()
