@@ -90,8 +90,8 @@ def test_post_local_sgd_resumes_where_it_was(results: dict[str, Any]) -> None:
 
 def test_unused_parameters_are_named_with_what_to_pass(results: dict[str, Any]) -> None:
     error = (
-        "UserCodeError: the loss of the step before did not depend on every parameter, so DDP "
-        "still waits for gradients: unused: spare.weight, spare.bias. Let the loss use them, "
+        "UserCodeError: the loss did not depend on every parameter, so DDP still waits for "
+        "gradients: unused: spare.weight, spare.bias. Let the loss use them, "
         "freeze them with requires_grad_(False) before training begins, or pass "
         "find_unused_parameters=True, as in strategy='ddp_find_unused_parameters_true' "
         "(static_graph=True costs less, if all steps "

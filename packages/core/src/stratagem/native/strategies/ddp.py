@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
@@ -21,7 +22,7 @@ from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.native.plugin import DDP
 from stratagem.native.sharding.layout import broadcast_from_first
 from stratagem.native.strategies.communication_hooks import CommHook, CommunicationHook, CommWrapper
-from stratagem.native.strategies.unfrozen import reduce_unfrozen
+from stratagem.native.strategies.each_backward import EachBackward
 from stratagem.plan.memory import StepMemory
 
 if TYPE_CHECKING:
@@ -116,12 +117,11 @@ class DDPStrategy(ParallelStrategy):
         self.communication_hook = CommunicationHook(
             ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging_period
         )
-        self._within_forward_of: DistributedDataParallel | None = None
-        """The model whose forward runs, if user code calls `backward` in it."""
         self._owner_of_state: ref[nn.Parameter] | None = None
         self._hook_state: Any = None
         """The state of the hook of the model that was wrapped last."""
-        # Made on use: a strategy is pickled on its way to a spawned process, and this cannot be.
+        # Made on use: a strategy is pickled on its way to a spawned process, and these cannot be.
+        self._each_backward: WeakKeyDictionary[DistributedDataParallel, EachBackward] | None = None
         self._averagers: WeakKeyDictionary[Optimizer, PeriodicModelAverager] | None = None
 
     def bind(self, components: Components) -> None:
@@ -152,7 +152,9 @@ class DDPStrategy(ParallelStrategy):
                 self._check_owner_of_state(module)
                 self.model.__dict__[_NAMES] = _trained_names(self.model)
                 self._hook_state = self.communication_hook.register(self.model)
-                reduce_unfrozen(self.model, lambda: self._within_forward_of is not None)
+                if self._each_backward is None:
+                    self._each_backward = WeakKeyDictionary()
+                self._each_backward[self.model] = EachBackward(self.model)
         return self.model
 
     def _check_owner_of_state(self, module: nn.Module) -> None:
@@ -216,33 +218,22 @@ class DDPStrategy(ParallelStrategy):
 
     @contextmanager
     def backward_in_forward(self, prepared: PreparedModel) -> Iterator[None]:
-        """Let each backward within DDP's forward reduce its gradients.
-
-        DDP gets ready for a backward at the end of its forward, which is too late here: it would
-        wait for gradients that came before. So it is kept from that, and `backward` does it.
-        """
+        """Reduce the gradients of each backward within DDP's forward."""
         model = prepared.module
-        if not isinstance(model, DistributedDataParallel):
+        if self._each_backward is None or not isinstance(model, DistributedDataParallel):
             yield
             return
-        model.require_backward_grad_sync = False
-        self._within_forward_of = model
-        try:
+        with self._each_backward[model].within_forward(model):
             yield
-        finally:
-            self._within_forward_of = None
-            model.require_backward_grad_sync = True
-            # Of the next forward, which broadcasts buffers.
-            model.require_forward_param_sync = True
 
     def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward; see `Strategy.backward`."""
-        model = self._within_forward_of
-        if model is not None:
-            # It looks for parameters that the loss does not depend on, if it is to.
-            outputs = [loss] if model.find_unused_parameters else []
-            model.reducer.prepare_for_backward(outputs)
-        super().backward(prepared, loss, *args, **kwargs)
+        model = prepared.module
+        run = partial(super().backward, prepared, loss, *args, **kwargs)
+        if self._each_backward is None or not isinstance(model, DistributedDataParallel):
+            run()
+            return
+        self._each_backward[model].run(run, loss, prepared.run_backward is Tensor.backward)
 
     def explain(self, prepared: PreparedModel, error: RuntimeError) -> StratagemError | None:
         """Return DDP's own errors with the names of parameters; see `Strategy.explain`."""
@@ -267,7 +258,16 @@ class DDPStrategy(ParallelStrategy):
         optimizer: Optimizer,
         closure: Callable[[], Any] | None = None,
     ) -> Any:
-        """Step one optimizer; in post-local SGD, average the weights if an averaging is due."""
+        """Step one optimizer; in post-local SGD, average the weights if an averaging is due.
+
+        Raises:
+            UserCodeError: DDP still waits for gradients, so those of this rank are not reduced.
+        """
+        if isinstance(prepared.module, DistributedDataParallel):
+            try:
+                prepared.module.reducer._check_reducer_finalized()
+            except RuntimeError as error:
+                raise explain(error, prepared.module) or error from None
         result = super().optimizer_step(prepared, optimizer, closure)
         if self.communication_hook.averaging_period is not None:
             averager = self._averager_of(optimizer)
@@ -326,8 +326,8 @@ def explain(error: RuntimeError, ddp: DistributedDataParallel) -> UserCodeError 
         )
     if still_waits:
         return UserCodeError(
-            "the loss of the step before did not depend on every parameter, so DDP still waits "
-            f"for gradients: {_unused(text, ddp)}. Let the loss use them, freeze them with "
+            "the loss did not depend on every parameter, so DDP still waits for gradients: "
+            f"{_unused(text, ddp)}. Let the loss use them, freeze them with "
             "requires_grad_(False) before training begins, or pass find_unused_parameters=True, as "
             "in strategy='ddp_find_unused_parameters_true' (static_graph=True costs less, if all "
             "steps leave out the same ones)"

@@ -6,7 +6,8 @@ as in fine-tuning, would get each rank's own gradient, and the ranks would part 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import finalize
 
@@ -16,59 +17,52 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-def reduce_unfrozen(model: DistributedDataParallel, is_within_forward: Callable[[], bool]) -> None:
-    """Let DDP reduce the gradients of parameters that are unfrozen later, too.
+class UnfrozenGradients:
+    """Averages over ranks, at the end of a backward, the gradients that DDP does not reduce.
 
-    Called once DDP is made. A model without frozen parameters pays nothing for it.
+    All unfrozen parameters take part in one further collective for each backward that reduces.
 
     Args:
-        model: DDP, of a model whose ranks unfreeze alike.
-        is_within_forward: whether user code calls `backward` within DDP's forward now.
-    """
-    frozen = [p for p in model.parameters() if not p.requires_grad and _may_require_grad(p)]
-    if frozen:
-        gradients = _UnfrozenGradients(frozen, is_within_forward)
-        model.register_forward_pre_hook(gradients.expect)
-        finalize(model, gradients.remove)
+        frozen: the parameters that are frozen when DDP is made. Ranks unfreeze the same ones.
 
-
-class _UnfrozenGradients:
-    """Averages over the ranks, at the end of a backward, what DDP knows nothing of.
-
-    What is unfrozen takes part in one collective more for each backward that reduces, over all of
-    it together. As with DDP, only a backward that follows DDP's forward reduces.
+    Attributes:
+        is_expected: whether the next backward reduces gradients.
+        before: called before the first gradient of a backward is kept; it may set `is_expected`.
     """
 
-    def __init__(
-        self, frozen: Sequence[nn.Parameter], is_within_forward: Callable[[], bool]
-    ) -> None:
-        self._is_within_forward = is_within_forward
-        self._is_expected = False
+    def __init__(self, frozen: Sequence[nn.Parameter]) -> None:
+        self.is_expected = False
+        self.before: Callable[[Any], None] | None = None
         self._found: dict[int, nn.Parameter] = {}
         """Those of the present backward, by their place in the model, which all ranks agree on."""
         self._hooks = [self._watch(index, parameter) for index, parameter in enumerate(frozen)]
 
-    def expect(self, model: Any, args: Any) -> None:
-        """Look, before DDP's forward, whether the backward after it reduces gradients."""
-        self._is_expected = torch.is_grad_enabled() and model.require_backward_grad_sync
+    @classmethod
+    def of(cls, model: DistributedDataParallel) -> UnfrozenGradients | None:
+        """Return the gradients of a model with frozen parameters; None for another model."""
+        frozen = [p for p in model.parameters() if not p.requires_grad and _may_require_grad(p)]
+        if not frozen:
+            return None
+        gradients = cls(frozen)
+        finalize(model, gradients.remove)
+        return gradients
 
     def _watch(self, index: int, parameter: nn.Parameter) -> Any:
         def note(unfrozen: nn.Parameter) -> None:
-            if self._is_expected or self._is_within_forward():
+            if self.before is not None:
+                self.before(None)
+            if self.is_expected:
                 if not self._found:
                     # By then DDP's own collectives are under way, on every rank alike.
                     torch.autograd.Variable._execution_engine.queue_callback(self._average)
                 self._found[index] = unfrozen
 
         # torch takes a hook for what requires a gradient, and keeps it for what does not.
-        parameter.requires_grad_(True)
-        try:
+        with requiring_gradients([parameter]):
             return parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
-        finally:
-            parameter.requires_grad_(False)
 
     def _average(self) -> None:
-        found, self._found, self._is_expected = self._found, {}, False
+        found, self._found, self.is_expected = self._found, {}, False
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for index in sorted(found):
             gradient = found[index].grad
@@ -86,6 +80,19 @@ class _UnfrozenGradients:
         """Watch no more."""
         for hook in self._hooks:
             hook.remove()
+
+
+@contextmanager
+def requiring_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Return a context in which frozen parameters require gradients."""
+    frozen = [p for p in parameters if not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _may_require_grad(parameter: nn.Parameter) -> bool:
