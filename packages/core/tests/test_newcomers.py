@@ -396,7 +396,7 @@ MISTAKES = [
     Mistake(
         "option set later",
         lambda _: setattr(trainer(), "max_epochs", 5),
-        ("trainer.max_epochs cannot be set", "pass max_epochs= to the Trainer"),
+        ("Trainer.max_epochs is read-only", "Pass max_epochs= to the Trainer"),
     ),
     # data
     Mistake("no data", lambda _: trainer().fit(Net()), ("no data", "define train_dataloader()")),

@@ -234,8 +234,9 @@ def test_a_strategy_knows_its_trainer(tmp_path: Path) -> None:
     strategy.remove_checkpoint(tmp_path / "own.ckpt")
     assert list(tmp_path.iterdir()) == []
     alone: Any = strategies.SingleDeviceStrategy()
-    with pytest.raises(AttributeError, match="'SingleDeviceStrategy' object has no attribute 'mod"):
-        alone.model  # noqa: B018
+    assert alone.model is None
+    with pytest.raises(AttributeError, match=r"no attribute 'lightning_module'. Use trainer.model"):
+        alone.lightning_module  # noqa: B018
 
 
 def test_an_accelerator_answers_what_lightnings_does() -> None:

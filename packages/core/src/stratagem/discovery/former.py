@@ -10,6 +10,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 from stratagem import __version__
+from stratagem.discovery.absent import find_or_explain
 from stratagem.discovery.entry_points import fits
 from stratagem.errors import ConfigurationError, PluginError
 
@@ -148,7 +149,7 @@ def missing_attribute(owner: object, name: str) -> Any:
     kind = type(owner).__name__
     change = former_names(type(owner)).get(name)
     if change is None:
-        raise AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=owner)
+        return find_or_explain(owner, name)
     if change.works:
         _warn(f"{kind}.{name}", change)
         return getattr(owner, change.now)

@@ -95,6 +95,8 @@ def _overridden(kind: type, base: type) -> Iterator[tuple[str, FunctionType, Any
         expected = inspect.getattr_static(base, name)
         if name.startswith("_") or not isinstance(expected, FunctionType):
             continue
+        if hasattr(expected, "for_users"):
+            continue
         own = getattr(kind, name)
         if own is not expected:
             yield name, expected, own

@@ -37,12 +37,13 @@ from stratagem.interfaces.prepared_model import (
 )
 from stratagem.interfaces.ranks import Ranks
 from stratagem.interfaces.stepping import Stepping
+from stratagem.interfaces.user_names import UserNames
 from stratagem.plan.memory import StepMemory
 from stratagem.state.state_dict import load_named_state, load_weights, named_state
 
 
 @with_former_names
-class Strategy(Stepping, ABC):
+class Strategy(Stepping, UserNames, ABC):
     """Trains a model over devices and processes.
 
     Call sequence, each on every rank and in this order:
@@ -104,6 +105,10 @@ class Strategy(Stepping, ABC):
             `setup_environment`.
         device: this rank's `torch.device`; after `setup_environment`.
         requested: the components that were passed to `__init__`, by name.
+        global_rank, local_rank, node_rank, world_size, is_global_zero: the place of this process,
+            for users. A subclass may use these names and the next three for something else.
+        root_device, model, optimizers: the device, the model and the optimizers of the Trainer's
+            run, for users.
 
     Raises:
         ConfigurationError: no class of the strategy takes an argument.

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from stratagem.compile import own_module
 from stratagem.data import sharding
 from stratagem.data.pytree import map_tensors, move_to_device
+from stratagem.discovery.absent import find_or_explain
 from stratagem.discovery.registry import get_registry
 from stratagem.distributed.uneven_inputs import UnevenInputs
 from stratagem.errors import ConfigurationError
@@ -186,11 +187,6 @@ class Lite(FrontEnd):
     # -- ranks and devices
 
     @property
-    def node_rank(self) -> int:
-        """The rank of this process's node."""
-        return self.ranks.node_rank
-
-    @property
     def device(self) -> torch.device:
         """This rank's device."""
         return self._runtime.launched_strategy().device
@@ -210,6 +206,12 @@ class Lite(FrontEnd):
                 loaded next. No time is spent on them, and no random numbers are drawn.
         """
         return self._runtime.init_module(empty=bool(empty_init))
+
+    @contextmanager
+    def init_tensor(self) -> Iterator[None]:
+        """Return a context in which tensors are created on the device, in the precision's dtype."""
+        with self.device, self.strategy.precision.init_context():
+            yield
 
     def all_gather(self, data: Any, *, sync_grads: bool = False) -> Any:
         """Return every rank's tensors: each of shape (world_size, *shape).
@@ -322,6 +324,20 @@ class Lite(FrontEnd):
         """Wait until every rank calls this method."""
         self.ranks.barrier(name)
 
+    def rank_zero_first(self, *, local: bool = False) -> AbstractContextManager[None]:
+        """Return a context whose block rank 0 runs before the others do.
+
+        Args:
+            local: let local rank 0 of each node run first, instead of global rank 0.
+
+        Example:
+            >>> from stratagem import Lite
+            >>> with Lite(accelerator="cpu").rank_zero_first():
+            ...     print("download")
+            download
+        """
+        return self.ranks.rank_zero_first(local=local)
+
     # -- models, optimizers, data
 
     def setup(self, *objects: Any, move_to_device: bool = True, compile: Compile = None) -> Any:
@@ -395,6 +411,14 @@ class Lite(FrontEnd):
         wrapped = [wrap_optimizer(o, prepared, strategy) for o in prepared.optimizers]
         self._objects.add("optimizer", *wrapped)
         return (model, *wrapped)
+
+    def setup_module(
+        self, module: nn.Module, *, move_to_device: bool = True, compile: Compile = None
+    ) -> LiteModule:
+        """Prepare a model whose optimizers follow by `setup_optimizers`; see `setup`."""
+        model = self.setup(module, move_to_device=move_to_device, compile=compile)
+        prepared: LiteModule = model[0] if isinstance(model, tuple) else model
+        return prepared
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
         """Prepare optimizers made from the parameters of models that were set up.
@@ -765,6 +789,29 @@ class Lite(FrontEnd):
         if self.is_global_zero:
             print(*args, **kwargs)
 
+    @property
+    def loggers(self) -> list[Any]:
+        """All loggers."""
+        return self._loggers
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None."""
+        return next(iter(self.loggers), None)
+
+    def log(self, name: str, value: Any = None, step: int | None = None) -> None:
+        """Write a value to every logger, on rank 0.
+
+        Raises:
+            ConfigurationError: `name` is a dict, or the value is no number.
+        """
+        if not isinstance(name, str):
+            raise ConfigurationError(
+                f"log() expects a name and a value, received a {type(name).__name__}: use "
+                "lite.log_dict(values, step) for a dict"
+            )
+        self.log_dict({name: value}, step)
+
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write values by their names to every logger, on rank 0.
 
@@ -772,7 +819,7 @@ class Lite(FrontEnd):
             ConfigurationError: a value is neither a number nor a tensor of one element.
         """
         if self.is_global_zero:
-            for logger in self._loggers:
+            for logger in self.loggers:
                 logger.log_metrics(numbers_of(metrics), step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
@@ -789,7 +836,7 @@ class Lite(FrontEnd):
             ['{', '"lr":', '0.1', '}']
         """
         if self.is_global_zero:
-            for logger in self._loggers:
+            for logger in self.loggers:
                 logger.log_hyperparams(params)
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
@@ -810,7 +857,7 @@ class Lite(FrontEnd):
         def __getattr__(self, name: str) -> Any:
             counterpart = counterparts_of_accelerate().get(name)
             if counterpart is None:
-                return self.__getattribute__(name)  # the ordinary error, or that of a property
+                return find_or_explain(self, name)
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}. {counterpart} "
                 "(docs/start/from-accelerate.md)",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from stratagem.discovery.absent import find_or_explain
 from stratagem.module.hooks import DataHooks
 from stratagem.module.hyperparameters import (
     HyperParametersMixin,
@@ -51,6 +52,11 @@ class DataModule(HyperParametersMixin, DataHooks):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "trainer": None}
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            return find_or_explain(self, name)
 
     def prepare_data(self) -> None:
         """Download data and write it to disk; called on rank 0 of each node; other ranks wait."""

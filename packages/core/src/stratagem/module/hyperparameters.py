@@ -42,7 +42,16 @@ class HyperParametersMixin:
         ...         self.save_hyperparameters()
         >>> Model(width=8).hparams.width
         8
+
+    Attributes:
+        CHECKPOINT_HYPER_PARAMS_KEY, CHECKPOINT_HYPER_PARAMS_NAME, CHECKPOINT_HYPER_PARAMS_TYPE: the
+            entries of a checkpoint with the hyperparameters, the name of their argument, and their
+            class.
     """
+
+    CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
+    CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
+    CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_type"
 
     @property
     def hparams(self) -> HyperParameters:
@@ -61,6 +70,11 @@ class HyperParametersMixin:
         """The name of the `__init__` argument that held all of them as one dict, else ""."""
         name: str = self.__dict__.get("_hparams_name", "")
         return name
+
+    def remove_ignored_hparams(self, ignore_list: Sequence[str]) -> None:
+        """Remove hyperparameters that the `__init__` of a base class has recorded."""
+        for name in ignore_list:
+            self.hparams.pop(name, None)
 
     def save_hyperparameters(
         self,

@@ -77,6 +77,8 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
     and unexpected keys are ignored, as for a model whose `state_dict` omits its frozen layers."""
     example_input_array = None  # type: Any
     """Example inputs of `forward`, a tensor, a tuple or a dict, for ModelSummary and exports."""
+    allow_zero_length_dataloader_with_multiple_devices = False
+    """Lightning's name; not needed here, since a rank without batches does not end a run."""
     __jit_unused_properties__ = []  # type: list[str]  # noqa: RUF012  # torch reads a list
 
     def __init__(self) -> None:
@@ -197,6 +199,20 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         """The dtype of the first parameter; torch's default for a model without parameters."""
         parameter = next(self.parameters(), None)
         return torch.get_default_dtype() if parameter is None else parameter.dtype
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the first parameter is on an accelerator."""
+        return self.device.type != "cpu"
+
+    @property
+    def device_mesh(self) -> Any:
+        """The mesh of devices of a sharding strategy; None under another strategy."""
+        return getattr(self.trainer.strategy, "device_mesh", None)
+
+    @property
+    def fabric(self) -> None:
+        """None: under `Lite`, a model is a plain module, and the loop calls `lite.backward`."""
 
     @property
     def current_epoch(self) -> int:
@@ -372,6 +388,17 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
 
         return to_onnx(self, file_path, self._example(input_sample), options)
 
+    def to_tensorrt(self, *args: Any, **options: Any) -> Any:
+        """Lightning's name; raises an error that says what to use."""
+        raise UserCodeError(
+            "to_tensorrt: pass the model to torch_tensorrt.compile, or export it by "
+            "model.to_onnx(path) and build an engine from the file with trtexec"
+        )
+
+    def configure_sharded_model(self) -> None:
+        """Lightning's former name of `configure_model`; overriding it is an error."""
+        raise UserCodeError("configure_sharded_model is called configure_model")
+
     def _example(self, inputs: Any) -> Any:
         """Return inputs of `forward` on the model's device, or None without any."""
         inputs = self.example_input_array if inputs is None else inputs
@@ -419,7 +446,8 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
 
         Args:
             checkpoint_path: a Trainer's checkpoint, as a local path or a URL.
-            map_location: the device of the model. Default: the CPU.
+            map_location: the device of the model. Or a dict or a function, as for `torch.load`,
+                that returns the device for tensors of the CPU. Default: the CPU.
             strict: if True, the keys of the checkpoint must be the keys of the model. Default: the
                 model's `strict_loading`.
             **kwargs: arguments of `__init__`; these replace saved hyperparameters.
@@ -428,12 +456,14 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
             CheckpointNotFoundError: if the path does not exist.
             CheckpointCorruptError: if the file is damaged.
             CheckpointMismatchError: if the checkpoint does not fit the class.
+            UserCodeError: if `map_location` is of another kind.
         """
         from stratagem.compile import adopt_compiled
         from stratagem.errors import naming
         from stratagem.launch.rank_zero import rank_zero_warn
         from stratagem.state.state_dict import load_weights
 
+        device = _device_for(map_location)
         checkpoint = read_checkpoint(checkpoint_path)
         with naming(checkpoint_path):
             model = cls(**arguments_from(cls, checkpoint, "", kwargs))
@@ -448,7 +478,32 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
                 f"{str(checkpoint_path)!r} contains no parameters: the model keeps those that "
                 "__init__ has given it"
             )
-        return model if map_location is None else model.to(map_location)
+        return model if device is None else model.to(device)
+
+
+def _device_for(map_location: Any) -> torch.device | None:
+    """Return the device that `map_location` chooses for tensors of the CPU.
+
+    None: it chooses no device.
+
+    Raises:
+        UserCodeError: if it is no device, dict or function, or if torch does not know the device.
+    """
+    chosen = map_location
+    if isinstance(map_location, Mapping):
+        chosen = map_location.get("cpu", "cpu")
+    elif callable(map_location) and not isinstance(map_location, type):
+        moved = map_location(torch.empty(0).untyped_storage(), "cpu")
+        chosen = getattr(moved, "device", None)
+    if chosen is None or isinstance(chosen, torch.device):
+        return chosen
+    try:
+        return torch.device(chosen)
+    except (TypeError, RuntimeError) as error:
+        raise UserCodeError(
+            f"map_location={map_location!r}: expected a device such as 'cpu' or 'cuda:0', a dict "
+            f"of devices, or a function of a storage and its device ({error})"
+        ) from error
 
 
 class _OfClass(classmethod):  # type: ignore[type-arg]

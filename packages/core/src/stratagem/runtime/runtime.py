@@ -13,6 +13,7 @@ from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from torch import nn
 
+from stratagem.discovery.absent import remedies
 from stratagem.discovery.hints import missing_backend
 from stratagem.discovery.registry import get_registry, nearest_of
 from stratagem.discovery.specs import StrategySpec
@@ -62,16 +63,6 @@ _ARGUMENTS_VARIABLE = "STRATAGEM_LITE"
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
-_REMEDIES = {
-    "epochs": "max_epochs=...",
-    "num_epochs": "max_epochs=...",
-    "gpus": "accelerator='gpu', devices=...",
-    "checkpoint_callback": "enable_checkpointing=...",
-    "resume_from_checkpoint": "trainer.fit(..., ckpt_path=...)",
-    "batch_size": "DataLoader(..., batch_size=...)",
-}
-"""Arguments that users of other trainers pass, and what to write instead."""
-
 _DIVIDING = ("ddp_sharded", "fsdp_shard_grad_op", "fsdp", "fsdp_cpu_offload")
 """What "auto" takes for a model that is too large for DDP; each holds less than the one before."""
 
@@ -98,7 +89,7 @@ def public_call(function: Callable[P, Result]) -> Callable[P, Result]:
             signature.bind(*args, **kwargs)
         except TypeError as error:
             problem = str(error).replace("too many", "got too many")
-            raise TypeError(f"{name}() {problem}{_advice(kwargs, signature)}") from None
+            raise TypeError(f"{name}() {problem}{_advice(name, kwargs, signature)}") from None
         try:
             return function(*args, **kwargs)
         except StratagemError as error:
@@ -110,11 +101,12 @@ def public_call(function: Callable[P, Result]) -> Callable[P, Result]:
     return call
 
 
-def _advice(arguments: Collection[str], signature: inspect.Signature) -> str:
+def _advice(function: str, arguments: Collection[str], signature: inspect.Signature) -> str:
+    kind = function.partition(".")[0]
     known = [name for name in signature.parameters if name != "self"]
     for name in arguments:
-        if name in _REMEDIES and name not in known:
-            return f". Write {_REMEDIES[name]} instead"
+        if (remedy := remedies().get(f"{kind}({name})")) and name not in known:
+            return f". Write {remedy} instead"
         if name not in known and (near := nearest_of(name, known)):
             return f". Did you mean {near!r}?"
     return f": pass arguments by name; expected {format_names(known, 10)}"
@@ -416,7 +408,7 @@ class Runtime:
 
 
 class FrontEnd:
-    """The base of Trainer and Lite: which rank this process is."""
+    """The base of Trainer and Lite: the place of this process, and its devices."""
 
     _runtime: Runtime
 
@@ -436,6 +428,11 @@ class FrontEnd:
         return self.ranks.local_rank
 
     @property
+    def node_rank(self) -> int:
+        """The rank of this process's node."""
+        return self.ranks.node_rank
+
+    @property
     def world_size(self) -> int:
         """The number of ranks."""
         return self.ranks.world_size
@@ -444,6 +441,36 @@ class FrontEnd:
     def is_global_zero(self) -> bool:
         """Whether this is rank 0."""
         return self.ranks.is_global_zero
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The accelerator."""
+        return self._runtime.strategy.accelerator
+
+    @property
+    def precision(self) -> str:
+        """The name of the precision; `precision_plugin` is the object."""
+        return self._runtime.strategy.precision.name
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The precision."""
+        return self._runtime.strategy.precision
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of machines."""
+        return self._runtime.plan.num_nodes
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The indices of this node's devices."""
+        return list(self._runtime.plan.devices)
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices of each node."""
+        return len(self._runtime.plan.devices)
 
 
 def _check_same(ranks: Ranks, chosen: str) -> None:

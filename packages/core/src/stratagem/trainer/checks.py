@@ -76,6 +76,10 @@ def check_not_running(state: RunState, stage: str) -> None:
         )
 
 
+def _is_defined(model: Module, name: str) -> bool:
+    return hasattr(model, name) and (not hasattr(Module, name) or model.defines(name))
+
+
 def check_module(job: Job, *, makes_optimizers: bool = False) -> None:
     """Check that a model has the methods of its stage.
 
@@ -108,7 +112,7 @@ def check_module(job: Job, *, makes_optimizers: bool = False) -> None:
             f"{type(model).__name__}.__init__ does not call super().__init__(); call it first"
         )
     remedy_of = _UNCALLED[stage]
-    if uncalled := sorted(name for name in remedy_of if hasattr(model, name)):
+    if uncalled := sorted(name for name in remedy_of if _is_defined(model, name)):
         of_remedy: dict[str, list[str]] = {}
         for name in uncalled:
             of_remedy.setdefault(remedy_of[name], []).append(name)

@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stratagem.callbacks.callback import LOGGED
+from stratagem.discovery.absent import explain_missing
 from stratagem.discovery.registry import nearest_of
 from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.interfaces.user_names import show
 from stratagem.launch.process import printable
 from stratagem.launch.rank import this_rank
 from stratagem.runtime.optimizer import wrap_optimizer
@@ -212,6 +214,8 @@ class Run:
         from stratagem.runtime.device_errors import explain_device_error  # after failures only
 
         explain_device_error(error, self.strategy, self.module, optimizers)
+        if isinstance(error, AttributeError):
+            explain_missing(error, self.module)
         if this_rank.device_is_lost:
             self.rows.drop_device_values()
         of_data = () if self.datamodule is None else (self.datamodule.on_exception,)
@@ -276,6 +280,7 @@ class Run:
         """Prepare the model and its optimizers with the strategy."""
         strategy = self.strategy
         prepared = self.prepared = prepare(strategy, self.module, self._make_optimizers)
+        show(strategy, prepared)
         self.optimizers = [wrap_optimizer(o, prepared, strategy) for o in prepared.optimizers]
         if not self.module.automatic_optimization:
             for optimizer in self.optimizers:
@@ -314,6 +319,7 @@ class Run:
         path = self.resume_point.path
         if self.prepared is None:
             self.prepared = prepare(self.strategy, self.module)
+        show(self.strategy, self.prepared)
         if path is not None:
             checkpoint = read_checkpoint(self.runtime.checkpoint_writer, path)
             restore_model(self, self.prepared, checkpoint, path)

@@ -9,9 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import torch
-
-from stratagem.callbacks import Callback, ModelCheckpoint, ProgressBar
+from stratagem.callbacks import Callback
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.precision import Precision
@@ -20,11 +18,10 @@ from stratagem.launch.rank import leave_unprinted
 from stratagem.loggers.adapted import Loggers, make_loggers
 from stratagem.module.datamodule import DataModule
 from stratagem.module.module import Module
-from stratagem.plan.plan import RunPlan
 from stratagem.plan.step_options import Compilation, StepOptions, gradient_clip, seconds
-from stratagem.runtime.checkpoint_writer import CheckpointWriter
-from stratagem.runtime.runtime import Devices, FrontEnd, Plugin, Runtime, as_list, public_call
+from stratagem.runtime.runtime import Devices, Plugin, Runtime, as_list, public_call
 from stratagem.storage import paths
+from stratagem.trainer.attributes import TrainerAttributes
 from stratagem.trainer.checks import (
     check_divergence_detection,
     check_folders_before_launch,
@@ -50,20 +47,16 @@ from stratagem.trainer.options import (
 from stratagem.trainer.progress import Progress, RunState
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from stratagem.interfaces.prepared_model import PreparedModel
-    from stratagem.loggers import Logger
     from stratagem.profilers import Profiler
     from stratagem.trainer.run import Run
     from stratagem.trainer.step.batches import BatchFeed, IndexedBatch
-    from stratagem.trainer.step.optimizers import SchedulerConfig
     from stratagem.trainer.step.step import Step
 
 TrainerType = TypeVar("TrainerType", bound="Trainer")
 
 
-class Trainer(FrontEnd):
+class Trainer(TrainerAttributes):
     """Trains, validates and tests models, and predicts with them.
 
     Args:
@@ -247,28 +240,19 @@ class Trainer(FrontEnd):
         )
         check_launch_arguments(self.plan, options.step_options)
         check_divergence_detection(self.plan, options.detect_divergence)
-        self.loggers: list[Logger] = [] if quick else make_loggers(logger, options.default_root_dir)
-        self._profiler: Profiler | None = None
+        self.loggers = [] if quick else make_loggers(logger, options.default_root_dir)
+        self._profiler = None
         if profiler is not None:
             from stratagem.profilers.profiler import make_profiler
 
             self._profiler = make_profiler(profiler)
-        self.callbacks: list[Callback] = make_callbacks(
+        self.callbacks = make_callbacks(
             own_callbacks,
             checkpointing=enable_checkpointing,
             progress_bar=enable_progress_bar,
             model_summary=enable_model_summary,
         )
         self._forget_runs()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Setting it would silently do nothing.
-        if name in TrainerOptions.__dataclass_fields__ and not hasattr(type(self), name):
-            raise AttributeError(
-                f"trainer.{name} cannot be set: pass {name}= to the Trainer, or set "
-                f"trainer.options = dataclasses.replace(trainer.options, {name}=...)"
-            )
-        super().__setattr__(name, value)
 
     @property
     def should_stop(self) -> bool:
@@ -286,11 +270,7 @@ class Trainer(FrontEnd):
         self._stops: set[object] = set()
         """The callbacks that end training; None stands for whoever set `should_stop`."""
         self._state, self._progress, self._latest = RunState(), Progress(), LatestMetrics()
-        self._run: Run | None = None
-        self._opened: Run | None = None
-        """The run of `open_data`, until the next run; it has data, and was not executed."""
-        self._remote_model: Module | None = None
-        """The model of the last run, if the run used other processes."""
+        self._run = self._opened = self._remote_model = None
 
     def with_options(
         self: TrainerType,
@@ -320,33 +300,11 @@ class Trainer(FrontEnd):
         other._forget_runs()
         return other
 
-    # -- the plan and its components
-
-    @property
-    def plan(self) -> RunPlan:
-        """The resolved components and their reasons; `trainer.plan.explain()` returns a text."""
-        return self.runtime.plan
-
-    @property
-    def runtime(self) -> Runtime:
-        """The runtime, which holds the plan, the strategy and the ranks, and launches processes."""
-        return self._runtime
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy; its device is known after processes are launched."""
-        return self.runtime.strategy
-
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only, above the progress bar."""
         if self.is_global_zero:
-            bar = next((c for c in self.callbacks if isinstance(c, ProgressBar)), None)
+            bar = self.progress_bar_callback
             (print if bar is None else bar.print)(*args, **kwargs)
-
-    @property
-    def checkpoint_writer(self) -> CheckpointWriter:
-        """The writer, which saves and loads checkpoints on all ranks together."""
-        return self.runtime.checkpoint_writer
 
     # -- the four runs
 
@@ -616,183 +574,3 @@ class Trainer(FrontEnd):
     def __getstate__(self) -> dict[str, Any]:
         # A run belongs to this process. A copy keeps only the model, and may begin another run.
         return {**self.__dict__, "_run": None, "_opened": None, "_remote_model": self.model}
-
-    # -- the current run, or the last one
-
-    @property
-    def run(self) -> Run:
-        """The current or last run, for callbacks that need more than the Trainer's attributes.
-
-        Raises:
-            ConfigurationError: if this Trainer has not run in this process.
-        """
-        if self._run is not None:
-            return self._run
-        if self._remote_model is not None:
-            raise ConfigurationError(
-                f"the run was in processes of its own (launcher {self.plan.launcher.name!r}), of "
-                "which only the model's weights, logged values and callbacks' states come back: "
-                "read this in a callback or in the Module, or train with strategy='ddp' in a script"
-            )
-        raise ConfigurationError(
-            "this needs a model that was fitted, validated, tested or predicted with this "
-            "Trainer; there was none yet"
-        )
-
-    @property
-    def state(self) -> RunState:
-        """The stage of the current run, and the status of the last run."""
-        return self._state
-
-    @property
-    def model(self) -> Module | None:
-        """The model of the current or last run; None before the first run."""
-        return self._remote_model if self._run is None else self._run.module
-
-    @property
-    def datamodule(self) -> DataModule | None:
-        """The DataModule of the current or last run, if any."""
-        run = self._run_with_data
-        return None if run is None else run.datamodule
-
-    @property
-    def profiler(self) -> Profiler:
-        """The profiler; a PassThroughProfiler without the argument `profiler`."""
-        if self._profiler is not None:
-            return self._profiler
-        from stratagem.profilers import PassThroughProfiler
-
-        return PassThroughProfiler()
-
-    @property
-    def current_epoch(self) -> int:
-        """The current epoch, counted from 0."""
-        return self._progress.epoch
-
-    @property
-    def global_step(self) -> int:
-        """The number of optimizer steps taken so far."""
-        return self._progress.global_step
-
-    @property
-    def is_within_step(self) -> bool:
-        """Whether an optimizer step has begun, but is not yet complete.
-
-        This is True in `on_train_batch_start`. In `on_train_batch_end` it is True for all
-        accumulated batches except the last.
-        """
-        return self._run is not None and self._run.is_within_step
-
-    @property
-    def sanity_checking(self) -> bool:
-        """Whether the sanity check, which validates before training, is running."""
-        return self._run is not None and self._run.validation.is_sanity_check
-
-    @property
-    def estimated_stepping_batches(self) -> float:
-        """The number of optimizer steps of the whole fit; infinity without a limit.
-
-        The number is available after the loaders are created, so `configure_optimizers` can pass it
-        to schedulers. The fit may end earlier, by `max_time` or a callback.
-
-        Raises:
-            ConfigurationError: outside of a fit.
-        """
-        options, loader = self.options, self.run.train_loader
-        batches = 0 if loader is None else loader.batches
-        limit = float("inf") if options.max_steps == -1 else options.max_steps
-        if options.max_epochs == -1 or batches == float("inf"):
-            return limit
-        return min(limit, options.step_options.steps_in(options.max_epochs, int(batches)))
-
-    # -- data
-
-    @property
-    def _run_with_data(self) -> Run | None:
-        return self._run if self._opened is None else self._opened
-
-    @property
-    def train_dataloader(self) -> Any:
-        """The training loader of this rank, or None."""
-        run = self._run_with_data
-        loader = None if run is None else run.train_loader
-        return None if loader is None else loader.loader
-
-    @property
-    def val_dataloaders(self) -> Any:
-        """The validation loader of this rank, a list of several, or None."""
-        return self._loaders("validation")
-
-    def _loaders(self, what: str) -> Any:
-        run = self._run_with_data
-        found = [] if run is None else run.evaluation_loaders.get(what, [])
-        loaders = [one.loader for one in found]
-        return (loaders[0] if len(loaders) == 1 else loaders) if loaders else None
-
-    @property
-    def num_training_batches(self) -> float:
-        """The number of training batches of this rank in an epoch; infinity if it is unknown."""
-        run = self._run_with_data
-        loader = None if run is None else run.train_loader
-        batches = float("inf") if loader is None else loader.batches
-        return batches if batches == float("inf") else int(batches)
-
-    # -- values, loggers, optimizers
-
-    @property
-    def callback_metrics(self) -> dict[str, Tensor]:
-        """The latest logged value of each name since the start of the last fit.
-
-        Values of single evaluation steps are left out, since no callback monitors them.
-        """
-        return {name: torch.as_tensor(value) for name, value in self._latest.values.items()}
-
-    @property
-    def logged_metrics(self) -> dict[str, Tensor]:
-        """The latest value of each name that goes to the loggers."""
-        return self._latest.logged()
-
-    @property
-    def progress_bar_metrics(self) -> dict[str, Any]:
-        """The values for the progress bar."""
-        return self._latest.bar
-
-    @property
-    def logger(self) -> Logger | None:
-        """The first logger, or None."""
-        return self.loggers[0] if self.loggers else None
-
-    @property
-    def log_dir(self) -> str:
-        """The first logger's folder on rank 0; `options.default_root_dir` otherwise."""
-        own = self.loggers[0].log_dir if self.loggers and self.is_global_zero else ""
-        return own or str(self.options.default_root_dir)
-
-    @property
-    def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """The first ModelCheckpoint, or None."""
-        return next(iter(self.checkpoint_callbacks), None)
-
-    @property
-    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
-        """All callbacks of type ModelCheckpoint."""
-        return [c for c in self.callbacks if isinstance(c, ModelCheckpoint)]
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers; an empty list before the model is prepared.
-
-        Raises:
-            ConfigurationError: if the run used other processes.
-        """
-        prepared = None if self.model is None else self.run.prepared
-        return [] if prepared is None else prepared.optimizers
-
-    @property
-    def lr_scheduler_configs(self) -> list[SchedulerConfig]:
-        """The learning rate schedulers; an empty list before the model is prepared.
-
-        Raises:
-            ConfigurationError: if the run used other processes.
-        """
-        return [] if self.model is None else self.run.schedulers.configs

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from stratagem.accelerators import Accelerator
 from stratagem.errors import ConfigurationError
 from stratagem.lite import Lite, LiteDataLoader, LiteModule, PathLike, numbers_of
 from stratagem.runtime import LiteOptimizer
@@ -62,15 +60,6 @@ class Fabric(Lite):
             for logger in self.loggers:
                 logger.log_metrics(metrics=numbers_of(metrics), step=step)
 
-    def log(self, name: str, value: Any, step: int | None = None) -> None:
-        """Write a value to every logger, on rank 0."""
-        self.log_dict({name: value}, step)
-
-    @property
-    def accelerator(self) -> Accelerator:
-        """The accelerator."""
-        return self.strategy.accelerator
-
     @property
     def _precision(self) -> Any:
         """The precision, for another Fabric with the same; private, and libraries read it."""
@@ -112,22 +101,6 @@ class Fabric(Lite):
                 f"method, received a {type(method).__name__}",
                 stacklevel=2,
             )
-
-    @contextmanager
-    def init_tensor(self) -> Iterator[None]:
-        """Create tensors on the device, in the precision's dtype."""
-        with self.device, self.strategy.precision.init_context():
-            yield
-
-    def rank_zero_first(self, *, local: bool = False) -> AbstractContextManager[None]:
-        """Let rank 0 run the block before the others do; see `Ranks.rank_zero_first`."""
-        return self.ranks.rank_zero_first(local=local)
-
-    def setup_module(self, module: Any, **options: Any) -> LiteModule:
-        """Prepare a model without optimizers; `setup_optimizers` follows."""
-        model = self.setup(module, **options)
-        prepared: LiteModule = model[0] if isinstance(model, tuple) else model
-        return prepared
 
     @in_lightnings_words
     def setup(  # type: ignore[override]  # the model comes first, as Fabric's

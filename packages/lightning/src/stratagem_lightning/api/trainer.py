@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import torch
 
 from stratagem import callbacks as own, storage, trainer
-from stratagem.accelerators import Accelerator
 from stratagem.checkpoint import find_all
 from stratagem.data import CombinedLoader
 from stratagem.errors import ConfigurationError, MissingPackageError, UserCodeError
@@ -177,6 +176,7 @@ class Trainer(trainer.Trainer):
     """
 
     _warns_of_log_interval = True
+    barebones: bool
 
     @property
     def _reads_before_hooks(self) -> bool:  # type: ignore[override]
@@ -542,7 +542,7 @@ class Trainer(trainer.Trainer):
         self._profiler = profiler
 
     @property
-    def use_distributed_sampler(self) -> bool:
+    def use_distributed_sampler(self) -> bool:  # type: ignore[override]  # read-only there too
         """Whether data is divided between ranks."""
         return self._divides_data
 
@@ -580,11 +580,6 @@ class Trainer(trainer.Trainer):
         return self.options.step_options
 
     @property
-    def accumulate_grad_batches(self) -> int:
-        """Batches in an optimizer step of the present epoch."""
-        return self.options.step_options.micro_batches_in(self.current_epoch)
-
-    @property
     def estimated_stepping_batches(self) -> float:
         """The number of optimizer steps of the whole fit; infinity without a limit.
 
@@ -597,18 +592,6 @@ class Trainer(trainer.Trainer):
         steps = int(batches) * max(options.max_epochs, 1)
         return steps if options.max_steps == -1 else min(steps, options.max_steps)
 
-    @property
-    def gradient_clip_val(self) -> float | None:
-        """The largest norm or value of gradients, or None."""
-        clip = self.options.step_options.clip
-        return None if clip is None else clip.value
-
-    @property
-    def gradient_clip_algorithm(self) -> str | None:
-        """What is clipped, "norm" or "value"; None: nothing."""
-        clip = self.options.step_options.clip
-        return None if clip is None else clip.algorithm
-
     # -- its parts
 
     @property
@@ -616,18 +599,13 @@ class Trainer(trainer.Trainer):
         """The model of the present run, or of the last one."""
         return self.model
 
-    @property
-    def accelerator(self) -> Accelerator:
-        """The accelerator."""
-        return self.strategy.accelerator
-
     def __getattr__(self, name: str) -> Any:
         if name in _PRIVATE:
             raise AttributeError(
                 f"Trainer.{name} is private to Lightning, and Stratagem has no such object: use "
                 f"{_PRIVATE[name]}"
             )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return super().__getattr__(name)  # type: ignore[misc]  # hidden from type checkers
 
     @property
     def scaler(self) -> Any:
@@ -640,51 +618,6 @@ class Trainer(trainer.Trainer):
     @property
     def _accelerator_connector(self) -> TrainerConnector:
         return TrainerConnector(self)
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of each node."""
-        return len(self.plan.devices)
-
-    @property
-    def device_ids(self) -> list[int]:
-        """The indices of these devices."""
-        return list(self.plan.devices)
-
-    @property
-    def num_nodes(self) -> int:
-        """Machines taking part."""
-        return self.plan.num_nodes
-
-    @property
-    def node_rank(self) -> int:
-        """The rank of this process's node."""
-        return self.ranks.node_rank
-
-    @property
-    def precision(self) -> str:
-        """The precision's name."""
-        return self.strategy.precision.name
-
-    @property
-    def precision_plugin(self) -> Any:
-        """The precision."""
-        return self.strategy.precision
-
-    @property
-    def early_stopping_callback(self) -> own.EarlyStopping | None:
-        """The first EarlyStopping, or None."""
-        return next(iter(self.early_stopping_callbacks), None)
-
-    @property
-    def early_stopping_callbacks(self) -> list[own.EarlyStopping]:
-        """Every EarlyStopping."""
-        return [c for c in self.callbacks if isinstance(c, own.EarlyStopping)]
-
-    @property
-    def progress_bar_callback(self) -> own.ProgressBar | None:
-        """The ProgressBar, or None."""
-        return next((c for c in self.callbacks if isinstance(c, own.ProgressBar)), None)
 
     # -- its state
 
@@ -734,16 +667,6 @@ class Trainer(trainer.Trainer):
         return self.validating or self.testing
 
     @property
-    def interrupted(self) -> bool:
-        """Whether the last run ended by an exception."""
-        return self._state.status == "interrupted"
-
-    @property
-    def received_sigterm(self) -> bool:
-        """Whether a signal is to end the present run."""
-        return self._run is not None and self._run.interruption.signal is not None
-
-    @property
     def is_last_batch(self) -> bool:
         """Whether the present training batch is the last of its epoch, as far as known."""
         if self._run is None or self._run.stage != "fit":
@@ -756,53 +679,7 @@ class Trainer(trainer.Trainer):
         """The number of batches of this epoch that were trained on."""
         return self._progress.batches
 
-    @property
-    def enable_validation(self) -> bool:
-        """Whether a fit would validate."""
-        limit = self.options.limit_val_batches
-        return limit != 0 and (self._run is None or self._run.has_validation)
-
     # -- its data
-
-    @property
-    def test_dataloaders(self) -> Any:
-        """This rank's loader for testing, a list of several, or None."""
-        return self._loaders("test")
-
-    @property
-    def predict_dataloaders(self) -> Any:
-        """This rank's loader for predicting, a list of several, or None."""
-        return self._loaders("predict")
-
-    @property
-    def num_val_batches(self) -> list[float]:
-        """Batches of each of this rank's loaders for validation; infinity if that is not known."""
-        return self._numbers("validation")
-
-    @property
-    def num_test_batches(self) -> list[float]:
-        """Batches of each of this rank's loaders for testing; infinity if that is not known."""
-        return self._numbers("test")
-
-    @property
-    def num_predict_batches(self) -> list[float]:
-        """Batches of each of this rank's loaders for predicting; infinity if that is not known."""
-        return self._numbers("predict")
-
-    def _numbers(self, what: str) -> list[float]:
-        run = self._run_with_data
-        found = [] if run is None else run.evaluation_loaders.get(what, [])
-        numbers = [number for one in found for number in one.each]
-        return [number if number == float("inf") else int(number) for number in numbers]
-
-    @property
-    def num_sanity_val_batches(self) -> list[float]:
-        """The number of each loader's validation batches before training; 0 outside of a fit."""
-        if self._run is None or self._run.stage != "fit":
-            return []
-        steps = self.options.num_sanity_val_steps
-        limit = float("inf") if steps == -1 else steps
-        return [min(limit, number) for number in self.num_val_batches]
 
     @property
     def state(self) -> TrainerState:  # type: ignore[override]  # the same in Lightning's enumerations

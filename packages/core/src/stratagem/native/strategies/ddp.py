@@ -82,6 +82,9 @@ class DDPStrategy(ParallelStrategy):
 
     capabilities = DDP
 
+    model: nn.Module  # type: ignore[assignment]  # in the place of what users read
+    """The module that `configure_ddp` wraps."""
+
     def __init__(
         self,
         *,

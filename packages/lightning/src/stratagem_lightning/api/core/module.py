@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -33,9 +31,6 @@ class LightningModule(HyperparametersMixin, Module):
     """A Module, under the name that Lightning has for it."""
 
     needs_optimizer = False
-    CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
-    CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
-    CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_type"
     __jit_unused_properties__ = [*Module.__jit_unused_properties__, "fabric"]  # noqa: RUF012 - torch.jit reads a list
 
     if TYPE_CHECKING:
@@ -272,7 +267,7 @@ class LightningModule(HyperparametersMixin, Module):
         try:
             model = super().load_from_checkpoint(
                 checkpoint_path,
-                map_location=_device_for(map_location),
+                map_location=map_location,
                 strict=strict,
                 **of_file(hparams_file),
                 **kwargs,
@@ -287,13 +282,3 @@ class LightningModule(HyperparametersMixin, Module):
                 f"`{cls.__name__}.strict_loading={own}`: pass the same value, or leave one out"
             )
         return model
-
-
-def _device_for(map_location: Any) -> Any:
-    """Return the device that `map_location` has for what lies on the CPU."""
-    if isinstance(map_location, Mapping):
-        return map_location.get("cpu", "cpu")
-    if callable(map_location):
-        moved = map_location(torch.empty(0).untyped_storage(), "cpu")
-        return "cpu" if moved is None else moved.device
-    return map_location

@@ -33,14 +33,6 @@ from stratagem_lightning.api.utilities.exceptions import UserRuntimeError, UserT
 PathLike = str | os.PathLike[str]
 
 
-_OF_RANKS = frozenset(
-    (
-        *("world_size", "global_rank", "local_rank", "node_rank", "is_global_zero"),
-        *("broadcast", "all_reduce", "all_gather", "barrier"),
-    )
-)
-
-
 _trainers: WeakKeyDictionary[strategies.Strategy, ref[Any]] = WeakKeyDictionary()
 
 
@@ -103,8 +95,6 @@ class _SetUpAgain(NamedTuple):
 
 _OF_TRAINER: dict[str, Callable[[Any], Any]] = {
     "lightning_module": lambda trainer: trainer.lightning_module,
-    "model": lambda trainer: trainer.model,
-    "optimizers": lambda trainer: trainer.optimizers,
     "lr_scheduler_configs": lambda trainer: trainer.lr_scheduler_configs,
     "setup_optimizers": _SetUpAgain,
     "launcher": lambda trainer: trainer.plan.launcher,
@@ -116,22 +106,7 @@ _OF_TRAINER: dict[str, Callable[[Any], Any]] = {
 
 
 def _find_lightning_name(strategy: Any, name: str) -> Any:
-    """Return what Lightning's users ask any strategy for: its ranks' names, and its device."""
-    if name in _OF_RANKS:
-        return getattr(strategy.ranks, name)
-    if name == "root_device":
-        if "components" not in vars(strategy) or "device" in vars(strategy):
-            return strategy.device
-        # Before the launch: the device that this process will have.
-        return strategy.accelerator.device(strategy.components.devices[strategy.ranks.local_rank])
-    if name == "reduce":
-        return lambda tensor, group=None, reduce_op="mean": strategy.ranks.all_reduce(
-            tensor, reduce_op
-        )
-    if name == "reduce_boolean_decision":
-        return lambda decision, all=True: bool(
-            strategy.ranks.all_reduce_ints([int(decision)], "min" if all else "max")[0]
-        )
+    """Return what Lightning's users ask any strategy for."""
     trainer = trainer_of(strategy) if name in _OF_TRAINER else None
     if isinstance(trainer, Trainer):
         return _OF_TRAINER[name](trainer)
@@ -142,13 +117,11 @@ def _find_lightning_name(strategy: Any, name: str) -> Any:
             "Accessing the device mesh before processes have initialized is not allowed: read it "
             "from configure_model() on"
         )
-    own = getattr(type(strategy), name, None)
-    if isinstance(own, property):
-        own.__get__(strategy)  # raises the error that the property failed with
-    raise AttributeError(f"{type(strategy).__name__!r} object has no attribute {name!r}")
+    return _find_or_explain(strategy, name)
 
 
 # For the strategies of every distribution, once Lightning's names are in use.
+_find_or_explain = strategies.Strategy.__getattr__  # type: ignore[attr-defined]
 strategies.Strategy.__getattr__ = _find_lightning_name  # type: ignore[attr-defined]
 
 _ALONE = {"ranks": Ranks, "checkpoint_io": SingleFileCheckpointIO, "precision": TruePrecision}
