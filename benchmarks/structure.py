@@ -1,4 +1,4 @@
-"""Measures the shape of a package: rooms, floors, arrows, circles, lines, names and docstrings.
+"""Measures the shape of a package: rooms, floors, arrows, circles, lines and docstrings.
 
 Run: python benchmarks/structure.py [packages/core/src/stratagem]
 
@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib
-import inspect
 import io
 import re
 import subprocess
 import sys
-import textwrap
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
@@ -27,8 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 CORE = Path(__file__).parents[1] / "packages" / "core" / "src" / "stratagem"
-FRONT_ENDS = ("stratagem.Trainer", "stratagem.Lite", "stratagem.strategies.Strategy")
-"""The classes whose public names are counted."""
 RUNS = {
     "import of Lite": "from stratagem import Lite",
     "fit of a Trainer": """
@@ -113,25 +108,6 @@ def measure(package: Path) -> Shape:
     return shape
 
 
-def public_names(place: str) -> set[str]:
-    """Return the public names of a class: methods, properties, and attributes that it sets.
-
-    Args:
-        place: such as "stratagem.Trainer".
-    """
-    module, _, name = place.rpartition(".")
-    found: set[str] = set()
-    for kind in getattr(importlib.import_module(module), name).__mro__:
-        if not kind.__module__.startswith("stratagem"):
-            continue
-        found |= vars(kind).keys() | vars(kind).get("__annotations__", {}).keys()
-        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kind)))):
-            owner = node.value if isinstance(node, ast.Attribute) else None
-            if isinstance(owner, ast.Name) and owner.id == "self" and _is_set(node):
-                found.add(node.attr)  # type: ignore[attr-defined]
-    return {name for name in found if not name.startswith("_")}
-
-
 def lines_brought_along(script: str) -> int:
     """Return the lines of code of the modules of core that a script has imported at its end."""
     listed = (
@@ -143,10 +119,6 @@ def lines_brought_along(script: str) -> int:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     texts = [Path(file).read_text() for file in done.stdout.partition("FILES\n")[2].splitlines()]
     return sum(lines_of_code(text, ast.parse(text)) for text in texts)
-
-
-def _is_set(node: ast.AST) -> bool:
-    return isinstance(getattr(node, "ctx", None), ast.Store)
 
 
 def _summaries(tree: ast.Module) -> Iterator[str]:
@@ -249,8 +221,6 @@ def main() -> None:
     print(f"lines of code        {shape.lines}")
     print(f"filler               {shape.filler} of {shape.docstrings} docstrings")
     print("files in a folder    " + ", ".join(f"{k} {n}" for k, n in list(shape.flat.items())[:6]))
-    for place in FRONT_ENDS:
-        print(f"public names         {place} {len(public_names(place))}")
     for run, script in RUNS.items():
         print(f"code brought along   {run} {lines_brought_along(script)}")
 

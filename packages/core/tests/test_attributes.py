@@ -178,9 +178,10 @@ def test_the_stage_the_last_batch_and_the_numbers_of_batches() -> None:
     assert (one.num_training_batches, one.num_val_batches) == (3, [1, 4])
     assert one.num_sanity_val_batches == [1, 2]
     one.test(model, data())
+    assert (one.num_test_batches, one.num_predict_batches) == ([2], [])
     one.predict(model, data(4))
-    assert (one.num_test_batches, one.num_predict_batches) == ([2], [4])
-    assert len(one.predict_dataloaders) == 4
+    assert one.num_predict_batches == [4]
+    assert (len(one.predict_dataloaders), one.test_dataloaders) == (4, None)
     assert watch.seen == {
         "fit": ["training"],
         "sanity": ["sanity_checking"],
@@ -283,7 +284,7 @@ def test_the_error_of_a_missing_attribute_leaves_its_process() -> None:
 def test_a_missing_attribute_of_a_module_is_explained_within_a_run() -> None:
     class Misspelled(Net):
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            return self.lightning_module.layer(batch)
+            return self.lightning_module(batch)  # type: ignore[operator]
 
     with pytest.raises(AttributeError, match=r"no attribute 'lightning_module'. Use self"):
         trainer(max_epochs=1).fit(Misspelled(), data())
@@ -304,10 +305,10 @@ class OwnNames(SingleDeviceStrategy):
 
     def __init__(self, **components: Any) -> None:
         super().__init__(**components)
-        self.world_size = 7  # type: ignore[assignment]
-        self.model = None  # type: ignore[assignment]
+        self.world_size = 7
+        self.model = None
 
-    def reduce(self, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def reduce(self, gradient: Tensor) -> Tensor:
         return gradient * 2
 
 
@@ -317,7 +318,7 @@ def test_a_strategy_may_have_the_names_that_users_read() -> None:
     strategy: Any = one.strategy
     assert (strategy.world_size, strategy.model, one.world_size) == (7, None, 1)
     assert strategy.reduce(torch.ones(())) == 2
-    assert copy.deepcopy(OwnNames()).world_size == 7  # type: ignore[comparison-overlap]
+    assert copy.deepcopy(OwnNames()).world_size == 7
 
 
 def test_a_strategy_shows_the_model_and_the_optimizers_of_a_run() -> None:
@@ -390,7 +391,7 @@ def test_the_device_of_a_loaded_model_is_a_dict_or_a_function_too(tmp_path: Path
     ):
         device = "meta" if place == {"cpu": "meta"} else "cpu"
         assert Net.load_from_checkpoint(path, map_location=place).device.type == device
-    for wrong in (3.5, "gpu", {"cpu": []}, int):
+    for wrong in (3.5, "gpu", {"cpu": [1]}, int):
         with pytest.raises(UserCodeError, match=r"map_location=.*: expected a device such as"):
             Net.load_from_checkpoint(path, map_location=wrong)
 
@@ -430,9 +431,9 @@ def test_lite_logs_and_creates_tensors() -> None:
     assert (lite.loggers, lite.logger, Lite(accelerator="cpu").logger) == ([logger], logger, None)
     lite.log("loss", torch.ones(()), 3)
     assert logger.rows == [({"loss": 1.0}, 3)]
-    wrong: Any = {"loss": 1.0}
+    row: Any = {"loss": 1.0}
     with pytest.raises(ConfigurationError, match=r"received a dict: use lite.log_dict\(values"):
-        lite.log(wrong, 3)
+        lite.log(row, 3)
     with lite.init_tensor():
         assert torch.ones(1).dtype == torch.bfloat16
     assert (lite.precision, lite.accelerator.name, lite.num_devices) == ("bf16-true", "cpu", 1)

@@ -83,6 +83,9 @@ class Strategy(Stepping, UserNames, ABC):
        10. `release(prepared)`, before the module is prepared again and when another run starts;
            `teardown()`, once, when its front end is gone or the process ends.
        11. `estimate_memory`, by `stratagem plan`, after `bind` alone.
+       12. Users call `barrier`, `broadcast`, `all_gather`, `all_reduce`, `reduce` and
+           `reduce_boolean_decision` on every rank, after the launch. Core never calls them, and a
+           subclass may use their names for something else.
 
     A strategy works with nn.Module, Optimizer and tensors, and never with Trainer or Module.
     `prepare` and `wrap` receive a `StepModule`, whose `forward(method_name, *args)` calls the

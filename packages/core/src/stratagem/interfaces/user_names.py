@@ -153,10 +153,14 @@ class UserNames:
             raise ConfigurationError(f"reduce_op={reduce_op!r}: expected one of {', '.join(_OPS)}")
         return map_tensors(lambda one: self.ranks.all_reduce(one, op), _tensors(tensor))
 
-    @for_users
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return tensors reduced over ranks; another name of `all_reduce`."""
-        return self.all_reduce(tensor, group, reduce_op)
+    if TYPE_CHECKING:
+        reduce: Callable[..., Any]  # strategies often have another method of this name
+    else:
+
+        @for_users
+        def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+            """Return tensors reduced over ranks; another name of `all_reduce`."""
+            return self.all_reduce(tensor, group, reduce_op)
 
     @for_users
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

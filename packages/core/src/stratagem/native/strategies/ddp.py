@@ -82,7 +82,7 @@ class DDPStrategy(ParallelStrategy):
 
     capabilities = DDP
 
-    model: nn.Module  # type: ignore[assignment]  # in the place of what users read
+    model: nn.Module
     """The module that `configure_ddp` wraps."""
 
     def __init__(
