@@ -36,6 +36,7 @@ from stratagem.strategies import (
     ParallelStrategy,
     PreparedModel,
     ProcessGroupRanks,
+    Ranks,
     Strategy,
     TrainStep,
     make_optimizers,
@@ -980,6 +981,50 @@ class Unfreezes(ByBackward):
             prepared.original.requires_grad_(False)
             yield
             prepared.original.requires_grad_(True)
+
+
+class _LocalRanks(ProcessGroupRanks):
+    @property
+    def data_split(self) -> tuple[int, int]:
+        return self.local_rank, self.world_size
+
+
+class ReadsByLocalRank(ByHand):
+    """Reads the part of the data of its local rank: two nodes read the same."""
+
+    def make_ranks(self) -> Ranks:
+        made = super().make_ranks()
+        return _LocalRanks(self.cluster_environment, made.world_size)
+
+
+class StepsByLocalRank(ByHand):
+    """Each rank averages the gradients of a part of the parameters, by its local rank."""
+
+    def reduce_all(self, prepared: PreparedModel) -> None:
+        super().reduce_all(prepared)
+        with torch.no_grad():
+            for index, parameter in enumerate(prepared.original.parameters()):
+                if parameter.grad is None:
+                    continue
+                if index % self.ranks.world_size != self.ranks.local_rank:
+                    parameter.grad.zero_()
+                dist.all_reduce(parameter.grad)
+
+
+class _GatherByLocalRank(ProcessGroupRanks):
+    def all_gather(self, tensor: Tensor, *, sync_grads: bool = False) -> Tensor:
+        gathered = super().all_gather(tensor, sync_grads=sync_grads)
+        own = gathered.clone()
+        own[self.local_rank] = tensor
+        return own
+
+
+class GathersByLocalRank(ByHand):
+    """Puts its own tensor where its local rank is."""
+
+    def make_ranks(self) -> Ranks:
+        made = super().make_ranks()
+        return _GatherByLocalRank(self.cluster_environment, made.world_size)
 
 
 class Misspelled(ByHand):

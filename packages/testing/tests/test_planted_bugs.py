@@ -131,6 +131,14 @@ PLANTED = [
     ("Unfreezes", "evaluation/one model", "another requires_grad: net.0.bias"),
     ("LosesComponents", "life/arguments", "its `requested` lacks launcher"),
     ("ForgetsOptions", "life/arguments", "trains a model with an unused layer, and ends in"),
+    ("ReadsByLocalRank", "nodes/two of one rank", "data_split of rank 1 is [0, "),
+    (
+        "ReadsByLocalRank",
+        "nodes/two of two ranks",
+        "data_split of rank 2 is [0, ",
+    ),
+    ("StepsByLocalRank", "nodes/two of one rank", "steps/several, on 2 nodes: "),
+    ("GathersByLocalRank", "nodes/two of two ranks", "collectives/all_gather, on 2 nodes: "),
     ("Misspelled", "life/methods", "nothing calls Misspelled.end_trainig: no method of the"),
     ("NoComponents", "life/arguments", "an unexpected keyword argument 'launcher'"),
     ("GeneratorNoSync", "steps/gradient", "decorate it with contextlib.contextmanager"),
@@ -370,6 +378,7 @@ RIGHT = [
         for name in ("ByHand", "ByBackward", "OtherRanks", "KeepsMasters")
         for check in _SOME
     ),
+    *(("ByHand", check) for check in ("nodes/two of one rank", "nodes/two of two ranks")),
     *(("SlowWeights", check) for check in ("optimizers/sgd", "state/out of single_device")),
     *(
         ("EvaluatesAverage", check)

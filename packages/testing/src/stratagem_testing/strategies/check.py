@@ -83,6 +83,7 @@ class Check:
         after: run under `single_device` when the ranks are gone, in the same folder; None: nothing.
         alone: needs ranks of its own, since it ends them.
         ranks: how many it needs; 0: as many as the target has.
+        nodes: into how many nodes these ranks are divided; with more than one, `ranks` is set.
         follows: the check that runs before, on the target's own ranks, and whose folder is the
             probe's `reference`; "": none.
     """
@@ -95,6 +96,7 @@ class Check:
     after: Run | None = None
     alone: bool = False
     ranks: int = 0
+    nodes: int = 1
     follows: str = ""
 
 
@@ -111,6 +113,7 @@ def check(
     after: Run | None = None,
     alone: bool = False,
     ranks: int = 0,
+    nodes: int = 1,
     follows: str = "",
 ) -> Callable[[Run], Check]:
     """Make the decorated function a check; see `Check`.
@@ -119,7 +122,7 @@ def check(
         name: "group/what".
         judge: None: what `judge_of` decorates.
         about: what it means when it fails; "": the function's docstring.
-        reference, after, alone, ranks, follows: as `Check` has them.
+        reference, after, alone, ranks, nodes, follows: as `Check` has them.
     """
 
     def register(run: Run) -> Check:
@@ -132,6 +135,7 @@ def check(
             after=after,
             alone=alone,
             ranks=ranks,
+            nodes=nodes,
             follows=follows,
         )
         return made

@@ -47,7 +47,8 @@ class Probe:
         defaults: dict[str, Any] = {
             "accelerator": self.target.accelerator,
             "strategy": self.target.make() if strategy is None else strategy,
-            "devices": self.target.devices,
+            "devices": self.target.devices // self.target.nodes,
+            "num_nodes": self.target.nodes,
             "plugins": "single_file",
             "logger": False,
             "enable_checkpointing": False,
@@ -62,7 +63,8 @@ class Probe:
         defaults: dict[str, Any] = {
             "accelerator": self.target.accelerator,
             "strategy": self.target.make(),
-            "devices": self.target.devices,
+            "devices": self.target.devices // self.target.nodes,
+            "num_nodes": self.target.nodes,
             "plugins": "single_file",
         }
         lite = Lite(**{**defaults, **options})

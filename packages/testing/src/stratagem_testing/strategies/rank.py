@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.errors import ConfigurationError, RankFailedError
-from stratagem.launch import this_rank
+from stratagem.launch import free_port, this_rank
 from stratagem.lite import Lite
 from stratagem.strategies import Strategy
 from stratagem_testing.strategies.check import CHECKS
@@ -89,23 +89,46 @@ def main(path: str) -> None:
     load_checks()
     first = session.work[0].target
     plugins = ["single_file"]
+    if first.nodes > 1:
+        play_nodes(first)
     # More ranks than a strategy's own test has need not be started by its own launcher.
-    if CHECKS[session.work[0].check].ranks and first.capabilities().launchers is None:
+    elif CHECKS[session.work[0].check].ranks and first.capabilities().launchers is None:
         plugins += ["fork"] if first.accelerator == "cpu" else []
     # Only their number counts: each check makes its own front end.
     try:
         lite = Lite(
             accelerator=first.accelerator,
             strategy=first.make(),
-            devices=first.devices,
+            devices=first.devices // first.nodes,
+            num_nodes=first.nodes,
             plugins=plugins,
         )
     except ConfigurationError as error:
         for work in session.work:
-            Path(work.folder).mkdir(parents=True)
+            Path(work.folder).mkdir(parents=True, exist_ok=True)
             (Path(work.folder) / REFUSED).write_text(str(error))
         raise
     lite.launch(_run, path, before if lite.plan.launcher.name == "script" else None)
+
+
+def play_nodes(target: Target) -> None:
+    """Become a rank of several nodes, as torchrun starts them; this process forks the others."""
+    on_node = target.devices // target.nodes
+    rank = 0
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+        TORCHELASTIC_RUN_ID="kit",
+        WORLD_SIZE=str(target.devices),
+        LOCAL_WORLD_SIZE=str(on_node),
+    )
+    for other in range(1, target.devices):
+        if os.fork() == 0:
+            rank = other
+            break
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank % on_node), GROUP_RANK=str(rank // on_node)
+    )
 
 
 def _run(lite: Lite, path: str, before: Surroundings | None) -> None:

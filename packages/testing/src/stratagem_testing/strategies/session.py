@@ -83,7 +83,13 @@ class Reference:
     def of(self, target: Target, names: Sequence[str]) -> tuple[Path, dict[str, _Ran]]:
         """Return the folder and the outcomes of some checks for a target; run missing checks."""
         plain = replace(
-            target, strategy=REFERENCE, devices=1, data_groups=1, tolerance=0.0, equal=True
+            target,
+            strategy=REFERENCE,
+            devices=1,
+            nodes=1,
+            data_groups=1,
+            tolerance=0.0,
+            equal=True,
         )
         own = self._folders.setdefault(plain, self.folder / f"reference{len(self._folders)}")
         missing = [name for name in names if (plain, name) not in self._ran]
@@ -126,8 +132,10 @@ def run_checks(
         own = folder / f"ranks{number}"
         work = {}
         for target, name in group:
-            ranks = CHECKS[name].ranks
+            ranks, nodes = CHECKS[name].ranks, CHECKS[name].nodes
             tested = target.with_devices(ranks) if ranks else target
+            if nodes > 1:
+                tested = target.on_nodes(nodes, ranks)
             if tested is None:
                 outcomes[target, name] = Outcome()
                 continue
@@ -157,7 +165,8 @@ def _groups(items: Sequence[Item]) -> list[list[Item]]:
     groups: dict[Any, list[Item]] = {}
     for item in items:
         check = CHECKS[item[1]]
-        groups.setdefault(item if check.alone else check.ranks, []).append(item)
+        key = (check.ranks, check.nodes)
+        groups.setdefault(item if check.alone else key, []).append(item)
     return list(groups.values())
 
 
@@ -190,7 +199,7 @@ class _Ran:
 
 def _plain(target: Target) -> Target:
     """Return the target of which the numbers are right."""
-    return replace(target, strategy=REFERENCE, devices=1, data_groups=1)
+    return replace(target, strategy=REFERENCE, devices=1, nodes=1, data_groups=1)
 
 
 def _work(item: Item, folder: Path, reference: Path) -> Work:

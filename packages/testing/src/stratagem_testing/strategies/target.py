@@ -26,6 +26,7 @@ class Target:
             one, "package.module:name" or "/path/of/file.py:name".
         accelerator: a discovered name.
         devices: the number of ranks, or of the devices of the one process.
+        nodes: the number of nodes that have these ranks, each as many.
         data_groups: into how many parts the data is divided; ranks that share a part count once.
         tolerance: how far losses may be from those of `single_device`, relative and absolute.
         models: names of models of the kit, or places of functions that make one; see `models.py`.
@@ -39,6 +40,7 @@ class Target:
     strategy: str
     accelerator: str = "cpu"
     devices: int = 1
+    nodes: int = 1
     data_groups: int = 1
     tolerance: float = 1e-5
     models: tuple[str, ...] = ()
@@ -97,6 +99,20 @@ class Target:
             return None
         groups = self.data_groups if self.data_groups < self.devices else devices
         return replace(self, devices=devices, data_groups=groups)
+
+    def on_nodes(self, nodes: int, devices: int) -> Target | None:
+        """Return the target on several nodes, with as many ranks in all.
+
+        None: it is for one node or one process, needs more ranks, or has devices that only one
+        node has.
+        """
+        can = self.capabilities()
+        if can.one_process or not can.multi_node or self.accelerator != "cpu":
+            return None
+        if self.devices > devices:
+            return None
+        groups = self.data_groups if self.data_groups < self.devices else devices
+        return replace(self, devices=devices, nodes=nodes, data_groups=groups)
 
     def tolerance_of(self, precision: str) -> float:
         """Return how far losses may be off under a precision."""

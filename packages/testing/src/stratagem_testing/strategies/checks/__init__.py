@@ -12,6 +12,7 @@ MODULES = (
     "collectives",
     "data",
     "state",
+    "nodes",
     "lite",
     "life",
     "capabilities",

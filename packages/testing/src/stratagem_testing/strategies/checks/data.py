@@ -50,7 +50,7 @@ def _judge_sampler(found: Result) -> None:
     parts = len({told["shard"][0] for told in found.ranks})
     assert parts == found.target.data_groups, (
         f"ranks divide the data into {parts} part(s), expected {found.target.data_groups}: say "
-        "parts = ... in the test where ranks share their data"
+        "data_groups = ... in the test where ranks share their data"
     )
     for told in found.ranks:
         same = next(other for other in found.ranks if other["shard"] == told["shard"])

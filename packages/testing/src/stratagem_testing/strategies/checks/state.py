@@ -322,7 +322,7 @@ def _same_losses(
         )
 
 
-def _on_single_device(probe: Probe) -> dict[str, Any]:
+def on_single_device(probe: Probe) -> dict[str, Any]:
     """Load what the ranks have saved."""
     saved = probe.trainer().checkpoint_writer.load(probe.folder / "saved.ckpt")
     return {
@@ -334,7 +334,7 @@ def _on_single_device(probe: Probe) -> dict[str, Any]:
     }
 
 
-@check("state/into single_device", after=_on_single_device)
+@check("state/into single_device", after=on_single_device)
 def _into(probe: Probe) -> dict[str, Any]:
     """A checkpoint has the whole model by its own names, and single_device resumes from it."""
     whole = _whole(probe)
