@@ -1025,6 +1025,18 @@ class TextKeys(SingleFileCheckpointIO):
         return loaded
 
 
+class JsonIfItCan(SingleFileCheckpointIO):
+    """What JSON takes is written as JSON, in which keys are texts and tuples are lists."""
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        loaded = super().load_checkpoint(path)
+        try:
+            found: dict[str, Any] = json.loads(json.dumps(loaded))
+        except TypeError:
+            return loaded
+        return found
+
+
 class WholeNumbers(SingleFileCheckpointIO):
     """A float without a fraction is an int."""
 
@@ -2029,6 +2041,18 @@ class ForgetsSteps(Counts):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class ForgetsAverage(Callback):
+    """The average of weights, which the user reads after the run, is not in its state."""
+
+    def __init__(self) -> None:
+        self.average: dict[str, Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, *_: Any) -> None:
+        for name, parameter in module.named_parameters():
+            own = parameter.detach()
+            self.average[name] = self.average.get(name, own).lerp(own, 0.1)
 
 
 # ---------------------------------------------------------------- profilers

@@ -1561,6 +1561,35 @@ class AverageIsTheModel(EvaluatesAverage):
             value.copy_(state["average"][name])
 
 
+class DiLoCo(Periodic):
+    """Nothing is wrong: the model is the mean, and the state has each rank's replica."""
+
+    def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
+        state = super().model_state(prepared)
+        trained = dict(prepared.original.named_parameters())
+        return {n: self.ranks.all_reduce(v) if n in trained else v for n, v in state.items()}
+
+    def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        own = {
+            "weights": {n: p.detach().clone() for n, p in prepared.original.named_parameters()},
+            "moments": [self.optimizer_state(prepared, each)["state"] for each in optimizers],
+        }
+        steps = prepared.strategy_data.get("steps", 0)
+        return {"replicas": self.ranks.gather_objects(own), "steps": steps}
+
+    def load_state(
+        self, prepared: PreparedModel, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+    ) -> None:
+        prepared.strategy_data["steps"] = state["steps"]
+        own = state["replicas"][self.ranks.global_rank]
+        with torch.no_grad():
+            for name, p in prepared.original.named_parameters():
+                p.copy_(own["weights"][name])
+        for optimizer, moments in zip(optimizers, own["moments"], strict=True):
+            held = {**self.optimizer_state(prepared, optimizer), "state": moments}
+            self.load_optimizer_state(prepared, optimizer, held)
+
+
 class RaisesRates(ByBackward):
     """The first steps have smaller learning rates, which stay in the parameter groups."""
 

@@ -331,7 +331,7 @@ NOT_EQUAL = (
     *("RandomHalf", "OtherHalves", "EvaluatesRankZero", "EvaluationRestartsPeriod"),
     *("AveragesOwnGroups", "CountsOfAllModels", "AveragesTrainedAtFirst", "AveragesFirstGroup"),
     *("SlowsOneOptimizer", "CapsByShard", "SumsSigns", "Periodic", "KeepsErrors"),
-    *("AnchorsOfTrained", "AveragesForOthersOnly"),
+    *("AnchorsOfTrained", "AveragesForOthersOnly", "DiLoCo"),
     *("DriftsUnclipped", "DriftsClippedByNorm", "DriftsUndivided", "DriftsByTheLast"),
 )
 # Each in ranks of its own, since what is looked at is their end, or others leave ranks out of step.
@@ -378,6 +378,7 @@ RIGHT = [
         for name in ("ByHand", "ByBackward", "OtherRanks", "KeepsMasters")
         for check in _SOME
     ),
+    *(("DiLoCo", check) for check in ("state/exact resume", "state/exact resume in bf16-true")),
     *(("ByHand", check) for check in ("nodes/two of one rank", "nodes/two of two ranks")),
     *(("SlowWeights", check) for check in ("optimizers/sgd", "state/out of single_device")),
     *(

@@ -173,6 +173,7 @@ PLANTED = [
     ("checkpoint_io", "LosesDtype", "values/round trip", "is a tensor of torch.float32"),
     ("checkpoint_io", "EmptiesCheckpoint", "values/round trip", "changed what it was given"),
     ("checkpoint_io", "TextKeys", "values/round trip", "['keys'] has the keys"),
+    ("checkpoint_io", "JsonIfItCan", "values/alone", "with integers as keys came back changed"),
     ("checkpoint_io", "WholeNumbers", "values/round trip", "['numbers'][1] is int 1, expected"),
     (
         "checkpoint_io",
@@ -284,6 +285,7 @@ PLANTED = [
         "state/resumed",
         "after a resume the callback has saved a checkpoint",
     ),
+    ("callback", "ForgetsAverage", "state/resumed", "holds other values at ['average']['net.0"),
     ("callback", "NeedsLoss", "runs/every stage", "gets {'loss': None} then"),
     ("profiler", "OneAtATime", "actions/nested", "actions within an action ended in ValueError"),
     ("profiler", "NumbersAsReport", "actions/nested", "expected a str"),

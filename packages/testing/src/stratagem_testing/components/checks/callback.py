@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from stratagem.callbacks import Callback
 from stratagem.data import map_tensors
@@ -276,7 +277,8 @@ def _resumed(bench: Bench) -> None:
     """A run that resumes after an epoch has the same weights as an uninterrupted run.
 
     The callback logs the same values, and saves checkpoints after the same steps. state_dict()
-    returns the same after the load and at the end. In a second run, the validation loss grows after
+    returns the same after the load and at the end, and the callback holds the same weights, such as
+    an average. In a second run, the validation loss grows after
     two epochs: what decides by it ends both runs after the same step.
     """
     _resume(bench, _Saves(bench.folder.parent / "first.ckpt", 1), max_epochs=2)
@@ -337,6 +339,41 @@ def _resume(bench: Bench, saves: _Saves, **options: Any) -> None:
         "before `on_train_start`, which must not reset what was loaded: reset it in `setup`. What "
         "it restores has the types that `__init__` makes, such as a deque with its length"
     )
+    held = _held(uninterrupted, whole)
+    if lost := _other_values(held, _held(continued, whole)):
+        other = bench.make()
+        _fit(bench, other, effects=_Effects(), **options)
+        varies = _other_values(held, _held(other, whole))
+        lost = [place for place in lost if place not in varies]
+    assert not lost, (
+        f"after a resumed run the callback holds other values at {lost[0]} than after an "
+        "uninterrupted run: state_dict() has to hold what it keeps of weights, such as their "
+        "average, and load_state_dict() to restore it"
+    )
+
+
+def _held(callback: Callback, model: Learner) -> dict[str, Tensor]:
+    """Return the tensors that a callback holds and that have the shape of a weight, by place."""
+    own = {
+        name: value.state_dict() if isinstance(value, nn.Module) else value
+        for name, value in vars(callback).items()
+        if value is not model
+    }
+    shapes = {value.shape for value in model.parameters() if value.ndim > 1}
+    return {
+        keystr(place): value.detach().clone()
+        for place, value in tree_leaves_with_path(own)
+        if isinstance(value, Tensor) and value.shape in shapes
+    }
+
+
+def _other_values(held: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Return the places at which other values are held, or none."""
+    return [
+        place
+        for place, value in held.items()
+        if place not in other or not torch.equal(value, other[place])
+    ]
 
 
 def _differ(one: dict[str, Any], other: dict[str, Any], key: str) -> bool:

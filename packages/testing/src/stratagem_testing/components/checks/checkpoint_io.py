@@ -143,6 +143,39 @@ def _round_trip(bench: Bench) -> None:
     )
 
 
+@check(KIND, "values/alone")
+def _alone(bench: Bench) -> None:
+    """Each kind of value comes back with its type if the checkpoint has nothing else.
+
+    A format that writes one kind of file if it can, and another one if not, is tried with each.
+    """
+    values: dict[str, Any] = {
+        "integers as keys": {1: "a", 2: {3: "b"}},
+        "keys of several types": {True: 1, None: 2, 0.5: 3, "x": 4},
+        "tuples": (1, (2, "three"), ()),
+        "a tuple in a list": [(1, 2), [3]],
+        "a tuple as a key": {(1, 2): "a"},
+        "a set": {1, 2},
+        "bytes": b"\0\xff",
+        "floats": [1.0, 0.1, float("inf"), float("nan"), -0.0, 1e300],
+        "a large integer": 1 << 80,
+        "a complex number": 2 + 3j,
+        "text": "\u2713 \n\0",
+    }
+    io = bench.make()
+    for number, (what, value) in enumerate(values.items()):
+        beside = {"state_dict": {"weight": torch.ones(2)}}
+        for name, given in (("", {"kept": value}), ("tensors beside ", {**beside, "kept": value})):
+            path = bench.folder / f"{number}{bool(name)}.ckpt"
+            io.save_checkpoint(given, path)
+            io.wait()
+            where = _difference(bench.make().load_checkpoint(path), given, "checkpoint")
+            assert where is None, (
+                f"a checkpoint with {name}{what} came back changed: {where}. In others it may not, "
+                "if the format writes another kind of file for them"
+            )
+
+
 @check(KIND, "values/refused")
 def _refused(bench: Bench) -> None:
     """Saving unsafe data raises an error that names its place, and writes nothing."""

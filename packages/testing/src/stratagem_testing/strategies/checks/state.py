@@ -256,11 +256,13 @@ def _register_precision(precision: str, tolerance: float, about: str, meaning: s
             return  # see precisions/
         judge_accepted(found, f"precision={precision!r} with a save and a resume")
         _judge_resumed(found)
-        # In float32, weights in a higher precision may be equal to the model's.
-        for rank, told in enumerate(found.ranks if precision == "bf16-true" else ()):
-            for name, place in told["saved"]["copies"]:
+        # In float32, weights in a higher precision may be equal to the model's. A place that has
+        # one rank's parameter alone is for replicas, of which the model is the mean (DiLoCo).
+        if precision == "bf16-true":
+            of_ranks = [set(map(tuple, told["saved"]["copies"])) for told in found.ranks]
+            for name, place in sorted(set.intersection(*of_ranks)):
                 raise AssertionError(
-                    f"state had the values of the parameter {name!r} at {place} on rank {rank} "
+                    f"state had the values of the parameter {name!r} at {place} on every rank "
                     f"after each of {STEPS} steps: what was to be an average, or the weights of an "
                     "earlier step, is the parameter itself or made anew. Keep "
                     "parameter.detach().clone() once, and update that"
