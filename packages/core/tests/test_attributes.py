@@ -300,6 +300,46 @@ def test_a_table_entry_is_one_sentence_of_a_name_that_does_not_exist() -> None:
             assert own is None, key
 
 
+FORMER = {
+    "Trainer": "accumulation agreed_time backward batches_that_trained checkpoint_root "
+    "has_validation last_run loggers_of_this_rank metric run_id wrapped_optimizers",
+    "Fabric": "is_launched join",
+    "LightningDataModule": "hyper_parameters",
+}
+"""Names that earlier versions of Stratagem had, by the kind of their owner."""
+
+
+@pytest.mark.parametrize("kind", FORMER)
+def test_a_former_name_says_what_took_its_place(kind: str) -> None:
+    found = {name: advice(OWNERS[kind], name) for name in FORMER[kind].split()}
+    assert {name for name, text in found.items() if not text.startswith("Use ")} == set()
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "says"),
+    [
+        (Trainer, "gpus", "Write accelerator='gpu', devices=... instead"),
+        (Trainer, "tpu_cores", "Write accelerator='tpu', devices=... instead"),
+        (Trainer, "barebones", "Write enable_checkpointing=False, logger=False"),
+        (Lite, "gradient_accumulation_steps", "Write accumulate_grad_batches=... instead"),
+    ],
+)
+def test_an_argument_of_another_library_says_what_to_write(
+    kind: Any, argument: str, says: str
+) -> None:
+    with pytest.raises(TypeError, match=says):
+        kind(**{argument: 1})
+
+
+def test_a_former_name_of_a_module_is_explained_within_a_run() -> None:
+    class Former(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            return self.hyper_parameters
+
+    with pytest.raises(AttributeError, match=r"no attribute 'hyper_parameters'. Use self.hparams"):
+        trainer(max_epochs=1).fit(Former(), data())
+
+
 class OwnNames(SingleDeviceStrategy):
     """Uses names that users read of other strategies for something else."""
 

@@ -753,6 +753,7 @@ class Watching(SingleFileCheckpointIO):
     """Notes the order of saves, links and removals."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.calls: list[str] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
@@ -1221,6 +1222,14 @@ def test_a_path_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
             "first, or pass a path. A new run saves in a new folder, unless "
             "ModelCheckpoint is given dirpath="
         )
+    for version in (0, 1):  # the second fit saves in a folder of its own
+        trainer_in(tmp_path, logger=True, max_epochs=1).fit(Net(), loader())
+        saved = next(tmp_path.glob(f"stratagem_logs/version_{version}/checkpoints/*.ckpt"))
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        trainer_in(tmp_path, logger=True).fit(Net(), loader(), ckpt_path="last")
+    assert f"one of an earlier run is ckpt_path={str(saved)!r}. A new run saves" in str(
+        caught.value
+    )
     with pytest.raises(CheckpointNotFoundError, match="has been saved yet: fit first, or pass a"):
         trainer_in(tmp_path).validate(Net(), loader(), ckpt_path="best")
     without = trainer_in(tmp_path, enable_checkpointing=False)

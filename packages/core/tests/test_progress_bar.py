@@ -227,6 +227,21 @@ def test_it_says_that_it_was_asked_to_stop(capsys: pytest.CaptureFixture[str]) -
     assert lines[-1].endswith("2 steps: Trainer.should_stop was set before the minimum of training")
 
 
+@pytest.mark.parametrize("limit", [{"max_epochs": 1}, {"max_steps": 3}, {"max_steps": 2}])
+def test_it_says_that_a_resumed_run_had_reached_its_limit(
+    limit: dict[str, int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    saver = ModelCheckpoint(tmp_path)
+    said(capsys, callbacks=saver, enable_checkpointing=True)
+    again = trainer_with(**{"max_epochs": -1, **limit})
+    again.fit(Logs(), numbers(), ckpt_path=saver.best_model_path)
+    name, number = next(iter(limit.items()))
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"stratagem: training ended after 1 epoch, 3 steps: {name}={number} was reached before the "
+        f"first step; pass a larger {name} to train further"
+    )
+
+
 def test_it_names_what_it_goes_on_from_and_the_best_checkpoint(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -129,7 +129,9 @@ def find_checkpoint(trainer: Trainer, requested: str | Path) -> paths.Location:
             problem = f"{type(error).__name__}: {error}"
     for text in rejected:
         warnings.warn(f"ckpt_path='last': {text}", stacklevel=2)
-    found, problem = trainer.ranks.broadcast([found, problem])
+    searches = trainer.is_global_zero and not (found or problem)
+    earlier = _of_earlier_runs(savers) if searches else ""
+    found, problem, earlier = trainer.ranks.broadcast([found, problem, earlier])
     folders = ", ".join(str(c.dirpath) for c in savers if c.dirpath is not None)
     if problem:
         raise CheckpointNotFoundError(
@@ -139,14 +141,30 @@ def find_checkpoint(trainer: Trainer, requested: str | Path) -> paths.Location:
         raise CheckpointNotFoundError(
             f"ckpt_path={str(requested)!r}: no checkpoint has been saved yet"
             f"{f' in {folders}' if folders else ''}"
-            f"{', since a fast_dev_run saves none' if trainer.options.fast_dev_run else ''}: fit "
-            "first, or pass a path. A "
+            f"{', since a fast_dev_run saves none' if trainer.options.fast_dev_run else ''}: "
+            f"{_way_to_an_earlier_run(earlier)}. A "
             "new run saves in a new folder, unless ModelCheckpoint is given dirpath="
             if not rejected
             else f"ckpt_path='last': none of the {len(rejected)} checkpoint(s) in {folders} is "
             "whole"
         )
     return paths.to_location(found)
+
+
+def _way_to_an_earlier_run(checkpoint: str) -> str:
+    if not checkpoint:
+        return "fit first, or pass a path"
+    return f"the newest one of an earlier run is ckpt_path={checkpoint!r}"
+
+
+def _of_earlier_runs(savers: list[ModelCheckpoint]) -> str:
+    """Return the newest checkpoint beside the logs of other versions; "": there is none."""
+    own = [saver.dirpath for saver in savers if isinstance(saver.dirpath, Path)]
+    beside_logs = [folder for folder in own if folder.name == "checkpoints"]
+    others = {each for one in beside_logs for each in one.parent.parent.glob("*/checkpoints")}
+    found = find_all(sorted(others))
+    newest = max(found, key=lambda entry: entry.modified, default=None)
+    return "" if newest is None else str(newest.path)
 
 
 def newest_checkpoint(trainer: Trainer) -> str | None:
