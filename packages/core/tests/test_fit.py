@@ -1344,6 +1344,49 @@ def test_events_are_handed_what_their_docstrings_say() -> None:
     assert got["clipped"].norm() <= 1e-3
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_are_there_at_the_end_of_a_batch_and_cost_no_memory_afterwards(
+    accumulate: int,
+) -> None:
+    stepped: list[Tensor] = []
+    seen: list[Tensor] = []
+    left: list[bool] = []
+
+    class See(Callback):
+        def on_before_zero_grad(
+            self, trainer: Trainer, module: Module, optimizer: Optimizer
+        ) -> None:
+            stepped.append(gradient_of(module))
+
+        def on_train_batch_start(
+            self, trainer: Trainer, module: Module, batch: Any, batch_idx: int
+        ) -> None:
+            if batch_idx % accumulate == 0:
+                left.append(any(p.grad is not None for p in module.parameters()))
+
+        def on_train_batch_end(
+            self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            if (batch_idx + 1) % accumulate == 0:
+                seen.append(gradient_of(module))
+
+        def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+            left.append(any(p.grad is not None for p in module.parameters()))
+
+    trainer = quiet(
+        max_epochs=1,
+        limit_train_batches=2 * accumulate,
+        callbacks=See(),
+        accumulate_grad_batches=accumulate,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(Regression(), loader(), loader())
+    assert len(seen) == 2
+    assert not torch.equal(seen[0], seen[1])
+    assert all(map(torch.equal, seen, stepped))
+    assert left == [False, False, False]
+
+
 def test_an_exception_is_told_and_raised_unchanged() -> None:
     told: list[BaseException] = []
 

@@ -21,8 +21,10 @@ from torch.utils.data import (
 )
 
 from stratagem import Trainer as OwnTrainer, seed_everything
+from stratagem.callbacks import Callback
 from stratagem_lightning.api.core.module import LightningModule
 from stratagem_lightning.api.core.numbers import seed_workers_once
+from stratagem_lightning.api.demos.boring_classes import BoringModel
 from stratagem_lightning.api.fabric import Fabric
 from stratagem_lightning.api.loggers import DummyLogger
 from stratagem_lightning.api.trainer import Trainer
@@ -412,3 +414,48 @@ def test_autocast_casts_a_weight_for_each_use() -> None:
     trainer = Trainer(max_steps=1, precision="bf16-mixed", **QUIET)
     trainer.fit(Twice(), DataLoader(TensorDataset(torch.ones(1, 1))))
     assert trainer.global_step == 1
+
+
+@pytest.mark.parametrize("overrides", [False, True])
+def test_gradients_stay_until_the_next_backward(overrides: bool) -> None:
+    class See(Callback):
+        def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            seen.append(("clear", module.layer.weight.grad))
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            seen.append(("end", module.layer.weight.grad))
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            seen.append(("epoch", module.layer.weight.grad))
+
+    class Stepped(BoringModel):
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            super().optimizer_step(*args, **kwargs)
+
+    seen: list[tuple[str, Any]] = []
+    trainer = Trainer(
+        **QUIET, max_epochs=1, accumulate_grad_batches=2, limit_train_batches=4, callbacks=[See()]
+    )
+    trainer.fit(Stepped() if overrides else BoringModel())
+    assert [name for name, _ in seen] == ["clear", "end", "end", "clear", "end", "end", "epoch"]
+    gradients = [gradient for _, gradient in seen]
+    assert gradients[0] is None
+    assert gradients[1] is gradients[2] is gradients[3] is not None
+    assert gradients[4] is gradients[5] is gradients[6] is not gradients[3]
+
+
+def test_on_before_backward_gets_the_loss_that_is_divided() -> None:
+    class See(Callback):
+        def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+            seen.append(loss.item())
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+            seen.append(outputs["loss"].item())
+
+    seen: list[float] = []
+    trainer = Trainer(
+        **QUIET, max_epochs=1, accumulate_grad_batches=2, limit_train_batches=3, callbacks=[See()]
+    )
+    trainer.fit(BoringModel())
+    assert len(seen) == 6
+    assert seen[::2] == pytest.approx([loss / 2 for loss in seen[1::2]])

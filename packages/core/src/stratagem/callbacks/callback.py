@@ -30,7 +30,8 @@ class Callback:
 
     Order within one optimizer step over k micro-batches: for each micro-batch
     `on_train_batch_start`, `on_before_backward`, `on_after_backward`, and for the last one
-    `on_before_optimizer_step` and `on_before_zero_grad` before its `on_train_batch_end`.
+    `on_before_optimizer_step` and `on_before_zero_grad` before its `on_train_batch_end`, which can
+    still read the gradients, except under a strategy whose engine takes the steps.
 
     Example:
         >>> from stratagem import Callback, Trainer

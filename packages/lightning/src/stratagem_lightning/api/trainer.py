@@ -32,8 +32,10 @@ from stratagem_lightning.api.core.numbers import (
     ask_for_iterator,
     cast_each_time,
     check_manual_outputs,
+    clear_before_backward,
     count_batches_for_schedulers,
     divide_by_whole_window,
+    divide_loss_in_hook,
     draw_at_reload,
     in_order_of_distributed_sampler,
     pass_none_without_batch,
@@ -382,6 +384,7 @@ class Trainer(trainer.Trainer):
         step.counts_each_loss = True
         check_manual_outputs(step, run)
         pass_none_without_batch(step)
+        clear_before_backward(divide_loss_in_hook(step, run), run, prepared)
         return validate_at_stop(divide_by_whole_window(step, run), run, prepared)
 
     def make_sharded_loader(

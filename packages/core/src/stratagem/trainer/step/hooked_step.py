@@ -17,7 +17,7 @@ from stratagem.interfaces.stepping import Stepping, TrainStep
 from stratagem.trainer.hooks import is_users
 from stratagem.trainer.step.batches import refuse_dataloader_iter
 from stratagem.trainer.step.contract_check import takes_own_steps
-from stratagem.trainer.step.step import Step
+from stratagem.trainer.step.step import Step, clear_nothing
 
 if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import PreparedModel
@@ -168,8 +168,8 @@ class HookedStep(Step):
         self._before_clearing = self._on_before_zero_grad
         self._on_before_zero_grad = ()
         # An engine's does not clear, but refuses to drop what awaits its step.
-        self._check_updated = prepared.clear_gradients[0] if can.engine_steps else _nothing
-        prepared.clear_gradients[0] = _nothing
+        self._check_updated = prepared.clear_gradients[0] if can.engine_steps else clear_nothing
+        prepared.clear_gradients[0] = clear_nothing
         self._is_watched = False
         self._last: tuple[Any] | None = None
         """The micro-batch that the closure computes with."""
@@ -331,10 +331,6 @@ class HookedStep(Step):
             hook(optimizer)
 
 
-def _nothing() -> None:
-    return None
-
-
 class _WatchedStep(Step):
     """A step under a strategy that takes its steps itself: notes whether it reads how to clip."""
 
@@ -368,4 +364,10 @@ def make_step(run: Run, prepared: PreparedModel) -> Step:
             prepared.run_backward = run.module.backward
     elif run.optimizers and (own or any(map(needs_closure, prepared.optimizers))):
         return HookedStep(run, prepared)
-    return (_WatchedStep if takes_own_steps(type(run.strategy)) else Step)(run, prepared)
+    if takes_own_steps(type(run.strategy)):
+        return _WatchedStep(run, prepared)
+    step = Step(run, prepared)
+    is_automatic = run.module.automatic_optimization and run.optimizers
+    if is_automatic and not run.strategy.capabilities.engine_steps:
+        step.keep_gradients(prepared)
+    return step

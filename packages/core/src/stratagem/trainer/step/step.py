@@ -59,6 +59,8 @@ class Step(TrainStep):
         self._weight = 1.0
         self._batch: Any = None
         self._loss: Tensor | None = None
+        self._clear: Callable[[], None] | None = None
+        """Clears the gradients once the hooks at the end of a step were called."""
         self._run = run
         self._module = module
         self._progress = run.progress
@@ -98,6 +100,10 @@ class Step(TrainStep):
         """Call `before` and `after` around clipping and the optimizer's step."""
         self._on_before_optimizer_step = (*self._on_before_optimizer_step, before)
         self._on_before_zero_grad = (after, *self._on_before_zero_grad)
+
+    def keep_gradients(self, prepared: PreparedModel) -> None:
+        """Keep a step's gradients until `on_train_batch_end` was called, which may read them."""
+        self._clear, prepared.clear_gradients[0] = prepared.clear_gradients[0], clear_nothing
 
     # -- called by the loop
 
@@ -144,6 +150,8 @@ class Step(TrainStep):
             self._check.check()
             self._is_watched = False
         self._end_batch()
+        if self._clear is not None:
+            self._clear()
         self._batch = None
         if stepped and self._logged.row:
             self._logged.end_step(self._progress.global_step - 1, self._progress.epoch)
@@ -358,6 +366,10 @@ class Step(TrainStep):
                 "some parameters require gradients"
             )
         return None
+
+
+def clear_nothing() -> None:
+    """Take the place of what clears gradients, if they are cleared elsewhere."""
 
 
 def _training_step(module: Module, prepared: PreparedModel) -> Callable[..., Any]:

@@ -161,6 +161,50 @@ def divide_by_whole_window(step: Step, run: Run) -> Step:
     return step
 
 
+def clear_before_backward(step: Step, run: Run, prepared: PreparedModel) -> Step:
+    """Let a step clear gradients, and call the hook for it, before the first backward of the next.
+
+    Lightning does so; hooks between two steps then see the gradients of the first one. A step that
+    clears there already, or whose engine does, is left as it is.
+    """
+    clear, step._clear = step._clear, None
+    if clear is None:
+        return step
+    hooks = run.hooks.of("on_before_zero_grad")
+    step._on_before_zero_grad = step._on_before_zero_grad[: -len(hooks) or None]
+    start, before_backward = step.start, step.before_backward
+    is_cleared = False
+
+    def start_uncleared(micro_batches: int, weights: list[float] | None = None) -> None:
+        nonlocal is_cleared
+        is_cleared = False
+        start(micro_batches, weights)
+
+    def clear_first(loss: torch.Tensor) -> None:
+        nonlocal is_cleared
+        if not is_cleared:
+            is_cleared = True
+            for hook in hooks:
+                hook(prepared.optimizers[0])
+            clear()
+        before_backward(loss)
+
+    step.start, step.before_backward = start_uncleared, clear_first  # type: ignore[method-assign]
+    return step
+
+
+def divide_loss_in_hook(step: Step, run: Run) -> Step:
+    """Let `on_before_backward` get the loss that backward runs from, as with Lightning."""
+    before_backward = step.before_backward
+
+    def divided(loss: torch.Tensor) -> None:
+        before_backward(loss if step._expected == 1 else loss / step._expected)
+
+    if run.hooks.of("on_before_backward"):
+        step.before_backward = divided  # type: ignore[method-assign]
+    return step
+
+
 def check_manual_outputs(step: Step, run: Run) -> Step:
     """Let a step refuse wrong results of `training_step` in manual optimization."""
     finish = step.finish
