@@ -326,10 +326,10 @@ def test_the_values_of_an_epoch_are_gathered_as_numbers(ranks: Counting) -> None
     own = {
         f"value {n}": ReducedMetric("mean", 1.0, 2.0, f"value {n}", True, False) for n in range(20)
     }
-    assert over_ranks(own, ranks).keys() == own.keys()
+    assert over_ranks(own, ranks)[0].keys() == own.keys()
     assert ranks.exchanged == [("reduce", 2), ("gather", 20 * 16)]
     ranks.exchanged.clear()
-    assert over_ranks({}, ranks) == {}
+    assert over_ranks({}, ranks) == ({}, [])
     assert ranks.exchanged == [("reduce", 2)]
 
 
@@ -346,7 +346,7 @@ def test_a_value_that_is_nan_on_one_rank_is_nan_and_data_groups_count_once() -> 
         "loss": ReducedMetric("mean", 4.0, 2.0, "loss", True, False),
         "peak": ReducedMetric("max", 9.0, 1.0, "peak", True, False),
     }
-    reduced = over_ranks(own, four)
+    reduced, _ = over_ranks(own, four)
     assert reduced["loss"].value().item() == (4 + 3 + 5) / (2 + 1 + 1)
     assert reduced["peak"].value().isnan()
 

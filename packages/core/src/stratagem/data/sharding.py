@@ -5,10 +5,21 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from stratagem.data.index_sequence import IndexSequence, draw_all
 from stratagem.errors import UserCodeError
@@ -56,11 +67,15 @@ class ShardedSampler(Sampler[Any]):
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
+    @property
+    def total(self) -> int:
+        """The number of indices that all ranks read together."""
+        return len(self.sampler)  # type: ignore[arg-type]
+
     def __len__(self) -> int:
-        total = len(self.sampler)  # type: ignore[arg-type]
         if self.even:
-            return math.ceil(total / self.count)
-        return len(range(self.index, total, self.count))
+            return math.ceil(self.total / self.count)
+        return len(range(self.index, self.total, self.count))
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.part())
@@ -82,6 +97,42 @@ class ShardedSampler(Sampler[Any]):
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed)
             return draw_all(self.sampler, rule)
+
+
+class EqualBatches(BatchSampler):
+    """Batches of an evaluation, of one size on all ranks that have a batch in the same step.
+
+    A collective of a step then receives tensors of one shape. After the full batches of all ranks,
+    each rank has one smaller batch with an equal part of the remaining samples. If samples are left
+    then, fewer than ranks, the first ranks have one more batch with one of them.
+
+    Args:
+        sampler: the rank's part of the samples, each of which one rank reads.
+        batch_size: the number of samples in a full batch.
+
+    Example:
+        >>> parts = [ShardedSampler(range(7), rank, 2, even=False, seed=0) for rank in range(2)]
+        >>> [list(EqualBatches(part, 2)) for part in parts]
+        [[[0, 2], [4], [6]], [[1, 3], [5]]]
+    """
+
+    sampler: ShardedSampler
+
+    def __init__(self, sampler: ShardedSampler, batch_size: int) -> None:
+        super().__init__(sampler, batch_size, drop_last=False)
+
+    def _sizes(self) -> list[int]:
+        part, own = self.sampler, len(self.sampler)
+        full, rest = divmod(part.total, part.count * self.batch_size)
+        sizes = [self.batch_size] * full + [rest // part.count] * (rest >= part.count)
+        return sizes + [1] * (own - sum(sizes))
+
+    def __len__(self) -> int:
+        return len(self._sizes())
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        indices = iter(self.sampler)
+        return (list(islice(indices, size)) for size in self._sizes())
 
 
 def shard_loader(
@@ -121,6 +172,20 @@ def shard_loader(
         )
     sampler = ShardedSampler(sampler_of(loader), index, count, even=even, seed=chosen_seed())
     return with_sampler(loader, sampler)
+
+
+def with_equal_batches(loader: Any) -> Any:
+    """Return a loader of an evaluation with `EqualBatches`, if its samples are divided uneven."""
+    batches = getattr(loader, "batch_sampler", None)
+    part = getattr(batches, "sampler", None)
+    if type(batches) is not BatchSampler or batches.drop_last:
+        return loader
+    if not isinstance(part, ShardedSampler) or part.even or part.count == 1:
+        return loader
+    loader = copy.copy(loader)
+    loader.__dict__["_iterator"] = None
+    loader.__dict__["batch_sampler"] = EqualBatches(part, batches.batch_size)
+    return loader
 
 
 def in_order(source: Any) -> Any:
@@ -214,6 +279,46 @@ def has_persistent_workers(loader: Any) -> bool:
 def is_iterable(loader: Any) -> bool:
     """Return whether a loader reads an IterableDataset, which may only estimate its length."""
     return isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
+def knows_length(loader: Any) -> bool:
+    """Return whether a loader's length surely is its number of batches.
+
+    User code computes other lengths, which may be estimates.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> knows_length(DataLoader([1, 2, 3])), knows_length(iter([1, 2, 3]))
+        (True, False)
+    """
+    if type(loader) in (list, tuple, range):
+        return True
+    kind = type(loader)
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    is_torchs = kind.__iter__ is DataLoader.__iter__ and kind.__len__ is DataLoader.__len__
+    batches: Any = loader.batch_sampler
+    sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
+    if isinstance(sampler, ShardedSampler):
+        sampler = sampler.sampler
+    return (
+        is_torchs
+        and type(batches) in (BatchSampler, EqualBatches, type(None))
+        and type(sampler) in _COUNTED
+    )
+
+
+_COUNTED = (
+    SequentialSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    DistributedSampler,
+    list,
+    tuple,
+    range,
+)
+"""Samplers that yield as many indices as their length says."""
 
 
 def length_of(loader: Any) -> float:

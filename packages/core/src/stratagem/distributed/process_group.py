@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,13 @@ from torch import Tensor
 from stratagem.discovery.former import with_former_names
 from stratagem.distributed.diagnosis.hang_watch import HangWatch
 from stratagem.distributed.diagnosis.rank_status import COLLECTIVES, RankStatuses, described
-from stratagem.distributed.diagnosis.status_exchange import RankStatus, Survey
-from stratagem.errors import CommunicationError, ConfigurationError
+from stratagem.distributed.diagnosis.status_exchange import (
+    ANSWER_TIME,
+    RankStatus,
+    Survey,
+    ranges,
+)
+from stratagem.errors import CommunicationError, ConfigurationError, UserCodeError
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.ranks import DataSplit, Ranks, ReduceOp
 from stratagem.launch import network
@@ -35,6 +41,9 @@ from stratagem.state import safe_data
 
 _PATIENCE = 10.0
 """Seconds that rank 0, at its end, waits for the others before it asks where they are."""
+_MEETING_PATIENCE = (1.0, ANSWER_TIME + 0.5)
+"""Seconds before ranks in `meet` first ask where the others are, and before they ask again: an
+earlier second question would have the first answer."""
 
 
 def leave_process_group(statuses: RankStatuses, hang_watch: HangWatch) -> None:
@@ -124,6 +133,48 @@ def _wait_for_others(statuses: RankStatuses, staying: Callable[[], set[int]], di
             )
 
 
+def _wait_for_steps(statuses: RankStatuses, place: str, did: str) -> None:
+    """Wait until all ranks have reported that they are at a place.
+
+    Args:
+        statuses: the statuses of the ranks.
+        place: where ranks report that they are here.
+        did: what this rank has done, for the error.
+
+    Raises:
+        CommunicationError: a rank has failed; or all ranks that are not here wait in a collective,
+            and so for a rank that is here.
+    """
+    first, later = _MEETING_PATIENCE
+    asked_at, pause = time.monotonic() + first, 0.0005
+    before: dict[int, RankStatus] = {}
+    while left := statuses.staying(place):
+        if this_rank.lost_peer or this_rank.peers_are_gone():
+            return  # whoever has started them reports it
+        time.sleep(pause)
+        pause = min(1.3 * pause, 0.1)
+        if time.monotonic() < asked_at:
+            continue
+        survey = statuses.ask()
+        asked_at = time.monotonic() + later
+        answers = {rank: status for rank, status in survey.answers.items() if rank in left}
+        waits = all(status.operation in COLLECTIVES for status in answers.values())
+        if waits and answers == before and answers.keys() == left:
+            raise CommunicationError(
+                f"this rank ({statuses.rank}) {did}, and the others wait for it in a collective:\n"
+                + "\n".join(f"  {line}" for line in described(Survey(answers), []))
+                + "\nIn an evaluation, ranks may have different numbers of batches. In a step, use "
+                "self.all_gather or the collectives of trainer.ranks, which run among the ranks "
+                "that have a batch, or communicate in a hook of the epoch's end"
+            )
+        before = answers
+    ended = statuses.exchange.ended(place)
+    if failed := tuple(rank for rank, how in ended.items() if how == "failed"):
+        raise CommunicationError(
+            f"this rank ({statuses.rank}) {did}, and rank(s) {ranges(failed)} failed", failed
+        )
+
+
 def _wait_for_communication_threads(timeout: float = 1.0) -> None:
     """Wait until gloo's threads are idle.
 
@@ -195,6 +246,8 @@ class ProcessGroupRanks(Ranks):
             data_splits=data_splits,
         )
         self._ends = 0
+        self._groups: dict[tuple[int, ...], Any] = {}
+        """The process groups of `among`."""
 
     def _device(self) -> torch.device:
         if self.device is None:
@@ -225,15 +278,15 @@ class ProcessGroupRanks(Ranks):
         )
         if op == "mean" and not (reduced.is_floating_point() or reduced.is_complex()):
             reduced = reduced.float()
-        dist.all_reduce(reduced, op=_OPERATIONS[op])
-        return reduced.div_(self.world_size) if op == "mean" else reduced
+        dist.all_reduce(reduced, op=_OPERATIONS[op], group=self._group)
+        return reduced.div_(len(self.members)) if op == "mean" else reduced
 
     def all_reduce_ints(
         self, numbers: Sequence[int], op: Literal["sum", "max", "min"]
     ) -> list[int]:
         """Return integers reduced over ranks; see `Ranks.all_reduce_ints`."""
         reduced = torch.tensor(numbers, dtype=torch.long, device=self._data_device())
-        dist.all_reduce(reduced, op=_OPERATIONS[op])
+        dist.all_reduce(reduced, op=_OPERATIONS[op], group=self._group)
         result: list[int] = reduced.tolist()
         return result
 
@@ -245,26 +298,61 @@ class ProcessGroupRanks(Ranks):
             from torch.distributed.nn.functional import _AllGather
 
             apply: Any = _AllGather.apply
-            return torch.stack(apply(dist.group.WORLD, tensor))
+            return torch.stack(apply(self._group or dist.group.WORLD, tensor))
         return torch.stack(self._gathered(tensor.detach()))
 
     def _gathered(self, tensor: Tensor) -> list[Tensor]:
-        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(gathered, tensor)
+        gathered = [torch.empty_like(tensor) for _ in self.members]
+        dist.all_gather(gathered, tensor, group=self._group)
         return gathered
+
+    @property
+    def _group(self) -> Any:
+        """The process group of the members; None: the default group."""
+        return self._groups.get(self.members)
+
+    def connect(self, members: Sequence[int]) -> None:
+        """Make a process group of these ranks, which is kept; see `Ranks.connect`."""
+        if tuple(members) not in self._groups and len(members) < self.world_size:
+            timeout = None if _statuses is None else timedelta(seconds=_statuses.timeout)
+            self._groups[tuple(members)] = dist.new_group(list(members), timeout=timeout)
+
+    @contextmanager
+    def among(self, members: Sequence[int]) -> Iterator[None]:
+        """Let also torch.distributed's default group be these ranks; see `Ranks.among`.
+
+        The collectives of metric objects, and of user code without a group of its own, use it.
+        """
+        with super().among(members):
+            group, default = self._group, dist.group.WORLD
+            # Torch takes a rank of the default group for its number among all ranks.
+            keeps_numbers = self.members == tuple(range(len(self.members)))
+            if group is not None and keeps_numbers:
+                dist.group.WORLD = group
+            try:
+                yield
+            finally:
+                dist.group.WORLD = default
 
     def broadcast(self, data: Any, src: int = 0) -> Any:
         """Return rank `src`'s data; see `Ranks.broadcast`."""
+        if src not in self.members:
+            raise UserCodeError(
+                f"broadcast(src={src}): expected a rank that has a batch left in this evaluation, "
+                f"one of {', '.join(map(str, self.members))}; broadcast in a hook of the epoch, "
+                "such as on_validation_epoch_end, which runs on all ranks"
+            )
+        source: dict[str, Any] = {"group": self._group, "group_src": self.members.index(src)}
         device, is_source = self._data_device(), self.global_rank == src
         encoded, size = self._encoded(data) if is_source else (torch.empty(0), 0)
         told = torch.tensor(size, dtype=self.size_dtype, device=device)
-        dist.broadcast(told, src)
+        dist.broadcast(told, **source)
         if is_source:
             message = encoded.to(device)
         else:
             size = int(told)
             message = torch.empty(abs(size), dtype=torch.uint8, device=device)
-        dist.broadcast(message, src)
+        dist.broadcast(message, **source)
         if size < 0:
             raise TypeError(safe_data.bytes_of(message).decode())
         return data if is_source else safe_data.decode(message)
@@ -305,7 +393,7 @@ class ProcessGroupRanks(Ranks):
         message = _padded(data, int(size)).to(device)
         received = None
         if self.is_global_zero:
-            received = [torch.empty_like(message) for _ in range(self.world_size)]
+            received = [torch.empty_like(message) for _ in self.members]
         dist.gather(message, received)
         return [_unpadded(each) for each in received or ()]
 
@@ -325,7 +413,7 @@ class ProcessGroupRanks(Ranks):
     def barrier(self, name: str = "") -> None:
         """Wait for every rank; see `Ranks.barrier`."""
         self._device()
-        dist.barrier()
+        dist.barrier(group=self._group)
 
     def end_together(self, did: str) -> None:
         """Wait for every rank, without a collective; see `Ranks.end_together`."""
@@ -334,6 +422,15 @@ class ProcessGroupRanks(Ranks):
             place = f"end/{self._ends}"
             _statuses.mark("done", place)
             _wait_for_others(_statuses, partial(_statuses.staying, place), did)
+
+    def meet(self, did: str, *, failed: bool = False) -> None:
+        """Wait for every rank, without a collective; see `Ranks.meet`."""
+        if _statuses is not None:
+            self._ends += 1
+            place = f"end/{self._ends}"
+            _statuses.mark("failed" if failed else "done", place)
+            if not failed:
+                _wait_for_steps(_statuses, place, did)
 
     def store(self) -> Any:
         """Return a store of the ranks; see `Ranks.store`."""

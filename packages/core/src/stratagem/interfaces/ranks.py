@@ -39,6 +39,7 @@ class Ranks:
         device: the device of the tensors that collectives return; None before the launch.
         data_groups: the ranks that read each part of the data, in the order of its index. Ranks of
             one group work on the same batches, so the samples of a group are counted once.
+        members: the ranks that collectives run among: all ranks, or those of `among`.
         run_split: the part of the training data that all these ranks read together, (index,
             count), if other runs train at the same time (replicas, peers). A strategy sets it in
             `make_ranks`.
@@ -73,6 +74,7 @@ class Ranks:
         self.data_splits = tuple(shards if data_splits is None else data_splits)
         self.data_groups = _groups(self.data_splits, world_size)
         self.run_split: DataSplit = (0, 1)
+        self.members = tuple(range(world_size))
 
     @property
     def is_global_zero(self) -> bool:
@@ -216,6 +218,58 @@ class Ranks:
         Raises:
             CommunicationError: names the ranks that wait, and where.
         """
+
+    def meet(self, did: str, *, failed: bool = False) -> None:
+        """Wait until every rank calls this, or raise within seconds if all others wait in vain.
+
+        Ranks that run out of batches in an evaluation call this while other ranks run their last
+        steps. A rank that still runs code is waited for without a limit.
+
+        Args:
+            did: what this rank has done, for the error.
+            failed: this rank raises an error instead: tell the others, and do not wait.
+
+        Raises:
+            CommunicationError: all ranks that have not called this wait in a collective, or one of
+                them has failed.
+        """
+
+    def connect(self, members: Sequence[int]) -> None:
+        """Make the connections for `among(members)`; called on every rank before it, once.
+
+        Raises:
+            ConfigurationError: the ranks cannot communicate without each other.
+        """
+        raise ConfigurationError(
+            f"{type(self).__name__} has no collectives among a part of its ranks, and only rank(s) "
+            f"{', '.join(map(str, members))} of {self.world_size} have a batch left: override "
+            "connect(members), and let collectives run among self.members"
+        )
+
+    @contextmanager
+    def among(self, members: Sequence[int]) -> Iterator[None]:
+        """Run the collectives of this context among these ranks, which alone enter it.
+
+        In an evaluation, the ranks that still have a batch run their steps in it. A gathered tensor
+        then has a row for each of them.
+
+        Args:
+            members: some ranks, in ascending order, after `connect(members)`.
+
+        Example:
+            >>> from stratagem.strategies import Ranks
+            >>> ranks = Ranks(world_size=2)
+            >>> with ranks.among((0,)):
+            ...     print(ranks.members)
+            (0,)
+            >>> ranks.members
+            (0, 1)
+        """
+        before, self.members = self.members, tuple(members)
+        try:
+            yield
+        finally:
+            self.members = before
 
     @final
     @contextmanager

@@ -18,6 +18,7 @@ from stratagem.module.hyperparameters import HyperParametersMixin, arguments_fro
 from stratagem.module.step_hooks import StepHooks
 
 if TYPE_CHECKING:
+    from stratagem.interfaces.ranks import Ranks
     from stratagem.trainer import Trainer
     from stratagem.trainer.metrics.metrics import Metrics
 
@@ -258,12 +259,23 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         self.trainer.print(*args, **kwargs)
 
     def all_gather(self, data: Any, *, sync_grads: bool = False) -> Any:
-        """Gather tensors from all ranks; each has the shape (world_size, *shape)."""
-        ranks = self.trainer.ranks
-        return map_tensors(
-            lambda tensor: ranks.all_gather(tensor, sync_grads=sync_grads),
-            torch.tensor(data) if isinstance(data, (int, float)) else data,
-        )
+        """Gather tensors from all ranks; each has the shape (world_size, *shape).
+
+        In a step of an evaluation, the ranks that still have a batch take part: the last batches
+        may be missing on some ranks, and the first dimension is then smaller than `world_size`.
+
+        Args:
+            data: a tensor, a number, or nested collections of them; on each rank of one shape.
+            sync_grads: make the operation differentiable.
+
+        Raises:
+            UserCodeError: in an evaluation, the tensors of the ranks differ in shape or dtype.
+        """
+        trainer = self.trainer
+        data = torch.tensor(data) if isinstance(data, (int, float)) else data
+        if trainer.run.evaluation.what and trainer.ranks.world_size > 1:
+            _check_alike(trainer.ranks, data)
+        return map_tensors(partial(trainer.ranks.all_gather, sync_grads=sync_grads), data)
 
     # -- logging
 
@@ -530,3 +542,24 @@ Module.load_from_checkpoint = _OfClass(  # type: ignore[method-assign, assignmen
 Module.__jit_unused_properties__ = [
     name for base in Module.__mro__ for name, own in vars(base).items() if isinstance(own, property)
 ]
+
+
+def _check_alike(ranks: Ranks, data: Any) -> None:
+    """Check that the tensors to gather have one shape and dtype on all ranks.
+
+    Raises:
+        UserCodeError: they differ, for example because the last batches differ in size.
+    """
+    own: list[str] = []
+    map_tensors(lambda tensor: own.append(f"{tuple(tensor.shape)} {tensor.dtype}"), data)
+    of_ranks = ranks.gather_objects(own)
+    if any(one != of_ranks[0] for one in of_ranks):
+        listed = "; ".join(
+            f"{', '.join(one) or 'no tensor'} on rank {rank}"
+            for rank, one in zip(ranks.members, of_ranks, strict=True)
+        )
+        raise UserCodeError(
+            f"self.all_gather() received {listed}; expected tensors of one shape and dtype. Ranks "
+            "have different numbers of samples in the last batches of an evaluation, and in its "
+            "epoch: self.trainer.ranks.gather_objects(tensor) returns a list of the ranks' tensors"
+        )

@@ -108,7 +108,11 @@ class Run:
         loggers = trainer.loggers if trainer.is_global_zero else ()
         self.rows = LogBuffer(loggers, self.strategy.accelerator)
         self.metrics: Metrics = Metrics(
-            self.strategy, self.rows, latest, every_n_steps=trainer.options.log_every_n_steps
+            self.strategy,
+            self.rows,
+            latest,
+            every_n_steps=trainer.options.log_every_n_steps,
+            module=job.model,
         )
         """The object that receives the values of `log` in training."""
         self.prepared: PreparedModel | None = None

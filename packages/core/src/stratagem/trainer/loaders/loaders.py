@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, SequentialSampler
 
 from stratagem.data.combined_loader import CombinedLoader
-from stratagem.data.sharding import UNKNOWN, length_of, set_epoch
+from stratagem.data.sharding import UNKNOWN, length_of, set_epoch, with_equal_batches
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.strategy import Strategy
 from stratagem.launch.process import print_hint_once
@@ -106,8 +106,9 @@ def shard(
     if divide is not None:
         ranks = strategy.ranks
         index, count = ranks.data_split if training else ranks.eval_split
-        # Ranks must run as many steps in training, and in evaluation where forward communicates.
-        even = training or not strategy.capabilities.allows_uneven_eval
+        can = strategy.capabilities
+        may_differ = not training and (can.allows_uneven_eval or strategy.follows_evaluation)
+        even = not may_differ
         if even and not training:
             repeated = _repeated_samples(source, count)
             even = repeated != 0
@@ -117,6 +118,7 @@ def shard(
                     "many batches, and count twice. Another batch_size may avoid this"
                 )
         loader = divide(source, index, count, even=even, name=name, what=what)
+        loader = with_equal_batches(loader) if may_differ else loader
     # A rank may have none of an evaluation's few samples, where others have some.
     nothing_for_this_rank = not training and length_of(source) > 0
     if length_of(loader) == 0 and limit != 0 and not nothing_for_this_rank:

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from stratagem.data.combined_loader import CombinedLoader
 from stratagem.data.sharding import iterator_of
-from stratagem.errors import UserCodeError
 from stratagem.interfaces.contract_checks import context_of
 from stratagem.launch.process import printable
 from stratagem.trainer.hooks import is_users, positional_parameters
 from stratagem.trainer.loaders.loaders import set_epoch_of
+from stratagem.trainer.loops.turns import Turns
 from stratagem.trainer.metrics.log_buffer import LogBuffer
 from stratagem.trainer.metrics.metrics import EpochMetrics, LatestMetrics, Metrics
 from stratagem.trainer.step.batches import batch_converter, training_batches
 from stratagem.trainer.step.step import EndOfEpoch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.trainer.hooks import Hook
@@ -52,9 +51,10 @@ def evaluate(
     """
     hooks, module = run.hooks, run.module
     if is_sanity_check:
-        metrics = Metrics(run.strategy, LogBuffer((), run.strategy.accelerator), LatestMetrics())
+        rows, latest = LogBuffer((), run.strategy.accelerator), LatestMetrics()
     else:
-        metrics = Metrics(run.strategy, run.rows, run.latest, of_evaluation=True)
+        rows, latest = run.rows, run.latest
+    metrics = Metrics(run.strategy, rows, latest, of_evaluation=True, module=module)
     first = _begin_reading(run, loaders)
     with module.logging_to(metrics), _EvaluationMode(run, what):
         with _inference(run):
@@ -142,26 +142,31 @@ def _run_batches(
     on_start = _with_index(run.hooks.of(f"on_{what}_batch_start"), 3)
     on_end = _with_index(run.hooks.of(f"on_{what}_batch_end"), 4)
     call = partial(run.profiling.of_strategy(method, prepared.evaluation_module), method)
-    reading = _read(run, loaders, method, metrics, first)
+    turns = Turns(run.strategy, prepared, loaders, method)
+    reading = _read(run, loaders, method, turns, metrics, first)
     count = sum(loader.batches for loader in loaders)
     feed = run.trainer.make_batch_feed(step, reading, count, takes)
-    for batch, batch_idx, loader_idx in feed:
-        for hook in on_start:
-            hook(batch, batch_idx, loader_idx)
-        try:
-            with context:
-                output = feed.run(call)
-        except EndOfEpoch:
-            break
-        batch, batch_idx, loader_idx = feed.last
-        for hook in on_end:
-            hook(output, batch, batch_idx, loader_idx)
-        if metrics.row:
-            metrics.row.setdefault("step", run.evaluation.batches)
-            metrics.end_step(run.progress.logged_step, run.progress.epoch)
-        run.evaluation.batches += 1
-        yield loader_idx, output
-        del output  # before the next one is computed
+    # Closed here, so that after an error no rank waits for this one's step.
+    with closing(reading):
+        for batch, batch_idx, loader_idx in feed:
+            for hook in on_start:
+                hook(batch, batch_idx, loader_idx)
+            try:
+                with context:
+                    output = feed.run(call)
+            except EndOfEpoch:
+                break
+            batch, batch_idx, loader_idx = feed.last
+            for hook in on_end:
+                hook(output, batch, batch_idx, loader_idx)
+            if metrics.row:
+                metrics.row.setdefault("step", run.evaluation.batches)
+                metrics.end_step(run.progress.logged_step, run.progress.epoch)
+            run.evaluation.batches += 1
+            yield loader_idx, output
+            del output  # before the next one is computed
+        for _ in reading:
+            pass  # without a batch of its own, this rank follows the others to their last one
     metrics.begin_loader(None)
 
 
@@ -177,9 +182,10 @@ def _read(
     run: Run,
     loaders: list[EvaluationLoader],
     method: str,
+    turns: Turns,
     metrics: Metrics,
     first: Iterator[Any] | None,
-) -> Iterator[tuple[Any, int, int]]:
+) -> Generator[tuple[Any, int, int], None, None]:
     """Yield each converted batch with its index and the index of its loader."""
     reading = f"{method.removesuffix('_step').replace('validation', 'val')}_next"
     reads = partial(run.profiling.reads, reading)
@@ -188,17 +194,15 @@ def _read(
         if convert is not None:
             convert = run.profiling.of_strategy("batch_to_device", convert)
         metrics.begin_loader(loader_idx if len(loaders) > 1 else None)
-        limit = None if loader.batches == float("inf") else int(loader.batches)
-        batch_idx = -1
         batches = _batches_of(loader.loader) if first is None else first
         first = None
-        for batch_idx, batch in enumerate(islice(reads(batches), limit)):
-            if convert is not None:
-                batch = convert(batch)
-            metrics.batch = batch
-            yield batch, batch_idx, loader_idx
-        if batch_idx == -1 and limit != 0:
-            raise UserCodeError(f"{loader.name} yielded no batch; expected at least one")
+        own = turns.batches(loader_idx, loader, reads(batches))
+        with closing(own):
+            for batch_idx, batch in enumerate(own):
+                if convert is not None:
+                    batch = convert(batch)
+                metrics.batch = batch
+                yield batch, batch_idx, loader_idx
 
 
 def _batches_of(loader: Any) -> Iterator[Any]:

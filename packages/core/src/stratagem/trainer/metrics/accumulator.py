@@ -283,8 +283,32 @@ def merged(parts: Iterable[Mapping[str, ReducedMetric]]) -> dict[str, ReducedMet
     return together
 
 
-def over_ranks(own: Mapping[str, ReducedMetric], ranks: Ranks) -> dict[str, ReducedMetric]:
-    """Return the summaries of all ranks, reduced to one for each name; on every rank.
+class Declaration(NamedTuple):
+    """A logged name on one rank, for the ranks that have not logged it; weights-only-safe data.
+
+    Attributes:
+        loader: the index of the evaluation loader; None with one loader.
+        name: with the loader's suffix.
+        epoch_name, logger, prog_bar, on_epoch: as of `MetricAccumulator`.
+        metric: the path of a torchmetrics object in the Module; None: numbers were logged. "" if
+            the Module does not have the object.
+        everywhere: whether every rank has logged it.
+    """
+
+    loader: int | None
+    name: str
+    epoch_name: str
+    logger: bool
+    prog_bar: bool
+    on_epoch: bool
+    metric: str | None
+    everywhere: bool = True
+
+
+def over_ranks(
+    own: Mapping[str, ReducedMetric], ranks: Ranks, declared: Sequence[Declaration] = ()
+) -> tuple[dict[str, ReducedMetric], list[Declaration]]:
+    """Return the summaries of all ranks, reduced to one for each name, and what was declared.
 
     Ranks that share a part of the data log the same values, or only some of them (the last pipeline
     stage) log a value: of each name, the first rank of such a group that has logged it counts.
@@ -292,18 +316,29 @@ def over_ranks(own: Mapping[str, ReducedMetric], ranks: Ranks) -> dict[str, Redu
     Args:
         own: this rank's, by name, in the order of names.
         ranks: those that have logged.
+        declared: what this rank has logged.
+
+    Returns:
+        The summaries, and the declarations of all ranks, each once. Both in the same order on every
+        rank.
     """
     described = repr(
-        [(name, *summary._replace(number=0.0, weight=0.0)) for name, summary in own.items()]
+        (
+            [(name, *summary._replace(number=0.0, weight=0.0)) for name, summary in own.items()],
+            [tuple(one) for one in declared],
+        )
     )
     digest = int.from_bytes(hashlib.blake2b(described.encode(), digest_size=7).digest(), "big")
     most, least = ranks.all_reduce_ints([digest, -digest], "max")
     if most != -least:
         plain = {name: tuple(summary) for name, summary in own.items()}
-        groups = ranks.by_data_group(ranks.gather_objects(plain))
-        return merged(_first_of_each(group) for group in groups)
+        told = ranks.gather_objects([plain, [list(one) for one in declared]])
+        groups = ranks.by_data_group([summaries for summaries, _ in told])
+        return merged(_first_of_each(group) for group in groups), _of_all(
+            [[Declaration(*one) for one in each] for _, each in told]
+        )
     if not own:
-        return {}
+        return {}, list(declared)
     # All have logged the same names: numbers will do, as bytes, since some devices have no float64.
     numbers = torch.tensor([[s.number, s.weight] for s in own.values()], dtype=torch.float64)
     gathered = ranks.all_gather(numbers.view(torch.uint8)).cpu().view(torch.float64)
@@ -314,7 +349,16 @@ def over_ranks(own: Mapping[str, ReducedMetric], ranks: Ranks) -> dict[str, Redu
             number=REDUCTIONS[summary.reduce_fx](of_groups[:, i, 0], 0).item(), weight=weights[i]
         )
         for i, (name, summary) in enumerate(own.items())
-    }
+    }, list(declared)
+
+
+def _of_all(of_ranks: Sequence[Sequence[Declaration]]) -> list[Declaration]:
+    """Return the declarations of all ranks, each once."""
+    by_name: dict[tuple[int | None, str], list[Declaration]] = {}
+    for declared in of_ranks:
+        for one in declared:
+            by_name.setdefault((one.loader, one.name), []).append(one)
+    return [each[0]._replace(everywhere=len(each) == len(of_ranks)) for each in by_name.values()]
 
 
 def _first_of_each(group: Iterable[Mapping[str, Any]]) -> dict[str, ReducedMetric]:

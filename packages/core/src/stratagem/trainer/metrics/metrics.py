@@ -16,6 +16,7 @@ from stratagem.interfaces.strategy import Strategy
 from stratagem.module.module import LogOptions
 from stratagem.trainer.metrics.accumulator import (
     REDUCTIONS,
+    Declaration,
     MetricAccumulator,
     ReducedMetric,
     merged,
@@ -77,6 +78,7 @@ class Metrics:
         latest: the latest values, which are updated here.
         every_n_steps: send the values of every n-th step to `rows`; 0: never.
         of_evaluation: whether the values come from an evaluation.
+        module: the user's module; a rank that has not logged a metric object finds it there.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Metrics:
         *,
         every_n_steps: int = 1,
         of_evaluation: bool = False,
+        module: nn.Module | None = None,
     ) -> None:
         self.rows = rows
         self.in_step = False
@@ -98,6 +101,8 @@ class Metrics:
         self.row: dict[str, Any] = {}
         """The current step's values for the loggers."""
         self._ranks = strategy.ranks
+        self._module = module
+        self._of_evaluation = of_evaluation
         self._compiles_steps = strategy.accelerator.compiles_steps
         self._latest = latest
         self._steps = latest.evaluation_steps if of_evaluation else latest.values
@@ -158,27 +163,32 @@ class Metrics:
         logged is reduced over these ranks, and all ranks receive it.
         """
         entries = [entry for by_name in self._of_loader.values() for entry in by_name.values()]
-        epoch = self._epoch
-        for name, summary in self._summaries(entries).items():
+        summaries, declared = self._over_ranks(entries)
+        for name, summary in summaries.items():
             self._keep(name, summary.value(), summary)
-        for entry in entries:
-            if entry.metric is None:
-                continue
-            if entry.on_epoch and (value := _computed(entry)) is not None:
-                shown = ReducedMetric(
-                    "mean", 0.0, 0.0, entry.epoch_name, entry.logger, entry.prog_bar
-                )
-                self._keep(entry.name, value, shown)
-            # Also one that is logged at steps only: what it holds is of this epoch.
-            self._metrics.append(entry.metric)
-        for index, by_name in self._of_loader.items():
-            if index is not None:
-                for entry in by_name.values():
-                    epoch.loaders.setdefault(entry.name, set()).add(index)
-                    epoch.loaders.setdefault(entry.epoch_name, set()).add(index)
+        own = {(index, e.name): e for index, by in self._of_loader.items() for e in by.values()}
+        for one in declared:
+            entry = own.get((one.loader, one.name))
+            if one.metric is not None and not one.everywhere:
+                metric: Any = self._metric_of_all(one)
+            else:
+                metric = None if entry is None else entry.metric
+            shown = ReducedMetric("mean", 0.0, 0.0, one.epoch_name, one.logger, one.prog_bar)
+            if metric is not None:
+                value = _computed(one.name, metric) if one.on_epoch else None
+                if value is not None:
+                    self._keep(one.name, value, shown)
+                # Also one that is logged at steps only: what it holds is of this epoch.
+                self._metrics.append(metric)
+            elif one.on_epoch and one.name not in summaries:
+                # Not reduced over ranks, and this rank has logged none.
+                self._keep(one.name, shown.value(), shown)
+            if one.loader is not None:
+                self._epoch.loaders.setdefault(one.name, set()).add(one.loader)
+                self._epoch.loaders.setdefault(one.epoch_name, set()).add(one.loader)
         self._of_loader.clear()
         self.begin_loader(self._loader)
-        self._latest.values.update(epoch.values)
+        self._latest.values.update(self._epoch.values)
 
     def end_epoch(self) -> EpochMetrics:
         """Return the epoch's metrics, including values from hooks at its end; start a new epoch.
@@ -202,16 +212,45 @@ class Metrics:
     def entries(self, entries: dict[str, MetricAccumulator]) -> None:
         self._entries = self._of_loader[None] = entries
 
-    def _summaries(self, entries: list[MetricAccumulator]) -> dict[str, ReducedMetric]:
-        """Return the epoch's values by name, reduced over loaders and ranks."""
+    def _over_ranks(
+        self, entries: list[MetricAccumulator]
+    ) -> tuple[dict[str, ReducedMetric], list[Declaration]]:
+        """Return the epoch's values by name, reduced over loaders and ranks.
+
+        Returns:
+            The values, and what the ranks have logged in an evaluation or as metric objects, in the
+            same order on every rank.
+        """
         reduced = [entry for entry in entries if entry.on_epoch]
         # Several loaders may log under one name (add_dataloader_idx=False).
         summaries = merged({e.name: e.summary()} for e in reduced if e.metric is None)
+        declared = [
+            self._declared(index, entry)
+            for index, by_name in self._of_loader.items()
+            for entry in by_name.values()
+            if self._of_evaluation or entry.metric is not None
+        ]
         if self._ranks.world_size > 1:
             shared = {e.name for e in reduced if e.options.sync_dist is not False}
             own = {name: summaries[name] for name in sorted(shared & summaries.keys())}
-            summaries.update(over_ranks(own, self._ranks))
-        return summaries
+            of_ranks, declared = over_ranks(own, self._ranks, declared)
+            summaries.update(of_ranks)
+        return summaries, declared
+
+    def _declared(self, loader: int | None, entry: MetricAccumulator) -> Declaration:
+        metric = None if entry.metric is None else _path_of(entry.metric, self._module)
+        shown = (entry.epoch_name, entry.logger, entry.prog_bar)
+        return Declaration(loader, entry.name, *shown, entry.on_epoch, metric)
+
+    def _metric_of_all(self, one: Declaration) -> Any:
+        """Return a metric object that some ranks have logged; computing it takes all ranks."""
+        if not one.metric or self._module is None:
+            raise UserCodeError(
+                f"self.log({one.name!r}, ...) of a metric object was called on some ranks only, as "
+                "where other ranks have no batch, and the Module does not have the object: assign "
+                "it to an attribute of the Module, so that all ranks can compute it"
+            )
+        return self._module.get_submodule(one.metric)
 
     def _keep(self, name: str, value: Tensor, shown: ReducedMetric) -> None:
         epoch = self._epoch
@@ -223,12 +262,14 @@ class Metrics:
 
     def _reduced(self, entry: MetricAccumulator, value: Any) -> Any:
         op: ReduceOp = entry.reduce_fx if isinstance(entry.reduce_fx, str) else "mean"  # type: ignore[assignment]
+        ranks = self._ranks
         own = torch.as_tensor(value, dtype=torch.float32)
-        index, count = self._ranks.eval_split
-        if op in ("max", "min") or count == self._ranks.world_size:
-            return _read(entry.name, self._ranks.all_reduce(own, op))
+        count = len({ranks.data_splits[rank][0] for rank in ranks.members})
+        if op in ("max", "min") or count == len(ranks.members):
+            return _read(entry.name, ranks.all_reduce(own, op))
         # Ranks that share a part of the data count as one, however many they are.
-        reduced = self._ranks.all_reduce(own / len(self._ranks.data_groups[index]), "sum")
+        index, _ = ranks.eval_split
+        reduced = ranks.all_reduce(own / len(ranks.data_groups[index]), "sum")
         return _read(entry.name, reduced / count if op == "mean" else reduced)
 
     def _declare(self, name: str, options: LogOptions) -> MetricAccumulator:
@@ -295,17 +336,26 @@ def _read(name: str, value: Tensor) -> Any:
     )
 
 
-def _computed(entry: MetricAccumulator) -> Tensor | None:
+def _computed(name: str, metric: Any) -> Tensor | None:
     """Return the value of a metric object for the epoch, or None if it received no data."""
-    value = entry.metric.compute()
+    with warnings.catch_warnings():
+        # This rank may have no batch. The value is that of all ranks.
+        warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
+        value = metric.compute()
     if value is None or (isinstance(value, Tensor) and value.numel() == 1):
         return value
     found = f"one of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value))
     raise UserCodeError(
-        f"self.log({entry.name!r}, {type(entry.metric).__name__}(...)): expected a metric whose "
+        f"self.log({name!r}, {type(metric).__name__}(...)): expected a metric whose "
         f"compute() returns a tensor with one element, received {found}: log its parts, as in "
         "self.log_dict(metric.compute()) in on_train_epoch_end or on_validation_epoch_end"
     )
+
+
+def _path_of(metric: Any, module: nn.Module | None) -> str:
+    """Return the path of a metric object in a module, or "" if it is not there."""
+    named = () if module is None else module.named_modules()
+    return next((path for path, one in named if one is metric), "")
 
 
 def _number_of(entry: MetricAccumulator, value: Any) -> Any:
