@@ -175,7 +175,8 @@ def _uneven(probe: Probe) -> dict[str, Any]:
     """An evaluation counts each sample once if ranks have different numbers of batches, or none.
 
     If ranks hang in this check, forward passes of the evaluation communicate: evaluate a module
-    that does not (`PreparedModel.evaluation_module`), or set allows_uneven_eval=False.
+    that does not (`PreparedModel.evaluation_module`), or set allows_uneven_eval=False; with
+    follows_evaluation=True, announce and follow each operation.
     """
     # With buffers, which a wrapper may communicate in forward passes.
     learner = Learner("batch_norm")
@@ -187,7 +188,9 @@ def _uneven(probe: Probe) -> dict[str, Any]:
     (validated,) = trainer.validate(learner, probe.loader(9), verbose=False)
     (tested,) = trainer.test(learner, probe.loader(9), verbose=False)
     half = len(learner.evaluated) // 2
+    strategy = trainer.strategy
     return {
+        "exact": strategy.capabilities.allows_uneven_eval or strategy.follows_evaluation,
         "shard": list(trainer.ranks.data_split),
         "val_loss": validated["val_loss"],
         "test_loss": tested["val_loss"],
@@ -204,13 +207,13 @@ def _judge_evaluation(found: Result) -> None:
     assert set(numbers) == set(range(9)), (
         f"samples {sorted(set(range(9)) - set(numbers))} of 9 were not evaluated"
     )
-    if found.capabilities.allows_uneven_eval:
+    if found.ranks[0]["exact"]:
         assert len(numbers) == 9, f"{len(numbers) - 9} of 9 samples were evaluated twice"
     else:
         counts = {len(part) for part in parts}
         assert len(counts) == 1, (
-            "allows_uneven_eval=False in the capabilities, and ranks ran different numbers of "
-            f"batches: {counts}"
+            "allows_uneven_eval=False and follows_evaluation=False in the capabilities, and ranks "
+            f"ran different numbers of batches: {counts}"
         )
     expected = sum(loss for part in parts for _, loss in part) / len(numbers)
     for rank, told in enumerate(found.ranks):
