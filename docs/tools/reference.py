@@ -315,7 +315,7 @@ def capabilities(can: Capabilities) -> Iterator[str]:
         yield "manual optimization"
     if can.gradient_clipping:
         yield "gradient clipping"
-    if can.allows_uneven_eval:
+    if can.allows_uneven_eval or can.follows_evaluation:
         yield "evaluation of uneven lengths"
     if can.compiles:
         yield "`compile=`"

@@ -88,7 +88,7 @@ def _capabilities(classes: dict[str, list[Candidate]]) -> str:
                 _yes(can.manual_backward and can.backward_in_forward),
                 _clipping(can),
                 _yes(can.accepts_existing_optimizers),
-                _yes(can.allows_uneven_eval),
+                _yes(can.allows_uneven_eval or can.follows_evaluation),
                 ", ".join(can.compiles) or "no",
                 "any" if can.precisions is None else ", ".join(f"`{p}`" for p in can.precisions),
             )
