@@ -798,6 +798,47 @@ def test_real_steps_are_measured_beside_the_prediction(
     assert rows == {"ddp": pytest.approx(1, abs=0.02), "fsdp": pytest.approx(0.9, abs=0.3)}
 
 
+def test_a_measurement_is_compared_with_the_plan_for_this_machine(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # By default AdamW holds two temporary tensors of the largest weight on a processor. On a GPU it
+    # holds one of all weights.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("wide_net.py").write_text(
+        "from torch import nn\n"
+        "def build():\n"
+        "    return nn.Sequential(nn.Linear(128, 1024), nn.ReLU(), nn.Linear(1024, 1024))\n"
+    )
+    arguments = ["wide_net:build", "--batch", "4x128", "--strategy", "single_device"]
+    # A device of which only the memory is known is planned as a GPU.
+    assert plan([*arguments, "--device-memory", "1TB", "--measure", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["strategies"]
+    real = row["measured"]
+    assert (real["why_not"], real["ratio"]) == ("", pytest.approx(1, abs=0.01))
+    assert real["ratio"] == real["predicted"] / real["measured"]
+    if not torch.cuda.is_available():
+        assert real["accelerator"] == "cpu"
+        assert real["predicted"] > row["on_device"]
+
+
+def test_a_strategy_that_is_not_measured_says_why(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = "--parameters 4e10 --layers 40 --hidden 8192 --vocabulary 32000 --sequence 64"
+    arguments = [*sizes.split(), "--device", "H100", "--strategy", "single_device", "--measure"]
+    why = "it would fill more than half of this machine's memory"
+    assert plan([*arguments, "--host-memory", "2TB"]) == 1
+    assert f"single_device was not measured: {why}" in capsys.readouterr().out
+    plan([*arguments, "--num-nodes", "2", "--strategy", "fsdp", "--json"])
+    rows = json.loads(capsys.readouterr().out)["strategies"]
+    real = next(row["measured"] for row in rows if row["name"] == "fsdp")
+    assert real["why_not"] == "it takes several nodes"
+    assert (real["ratio"], real["measured"]) == (None, 0)
+
+
 def test_activations_that_are_computed_again_are_not_kept() -> None:
     batch = torch.zeros(500, 10)
     kept = planned(lambda: Net(20), batch, "fsdp", devices=2)

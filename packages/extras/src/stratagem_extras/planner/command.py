@@ -20,6 +20,7 @@ from stratagem.cli import at_least, parser_of, print_table
 from stratagem.errors import ConfigurationError, StratagemError, format_size, format_text
 
 if TYPE_CHECKING:
+    from stratagem_extras.planner.measure import Measurement
     from stratagem_extras.planner.plan import MemoryPlan, PlannedStrategy, Planner
 
 _DESCRIPTION = """Show which strategies a model would fit with, without using the memory.
@@ -96,7 +97,8 @@ def parser_of_plan() -> argparse.ArgumentParser:
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="take two real steps of each strategy that runs here, and print what they held",
+        help="take two real steps of each strategy that runs here, and print what they held, "
+        "beside the plan for this machine",
     )
     parser.add_argument("--html", metavar="FILE", type=Path, help="write charts as one file")
     sizes = parser.add_argument_group("a decoder that is not written yet")
@@ -120,8 +122,9 @@ def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
         curves = _varied(planner, options, planned)
         options.html.write_text(write_page(planned, curves), encoding="utf-8")
+    measurements = _measurements(planner, planned, options, arguments) if options.measure else {}
     if options.json:
-        print(json.dumps(_as_json(planned), indent=2))
+        print(json.dumps(_as_json(planned, measurements), indent=2))
         return int(planned.best is None)
     host = "a host that is not compared (--host-memory)"
     if planned.host is not None:
@@ -153,14 +156,18 @@ def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         held = [format_size(size) if size else "" for size in places]
         seconds = "" if row.seconds is None else f"{row.seconds:.3g} s"
         rows.append([row.name, "yes" if row.fits else "no", *held, *sizes, seconds, row.how])
-        if options.measure:
-            real = _measured(arguments, options, row, planned.host)
-            if isinstance(real, int):
-                rows[-1] += [format_size(real), f"{memory.total / real:.2f}"]
+        if real := measurements.get(row.name):
+            rows[-1] += ["", ""]
+            if real.ratio is None:
+                failed.append(f"{row.name} was not measured: {real.why_not}")
             else:
-                rows[-1] += ["", ""]
-                failed.append(f"{row.name} was not measured: {real}")
+                rows[-1][-2:] = [format_size(real.measured), f"{real.ratio:.2f}"]
     print_table(headers, rows)
+    kinds = {one.accelerator for one in measurements.values()}
+    failed += [
+        f"measured on this machine's {kind}, and compared with the plan for this machine"
+        for kind in kinds - {planned.accelerator}
+    ]
     for row in planned.strategies:
         if row.memory is None:
             print(f"{row.name}: {row.why_not}")
@@ -195,9 +202,19 @@ def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _as_json(planned: MemoryPlan) -> dict[str, Any]:
+def _as_json(planned: MemoryPlan, measurements: dict[str, Measurement]) -> dict[str, Any]:
+    """Return the plan for programs.
+
+    Args:
+        planned: the plan.
+        measurements: of strategies, by name. The others have null.
+    """
     larger = planned.best_doubled
-    rows = [{**dataclasses.asdict(row), "on_device": row.on_device} for row in planned.strategies]
+    rows = []
+    for row in planned.strategies:
+        real = measurements.get(row.name)
+        more = {"on_device": row.on_device, "measured": real and dataclasses.asdict(real)}
+        rows.append({**dataclasses.asdict(row), **more})
     return {
         **dataclasses.asdict(planned),
         "strategies": rows,
@@ -249,20 +266,24 @@ def _planned(
     )
 
 
-def _measured(
-    arguments: Sequence[str], options: argparse.Namespace, row: PlannedStrategy, host: int | None
-) -> int | str:
-    """Return the bytes of a real step's tensors, or why there is none."""
-    from stratagem_extras.planner.measure import measured
+def _measurements(
+    planner: Planner, planned: MemoryPlan, options: argparse.Namespace, arguments: Sequence[str]
+) -> dict[str, Measurement]:
+    """Return the measurements of the planned strategies, by name.
 
-    assert row.memory is not None
-    if options.num_nodes > 1:
-        return "it takes several nodes"
-    if host is None:
-        return "the plan is for another machine"
-    if row.memory.total * options.devices > host / 2:
-        return "it would fill more than half of this machine's memory"
-    return measured(arguments, row.name)
+    A plan for another kind of device is made again for this machine: optimizers hold other
+    temporary tensors there, and engines have other buckets.
+    """
+    from stratagem_extras.planner.measure import measure_plan
+
+    names = [row.name for row in planned.strategies if row.memory is not None]
+    if not names:
+        return {}
+    machine = {"device": None, "device_memory": None, "host_memory": None}
+    local = argparse.Namespace(**{**vars(options), **machine})
+    given = any(getattr(options, name) is not None for name in machine)
+    here = _planned(planner, local, names, options.devices) if given else planned
+    return {name: one for name, one in measure_plan(here, arguments).items() if name in names}
 
 
 def _varied(

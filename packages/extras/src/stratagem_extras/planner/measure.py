@@ -6,22 +6,77 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stratagem_extras.planner.plan import MemoryPlan
 
 _MARK = "measured tensors: "
 
 
-def measured(arguments: Sequence[str], strategy: str) -> int | str:
+@dataclass(frozen=True)
+class Measurement:
+    """A real step of a strategy on this machine, beside the plan for this machine.
+
+    Attributes:
+        accelerator: where the step ran.
+        predicted: the planned bytes of rank 0, in its device and its host together; 0: no plan.
+        measured: the bytes of tensors that it held; 0: the step did not run.
+        ratio: predicted over measured; None: the step did not run.
+        why_not: why the step did not run; "".
+    """
+
+    accelerator: str
+    predicted: int = 0
+    measured: int = 0
+    ratio: float | None = None
+    why_not: str = ""
+
+
+def measure_plan(here: MemoryPlan, arguments: Sequence[str]) -> dict[str, Measurement]:
+    """Return a measurement for each strategy of a plan, by its name.
+
+    Args:
+        here: a plan for this machine.
+        arguments: of `stratagem plan`.
+    """
+    found = {}
+    for row in here.strategies:
+        predicted, real = 0, row.why_not
+        if row.memory is not None:
+            predicted, real = row.memory.total, _obstacle(here, row.memory.total)
+        result = real or measured(arguments, row.name, here.accelerator)
+        if isinstance(result, str):
+            found[row.name] = Measurement(here.accelerator, predicted, why_not=result)
+        else:
+            ratio = predicted / result
+            found[row.name] = Measurement(here.accelerator, predicted, result, ratio)
+    return found
+
+
+def _obstacle(here: MemoryPlan, predicted: int) -> str:
+    """Return why a step must not be tried; ""."""
+    if here.num_nodes > 1:
+        return "it takes several nodes"
+    if here.host is None or predicted * here.devices > here.host / 2:
+        return "it would fill more than half of this machine's memory"
+    return ""
+
+
+def measured(arguments: Sequence[str], strategy: str, accelerator: str) -> int | str:
     """Return the bytes of tensors that rank 0 holds in a real step on this machine.
 
     Args:
         arguments: of `stratagem plan`.
         strategy: the one to run.
+        accelerator: where to run it.
 
     Returns:
         The bytes, or the last line of the error where the strategy does not run here.
     """
-    command = [sys.executable, "-m", __name__, *arguments, "--strategy", strategy]
+    command = [sys.executable, "-m", __name__, accelerator, *arguments, "--strategy", strategy]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     for line in done.stdout.splitlines():
         if line.startswith(_MARK):
@@ -30,7 +85,7 @@ def measured(arguments: Sequence[str], strategy: str) -> int | str:
     return lines[-1].strip() if lines else f"exit code {done.returncode}"
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(accelerator: str, arguments: Sequence[str]) -> None:
     """Take two steps on every rank; rank 0 prints the memory use of the second."""
     from torch import nn
 
@@ -43,7 +98,12 @@ def main(arguments: Sequence[str]) -> None:
     sys.path.insert(0, str(Path.cwd()))
     options = parser_of_plan().parse_args(arguments)
     build, batch = model_and_batch(options)
-    lite = Lite(strategy=options.strategy[-1], devices=options.devices, precision=options.precision)
+    lite = Lite(
+        accelerator=accelerator,
+        strategy=options.strategy[-1],
+        devices=options.devices,
+        precision=options.precision,
+    )
     lite.launch()
 
     def model() -> nn.Module:
@@ -63,4 +123,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1], sys.argv[2:])
