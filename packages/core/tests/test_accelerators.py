@@ -162,6 +162,24 @@ def test_optimizers_and_ties_follow_parameters_that_are_replaced() -> None:
     assert len(optimizer.state) == 3
 
 
+def test_a_new_parameter_gets_the_attributes_and_hooks_of_the_former_one() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    model.weight.decay = 0.5  # type: ignore[attr-defined]
+    called: list[str] = []
+    handle = model.weight.register_hook(lambda grad: called.append("hook") or 2 * grad)
+    model.weight.register_post_accumulate_grad_hook(lambda p: called.append("after"))
+    references = ParameterReferences(model, [])
+    model.weight = nn.Parameter(torch.zeros(1, 2))
+    references.restore(model)
+    assert model.weight.decay == 0.5  # type: ignore[attr-defined]
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is not None
+    assert (called, model.weight.grad.tolist()) == (["hook", "after"], [[2.0, 2.0]])
+    handle.remove()
+    model(torch.ones(1, 2)).sum().backward()
+    assert (called, model.weight.grad.tolist()) == (["hook", "after", "after"], [[3.0, 3.0]])
+
+
 def test_an_optimizer_whose_parameter_a_conversion_removed_is_refused() -> None:
     model = nn.Linear(2, 2)
     references = ParameterReferences(model, [torch.optim.SGD(model.parameters(), lr=0.1)])

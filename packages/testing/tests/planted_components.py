@@ -1037,6 +1037,16 @@ class JsonIfItCan(SingleFileCheckpointIO):
         return found
 
 
+class RaisesItsOwn(SingleFileCheckpointIO):
+    """A failed write is an error of the library that wrote."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        try:
+            super().save_checkpoint(checkpoint, path)
+        except Exception as error:
+            raise sqlite3.OperationalError("disk I/O error") from error
+
+
 class WholeNumbers(SingleFileCheckpointIO):
     """A float without a fraction is an int."""
 

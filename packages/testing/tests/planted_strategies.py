@@ -1027,6 +1027,28 @@ class GathersByLocalRank(ByHand):
         return _GatherByLocalRank(self.cluster_environment, made.world_size)
 
 
+class LosesLayout(ByHand):
+    """Copies the values of a weight in the order of memory, whatever its strides are."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        module = super().wrap(module)
+        with torch.no_grad():
+            for p in module.parameters():
+                p.copy_(p.detach().as_strided((p.numel(),), (1,)).clone().reshape(p.shape))
+        return module
+
+
+class WaitsForTheFirst(ByHand):
+    """The exchange of the last gradient has not ended when the step reads it."""
+
+    def reduce_all(self, prepared: PreparedModel) -> None:
+        last = list(prepared.original.parameters())[-2]
+        own = None if last.grad is None else last.grad.clone()
+        super().reduce_all(prepared)
+        if last.grad is not None and own is not None:
+            last.grad.copy_(own)
+
+
 class Misspelled(ByHand):
     """A method of the interface has another name, and nothing calls it."""
 

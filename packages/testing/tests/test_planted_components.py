@@ -174,6 +174,7 @@ PLANTED = [
     ("checkpoint_io", "EmptiesCheckpoint", "values/round trip", "changed what it was given"),
     ("checkpoint_io", "TextKeys", "values/round trip", "['keys'] has the keys"),
     ("checkpoint_io", "JsonIfItCan", "values/alone", "with integers as keys came back changed"),
+    ("checkpoint_io", "RaisesItsOwn", "durability/full disk", "raised OperationalError: disk I/O"),
     ("checkpoint_io", "WholeNumbers", "values/round trip", "['numbers'][1] is int 1, expected"),
     (
         "checkpoint_io",

@@ -173,11 +173,11 @@ def make_optimizers(optimizers: Optimizers) -> list[Optimizer]:
 
 
 class ParameterReferences:
-    """The references to a model's parameters in optimizers and in modules that share a parameter.
+    """What a model's parameters have, and the references to them in optimizers and in modules.
 
     `Module.to` usually changes a parameter's data. For some devices (PrivateUse1, XLA) it creates
     a new Parameter in each module instead. Without an error, optimizers would then step the old
-    parameters, and tied weights would no longer be tied.
+    parameters, tied weights would no longer be tied, and attributes and hooks would be lost.
 
     Args:
         module: the model, before a conversion.
@@ -202,7 +202,10 @@ class ParameterReferences:
                 if parameter is not None:
                     owners.setdefault(id(parameter), []).append((owner, attribute))
         self._tied = [places for places in owners.values() if len(places) > 1]
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        named = dict(module.named_parameters())
+        # Not the parameters themselves, whose memory a conversion frees one by one.
+        self._own = {name: _own_of(parameter) for name, parameter in named.items()}
+        names = {id(parameter): name for name, parameter in named.items()}
         self._optimizers = [
             (
                 optimizer,
@@ -214,7 +217,8 @@ class ParameterReferences:
     def restore(self, module: nn.Module) -> None:
         """Tie shared weights again, and put the model's parameters into the optimizers.
 
-        The state of each optimizer moves to the device of its parameters.
+        A new parameter gets the attributes and the hooks of the former one. The state of each
+        optimizer moves to the device of its parameters.
 
         Raises:
             ConfigurationError: an optimizer's parameter is no longer in the model.
@@ -225,6 +229,8 @@ class ParameterReferences:
                 if owner._parameters[attribute] is not shared:
                     setattr(owner, attribute, shared)
         now = dict(module.named_parameters())
+        for name in self._own.keys() & now.keys():
+            _give(now[name], *self._own[name])
         for optimizer, groups in self._optimizers:
             for group, names in zip(optimizer.param_groups, groups, strict=True):
                 for index, name in enumerate(names):
@@ -237,6 +243,25 @@ class ParameterReferences:
                             "after setup(model)"
                         )
                     _put(optimizer, group["params"], index, now[name])
+
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _own_of(parameter: nn.Parameter) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the attributes that user code has set on a parameter, and its hooks."""
+    return dict(vars(parameter)), {name: getattr(parameter, name) for name in _HOOKS}
+
+
+def _give(parameter: nn.Parameter, attributes: dict[str, Any], hooks: dict[str, Any]) -> None:
+    """Set the attributes and hooks that a parameter does not have."""
+    for name, value in attributes.items():
+        if name not in vars(parameter):
+            setattr(parameter, name, value)
+    for name, hooked in hooks.items():
+        # The same dict, so that the handle of a hook still removes it.
+        if hooked and getattr(parameter, name) is None:
+            setattr(parameter, name, hooked)
 
 
 def _put(optimizer: Optimizer, parameters: list[Any], index: int, after: nn.Parameter) -> None:

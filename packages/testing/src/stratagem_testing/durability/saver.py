@@ -194,6 +194,8 @@ def save_twice(subject: Subject, folder: Path, break_disk: Break, report: Report
         io.wait()
     except (OSError, CheckpointError) as error:
         report(refused=f"{type(error).__name__}: {error}")
+    except Exception as error:  # a library's own, which front ends do not expect
+        report(other=f"{type(error).__name__}: {error}")
     else:
         report(saved=2)
     report(broke=broke(), end=True)

@@ -140,6 +140,11 @@ class Scenarios:
         folder.chmod(0o755)
         if "end" not in reported:
             row.wrong.append(f"the process that saved has crashed; it reported {reported}")
+        elif "other" in reported:
+            row.wrong.append(
+                f"a save on a broken disk raised {reported['other']}, which is neither an OSError "
+                "nor a CheckpointError: raise CheckpointError from the library's error"
+            )
         elif reported["broke"] and "refused" not in reported:
             row.wrong.append("a save on a broken disk raised no error")
         self._judge(row, folder, [{"begun": 2}], 2 if "saved" in reported else 1)

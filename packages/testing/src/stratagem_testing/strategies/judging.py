@@ -67,7 +67,7 @@ def judge_losses(
                 else f"losses are those of single_device up to micro-batch {step - 1} and not from "
                 f"{step} on: {mine:.7g}, expected {other:.7g} (tolerance {tolerance:g}). A step "
                 "was not that of the mean gradient over all ranks: look at backward and "
-                "optimizer_step"
+                "optimizer_step, and wait for an exchange in the background before the step"
             )
             + _said_of_weights(found)
             + f"\nlosses   {shown(own)}\nexpected {shown(expected)}"
@@ -140,7 +140,8 @@ def judge_replicas(found: Result, tolerance: float = 1e-6) -> None:
             assert close(values, first.get(name, []), tolerance), (
                 f"ranks 0 and {rank} have different values of {name!r} after training, and "
                 "parameters='same' in the capabilities says that they are alike: gradients were "
-                "not averaged over ranks, or ranks began with different weights"
+                "not averaged over ranks, or ranks began with different weights. Under Lite, "
+                "finish_step and train_step are not called: average in backward or optimizer_step"
             )
 
 

@@ -139,6 +139,12 @@ def _judge_arguments(found: Result) -> None:
     told = found.ranks[0]
     for given, said in told["said"].items():
         trains = " trains a model with an unused layer, and" if "unused" in given else ""
+        # DDP looks for unused parameters by a mask in pinned memory.
+        assert said is None or not _lacks_pinned_memory(said["text"]), (
+            f"{told['name']}({given}){trains} ends in {said['text']}: the accelerator "
+            f"{found.target.accelerator!r} has no allocator of pinned memory, which DDP needs for "
+            "find_unused_parameters: let the device's PrivateUse1HooksInterface return one"
+        )
         assert said is None, (
             f"{told['name']}({given}){trains} ends in {said['text']}: what a class does not take "
             "itself belongs to its base, as precision_plugin, checkpoint_io and timeout do: def "
@@ -169,6 +175,11 @@ def _judge_methods(found: Result) -> None:
         "it as the interface has it, begin its name with _, or list it in own_methods if users "
         "call it"
     )
+
+
+def _lacks_pinned_memory(text: str) -> bool:
+    """Whether an error is torch's of a device without an allocator of pinned memory."""
+    return "pinned" in text.casefold() or "getPinnedMemoryAllocator" in text
 
 
 SEVERAL = 56

@@ -279,7 +279,9 @@ def _initial(probe: Probe) -> dict[str, Any]:
 def _judge_initial(found: Result) -> None:
     meaning = (
         "ranks that were seeded differently do not train from rank 0's weights and buffers: give "
-        "every rank those before training"
+        "every rank those before training. Where the values are there in another order, a reshape "
+        "has lost the layout of a parameter that is not contiguous (channels_last, transposed): "
+        "copy by parameter.copy_(value) with value of the same shape"
     )
     for rank, told in enumerate(found.ranks):
         assert not told["lost"], f"on rank {rank} {'; '.join(told['lost'])}"

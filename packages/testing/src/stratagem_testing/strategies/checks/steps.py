@@ -193,7 +193,16 @@ def _fault(found: Result, count: int, algorithm: str, tolerance: float) -> str:
     )
     if len(wrong) == len(named):
         return said
-    return f"{said} (so it is for {', '.join(map(repr, wrong))}; other parameters are right)"
+    early = (
+        ""
+        if "clip" in said
+        else (
+            ". An exchange in the background may not have ended when the step reads the gradient: wait "
+            "for its handle"
+        )
+    )
+    names = ", ".join(map(repr, wrong))
+    return f"{said} (so it is for {names}; other parameters are right{early})"
 
 
 def _flat(gradient: Mapping[str, Flat], names: Iterable[str]) -> list[float]:
@@ -278,7 +287,8 @@ def _what(
         )
     return (
         "a gradient of another direction: not the mean over all ranks and micro-batches, or it was "
-        "changed after (look at backward, accumulate_all and finish_step)"
+        "changed after (look at backward, accumulate_all and finish_step), or it is read before an "
+        "exchange in the background has ended (wait for its handle before that)"
     )
 
 
