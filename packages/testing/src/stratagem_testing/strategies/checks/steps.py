@@ -193,14 +193,8 @@ def _fault(found: Result, count: int, algorithm: str, tolerance: float) -> str:
     )
     if len(wrong) == len(named):
         return said
-    early = (
-        ""
-        if "clip" in said
-        else (
-            ". An exchange in the background may not have ended when the step reads the gradient: wait "
-            "for its handle"
-        )
-    )
+    early = ". An exchange in the background may not have ended when the step reads the gradient: "
+    early = "" if "clip" in said else f"{early}wait for its handle"
     names = ", ".join(map(repr, wrong))
     return f"{said} (so it is for {names}; other parameters are right{early})"
 
