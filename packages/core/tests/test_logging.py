@@ -208,6 +208,55 @@ class Sample:
     values: Tensor
 
 
+def weighted(forms: list[Any]) -> float:
+    """Return the mean that a validation reports for the values 1 and 5 of these batches."""
+    values = {id(batch): value for batch, value in zip(forms, (1.0, 5.0), strict=True)}
+
+    class Reports(Logs):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("x", values[id(batch)])
+
+    result = trainer_with().validate(Reports(lambda *_: None), forms, verbose=False)
+    return float(result[0]["x"])
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda n: {"temperature": torch.tensor(0.5), "x": torch.ones(n, 2)},
+        lambda n: [{"x": torch.ones(1)} for _ in range(n)],
+        lambda n: [{"image": torch.ones(3, 4), "label": 1} for _ in range(n)],
+        lambda n: [{"image": torch.ones(3, 4), "boxes": torch.ones(2, 4)} for _ in range(n)],
+        lambda n: [(torch.tensor(1.0), torch.ones(5)) for _ in range(n)],
+        lambda n: [{"x": torch.ones(n, 2)}, torch.ones(n)],
+        lambda n: ("train", [["a"] * 9, torch.ones(n, 7)]),
+    ],
+)
+def test_the_number_of_samples_is_inferred(form: Any) -> None:
+    assert weighted([form(3), form(1)]) == pytest.approx((3 * 1.0 + 5.0) / 4)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda n: (torch.ones(7, n), torch.ones(n)),  # time first
+        lambda n: {"offsets": torch.ones(2), "x": torch.ones(n)},
+        lambda n: [{"x": torch.ones(7, 2)}] * n,  # samples, or two views of seven
+    ],
+)
+def test_an_unclear_number_of_samples_is_said_once(form: Any) -> None:
+    with pytest.warns(UserWarning, match="the number of samples in a batch is unclear") as said:
+        weighted([form(3), form(4)])
+    ours = [str(one.message) for one in said if "unclear" in str(one.message)]
+    size = 2 if isinstance(form(1), dict) else 7
+    assert ours == [
+        f"the number of samples in a batch is unclear, and {size} was taken: its tensors have "
+        "different first dimensions, or it may be a list of samples. A logged value counts in the "
+        "mean of an epoch by that number: pass it, as in self.log(name, value, "
+        "batch_size=len(targets))"
+    ]
+
+
 @pytest.mark.parametrize(
     "wrap",
     [

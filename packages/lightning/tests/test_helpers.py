@@ -115,6 +115,7 @@ def test_signatures_are_read() -> None:
 
 
 def test_the_batch_size_of_a_collection_is_that_of_its_first_tensor() -> None:
+    assert [data.weight_of(batch) for batch in (None, "text", torch.zeros(3))] == [1, 1, 3]
     assert data.extract_batch_size({"a": [torch.zeros(3, 2)], "b": torch.zeros(3)}) == 3
     with pytest.warns(UserWarning, match=r"infer the `batch_size` .* batch size we found is 1\."):
         assert data.extract_batch_size([torch.tensor(1), torch.zeros(4)]) == 1

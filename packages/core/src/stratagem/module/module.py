@@ -311,8 +311,9 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
             sync_dist: the reduction over ranks. None reduces values of an epoch, once at its end.
                 True also reduces values of steps, with a collective in each step. False reduces
                 neither.
-            batch_size: the number of samples in the batch. Default: the size of the first
-                dimension of the first tensor in the batch.
+            batch_size: the number of samples in the batch, the weight in the mean of an epoch.
+                Default: the length of a list of samples, or the first dimension of the first
+                tensor that has one, with a warning if other tensors have another.
             add_dataloader_idx: if True, append the loader's index to the name when several
                 evaluation loaders run.
             rank_zero_only: if True, the value is not reduced over ranks: loggers receive that of

@@ -269,7 +269,7 @@ class Trainer(TrainerAttributes):
     def _forget_runs(self) -> None:
         self._stops: set[object] = set()
         """The callbacks that end training; None stands for whoever set `should_stop`."""
-        self._state, self._progress, self._latest = RunState(), Progress(), LatestMetrics()
+        self._state, self._progress, self._latest = RunState(), Progress(), self._new_metrics()
         self._run = self._opened = self._remote_model = None
 
     def with_options(
@@ -492,7 +492,7 @@ class Trainer(TrainerAttributes):
             self.should_stop = False
             # Without a checkpoint, every fit starts from the beginning, and callbacks wait for
             # values of this fit.
-            self._progress, self._latest = Progress(), LatestMetrics()
+            self._progress, self._latest = Progress(), self._new_metrics()
         self._opened = None
         self._run = self._make_run(job, before=self._run)
         return self._run.execute()
@@ -570,6 +570,10 @@ class Trainer(TrainerAttributes):
 
         refuse_dataloader_iter(step)
         return BatchFeed(batches, takes)
+
+    def _new_metrics(self) -> LatestMetrics:
+        """Return the store of the values of the next fit."""
+        return LatestMetrics()
 
     def __getstate__(self) -> dict[str, Any]:
         # A run belongs to this process. A copy keeps only the model, and may begin another run.

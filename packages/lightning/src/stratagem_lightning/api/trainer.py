@@ -50,6 +50,7 @@ from stratagem_lightning.api.core.states import TrainerState
 from stratagem_lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardLogger
 from stratagem_lightning.api.plugins.layer_sync import expand_layer_sync
 from stratagem_lightning.api.strategies.single_device import belongs_to
+from stratagem_lightning.api.utilities.data import weight_of
 from stratagem_lightning.api.utilities.phrases import in_lightnings_words
 from stratagem_lightning.api.utilities.version import LIGHTNING_VERSION
 from stratagem_lightning_plugin.checkpoint_format import MARK, loops_of
@@ -354,6 +355,12 @@ class Trainer(trainer.Trainer):
         """Save a checkpoint; as `stratagem.Trainer.save_checkpoint`."""
         super().save_checkpoint(*args, **options)
 
+    def _new_metrics(self) -> Any:
+        """Return the store of a fit's values, which are weighted as Lightning weights them."""
+        latest = super()._new_metrics()
+        latest.batch_size = weight_of
+        return latest
+
     def _extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the entries that scripts read: Lightning's version, and the loops' progress."""
         checkpoint[MARK] = LIGHTNING_VERSION
@@ -426,7 +433,7 @@ class Trainer(trainer.Trainer):
         """Run, and forget before another run what was logged in the one before."""
         cast_each_time(self.strategy)
         if job.stage != "fit":
-            self._latest = type(self._latest)()
+            self._latest = self._new_metrics()
         else:
             advice.warn_of_validation(job)
             advice.warn_of_default_epochs(self._arguments)

@@ -17,7 +17,7 @@ from stratagem.trainer.hooks import is_users, positional_parameters
 from stratagem.trainer.loaders.loaders import set_epoch_of
 from stratagem.trainer.loops.turns import Turns
 from stratagem.trainer.metrics.log_buffer import LogBuffer
-from stratagem.trainer.metrics.metrics import EpochMetrics, LatestMetrics, Metrics
+from stratagem.trainer.metrics.metrics import EpochMetrics, Metrics
 from stratagem.trainer.step.batches import batch_converter, training_batches
 from stratagem.trainer.step.step import EndOfEpoch
 
@@ -51,7 +51,7 @@ def evaluate(
     """
     hooks, module = run.hooks, run.module
     if is_sanity_check:
-        rows, latest = LogBuffer((), run.strategy.accelerator), LatestMetrics()
+        rows, latest = LogBuffer((), run.strategy.accelerator), run.latest.emptied()
     else:
         rows, latest = run.rows, run.latest
     metrics = Metrics(run.strategy, rows, latest, of_evaluation=True, module=module)
@@ -79,7 +79,7 @@ def evaluate(
 def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) -> list[list[Any]]:
     """Return this rank's predictions for each loader: lists of batches, empty unless kept."""
     hooks = run.hooks
-    metrics = Metrics(run.strategy, LogBuffer((), run.strategy.accelerator), LatestMetrics())
+    metrics = Metrics(run.strategy, LogBuffer((), run.strategy.accelerator), run.latest.emptied())
     predictions: list[list[Any]] = [[] for _ in loaders]
     run.evaluation.predictions = predictions
     first = _begin_reading(run, loaders)
@@ -105,7 +105,7 @@ def run_training_data_without_grad(run: Run) -> None:
     """
     loader, prepared = run.train_loader, run.require_prepared()
     assert loader is not None
-    metrics = Metrics(run.strategy, LogBuffer((), run.strategy.accelerator), LatestMetrics())
+    metrics = Metrics(run.strategy, LogBuffer((), run.strategy.accelerator), run.latest.emptied())
     metrics.in_step = True
     convert = batch_converter(run.strategy, run.module, run.datamodule)
     step, epoch = run.module.training_step, run.progress.epoch

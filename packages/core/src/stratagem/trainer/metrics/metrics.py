@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from stratagem.trainer.metrics.accumulator import (
     over_ranks,
     reduction,
 )
+from stratagem.trainer.metrics.batch_size import BatchSize
 from stratagem.trainer.metrics.log_buffer import LogBuffer
 
 
@@ -30,19 +30,27 @@ class LatestMetrics:
     """The latest values since the start of a Trainer's last fit.
 
     Attributes:
+        batch_size: a function that infers the number of samples in a batch.
         values: the latest values by name, except the values of single evaluation steps.
         evaluation_steps: the latest values of single evaluation steps, by name.
         for_loggers: the names of values that go to the loggers.
         bar: the values for the progress bar, from the current run.
     """
 
-    __slots__ = ("bar", "evaluation_steps", "for_loggers", "values")
+    __slots__ = ("bar", "batch_size", "evaluation_steps", "for_loggers", "values")
 
     def __init__(self) -> None:
+        self.batch_size: Callable[[Any], int] = BatchSize()
         self.values: dict[str, Any] = {}
         self.evaluation_steps: dict[str, Any] = {}
         self.for_loggers: dict[str, None] = {}
         self.bar: dict[str, Any] = {}
+
+    def emptied(self) -> LatestMetrics:
+        """Return another store, without values."""
+        other = LatestMetrics()
+        other.batch_size = self.batch_size
+        return other
 
     def logged(self) -> dict[str, Tensor]:
         """Return the latest value of each name that goes to the loggers."""
@@ -107,6 +115,7 @@ class Metrics:
         self._latest = latest
         self._steps = latest.evaluation_steps if of_evaluation else latest.values
         self._every = every_n_steps
+        self._batch_size = latest.batch_size
         self._loader: int | None = None
         self._epoch = EpochMetrics({}, {}, {})
         """The metrics of this epoch that are already reduced."""
@@ -148,7 +157,7 @@ class Metrics:
             if entry.prog_bar:
                 self._latest.bar[step_name] = now
         if entry.on_epoch and entry.metric is None and self.counts:
-            entry.add(value, batch_size or _batch_size(self.batch))
+            entry.add(value, batch_size or self._batch_size(self.batch))
 
     def end_step(self, step: int, epoch: int) -> None:
         """Send the values of this step to the log buffer; called only for steps with values."""
@@ -377,23 +386,3 @@ def _number_of(entry: MetricAccumulator, value: Any) -> Any:
             f"self.log({entry.name!r}, ...) expected a number, a tensor with one element or a "
             f"torchmetrics Metric, received {type(value).__name__}"
         ) from None
-
-
-def _batch_size(batch: Any) -> int:
-    """Return the first dim of the first tensor in a batch; 1 if there is none."""
-    tensor = batch[0] if batch.__class__ in (list, tuple) and batch else batch
-    if tensor.__class__ is not Tensor:
-        tensor = _first_tensor(batch)
-    return tensor.size(0) if tensor is not None and tensor.dim() else 1
-
-
-def _first_tensor(data: Any) -> Tensor | None:
-    if isinstance(data, Tensor):
-        return data
-    if isinstance(data, Mapping):
-        data = data.values()
-    elif dataclasses.is_dataclass(data):
-        data = [getattr(data, field.name) for field in dataclasses.fields(data)]
-    elif not isinstance(data, (list, tuple)):
-        return None
-    return next((found for part in data if (found := _first_tensor(part)) is not None), None)

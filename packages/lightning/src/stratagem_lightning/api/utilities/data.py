@@ -70,6 +70,14 @@ def extract_batch_size(batch: Any) -> int:
     )
 
 
+def weight_of(batch: Any) -> int:
+    """Return the weight of a value that is logged with a batch; 1 for one without a tensor."""
+    try:
+        return 1 if batch is None else extract_batch_size(batch)
+    except ConfigurationError:
+        return 1
+
+
 def _leaves(batch: Any) -> Iterator[Any]:
     if isinstance(batch, Mapping):
         batch = batch.values()
