@@ -40,7 +40,7 @@ class BatchSize:
         if not self._unchecked and kind in (list, tuple) and batch:
             first = batch[0]
             if first.__class__ is Tensor and first.dim():
-                return first.size(0)  # type: ignore[no-any-return]
+                return first.size(0)
         parts = list(_parts(batch)) if kind is list and _are_alike(batch) else None
         if parts is not None and _is_of_samples(parts):
             return len(batch)
