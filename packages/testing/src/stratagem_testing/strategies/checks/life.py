@@ -153,6 +153,10 @@ def _judge_arguments(found: Result) -> None:
         )
 
 
+PLANNED = ("split_offload", "kept_on_device")
+"""Methods that `stratagem plan` calls if a strategy has them."""
+
+
 @check("life/methods")
 def _methods(probe: Probe) -> dict[str, Any]:
     """Each public method is a method of the interface, or the plugin's own code calls it.
@@ -168,7 +172,7 @@ def _kind_of(probe: Probe) -> type:
 
 @judge_of(_methods)
 def _judge_methods(found: Result) -> None:
-    own = found.target.own_methods
+    own = (*found.target.own_methods, *PLANNED)
     uncalled = [".".join(each) for each in found.ranks[0]["uncalled"] if each[1] not in own]
     assert not uncalled, (
         f"nothing calls {', '.join(uncalled)}: no method of the interface has such a name. Write "
