@@ -155,7 +155,7 @@ CASES = {
         returning('[spec("wanted", api_version=99)]'),
         status="incompatible",
         stage="specs",
-        reason=["plugin API version 99", "has version 1", "install a release of"],
+        reason=["plugin API version 99", "has the versions 1 to", "install a release of"],
     ),
     "other_core": Plugin(
         "raise RuntimeError('it was imported')",
