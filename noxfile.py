@@ -100,6 +100,7 @@ TORCH_TESTS = [
     "packages/core/tests/test_end_of_rank.py",
     "packages/core/tests/test_examples.py",
     "packages/core/tests/test_fsdp.py",
+    "packages/core/tests/test_fsdp_manual.py",
     "packages/core/tests/test_lite.py",
     "packages/core/tests/test_saved_before.py",
     "packages/extras/tests/test_planner.py",

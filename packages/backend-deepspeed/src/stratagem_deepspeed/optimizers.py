@@ -40,7 +40,8 @@ def only_one(optimizers: Sequence[Optimizer]) -> Optimizer | None:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise ConfigurationError(
             f"a DeepSpeed engine steps one optimizer, received {len(optimizers)} ({kinds}): give "
-            "one optimizer several parameter groups, or set up a model for each under Lite"
+            "one optimizer several parameter groups, set up a model for each under Lite, or pass "
+            "strategy='fsdp', which takes several"
         )
     return optimizers[0] if optimizers else None
 

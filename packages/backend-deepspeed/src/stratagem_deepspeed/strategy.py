@@ -91,7 +91,9 @@ class DeepSpeedStrategy(ParallelStrategy):
     "16-mixed" and "16-true" its float16 mode, with loss scaling.
 
     One model takes one optimizer, whose step treats each element by itself: DeepSpeed steps flat
-    slices. Ranks run as many batches as each other at stage 3, also to evaluate.
+    slices. Ranks train on as many batches as each other. An evaluation reads each sample once. Only
+    stage 3 with parameters on NVMe, quantized weights, `zero_hpz_partition_size`, all-reduces for
+    parameters or ZenFlow repeats samples if ranks would run other numbers of batches.
 
     Args:
         stage: 1 shards optimizer state, 2 (the default) gradients too, 3 parameters too; 0 nothing.

@@ -38,6 +38,11 @@ class StepModule(nn.Module):
         super().__init__()
         self.module = module
 
+    @property
+    def runs_backward(self) -> bool:
+        """Whether the called methods run backward, as a Module with manual optimization does."""
+        return not getattr(self.module, "automatic_optimization", True)
+
     def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Return `module.<method>(*args, **kwargs)`."""
         if method == "forward":

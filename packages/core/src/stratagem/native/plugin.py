@@ -28,8 +28,6 @@ DDP = Capabilities.parallel()
 
 FSDP = Capabilities.parallel(
     sharded_state=True,
-    # The end of forward prepares the reduction of gradients, so an earlier backward has no effect.
-    backward_in_forward=False,
     # Forward gathers parameters, so all ranks must run the same number of batches.
     allows_uneven_eval=False,
     follows_evaluation=True,

@@ -156,14 +156,27 @@ def check_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> None
                 raise ConfigurationError(
                     f"the {type(optimizer).__name__} was made with {joint[0]}=True, which steps "
                     f"all parameters of a group at once; {len(whole)} of them cannot be sharded "
-                    f"(they have no dimension or no elements) and the others are: leave {joint[0]} "
-                    "out, or give them a group of their own"
+                    "(they have no dimension or elements, or are in no layer) and the others are: "
+                    f"leave {joint[0]} out, or give them a group of their own"
                 )
 
 
+_WHOLE = "_stratagem_whole"
+
+
+def keep_whole(parameter: nn.Parameter) -> None:
+    """Let a parameter stay whole on every rank."""
+    setattr(parameter, _WHOLE, True)
+
+
+def is_replicated(parameter: nn.Parameter) -> bool:
+    """Whether a parameter stays whole: by `keep_whole`, or without a dimension or elements."""
+    return parameter.ndim == 0 or not parameter.numel() or hasattr(parameter, _WHOLE)
+
+
 def find_replicated(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that cannot be sharded: without a dimension, or without elements."""
-    return [p for p in module.parameters() if p.ndim == 0 or not p.numel()]
+    """Return the parameters that stay whole, such as a learned temperature."""
+    return [p for p in module.parameters() if is_replicated(p)]
 
 
 def broadcast_from_first(tensors: Iterable[Tensor]) -> None:
@@ -187,18 +200,19 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
     if not wanted:
         return
     dtype = reduce(torch.promote_types, (p.dtype for p in wanted), torch.float32)
-    message = torch.zeros(2, len(wanted), dtype=dtype, device=wanted[0].device)
-    for index, parameter in enumerate(wanted):
+    sizes = [p.numel() for p in wanted]
+    message = torch.zeros(len(wanted) + sum(sizes), dtype=dtype, device=wanted[0].device)
+    used, *sums = torch.split(message, [len(wanted), *sizes])
+    for index, (parameter, whole) in enumerate(zip(wanted, sums, strict=True)):
         if parameter.grad is not None:
-            if parameter.numel():
-                message[0, index] = parameter.grad
-            message[1, index] = 1.0
+            whole.copy_(parameter.grad.reshape(-1))
+            used[index] = 1.0
     dist.all_reduce(message)
-    means = message[0] / dist.get_world_size()
-    for parameter, mean, users in zip(wanted, means, message[1].tolist(), strict=True):
+    message[len(wanted) :] /= dist.get_world_size()
+    for parameter, mean, users in zip(wanted, sums, used.tolist(), strict=True):
         if not users:
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if parameter.numel():
-            parameter.grad.copy_(mean if parameter.is_complex() else mean.real)
+        own = mean if parameter.is_complex() else mean.real
+        parameter.grad.copy_(own.view_as(parameter))

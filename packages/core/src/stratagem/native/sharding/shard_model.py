@@ -12,7 +12,11 @@ from torch.distributed.tensor import DTensor
 from stratagem.errors import UserCodeError
 from stratagem.interfaces.prepared_model import StepModule
 from stratagem.native.sharding.deferred import is_put_away, restore
-from stratagem.native.sharding.layout import broadcast_from_first
+from stratagem.native.sharding.layout import (
+    broadcast_from_first,
+    is_replicated,
+    keep_whole,
+)
 
 _SUCCESSOR = "_stratagem_successor"
 
@@ -31,8 +35,8 @@ def shard_model(
 
     Args:
         root: the model.
-        groups: modules in it that are sharded as groups.
-        shard: shards a module; called for each group after those in it, and for the root last.
+        groups: modules in it that are sharded as groups; `root` too, if it is to be sharded.
+        shard: shards a module; called for each group after those in it.
         device: where whole parameters are put before they are sharded.
 
     Raises:
@@ -47,7 +51,7 @@ def shard_model(
         make_whole(part, device, name=name)
         for child_name, child in part.named_children():
             visit(child, "" if isinstance(part, StepModule) else f"{name}.{child_name}".strip("."))
-        if part in chosen or part is root:
+        if part in chosen:
             before = [p for p in part.parameters() if not isinstance(p, DTensor)]
             shard(part)
             kept = {id(p) for p in part.parameters()}
@@ -136,7 +140,9 @@ def _initialise(part: nn.Module, device: torch.device, *, name: str) -> None:
             if hasattr(parameter, _SUCCESSOR):
                 part._parameters[key] = getattr(parameter, _SUCCESSOR)
             else:
-                setattr(parameter, _SUCCESSOR, part._parameters[key])
+                setattr(parameter, _SUCCESSOR, made := part._parameters[key])
+                if made is not None and is_replicated(parameter):
+                    keep_whole(made)
 
 
 def free_casts(groups: Collection[nn.Module]) -> None:

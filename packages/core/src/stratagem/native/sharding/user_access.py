@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -44,6 +44,73 @@ def gather_when_called(root: FSDPModule, model: nn.Module) -> None:
 
     model.register_forward_pre_hook(before)
     model.register_forward_hook(after, always_call=True)
+
+
+def keep_for_second_backward(parts: Iterable[FSDPModule]) -> None:
+    """Let a backward that is differentiated itself (`create_graph=True`) keep parameters gathered.
+
+    The second backward computes with them.
+    """
+    for group in (group for part in parts for group in groups_of(part)):
+        group.pre_backward = _keeping(group, group.pre_backward)
+
+
+def _keeping(group: Any, prepare: Callable[..., None]) -> Callable[..., None]:
+    keeps = False
+
+    def prepare_and_keep(*arguments: Any) -> None:
+        nonlocal keeps
+        if torch.is_grad_enabled() and group.reshard_after_backward:
+            keeps, group.reshard_after_backward = True, False
+        elif keeps and not torch.is_grad_enabled():
+            keeps, group.reshard_after_backward = False, True
+        prepare(*arguments)
+
+    return prepare_and_keep
+
+
+_WATCHED = "_stratagem_watched"
+
+
+class OwnBackward:
+    """The backward passes of strategies in this process.
+
+    Attributes:
+        runs: whether one runs now; in any thread, since autograd has one for each device.
+    """
+
+    runs = False
+
+
+def refuse_other_backward(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse a backward that reaches whole parameters and is not the strategy's.
+
+    Nothing would average the gradients, so that ranks would train different parameters.
+
+    Args:
+        module: the model.
+        parameters: those that stay whole.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for parameter in parameters:
+        if id(parameter) not in names or hasattr(parameter, _WATCHED):
+            continue
+
+        def check(found: nn.Parameter, name: str = names[id(parameter)]) -> None:
+            if not OwnBackward.runs:
+                found.grad = None
+                raise UserCodeError(
+                    f"loss.backward() gave the parameter {name!r} a gradient of this rank alone: "
+                    "the parameter is whole on every rank, and only self.manual_backward(loss) "
+                    "(lite.backward(loss) under Lite) averages its gradients over ranks"
+                )
+
+        trains = parameter.requires_grad
+        # torch takes a hook for what requires a gradient, and keeps it for what does not.
+        parameter.requires_grad_(True)
+        parameter.register_post_accumulate_grad_hook(check)  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(trains)
+        setattr(parameter, _WATCHED, True)
 
 
 def read_whole_numbers() -> None:
@@ -108,7 +175,10 @@ def explain_shards(error: RuntimeError) -> UserCodeError | None:
     return UserCodeError(
         "a sharded parameter (a DTensor) was used where a whole tensor is needed: outside of its "
         "forward pass a model has shards. Call the model itself rather than its layers, under "
-        "torch.no_grad(), on every rank; read or save whole weights as parameter.full_tensor(), "
-        "on every rank; or convert a plain tensor by torch.distributed.tensor.distribute_tensor("
-        "tensor, parameter.device_mesh, parameter.placements)"
+        "torch.no_grad(), on every rank. With manual optimization call children of the Module as "
+        "modules, self.net(x); for another method of a child, call torch.distributed.fsdp."
+        "register_fsdp_forward_method(self.net, 'method') in on_fit_start. Read or save whole "
+        "weights as parameter.full_tensor(), on every rank, or convert a plain tensor by "
+        "torch.distributed.tensor.distribute_tensor(tensor, parameter.device_mesh, "
+        "parameter.placements)"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from types import NoneType
 from typing import Any
@@ -26,9 +26,8 @@ from stratagem.distributed.activation_checkpointing import (
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.components import Components
 from stratagem.native.plugin import FSDP
-from stratagem.native.sharding.layout import find_replicated
+from stratagem.native.sharding.parts import find_roots
 from stratagem.native.sharding.reductions import Reductions
-from stratagem.native.sharding.shard_model import free_casts, shard_model
 from stratagem.native.sharding.wrap_policy import WrapPolicy, check_policy, find_groups
 from stratagem.native.strategies.sharded import ShardedStrategy
 
@@ -48,9 +47,9 @@ class FSDPStrategy(ShardedStrategy):
     `Lite.init_module()` and `Module.configure_model()` build a model in shards, with the values
     that its constructor would draw in one process: about 64 MiB of it are whole at a time.
 
-    Ranks run as many batches as each other, also to evaluate: what a sampler divides is made even
-    by repeating its first samples, in an evaluation only if the numbers of batches would differ. An
-    IterableDataset must yield as many batches on each rank.
+    Ranks train on as many batches as each other: what a sampler divides is made even by repeating
+    its first samples, and an IterableDataset must yield as many batches on each rank. An evaluation
+    reads each sample once: a rank without a batch takes part in the other ranks' all-gathers.
     Outside of a step's forward and backward pass, the module's parameters are this rank's shards.
     A callback may change or freeze them there, or call the model without gradients on every rank.
     A change between the forward and the backward pass would be lost, so it is an error. Change
@@ -62,6 +61,9 @@ class FSDPStrategy(ShardedStrategy):
     so that a process with sharded parameters would grow as large as one with all of them. This
     strategy sets it to give large blocks back; see `stratagem.distributed.allocator` for what it
     saves and costs.
+
+    With manual optimization each child of the Module is sharded by itself, so call children as
+    modules. Parameters of the Module itself, or of several children, stay whole as well.
 
     Parameters without a dimension or without elements cannot be sharded: they are whole on every
     rank, and their gradients are averaged. A layer that holds a group must run on every rank, or on
@@ -229,21 +231,18 @@ class FSDPStrategy(ShardedStrategy):
             return  # nothing to shard, and nothing that needs communication
         groups = find_groups(module, self.auto_wrap_policy)
         apply_activation_checkpointing(module, self.activation_checkpointing, groups)
-        ignored = set(find_replicated(module))
         arguments: dict[str, Any] = {
             "mesh": self.device_mesh,
             "reshard_after_forward": self.reshard_after_forward,
             "mp_policy": self.mixed_precision or MixedPrecisionPolicy(),
             "offload_policy": self._offload_policy(),
-            "ignored_params": ignored,
         }
-        shard_model(module, groups, lambda part: fully_shard(part, **arguments), self.device)
-        if self.precision.forward_context() is not None:
-            free_casts(groups)
-        self._set_prefetch(module, groups)
-        if self.find_unused_parameters:
-            module.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
-        else:
+        self.shard_groups(module, groups, partial(fully_shard, **arguments))
+        for root in find_roots(module):
+            self._set_prefetch(root)
+            if self.find_unused_parameters:
+                root.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+        if not self.find_unused_parameters:
             Reductions(self.device).watch(module)
 
     def _offload_policy(self) -> OffloadPolicy:
@@ -253,7 +252,7 @@ class FSDPStrategy(ShardedStrategy):
             return CPUOffloadPolicy(pin_memory=self.accelerator.pins_memory)
         return OffloadPolicy()
 
-    def _set_prefetch(self, root: nn.Module, groups: Sequence[nn.Module]) -> None:
+    def _set_prefetch(self, root: nn.Module) -> None:
         order = [part for part in root.modules() if isinstance(part, FSDPModule)]
         if self.forward_prefetch:
             for group, following in pairwise(order):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from stratagem.data.pytree import map_tensors
 from stratagem.errors import ConfigurationError, UserCodeError
@@ -16,9 +17,8 @@ from stratagem.interfaces.ranks import DataSplit
 from stratagem.interfaces.stepping import TrainStep
 from stratagem.native.plugin import MODEL_PARALLEL
 from stratagem.native.sharding.deferred import DeferredBuild
-from stratagem.native.sharding.layout import find_replicated
 from stratagem.native.sharding.reductions import Reductions
-from stratagem.native.sharding.shard_model import free_casts, give_values, shard_model
+from stratagem.native.sharding.shard_model import give_values
 from stratagem.native.sharding.wrap_policy import WrapPolicy, check_policy, find_groups
 from stratagem.native.strategies.sharded import ShardedStrategy
 
@@ -154,20 +154,13 @@ class ModelParallelStrategy(ShardedStrategy):
             with DeferredBuild(self.accelerator, self.device):
                 self._parallelize(user_module(module))
         self._check_divided(module)
-        groups = [
-            group
-            for group in find_groups(module, self.auto_wrap_policy)
-            if not isinstance(group, FSDPModule)
-        ]
+        groups = find_groups(module, self.auto_wrap_policy)
         arguments: dict[str, Any] = {
             "mesh": self.device_mesh["data_parallel"],
             "reshard_after_forward": self.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(),
-            "ignored_params": set(find_replicated(module)),
         }
-        shard_model(module, groups, lambda part: fully_shard(part, **arguments), self.device)
-        if self.precision.forward_context() is not None:
-            free_casts(groups)
+        self.shard_groups(module, groups, partial(fully_shard, **arguments))
         _check_elements(module)
         Reductions(self.device, self.device_mesh["data_parallel"].get_group()).watch(module)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -38,15 +38,21 @@ from stratagem.native.sharding.layout import (
     distribute_like,
     distribute_state,
     find_replicated,
+    is_replicated,
     shards_of,
     whole_on_cpu,
 )
+from stratagem.native.sharding.parts import find_roots
+from stratagem.native.sharding.shard_model import free_casts, shard_model
 from stratagem.native.sharding.user_access import (
+    OwnBackward,
     check_changes,
     explain_shards,
     gather_when_called,
     groups_of,
+    keep_for_second_backward,
     read_whole_numbers,
+    refuse_other_backward,
 )
 from stratagem.state.shards import LazyTensor
 from stratagem.state.state_checks import check_entries
@@ -86,6 +92,11 @@ class ShardedPrepared(PreparedModel):
         return [
             p for p in self.module.modules() if isinstance(p, FSDPModule) and p is not self.module
         ]
+
+    def reduce_gradients(self, reduces: bool) -> None:
+        """Let backward reduce gradients, or keep them on their rank."""
+        for group in self.groups:
+            group.set_requires_gradient_sync(reduces, recurse=False)
 
     def reshard(self) -> None:
         """Free gathered parameters, so that `parameters()` are the sharded ones.
@@ -186,8 +197,14 @@ class ShardedStrategy(ParallelStrategy):
             rebinding.apply(module)
             for name, parameter in module.named_parameters():
                 parameter.__dict__.update(attributes.get(name, {}))
-            _gather_once(module)
-            module.register_forward_hook(_reshard_without_grad)
+            roots = find_roots(module)
+            for part in roots:
+                _gather_once(part)
+                if isinstance(part, FSDPModule) and part is not module:
+                    # Otherwise the first group that is called would be a root.
+                    part._get_fsdp_state()._lazy_init()
+            for part in {module, *roots}:
+                part.register_forward_hook(_reshard_without_grad)
             read_whole_numbers()
             if isinstance(module, FSDPModule):
                 gather_when_called(module, user_module(module))
@@ -199,29 +216,63 @@ class ShardedStrategy(ParallelStrategy):
             _check_still_sharded(module)
         replicated = {id(p): p for p in (*self._replicated, *find_replicated(module))}
         self._replicated = list(replicated.values())
+        if self.ranks.world_size > 1:
+            refuse_other_backward(module, self._replicated)
         made = make_optimizers(optimizers)
         check_parameters(module, made)
         return ShardedPrepared(module, module, made, evaluation_module=module)
+
+    def shard_groups(
+        self, module: nn.Module, groups: Collection[nn.Module], shard: Callable[..., object]
+    ) -> None:
+        """Shard the roots and the groups in them, except those that user code has sharded.
+
+        Args:
+            module: the model.
+            groups: modules in it.
+            shard: `fully_shard` with its options, but for `ignored_params`.
+        """
+        roots = find_roots(module)
+        inside = {part for root in roots for part in root.modules()}
+        chosen = {part for part in (*groups, *roots) if not isinstance(part, FSDPModule)} & inside
+
+        def shard_part(part: nn.Module) -> None:
+            shard(part, ignored_params=set(find_replicated(part)))
+
+        shard_model(module, chosen, shard_part, self.device)
+        if self.precision.forward_context() is not None:
+            free_casts(chosen - {module})
 
     # -- a training step
 
     def no_sync(self, prepared: PreparedModel) -> AbstractContextManager[Any] | None:
         """Return a context in which gradients stay on their rank, whole, until a later backward."""
-        root, count = prepared.module, self.ranks.world_size
-        return self._hold(root) if isinstance(root, FSDPModule) and count > 1 else None
+        assert isinstance(prepared, ShardedPrepared)
+        return self._hold(prepared) if prepared.groups and self.ranks.world_size > 1 else None
 
     @contextmanager
-    def _hold(self, root: FSDPModule) -> Iterator[None]:
-        if root in self._held:  # an outer context decides
+    def _hold(self, prepared: ShardedPrepared) -> Iterator[None]:
+        if prepared.module in self._held:  # an outer context decides
             yield
             return
-        self._held.add(root)
-        root.set_requires_gradient_sync(False)
+        self._held.add(prepared.module)
+        prepared.reduce_gradients(False)
         try:
             yield
         finally:
-            self._held.remove(root)
-            root.set_requires_gradient_sync(True)
+            self._held.remove(prepared.module)
+            prepared.reduce_gradients(True)
+
+    @contextmanager
+    def backward_in_forward(self, prepared: PreparedModel) -> Iterator[None]:
+        """Check that the parts of the model, and not the model itself, are sharded as roots."""
+        if isinstance(prepared.module, FSDPModule):
+            name = type(user_module(prepared.original)).__name__
+            raise ConfigurationError(
+                f"{name}.automatic_optimization was set to False after the model was sharded for "
+                f"automatic optimization: set it in {name}.__init__, and train a new {name}"
+            )
+        yield
 
     def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward; gradients are reduced to shards in it."""
@@ -229,7 +280,11 @@ class ShardedStrategy(ParallelStrategy):
         self._backwards += 1
         if self._backwards.bit_count() == 1:  # 1, 2, 4, ...: what every step does is found at once
             check_changes(prepared.groups)
-        super().backward(prepared, loss, *args, **kwargs)
+        OwnBackward.runs = True
+        try:
+            super().backward(prepared, loss, *args, **kwargs)
+        finally:
+            OwnBackward.runs = False
         if self._replicated and prepared.module not in self._held:
             average_gradients(self._replicated)
 
@@ -390,6 +445,7 @@ def _gather_once(root: nn.Module) -> None:
         part.unshard()
         part.reshard()
     forget_evaluations(parts)
+    keep_for_second_backward(parts)
 
 
 def _root_of(module: nn.Module) -> nn.Module | None:
@@ -410,7 +466,7 @@ def _check_still_sharded(root: nn.Module) -> None:
         UserCodeError: names a parameter.
     """
     for name, parameter in root.named_parameters():
-        if parameter.ndim and parameter.numel() and not isinstance(parameter, DTensor):
+        if not is_replicated(parameter) and not isinstance(parameter, DTensor):
             raise UserCodeError(
                 f"the model was sharded before, and has a new parameter {name!r} since: expected "
                 "the same parameters. configure_model() is called before each run; begin it with "
