@@ -82,6 +82,36 @@ def test_barebones_turns_off_all_that_does_not_train() -> None:
             Trainer(**{**options, name: value})
 
 
+def test_barebones_drops_logged_values() -> None:
+    class Logs(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("x", 1.0)
+            return super().training_step(batch, batch_idx)
+
+    trainer = Trainer(accelerator="cpu", devices=1, barebones=True, max_steps=1)
+    with pytest.warns(UserWarning, match=r"trying to `self.log\(\)` but `Trainer\(barebones=True"):
+        trainer.fit(Logs())
+    assert trainer.callback_metrics == trainer.logged_metrics == {}
+
+
+def test_what_users_read_of_a_sanity_check() -> None:
+    def note(trainer: Trainer, module: Module) -> None:
+        names = ("training", "validating", "sanity_checking", "evaluating")
+        seen.append([name for name in names if getattr(trainer, name)])
+
+    seen: list[list[str]] = []
+    hooks = callbacks.LambdaCallback(
+        on_fit_start=note,
+        on_sanity_check_start=note,
+        on_validation_start=note,
+        on_sanity_check_end=note,
+        on_train_start=note,
+    )
+    quiet(hooks, max_epochs=1, num_sanity_val_steps=1).fit(Net(), numbers(2), numbers(2))
+    check = ["sanity_checking", "evaluating"]
+    assert seen == [["training"], check, check, check, ["training"], ["validating", "evaluating"]]
+
+
 def test_what_users_read_of_a_running_trainer() -> None:
     last: list[bool] = []
     seen: dict[str, Any] = {}
@@ -130,7 +160,7 @@ def test_a_trainer_shows_its_options_and_its_parts() -> None:
     assert one.num_val_batches == []
     model = Asks()
     one.fit(model, numbers(40), numbers(12))
-    assert seen == [(False, True), (True, False)]
+    assert seen == [(False, False), (True, False)]
     assert one.lightning_module is model
     assert (one.num_training_batches, one.num_val_batches) == (10, [3])
     assert one.num_sanity_val_batches == [1]

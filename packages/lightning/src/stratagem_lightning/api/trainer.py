@@ -650,13 +650,13 @@ class Trainer(trainer.Trainer):
 
     @property
     def training(self) -> bool:
-        """Whether a fit is running, and no validation within it."""
-        return self._state.stage == "fit" and not self.validating
+        """Whether a fit is running, and no validation or sanity check within it."""
+        return self._state.stage == "fit" and not self.evaluating
 
     @property
     def validating(self) -> bool:
-        """Whether validation is running, also within a fit."""
-        return self._is_running("validation")
+        """Whether validation is running, also within a fit; False in the sanity check."""
+        return self._is_running("validation") and not self.sanity_checking
 
     @property
     def testing(self) -> bool:
@@ -673,8 +673,8 @@ class Trainer(trainer.Trainer):
 
     @property
     def evaluating(self) -> bool:
-        """Whether validation or a test is running."""
-        return self.validating or self.testing
+        """Whether validation, the sanity check or a test is running."""
+        return self.sanity_checking or self.validating or self.testing
 
     @property
     def is_last_batch(self) -> bool:

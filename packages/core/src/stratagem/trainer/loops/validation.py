@@ -178,7 +178,8 @@ class Validation:
             # Training draws the same random numbers, with this check and without it.
             with preserve_rng_state(run.strategy.accelerator, run.strategy.device):
                 evaluate(run, prepared, few, "validation", is_sanity_check=True)
+            run.evaluation.batches = 0
+            run.hooks.call("on_sanity_check_end")
         finally:
             self.is_sanity_check = False
             run.evaluation.batches = 0
-        run.hooks.call("on_sanity_check_end")

@@ -101,6 +101,12 @@ class LightningModule(HyperparametersMixin, Module):
         """
         if logger is False and self.fabric is not None:
             return
+        if getattr(self.__dict__["_trainer"], "barebones", False):
+            rank_zero_warn(
+                "You are trying to `self.log()` but `Trainer(barebones=True)` is configured: it "
+                "drops logged values, as they cost time"
+            )
+            return
         if logger and self.__dict__["_metrics"] is not None and not self.loggers:
             rank_zero_warn(
                 f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured: "
