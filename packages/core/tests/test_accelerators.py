@@ -166,8 +166,14 @@ def test_a_new_parameter_gets_the_attributes_and_hooks_of_the_former_one() -> No
     model = nn.Linear(2, 1, bias=False)
     model.weight.decay = 0.5  # type: ignore[attr-defined]
     called: list[str] = []
-    handle = model.weight.register_hook(lambda grad: called.append("hook") or 2 * grad)
-    model.weight.register_post_accumulate_grad_hook(lambda p: called.append("after"))
+
+    def doubled(grad: torch.Tensor) -> torch.Tensor:
+        called.append("hook")
+        return 2 * grad
+
+    weight: Any = model.weight
+    handle = weight.register_hook(doubled)
+    weight.register_post_accumulate_grad_hook(lambda p: called.append("after"))
     references = ParameterReferences(model, [])
     model.weight = nn.Parameter(torch.zeros(1, 2))
     references.restore(model)
