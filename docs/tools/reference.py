@@ -29,6 +29,7 @@ from stratagem import errors
 from stratagem.cli import COMMANDS
 from stratagem.cli.program import plugin_commands
 from stratagem.discovery import Capabilities, StrategySpec
+from stratagem.discovery.absent import remedies
 from stratagem.discovery.registry import Candidate, get_registry
 from stratagem.discovery.specs import load_target
 
@@ -52,6 +53,9 @@ RUN_ON = {
     "stratagem-backend-hpu-ipu": "stubs of the vendors' libraries, by CI",
 }
 """Where the components of a distribution have run."""
+
+WITH_BASES = ("stratagem.trainer.Trainer", "stratagem.lite.Lite", "stratagem.strategies.Strategy")
+"""The classes whose bases no page describes, so that theirs has all members."""
 
 KINDS = {
     "strategy": (
@@ -175,6 +179,8 @@ def directive(each: Public) -> list[str]:
     if isinstance(each.value, type):
         kind = "autoexception" if issubclass(each.value, BaseException) else "autoclass"
         options = ["members", "show-inheritance"]
+        if each.path in WITH_BASES:
+            options.append("inherited-members: object")
     elif inspect.isroutine(each.value):
         kind, options = "autofunction", []
     else:
@@ -479,7 +485,34 @@ def lightning_names_page() -> str:
         shown = ", ".join(f"`{name}`" for name in sorted(modules[module]))
         if shown:
             lines.append(f"| `{module}` | {shown} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join((*lines, *lightning_attributes())) + "\n"
+
+
+def lightning_attributes() -> list[str]:
+    """Return a section with the public attributes of Lightning's classes, and what to use here."""
+    text = (ROOT / "packages/core/tests/data/lightning_attributes.txt").read_text()
+    lines = [
+        "\n## Attributes\n",
+        "Public attributes of Lightning's classes, and what to use with Stratagem's own classes. "
+        "If a name is absent, its AttributeError has the text of this table.\n",
+        "| class | attribute | here |",
+        "|---|---|---|",
+    ]
+    kinds = {
+        "Trainer": "Trainer",
+        "Fabric": "Lite",
+        "Strategy": "Strategy",
+        "LightningModule": "Module",
+        "LightningDataModule": "DataModule",
+    }
+    for line in text.splitlines():
+        kind, names = line.split(": ")
+        own = kinds.get(kind, "")
+        others = {name: remedies().get(f"{own}.{name}") for name in names.split()}
+        same = ", ".join(f"`{name}`" for name, remedy in others.items() if remedy is None)
+        lines.append(f"| `{kind}` | {same} | the same |")
+        lines += [f"| `{kind}` | `{name}` | {what} |" for name, what in others.items() if what]
+    return lines
 
 
 def examples_page() -> str:

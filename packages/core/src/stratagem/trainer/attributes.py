@@ -59,6 +59,7 @@ class Option(property, Generic[T]):
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
+        self.__doc__ = f"The value in force of the argument `{name}`."
 
     @overload  # type: ignore[override]
     def __get__(self, trainer: None, owner: type) -> Option[T]: ...
