@@ -748,9 +748,9 @@ def test_a_strategy_tells_of_its_ranks_and_its_device() -> None:
     trainer.fit(Asks())
     assert told == [torch.device("cpu"), 1, 0, True, {"a": 1}]
     with pytest.raises(AttributeError, match="no attribute 'ranks'"):
-        _ = SingleDeviceStrategy().world_size  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError, match="no attribute 'device'"):
-        _ = SingleDeviceStrategy().root_device  # type: ignore[attr-defined]
+        _ = SingleDeviceStrategy().world_size
+    with pytest.raises(AttributeError, match="no attribute 'components'"):
+        _ = SingleDeviceStrategy().root_device
 
 
 def test_a_quick_run_has_a_logger_that_takes_every_call_and_writes_nothing(

@@ -140,12 +140,12 @@ def test_a_trainer_shows_its_options_and_its_parts() -> None:
 
     class Asks(Net):
         def on_train_start(self) -> None:
-            seen.append((self.trainer.training, self.trainer.validating))  # type: ignore[attr-defined]
+            seen.append((self.trainer.training, self.trainer.validating))
 
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:
             super().validation_step(batch, batch_idx)
             if not seen:
-                seen.append((self.trainer.training, self.trainer.validating))  # type: ignore[attr-defined]
+                seen.append((self.trainer.training, self.trainer.validating))
 
     one = quiet(
         early,

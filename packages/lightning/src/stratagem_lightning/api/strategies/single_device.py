@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -192,17 +192,15 @@ class SingleDeviceStrategy(strategies.SingleDeviceStrategy, metaclass=InstanceCh
         """Move a module to the device."""
         module.to(self.root_device)
 
-    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Return a context in which to build a model: on the device, of the right dtype.
 
         Args:
             empty_init: whether to leave first values out, for weights that are loaded next.
         """
-        context = ExitStack()
-        context.enter_context(self.tensor_init_context())
-        if empty_init:
-            context.enter_context(SkippedInit())
-        return context
+        with self.tensor_init_context(), SkippedInit() if empty_init else nullcontext():
+            yield
 
     @contextmanager
     def tensor_init_context(self) -> Iterator[None]:
