@@ -1804,10 +1804,11 @@ class _Broadcasts(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        self.group = dist.group.WORLD
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         for buffer in self.module.buffers():
-            dist.broadcast(buffer, 0)
+            dist.broadcast(buffer, 0, group=self.group)
         return self.module(*args, **kwargs)
 
 
@@ -1817,6 +1818,21 @@ class BroadcastsInEvaluation(ByBackward):
     def prepare(self, *arguments: Any, **options: Any) -> PreparedModel:
         made = super().prepare(*arguments, **options)
         return replace(made, evaluation_module=_Broadcasts(made.evaluation_module))
+
+
+class _Everybody(ProcessGroupRanks):
+    """Ranks whose collectives wait for all ranks, also for those without a batch."""
+
+    @contextmanager
+    def among(self, members: Sequence[int]) -> Iterator[None]:
+        yield
+
+
+class WaitsForEverybody(DDPStrategy):
+    """Collectives of an evaluation step need a rank without a batch."""
+
+    def make_ranks(self) -> Ranks:
+        return _Everybody(self.cluster_environment, self.components.device_count)
 
 
 class EvaluatesByDDP(DDPStrategy):

@@ -341,7 +341,8 @@ NOT_EQUAL = (
 AT_THE_END = [
     ("EvaluatesOwnPart", "evaluation/uneven ranks", "it is that of a part of the data"),
     ("BroadcastsInEvaluation", "evaluation/uneven ranks", ""),
-    ("EvaluatesByDDP", "evaluation/uneven ranks", "returned nothing"),
+    ("EvaluatesByDDP", "evaluation/uneven ranks", "communication before forward failed"),
+    ("WaitsForEverybody", "evaluation/uneven ranks", "raised CommunicationError"),
     ("LeaksProcess", "end/nothing left", "left running: "),
     ("TeardownPastBase", "end/nothing left", "let teardown() call super().teardown()"),
     ("TeardownRaises", "end/nothing left", "TeardownRaises.teardown() failed after the run"),

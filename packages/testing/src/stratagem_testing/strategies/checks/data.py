@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from stratagem.callbacks import Callback
 from stratagem.checkpoint import read_whole
@@ -170,16 +171,59 @@ def _judge_logging(found: Result) -> None:
             )
 
 
+class _Counted(nn.Module):
+    """A metric object as of torchmetrics: the number of samples of all ranks.
+
+    Args:
+        learner: the owner, whose ranks communicate in `compute`.
+    """
+
+    def __init__(self, learner: Learner) -> None:
+        super().__init__()
+        self._learner = (learner,)  # no submodule
+        self.reset()
+
+    def reset(self) -> None:
+        """Count again."""
+        self.count = 0.0
+
+    def compute(self) -> torch.Tensor:
+        """Return the number of samples of all ranks."""
+        return self._learner[0].trainer.ranks.all_reduce(torch.tensor(self.count), "sum")
+
+
+class _Gathering(Learner):
+    """Communicates in evaluation steps, as users do: ranks may have different numbers of them."""
+
+    def __init__(self) -> None:
+        super().__init__("batch_norm")
+        self.counted = _Counted(self)
+        self.gathered: list[tuple[list[int], list[int]]] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Gather the numbers of the samples, and log values that are reduced at each step."""
+        super().validation_step(batch, batch_idx)
+        if self.trainer.ranks.world_size > 1:
+            number = batch[0]
+            self.gathered.append((number.tolist(), self.all_gather(number).flatten().tolist()))
+            self.log("at each step", float(len(number)), sync_dist=True, on_step=True)
+            self.counted.count += len(number)
+            self.log("counted", self.counted)
+
+
 @check("evaluation/uneven ranks", reference=True)
 def _uneven(probe: Probe) -> dict[str, Any]:
     """An evaluation counts each sample once if ranks have different numbers of batches, or none.
+
+    Collectives of a step run among the ranks that have a batch. Metric objects are computed on all
+    ranks.
 
     If ranks hang in this check, forward passes of the evaluation communicate: evaluate a module
     that does not (`PreparedModel.evaluation_module`), or set allows_uneven_eval=False; with
     follows_evaluation=True, announce and follow each operation.
     """
     # With buffers, which a wrapper may communicate in forward passes.
-    learner = Learner("batch_norm")
+    learner = _Gathering()
     trainer = probe.trainer()
     # One sample: a rank has no batch. At first, since DDP sends buffers in its first pass alone.
     (one,) = trainer.validate(learner, probe.loader(1), verbose=False)
@@ -196,6 +240,8 @@ def _uneven(probe: Probe) -> dict[str, Any]:
         "test_loss": tested["val_loss"],
         "evaluated": learner.evaluated[:half],
         "loss of one": one["val_loss"],
+        "counted": [one.get("counted"), validated.get("counted")],
+        "gathered": learner.gathered,
         "evaluated of one": of_one,
     }
 
@@ -217,6 +263,15 @@ def _judge_evaluation(found: Result) -> None:
         )
     expected = sum(loss for part in parts for _, loss in part) / len(numbers)
     for rank, told in enumerate(found.ranks):
+        for own, everyone in told["gathered"]:
+            assert set(own) <= set(everyone), (
+                f"all_gather in an evaluation step returned the samples {everyone} on rank {rank}, "
+                f"which has {own}: look at all_gather and among(members) of the ranks"
+            )
+        assert told["counted"] == found.ranks[0]["counted"], (
+            f"ranks have different values of a metric object: {told['counted']} on rank {rank}, "
+            f"{found.ranks[0]['counted']} on rank 0"
+        )
         for name in ("val_loss", "test_loss"):
             assert math.isclose(told[name], expected, rel_tol=1e-4), (
                 f"{name} is {told[name]:.7g} on rank {rank}, expected {expected:.7g}, the mean "
