@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from stratagem.errors import UserCodeError
+from stratagem import Callback
+from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem_lightning.api.callbacks.model_checkpoint import ModelCheckpoint
 from stratagem_lightning.api.callbacks.stochastic_weight_averaging import (
     StochasticWeightAveraging,
 )
+from stratagem_lightning.api.core.connectors import CallbackConnector
 from stratagem_lightning.api.demos.boring_classes import BoringModel
 from stratagem_lightning.api.fabric import Fabric
 from stratagem_lightning.api.loggers import CSVLogger
@@ -271,3 +273,155 @@ def test_a_compiled_model_is_unwrapped() -> None:
     assert maybe_unwrap_optimized(torch.compile(model)) is model
     with pytest.raises(TypeError, match=r"must be a `LightningModule` or .*, got `Linear`"):
         maybe_unwrap_optimized(torch.nn.Linear(1, 1))
+
+
+class Reader(Callback):
+    """Evaluates expressions of a Trainer `t` in each hook of a batch and of an epoch's end."""
+
+    def __init__(self, *expressions: str) -> None:
+        self.expressions = expressions
+        self.seen: list[Any] = []
+
+    def read(self, trainer: Any) -> None:
+        self.seen.append([eval(one, {"t": trainer}) for one in self.expressions])
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        self.read(trainer)
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.read(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+        self.read(trainer)
+
+
+def test_private_numbers_of_the_loops_are_lightnings() -> None:
+    """The numbers are those of Lightning 2.6.6."""
+    reader = Reader(
+        "t.fit_loop.epoch_loop._batches_that_stepped",
+        "t._logger_connector.should_update_logs",
+        "t.fit_loop._should_accumulate()",
+    )
+    trainer = quiet(
+        callbacks=reader,
+        max_epochs=1,
+        limit_train_batches=5,
+        accumulate_grad_batches=2,
+        log_every_n_steps=2,
+    )
+    trainer.fit(BoringModel())
+    assert reader.seen == [
+        [0, False, True],
+        [0, False, True],
+        [0, False, False],
+        [0, False, False],
+        [1, True, True],
+        [1, True, True],
+        [1, True, False],
+        [1, True, False],
+        [2, False, False],
+        [2, False, False],
+        [3, True, False],
+    ]
+    loop: Any = trainer.fit_loop.epoch_loop
+    with pytest.warns(UserWarning, match=r"_batches_that_stepped = 7 has no effect: a run that"):
+        loop._batches_that_stepped = 7
+    assert trainer.fit_loop._can_stop_early
+    assert trainer.fit_loop.epoch_loop._is_training_done
+
+
+class ReaderAtEnd(Reader):
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        pass
+
+    on_train_batch_end = on_train_batch_start
+
+
+def test_private_parts_of_a_trainer_are_views_of_it() -> None:
+    reader = ReaderAtEnd(
+        "sorted(t._checkpoint_connector.dump_checkpoint())",
+        "sorted(t._checkpoint_connector.dump_checkpoint(True).keys() & {'loops', 'state_dict'})",
+        "len(t.fit_loop._combined_loader.flattened)",
+        "t.fit_loop._data_source.is_module()",
+        "t.fit_loop._data_source.instance is t.model",
+        "len(t._data_connector._train_dataloader_source.dataloader())",
+        "t._data_connector._val_dataloader_source.instance is t.model",
+        "t._data_connector._datahook_selector.datamodule",
+        "t._evaluation_loop.num_dataloaders",
+        "t._evaluation_loop._results.DATALOADER_SUFFIX",
+        "sorted(t._results.metrics(True))",
+        "t._active_loop.__class__.__name__",
+        "t._logger_connector.callback_metrics == t.callback_metrics",
+        "t._logger_connector.logged_metrics == t.logged_metrics",
+        "t._logger_connector.progress_bar_metrics == t.progress_bar_metrics",
+        "t._signal_connector.received_sigterm",
+        "t.fit_loop.setup_data()",
+        "t.fit_loop.epoch_loop._should_check_val_epoch()",
+        "len(t._evaluation_loop._combined_loader.flattened)",
+    )
+    trainer: Any = quiet(callbacks=reader, max_epochs=1)
+    trainer.fit(BoringModel())
+    written, *others = reader.seen[0]
+    assert {"state_dict", "loops", "optimizer_states", "lr_schedulers", "epoch"} <= set(written)
+    assert others == [
+        ["state_dict"],
+        *(1, True, True, 64, True, None, 1, "/dataloader_idx_{}", ["callback", "log", "pbar"]),
+        *("FitLoop", True, True, True, False, None, True, 1),
+    ]
+    assert trainer._data_connector._test_dataloader_source.is_defined()
+    with pytest.raises(ConfigurationError, match=r"setup_data\(\) works within a fit, once its"):
+        quiet().fit_loop.setup_data()
+    assert not quiet()._data_connector._predict_dataloader_source.is_defined()
+    with pytest.raises(AttributeError) as raised:
+        trainer._data_connector.attach_data()
+    assert str(raised.value) == (
+        "trainer._data_connector has no 'attach_data' in Stratagem; expected one of "
+        "_datahook_selector, _predict_dataloader_source, _test_dataloader_source, "
+        "_train_dataloader_source, _val_dataloader_source; use trainer.train_dataloader, "
+        "val_dataloaders and datamodule"
+    )
+
+
+def test_values_are_logged_through_the_private_connector(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, "logs", 0)
+    trainer: Any = quiet(logger=logger)
+    trainer._logger_connector.log_metrics({"loss": 1.0}, step=3)
+    logger.save()
+    assert Path(logger.metrics_file_path).read_text().split() == ["step,loss", "3,1.0"]
+
+
+def test_the_table_of_a_test_can_be_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    class Silent(Callback):
+        def on_test_start(self, trainer: Any, module: Any) -> None:
+            trainer._evaluation_loop._print_results = lambda *arguments: print("own table")
+
+    trainer: Any = quiet(callbacks=Silent())
+    trainer.test(BoringModel())
+    assert capsys.readouterr().out.strip().endswith("own table")
+
+
+def test_a_connector_of_ones_own_chooses_the_default_callbacks() -> None:
+    class Own(Callback):
+        pass
+
+    class Connector(CallbackConnector):
+        def _configure_progress_bar(self, enable_progress_bar: bool = True) -> None:
+            self.trainer.callbacks.append(Own())
+            super()._configure_progress_bar(enable_progress_bar)
+
+    class Mine(Trainer):
+        @property
+        def _callback_connector(self) -> Any:
+            return self._own_connector
+
+        @_callback_connector.setter
+        def _callback_connector(self, value: Any) -> None:
+            self._own_connector = Connector(self)
+
+    for enabled, names in ((True, {"Own", "RichProgressBar"}), (False, {"Own"})):
+        trainer = Mine(
+            **{**QUIET, "enable_progress_bar": enabled, "enable_checkpointing": True}, callbacks=[]
+        )
+        found = {type(one).__name__ for one in trainer.callbacks}
+        assert found == {*names, "ModelCheckpoint"}
+    assert trainer._callback_connector._attach_model_logging_functions() is None

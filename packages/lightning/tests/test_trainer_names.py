@@ -293,10 +293,10 @@ def test_the_connector_says_what_was_chosen() -> None:
 def test_other_private_attributes_say_what_to_use() -> None:
     trainer: Any = Trainer(accelerator="cpu", logger=False)
     with pytest.raises(AttributeError) as raised:
-        trainer._results  # noqa: B018
+        trainer._results.clear()
     assert str(raised.value) == (
-        "Trainer._results is private to Lightning, and Stratagem has no such object: use "
-        "trainer.callback_metrics"
+        "trainer._results has no 'clear' in Stratagem; expected one of DATALOADER_SUFFIX, metrics; "
+        "use trainer.callback_metrics"
     )
     with pytest.raises(AttributeError, match="'Trainer' object has no attribute 'unheard'"):
         trainer.unheard  # noqa: B018

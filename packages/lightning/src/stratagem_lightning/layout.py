@@ -441,6 +441,9 @@ _PYTORCH: _Layout = {
             f"{_HELPERS}.types": "_LITERAL_WARN=LITERAL_WARN _PRECISION_INPUT=PRECISION",
         }
     ),
+    "pytorch.trainer.connectors.callback_connector": _names(
+        {f"{_API}.core.connectors": "_CallbackConnector=CallbackConnector"}
+    ),
     "pytorch.trainer.states": _names(
         {f"{_API}.core.states": "RunningStage TrainerFn TrainerState TrainerStatus"}
     ),

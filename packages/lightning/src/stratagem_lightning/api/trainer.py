@@ -27,6 +27,7 @@ from stratagem_lightning.api.accelerators.connector import TrainerConnector
 from stratagem_lightning.api.callbacks.model_checkpoint import ModelCheckpoint
 from stratagem_lightning.api.callbacks.rich_bar import RichProgressBar
 from stratagem_lightning.api.core import advice, dataloader_iter
+from stratagem_lightning.api.core.connectors import PARTS, CallbackConnector
 from stratagem_lightning.api.core.loops import EvaluationLoop, FitLoop, PredictionLoop
 from stratagem_lightning.api.core.numbers import (
     ask_for_iterator,
@@ -47,6 +48,7 @@ from stratagem_lightning.api.core.numbers import (
 from stratagem_lightning.api.core.overrides import check_dataloader_idx, refuse_uncalled_overrides
 from stratagem_lightning.api.core.shorthands import expand_shorthands, replace_half_on_cpu
 from stratagem_lightning.api.core.states import TrainerState
+from stratagem_lightning.api.instance_check import Shown
 from stratagem_lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardLogger
 from stratagem_lightning.api.plugins.layer_sync import expand_layer_sync
 from stratagem_lightning.api.strategies.single_device import belongs_to
@@ -80,19 +82,6 @@ _BAREBONES = {
     "log_every_n_steps": 0,
 }
 """The options that `barebones` sets."""
-
-
-_PRIVATE = {
-    "_active_loop": "trainer.state.stage, trainer.global_step and trainer.current_epoch",
-    "_callback_connector": "trainer.callbacks",
-    "_checkpoint_connector": "trainer.save_checkpoint() and the argument ckpt_path",
-    "_data_connector": "trainer.train_dataloader and trainer.val_dataloaders",
-    "_evaluation_loop": "trainer.num_val_batches and trainer.callback_metrics",
-    "_logger_connector": "trainer.callback_metrics, logged_metrics and progress_bar_metrics",
-    "_results": "trainer.callback_metrics",
-    "_signal_connector": "trainer.received_sigterm and the hook on_exception",
-}
-"""What to use in the place of private attributes that public code reads."""
 
 
 class _Option:
@@ -195,6 +184,7 @@ class Trainer(trainer.Trainer):
     @in_lightnings_words
     def __init__(self, **options: Any) -> None:
         self._loops: dict[str, EvaluationLoop] = {}
+        self._callback_connector = CallbackConnector(self)
         passed = {n: v for n, v in options.items() if v is not None or n not in _OWN_DEFAULTS}
         options = expand_layer_sync(expand_shorthands({**_of_environment(), **passed}))
         options = replace_half_on_cpu(options)
@@ -218,7 +208,7 @@ class Trainer(trainer.Trainer):
         if enable_model_summary is None and plain:
             enable_model_summary = not quick
         if plain:
-            options["callbacks"] = _with_defaults(options)
+            options["callbacks"] = self._with_defaults(options)
         super().__init__(
             logger=logger,
             log_every_n_steps=log_every_n_steps,
@@ -241,6 +231,20 @@ class Trainer(trainer.Trainer):
         """The index of the last fit's last batch in its epoch."""
         self._ended_early = False
         """Whether `on_train_batch_start` ended the last fit's last epoch."""
+
+    def _with_defaults(self, options: Mapping[str, Any]) -> list[Any]:
+        """Return the callbacks, with those that a user's own connector adds."""
+        connector = self._callback_connector
+        if type(connector) is CallbackConnector:
+            return _with_defaults(options)
+        given = options.get("callbacks")
+        self.callbacks = [given] if isinstance(given, own.Callback) else list(given or ())
+        for argument, add in (
+            ("enable_checkpointing", connector._configure_checkpoint_callbacks),
+            ("enable_progress_bar", connector._configure_progress_bar),
+        ):
+            add(options.get(argument) in (None, True))
+        return self.callbacks
 
     # -- the four runs
 
@@ -610,11 +614,8 @@ class Trainer(trainer.Trainer):
         return self.model
 
     def __getattr__(self, name: str) -> Any:
-        if name in _PRIVATE:
-            raise AttributeError(
-                f"Trainer.{name} is private to Lightning, and Stratagem has no such object: use "
-                f"{_PRIVATE[name]}"
-            )
+        if name in PARTS:
+            return PARTS[name](self)
         return super().__getattr__(name)  # type: ignore[misc]  # hidden from type checkers
 
     @property
@@ -624,6 +625,23 @@ class Trainer(trainer.Trainer):
         None: another precision.
         """
         return getattr(self.strategy.precision, "scaler", None)
+
+    @Shown
+    def _evaluation_loop(self) -> EvaluationLoop:
+        """The loop of the present evaluation; within a fit that of its validation."""
+        loops = {"validate": self.validate_loop, "test": self.test_loop}
+        return loops.get(str(self.state.fn)) or self.fit_loop.epoch_loop.val_loop
+
+    @Shown
+    def _active_loop(self) -> Any:
+        """The loop of the present run; None: there is no run."""
+        if self.state.fn == "fit":
+            return self._evaluation_loop if self.validating else self.fit_loop
+        return (
+            self.predict_loop
+            if self.state.fn == "predict"
+            else (self._evaluation_loop if self.state.fn else None)
+        )
 
     @property
     def _accelerator_connector(self) -> TrainerConnector:

@@ -7,7 +7,17 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from stratagem import trainer
+from stratagem.data import CombinedLoader
 from stratagem_extras.callbacks.prediction_writer import BasePredictionWriter
+from stratagem_lightning.api.core.connectors import (
+    DataConnector,
+    DataSource,
+    Results,
+    check_data,
+    combined_loader,
+    ignore_steps,
+)
+from stratagem_lightning.api.instance_check import Shown
 from stratagem_lightning_plugin.checkpoint_format import loops_of
 
 
@@ -72,8 +82,46 @@ class EvaluationLoop(_View):
 
     shown = ("trainer", "inference_mode")
 
+    _what = ""
+    """The kind of its loaders; "": that of the present run."""
+
     def __init__(self, of: trainer.Trainer, *arguments: Any, **options: Any) -> None:
         super().__init__(of)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "_print_results":
+            super().__setattr__(name, value)
+            return
+        vars(self)[name] = value
+        of = self.trainer
+        if of.state.fn in ("validate", "test"):
+            of._loops[of.state.fn] = self
+
+    @Shown
+    def max_batches(self) -> list[float]:
+        """The number of batches of each loader."""
+        what = self._what or self._stage
+        found: list[float] = self.trainer._numbers(what)
+        return found
+
+    @Shown
+    def num_dataloaders(self) -> int:
+        """The number of loaders."""
+        return len(self.max_batches)
+
+    @property
+    def _combined_loader(self) -> CombinedLoader | None:
+        loaders = self.trainer._loaders(self._what or self._stage)
+        return combined_loader(loaders, "sequential")
+
+    @property
+    def _stage(self) -> str:
+        stages = {"validate": "validation", "fit": "validation"}
+        return stages.get(str(self.trainer.state.fn), str(self.trainer.state.fn))
+
+    @property
+    def _results(self) -> Results:
+        return Results(self.trainer)
 
     @staticmethod
     def _print_results(results: list[dict[str, Tensor]], stage: str) -> None:
@@ -89,22 +137,21 @@ class EvaluationLoop(_View):
         return _progress(count, count)
 
 
-class ValidationData(NamedTuple):
-    """`fit_loop.epoch_loop.val_loop._data_source`, which GluonTS asks."""
-
-    of: trainer.Trainer
-
-    def is_defined(self) -> bool:
-        """Whether the fit has data for validation."""
-        return bool(self.of.run.has_validation)
-
-
 class ValidationLoop(EvaluationLoop):
     """`fit_loop.epoch_loop.val_loop`."""
 
+    _what = "validation"
+
     @property
-    def _data_source(self) -> ValidationData:
-        return ValidationData(self.trainer)
+    def _data_source(self) -> DataSource:
+        run = self.trainer._run
+        if run is not None and run.stage == "fit" and not run.has_validation:
+            return DataSource(None, "")  # also if limit_val_batches=0 leaves it out
+        return DataConnector(self.trainer)._val_dataloader_source
+
+    @property
+    def _has_run(self) -> bool:
+        return self.trainer._run is not None and self.trainer._run.has_validated
 
     @property
     def batch_progress(self) -> Progress:
@@ -176,6 +223,45 @@ class EpochLoop(_View):
         """The numbers of training batches in this epoch, and in all epochs."""
         count = self.trainer.batches_that_trained
         return _progress(count, self.trainer._progress.batches_before + count)
+
+    @property
+    def _batches_that_stepped(self) -> int:
+        """The step of the values that are logged now."""
+        run = self.trainer._run
+        # The hooks of a batch's end see the step before it is counted, as in Lightning.
+        ends_batch = run is not None and run.step is not None and run.metrics.in_step
+        if ends_batch and not run.step.is_under_way:
+            return int(self.trainer._progress.logged_step)
+        return int(self.trainer.global_step)
+
+    @property
+    def _is_training_done(self) -> bool:
+        return bool(self.trainer.fit_loop.done)
+
+    def _should_accumulate(self) -> bool:
+        """Whether the present batch takes no optimizer step of its own."""
+        of = self.trainer
+        is_whole = (self.batch_idx + 1) % of.accumulate_grad_batches == 0
+        return not (is_whole or of.is_last_batch)
+
+    def _should_check_val_epoch(self) -> bool:
+        """Whether validation runs in this epoch."""
+        of, run = self.trainer, self.trainer._run
+        return bool(
+            run is not None
+            and of.enable_validation
+            and run.validation.is_in_epoch(of.current_epoch)
+        )
+
+    @property
+    def _results(self) -> Results:
+        return Results(self.trainer)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_batches_that_stepped":
+            ignore_steps(value)
+        else:
+            super().__setattr__(name, value)
 
     @property
     def automatic_optimization(self) -> AutomaticOptimization:
@@ -345,6 +431,39 @@ class FitLoop:
     def max_batches(self) -> float:
         """Batches of an epoch."""
         return float(self.trainer.num_training_batches)
+
+    @property
+    def _combined_loader(self) -> CombinedLoader | None:
+        run = self.trainer._run
+        loader = None if run is None or run.train_loader is None else run.train_loader.loader
+        return combined_loader(loader, "max_size_cycle")
+
+    @property
+    def _data_source(self) -> DataSource:
+        return DataConnector(self.trainer)._train_dataloader_source
+
+    @property
+    def _results(self) -> Results:
+        return Results(self.trainer)
+
+    @property
+    def _can_stop_early(self) -> bool:
+        of = self.trainer
+        return bool(
+            of.current_epoch >= (of.min_epochs or 0) and of.global_step >= (of.min_steps or 0)
+        )
+
+    def _should_accumulate(self) -> bool:
+        """Whether the present batch takes no optimizer step of its own."""
+        return self.epoch_loop._should_accumulate()
+
+    def setup_data(self) -> None:
+        """Nothing: a fit has made its loaders before its first hook that may ask for them.
+
+        Raises:
+            ConfigurationError: there is no fit.
+        """
+        check_data(self.trainer)
 
     @property
     def done(self) -> bool:
