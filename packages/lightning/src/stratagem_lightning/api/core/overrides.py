@@ -115,7 +115,23 @@ def is_called(kind: type, name: str) -> bool:
         >>> is_called(dict, "items"), is_called(dict, "item")
         (True, False)
     """
+    if any(name in _ONLY_READ.get(base.__name__, ()) for base in kind.__mro__):
+        return False
     return hasattr(kind, name) and not isinstance(inspect.getattr_static(kind, name, None), Shown)
+
+
+_ONLY_READ = {
+    "Strategy": frozenset(
+        (
+            *("all_gather", "barrier", "broadcast", "reduce", "reduce_boolean_decision"),
+            *("global_rank", "is_global_zero", "local_rank", "node_rank", "world_size"),
+            *("model", "optimizers", "root_device"),
+        )
+    ),
+    "Module": frozenset(("configure_sharded_model", "device_mesh", "on_gpu")),
+    "HyperparametersMixin": frozenset(("remove_ignored_hparams",)),
+}
+"""By the name of a class, what users may read or call of it, and the loop itself does not."""
 
 
 def _is_ours(kind: type) -> bool:
