@@ -143,10 +143,12 @@ def test_batches_of_a_step_have_one_size_on_all_ranks(count: int) -> None:
 
 def test_a_loader_that_drops_its_last_batch_or_is_not_divided_keeps_its_batches() -> None:
     part = ShardedSampler(range(7), 0, 2, even=False, seed=0)  # type: ignore[arg-type]
-    for loader in (
-        DataLoader(range(7), 2, sampler=part, drop_last=True),  # type: ignore[arg-type]
-        DataLoader(range(7), 2),  # type: ignore[arg-type]
-    ):
+    samples: Any = range(7)
+    loaders: list[DataLoader[Any]] = [
+        DataLoader(samples, 2, sampler=part, drop_last=True),
+        DataLoader(samples, 2),
+    ]
+    for loader in loaders:
         assert with_equal_batches(loader) is loader
 
 
