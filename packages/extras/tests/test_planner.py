@@ -136,6 +136,31 @@ def test_a_plan_for_two_ranks_is_what_they_hold(model: str, strategies: list[str
     assert all(0.99 < float(ratio) < 1.01 for *_, ratio in rows), done.stdout
 
 
+def test_plans_of_drawn_models_are_what_real_steps_hold(tmp_path: Path) -> None:
+    results = tmp_path / "cells.jsonl"
+    options = ["--models", "4", "--scale", "0.2", "--strategies", "ddp", "ddp_sharded", "fsdp"]
+    script = [sys.executable, str(ROOT / "benchmarks/drawn_memory.py"), "--results", str(results)]
+    done = subprocess.run([*script, *options], capture_output=True, text=True, check=True)
+    cells = [json.loads(line) for line in results.read_text().splitlines()]
+    assert len(cells) == 12
+    assert all(0.95 < cell["predicted"] / cell["tensors"] < 1.05 for cell in cells), done.stdout
+    assert "tensors: 12 of 12 cells are within 10%" in done.stdout
+
+
+@pytest.mark.parametrize(("foreach", "temporary"), [(False, 2 * 90_000), (True, 90_000)])
+def test_the_rank_with_the_largest_parameter_is_planned(foreach: bool, temporary: int) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(10, 300), nn.Linear(300, 300))
+
+    # Of 93,600 numbers the weight of the second layer is on one rank, and the rest on the other.
+    optimizer = partial(torch.optim.AdamW, foreach=foreach)
+    memory = planned(
+        model, torch.zeros(1, 10), "ddp_sharded", devices=2, optimizer=optimizer
+    ).memory
+    assert memory.optimizer == pytest.approx(2 * 4 * 90_000, rel=0.001)
+    assert memory.temporary == pytest.approx(4 * temporary, rel=0.01)
+
+
 def test_measured_cells_are_put_beside_those_of_a_page(tmp_path: Path) -> None:
     cell = {"model": "lstm", "strategy": "ddp", "precision": "32-true", "checkpointing": False}
     again = {**cell, "checkpointing": True, "model": "vit"}

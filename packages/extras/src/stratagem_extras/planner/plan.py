@@ -531,14 +531,18 @@ class Planner:
         try:
             with simulated_group(components):
                 (strategy := spec.build()).bind(components)
-                phases = self._estimated(strategy, spec, alone)
+                phases = self._estimated(strategy, spec, alone, foreach)
         except Exception as error:
             why = format_text(f"{type(error).__name__}: {error}", 200)
             return PlannedStrategy(spec.name, alike, why_not=why)
         return row(strategy, phases, "computed")
 
     def _estimated(
-        self, strategy: Strategy, spec: StrategySpec, alone: dict[str, PlannedMemory]
+        self,
+        strategy: Strategy,
+        spec: StrategySpec,
+        alone: dict[str, PlannedMemory],
+        foreach: bool,
     ) -> dict[str, PlannedMemory]:
         """Return a strategy's estimate; what it adds to a step in one process is communication."""
         estimated = strategy.estimate_memory(alone, spec.shards)
@@ -548,7 +552,38 @@ class Planner:
             made = PlannedMemory(**{**asdict(before), **asdict(memory)})
             more = max(0, made.working - before.working)
             phases[phase] = replace(made, communication=before.communication + more)
-        return phases
+        share = getattr(strategy, "largest_share", None)
+        return phases if share is None else self._unevenly(share, phases, alone, foreach)
+
+    def _unevenly(
+        self,
+        share: Callable[[Iterable[int]], float],
+        phases: dict[str, PlannedMemory],
+        alone: dict[str, PlannedMemory],
+        foreach: bool,
+    ) -> dict[str, PlannedMemory]:
+        """Return the estimate for the rank that steps most parameters.
+
+        A strategy that keeps each parameter's state on one rank says by a method `largest_share`
+        which part the fullest one has. It has the largest parameter, whose temporary tensors are
+        the largest too. If the optimizer steps all parameters at once, these have that part.
+        """
+        trained = [p.numel() for p in self.model.model.parameters() if p.requires_grad]
+        part = share(trained)
+        together = self._steps_all_at_once(foreach)
+        made = {}
+        for phase, memory in phases.items():
+            state = round(part * alone[phase].optimizer)
+            less = round((1 - part) * memory.temporary) if together and phase == "step" else 0
+            made[phase] = replace(memory, optimizer=state, working=memory.working - less)
+        return made
+
+    def _steps_all_at_once(self, foreach: bool) -> bool:
+        """Whether the optimizer does so, where `foreach` is the default of its device."""
+        with self.model.mode:
+            options = self.workload.optimizer(self.model.model).defaults
+        chosen = options.get("foreach")
+        return bool(foreach and not options.get("fused") if chosen is None else chosen)
 
     def _in_one_process(
         self, simulate: Callable[[Strategy, Workload], dict[str, PlannedMemory]], foreach: bool

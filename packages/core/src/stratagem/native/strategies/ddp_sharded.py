@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -112,6 +112,20 @@ class DDPShardedStrategy(DDPStrategy):
                 ],
             },
         )
+
+    def largest_share(self, sizes: Iterable[int]) -> float:
+        """Return the part of the optimizer's state on the fullest rank, for `stratagem plan`.
+
+        torch's `ZeroRedundancyOptimizer` gives the largest parameter that is left to the rank that
+        has least.
+
+        Args:
+            sizes: of the trained parameters.
+        """
+        held = [0] * self.components.device_count
+        for size in sorted(sizes, reverse=True):
+            held[held.index(min(held))] += size
+        return max(held) / max(1, sum(held))
 
     def _gather_on_rank_0(self, own: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """Return every rank's entries on rank 0, and `own` elsewhere.
