@@ -175,10 +175,9 @@ def explain_shards(error: RuntimeError) -> UserCodeError | None:
     return UserCodeError(
         "a sharded parameter (a DTensor) was used where a whole tensor is needed: outside of its "
         "forward pass a model has shards. Call the model itself rather than its layers, under "
-        "torch.no_grad(), on every rank. With manual optimization call children of the Module as "
-        "modules, self.net(x); for another method of a child, call torch.distributed.fsdp."
-        "register_fsdp_forward_method(self.net, 'method') in on_fit_start. Read or save whole "
-        "weights as parameter.full_tensor(), on every rank, or convert a plain tensor by "
-        "torch.distributed.tensor.distribute_tensor(tensor, parameter.device_mesh, "
-        "parameter.placements)"
+        "torch.no_grad(), on every rank; read or save whole weights as parameter.full_tensor(), "
+        "on every rank; or convert a plain tensor by torch.distributed.tensor.distribute_tensor("
+        "tensor, parameter.device_mesh, parameter.placements). With manual optimization call "
+        "children of the Module as modules, self.net(x); for another method of a child, call "
+        "torch.distributed.fsdp.register_fsdp_forward_method(self.net, 'method') in on_fit_start"
     )
