@@ -12,11 +12,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/src"))
 
-MOST_LINES = 26_000
+MOST_LINES = 28_300
 MOST_FILES = 13
 MOST_FILLER = 0.08
-MOST_FILES_OF_CORE = 220
-MOST_BROUGHT_ALONG = {"import of Lite": 7_750, "fit of a Trainer": 17_050}
+MOST_FILES_OF_CORE = 233
+MOST_BROUGHT_ALONG = {"import of Lite": 8_600, "fit of a Trainer": 18_800}
 
 
 def load_structure() -> ModuleType:

@@ -18,7 +18,7 @@ module, and is returned by its module."""
 
 
 class Following:
-    """Announces what a forward pass tells an engine of stage 3, and tells another rank's engine.
+    """Announces the modules of a forward pass at stage 3, and runs them on another rank.
 
     Numbers are `5 * index` of a module or parameter, plus what happens.
 
@@ -37,7 +37,7 @@ class Following:
 
     @contextmanager
     def announcing(self, announce: Callable[[int], None]) -> Iterator[None]:
-        """Announce what happens before it happens.
+        """Return a context that announces each event of forward passes before it happens.
 
         Args:
             announce: called with the number.
@@ -81,7 +81,7 @@ class Following:
 
     @torch.no_grad()
     def follow(self, announced: Iterable[int]) -> None:
-        """Let the engine see what another rank announces.
+        """Repeat the announced events, so that the engine gathers the same parameters.
 
         Args:
             announced: the numbers.

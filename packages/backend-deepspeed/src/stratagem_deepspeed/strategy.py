@@ -515,12 +515,12 @@ class DeepSpeedStrategy(ParallelStrategy):
     def lead_evaluation_step(
         self, prepared: PreparedModel, announce: Callable[[int], None]
     ) -> AbstractContextManager[Any]:
-        """Return a context that announces what the engine sees of forward passes, at stage 3."""
+        """Return a context that announces the events of forward passes, at stage 3."""
         following = self._following(prepared)
         return contextlib.nullcontext() if following is None else following.announcing(announce)
 
     def follow_evaluation_step(self, prepared: PreparedModel, announced: Iterator[int]) -> None:
-        """Let this rank's engine see what another rank announces."""
+        """Repeat the announced events of forward passes in this rank's engine."""
         following = self._following(prepared)
         if following is None:
             super().follow_evaluation_step(prepared, announced)
