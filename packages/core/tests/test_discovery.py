@@ -166,6 +166,8 @@ def test_nothing_on_the_path_takes_the_place_of_core(
         f"stratagem: entry points: stratagem-core 9.9 lies in {str(place.folder)!r}, but "
         f"{__version__} runs: remove it there, or reinstall stratagem-core."
     )
+    # Checks of plugins ask for this process's registry.
+    monkeypatch.setattr("stratagem.discovery.registry._registry", registry)
     assert told in examine(registry, {}).problems()
 
 
