@@ -389,3 +389,50 @@ def test_a_config_may_be_of_namespaces_and_describe_callbacks_that_are_always_th
     assert cli.config["model"]["rate"] == 0.5
     found = [c for c in cli.trainer.callbacks if isinstance(c, LearningRateMonitor)]
     assert [callback.logging_interval for callback in found] == [None, "epoch"]
+
+
+class Noted(Line):
+    """Is given the path of the checkpoint that a run continues from."""
+
+    def __init__(self, width: int = 2, rate: float = 0.1, note: str | None = None) -> None:
+        super().__init__(width, rate)
+        self.note = note
+
+
+class Linked(TrainerCLI):
+    def add_arguments_to_parser(self, parser: parsing.TrainerArgumentParser) -> None:
+        parser.link_arguments("ckpt_path", "model.note")
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_a_config_of_a_subcommand_is_read_without_subcommands(command: str, tmp_path: Path) -> None:
+    class NotRun(TrainerCLI):
+        def _run_subcommand(self, subcommand: str) -> None:
+            text = self._parser().dump(self._of_subcommand(self.config), skip_unset=False)
+            (tmp_path / "config.yaml").write_text(text)
+
+    NotRun(Line, args=[command, *QUIET, "--model.rate=0.5"])
+    saved = tmp_path / "config.yaml"
+    assert "ckpt_path" in yaml.safe_load(saved.read_text())
+    cli = TrainerCLI(Line, args=["--config", str(saved)], run=False)
+    assert cli.model.hparams.rate == 0.5
+    assert "ckpt_path" not in cli.config
+
+
+def test_ckpt_path_may_be_linked_to_an_argument_of_the_model() -> None:
+    cli = Linked(Noted, args=[*QUIET, "--ckpt_path=a.ckpt"], run=False)
+    assert (cli.model.note, cli.config["ckpt_path"]) == ("a.ckpt", "a.ckpt")
+
+    class NotRun(Linked):
+        def _run_subcommand(self, subcommand: str) -> None:
+            pass
+
+    assert NotRun(Noted, args=["fit", *QUIET, "--ckpt_path=b.ckpt"]).model.note == "b.ckpt"
+
+
+def test_a_program_without_subcommands_may_have_a_ckpt_path_of_its_own() -> None:
+    class Own(TrainerCLI):
+        def add_arguments_to_parser(self, parser: parsing.TrainerArgumentParser) -> None:
+            parser.add_argument("--ckpt_path", type=str, default="last")
+
+    assert Own(Line, args=QUIET, run=False).config["ckpt_path"] == "last"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from argparse import SUPPRESS
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -137,6 +138,8 @@ class TrainerArgumentParser(ArgumentParser):  # type: ignore[misc]  # checked wi
         callback_keys: where the config has callbacks that go to the Trainer.
         optimizers, schedulers: by key in the config, the class, or a tuple of bases, and the key
             that it is linked to.
+        run_arguments: the names of arguments of subcommands, for a program without subcommands.
+        added_run_arguments: those of them that the program has not added itself.
     """
 
     def __init__(
@@ -153,6 +156,25 @@ class TrainerArgumentParser(ArgumentParser):  # type: ignore[misc]  # checked wi
         self.callback_keys: list[str] = []
         self.optimizers: dict[str, tuple[Any, str]] = {}
         self.schedulers: dict[str, tuple[Any, str]] = {}
+        self.run_arguments: set[str] = set()
+        self.added_run_arguments: list[str] = []
+
+    def add_run_arguments(self, names: Iterable[str]) -> None:
+        """Accept arguments of subcommands, as a config that a subcommand has saved contains them.
+
+        Args:
+            names: the names; those that the parser has are left alone.
+        """
+        for name in sorted(names):
+            if f"--{name}" not in self._option_string_actions:
+                self.add_argument(f"--{name}", type=Any, help=SUPPRESS)
+                self.added_run_arguments.append(name)
+
+    def link_arguments(self, source: str | tuple[str, ...], *args: Any, **kwargs: Any) -> None:
+        """Link arguments; see `jsonargparse.ArgumentParser.link_arguments`."""
+        sources = (source,) if isinstance(source, str) else source
+        self.add_run_arguments(self.run_arguments.intersection(sources))
+        super().link_arguments(source, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print an error, without the lines that do not help, and end with exit code 2."""

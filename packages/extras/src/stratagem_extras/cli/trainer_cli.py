@@ -62,7 +62,8 @@ class TrainerCLI:
         parser_class: makes the parsers.
         subclass_mode_model, subclass_mode_data: take subclasses of the class that was given.
         args: a list of texts, or a dict; None: the process's arguments.
-        run: run the subcommand; False: only make trainer, model and datamodule.
+        run: run the subcommand; False: only make trainer, model and datamodule. The arguments of
+            the subcommands, such as `ckpt_path`, are in `config` then, if they are given.
         auto_configure_optimizers: let `--optimizer` and `--lr_scheduler` make
             `configure_optimizers`.
 
@@ -138,18 +139,23 @@ class TrainerCLI:
         names = self.subcommands()
         own = {name: value for name, value in parser_kwargs.items() if name not in names}
         self.parser = self.init_parser(**own)
-        if not add_subcommands:
-            self._add_arguments(self.parser)
-            return
         given = self.trainer_class
         trainer = given if isinstance(given, type) else class_from_function(given)
+        if not add_subcommands:
+            for name, skipped in names.items():
+                own_names = inspect.signature(getattr(trainer, name)).parameters.keys()
+                self.parser.run_arguments |= own_names - skipped - {"self"}
+            self._add_arguments(self.parser)
+            self.parser.add_run_arguments(self.parser.run_arguments)
+            return
         added = self.parser.add_subcommands()
         for name, skipped in names.items():
             about = (getattr(trainer, name).__doc__ or "").strip().partition("\n")[0]
             options = {"description": about, **parser_kwargs.get(name, {})}
             parser = self._subparsers[name] = self.init_parser(**options)
-            self._add_arguments(parser)
+            # First, so that others may be linked to them.
             self._arguments_of[name] = parser.add_method_arguments(trainer, name, skip=skipped)
+            self._add_arguments(parser)
             added.add_subcommand(name, parser, help=about)
 
     def _add_arguments(self, parser: TrainerArgumentParser) -> None:
@@ -220,6 +226,9 @@ class TrainerCLI:
             self.config = parser.parse_object(_plain(args))
         else:
             self.config = parser.parse_args(args)
+        for name in parser.added_run_arguments:
+            if self.config.get(name) is None:
+                self.config.pop(name, None)
 
     def _parser(self) -> TrainerArgumentParser:
         return self.parser if self.subcommand is None else self._subparsers[self.subcommand]
