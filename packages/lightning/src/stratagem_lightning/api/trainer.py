@@ -403,7 +403,8 @@ class Trainer(trainer.Trainer):
     ) -> Any:
         """Return a loader that reads one rank's part of the data, in Lightning's order."""
         advice.warn_of_loader(loader, what)
-        ask_for_iterator(loader, what, self.run)
+        if self._run is not None:  # it is None while a Tuner opens the data
+            ask_for_iterator(loader, what, self._run)
         loader = seed_workers_once(loader, self.global_rank)
         if not self._divides_data:
             return loader
