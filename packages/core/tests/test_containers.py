@@ -189,7 +189,7 @@ def test_map_items_returns_a_container_without_changes_itself() -> None:
     plain = (Keyed(2, x=1), Boxes("cat.png", (1,)), Pair(1, 2), bytearray(2))
     assert all(map_tensors(torch.neg, one) is one for one in plain)
     assert map_items(abs, 3) == 3
-    assert map_tensors(torch.neg, torch.Size([2])) == torch.Size([2])
+    assert type(map_tensors(torch.neg, [torch.Size([2])])[0]) is torch.Size
 
 
 def test_map_items_calls_the_function_once_for_each_item_in_order() -> None:

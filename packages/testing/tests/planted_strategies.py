@@ -120,7 +120,8 @@ class LastMicroBatchOnly(DDPStrategy):
     def accumulate(
         self, prepared: PreparedModel, step: TrainStep, micro_batch: Any, count: int
     ) -> bool:
-        prepared.clear_gradients[0]()
+        for optimizer in prepared.optimizers:
+            optimizer.zero_grad()
         return super().accumulate(prepared, step, micro_batch, count)
 
 
@@ -3272,16 +3273,14 @@ class SaysReplicated(NotAveraged):
     """parameters='same' of ranks that step on their own."""
 
 
-class SaysBackwardInForward(FSDPStrategy):
-    """backward_in_forward=True, where a backward in forward has no effect."""
+class SaysBackwardInForward(DDPStrategy):
+    """backward_in_forward=True, where each rank keeps its own gradients of such a backward."""
 
-    capabilities = Capabilities(
-        launchers=None,
-        one_process=False,
-        many_devices=True,
-        sharded_state=True,
-        allows_uneven_eval=False,
-    )
+    @contextmanager
+    def backward_in_forward(self, prepared: PreparedModel) -> Iterator[None]:
+        model: Any = prepared.module
+        with model.no_sync():
+            yield
 
 
 class SaysSharded(DDPStrategy):

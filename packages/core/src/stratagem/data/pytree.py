@@ -15,7 +15,9 @@ from torch.utils._pytree import SUPPORTED_NODES
 
 from stratagem.errors import UserCodeError
 
-_ATOMS = frozenset({str, int, float, bool, complex, bytes, bytearray, array, type(None)})
+_ATOMS = frozenset(
+    {str, int, float, bool, complex, bytes, bytearray, array, type(None), torch.Size}
+)
 """Common classes without tensors."""
 
 

@@ -270,7 +270,7 @@ class DDPStrategy(ParallelStrategy):
             try:
                 prepared.module.reducer._check_reducer_finalized()
             except RuntimeError as error:
-                raise explain(error, prepared.module) or error from None
+                raise self.explain(prepared, error) or error from None
         result = super().optimizer_step(prepared, optimizer, closure)
         if self.communication_hook.averaging_period is not None:
             averager = self._averager_of(optimizer)
