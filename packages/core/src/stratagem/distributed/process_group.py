@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from stratagem.interfaces.ranks import DataSplit, Ranks, ReduceOp
 from stratagem.launch import network
 from stratagem.launch.network import allow_connections, warn_of_agents_limit
 from stratagem.launch.rank import (
+    STORE_VARIABLE,
     at_end_of_rank,
     exit_with_error,
     record_failure,
@@ -510,19 +512,15 @@ def join_process_group(
 def _join_store(
     ranks: Ranks, environment: ClusterEnvironment, limit: timedelta, *, several_nodes: bool
 ) -> Any:
-    """Return the store shared by all ranks: a file of this user, or a port of rank 0.
+    """Return the store shared by all ranks, held by rank 0 or by the process that started it.
 
-    At a port the store accepts requests from any client. It therefore listens on loopback if all
-    ranks are on one node, else only on the interface that leads to the other nodes.
+    The store accepts requests from any client. It therefore listens on loopback if all ranks are on
+    one node, else only on the interface that leads to the other nodes.
     """
-    if not several_nodes and (path := environment.store_file) is not None:
-        file_store = dist.FileStore(path, ranks.world_size)  # type: ignore[attr-defined]
-        file_store.set_timeout(limit)
-        return file_store
     main_address = environment.main_address if several_nodes else network.LOOPBACK
     main_port = environment.main_port
     listen_fd = None
-    is_holder = ranks.is_global_zero
+    is_holder = ranks.is_global_zero and os.environ.get(STORE_VARIABLE) != "parent"
     if is_holder:
         allow_connections(ranks.world_size)
         # Rank 0 may already have a listening socket, so that no other program can take the port

@@ -6,7 +6,7 @@ import os
 import signal
 
 from stratagem.errors import ConfigurationError
-from stratagem.launch.rank import LISTEN_FD_VARIABLE, STORE_VARIABLE
+from stratagem.launch.rank import LISTEN_FD_VARIABLE
 
 
 class ClusterEnvironment:
@@ -58,14 +58,6 @@ class ClusterEnvironment:
     def main_port(self) -> int:
         """TCP port on which rank 0 listens."""
         return self._number("MASTER_PORT", 29500)
-
-    @property
-    def store_file(self) -> str | None:
-        """Path of the file by which ranks on one node meet; None: they meet at `main_port`.
-
-        Unlike a port, the file is accessible to this user only. Ignored if there are several nodes.
-        """
-        return os.environ.get(STORE_VARIABLE)
 
     def take_listener(self) -> int | None:
         """Return the file descriptor of a socket that listens on `main_port`; once, on rank 0.

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import struct
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from stratagem import _platform
+from stratagem._platform import optional_module
 from stratagem.errors import ConfigurationError
 
-resource = _platform.optional_module("resource")
+resource = optional_module("resource")
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
 # Addresses reserved for documentation. Connecting a datagram socket sends nothing: it only looks up
@@ -38,49 +36,6 @@ _OTHERS = 256
 def make_store(kind: Callable[..., Any]) -> Callable[..., Any]:
     """Return torch's class TCPStore, with the option that its builds for Windows need."""
     return kind if sys.platform != "win32" else partial(kind, use_libuv=False)
-
-
-def make_store_file(folder: str | os.PathLike[str] | None = None) -> str | None:
-    """Return the path of a new file by which the ranks of one node meet (torch's FileStore).
-
-    The file lies in a folder of its own that only this user can enter, whereas any user of the node
-    can connect to a port.
-
-    Args:
-        folder: where to make the folder; None: in the folder for temporary files.
-
-    Returns:
-        The path. None: there is no such folder, or its file system has no locks, so the ranks meet
-        at a port.
-
-    Example:
-        >>> path = make_store_file()
-        >>> remove_store_file(path)
-    """
-    try:
-        path = f"{tempfile.mkdtemp(prefix='stratagem-store-', dir=folder)}/store"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            _platform.lock(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError:
-        return None
-    return path
-
-
-def remove_store_file(path: str | None) -> None:
-    """Remove a file of `make_store_file` with its folder; None: do nothing."""
-    if path is not None:
-        shutil.rmtree(os.path.dirname(path), ignore_errors=True)  # noqa: PTH120 - no pathlib here
-
-
-def is_store_timeout(error: RuntimeError) -> bool:
-    """Return whether a store's error says that a key was not set in time.
-
-    A TCPStore raises DistStoreError, and a FileStore a bare RuntimeError.
-    """
-    return "timeout" in str(error).lower()
 
 
 def free_port() -> int:

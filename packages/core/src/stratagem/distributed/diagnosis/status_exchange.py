@@ -16,7 +16,6 @@ from typing import Any
 import torch.distributed as dist
 
 from stratagem.errors import format_text
-from stratagem.launch.network import is_store_timeout
 
 _Answers = queue.SimpleQueue[tuple[Any, Exception | None]]
 _Call = tuple[Callable[..., Any], tuple[Any, ...], _Answers]
@@ -255,9 +254,10 @@ class StatusExchange:
                 self._waiting.wait([self._message(self._rank, self._messages)], _WAIT)
                 if not self._left.is_set():
                     self.receive(self._waiting)
-            except RuntimeError as error:
-                if not is_store_timeout(error):
-                    return  # the process that held the store has ended
+            except dist.DistStoreError:
+                continue  # a timeout without a message
+            except RuntimeError:
+                return  # the process that held the store has ended
 
     def receive(self, store: Any) -> None:
         """Process the next message, which must have arrived: answer it, or read the summary.

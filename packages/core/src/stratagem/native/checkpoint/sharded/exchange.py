@@ -10,9 +10,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
 
+from torch.distributed import DistStoreError
+
 from stratagem.errors import CheckpointSaveError
 from stratagem.interfaces.ranks import Ranks
-from stratagem.launch.network import is_store_timeout
 
 T = TypeVar("T")
 
@@ -137,7 +138,7 @@ class StoreExchange:
             # A thread of its own: nothing else ends a wait in a store.
             threading.Thread(target=call, name="stratagem-save-wait", daemon=True).start()
         outcome = self._outcomes.get()
-        if self._stopped or (outcome[1] is not None and is_store_timeout(outcome[1])):
+        if self._stopped or isinstance(outcome[1], DistStoreError):
             raise CheckpointSaveError(
                 f"rank {self._awaited} has not written its share of a checkpoint, so nothing was "
                 "saved"
