@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -210,6 +211,8 @@ _OPERATIONS = {
 
 _statuses: RankStatuses | None = None
 """Of this process: there is one process group, whatever the number of strategies."""
+_meetings = count(1)
+"""Numbers of the places where ranks meet; Trainers in one process share the store, and these."""
 
 
 @with_former_names
@@ -245,7 +248,6 @@ class ProcessGroupRanks(Ranks):
             world_size=world_size,
             data_splits=data_splits,
         )
-        self._ends = 0
         self._groups: dict[tuple[int, ...], Any] = {}
         """The process groups of `among`."""
 
@@ -418,16 +420,14 @@ class ProcessGroupRanks(Ranks):
     def end_together(self, did: str) -> None:
         """Wait for every rank, without a collective; see `Ranks.end_together`."""
         if _statuses is not None:
-            self._ends += 1
-            place = f"end/{self._ends}"
+            place = f"end/{next(_meetings)}"
             _statuses.mark("done", place)
             _wait_for_others(_statuses, partial(_statuses.staying, place), did)
 
     def meet(self, did: str, *, failed: bool = False) -> None:
         """Wait for every rank, without a collective; see `Ranks.meet`."""
         if _statuses is not None:
-            self._ends += 1
-            place = f"end/{self._ends}"
+            place = f"end/{next(_meetings)}"
             _statuses.mark("failed" if failed else "done", place)
             if not failed:
                 _wait_for_steps(_statuses, place, did)
