@@ -452,7 +452,7 @@ def test_an_objection_that_fails_stops_its_own_strategy_only(program: Program) -
     write(program, "averaging_classes", CLASSES)
     rows = {row["name"]: row for row in program.json("strategies", "--all")}
     assert rows["averaging"]["why_not"].startswith(
-        "the incompatible_because of the strategy 'averaging' failed with AttributeError: "
+        "the incompatible_because of the strategy 'averaging' failed with MissingAttribute: "
     )
     assert rows["ddp"]["usable"]
     assert program.json("doctor", "averaging", code=1)["problems"] == [

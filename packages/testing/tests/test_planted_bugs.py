@@ -321,7 +321,7 @@ PLANTED = [
     ("KeepsLosses", "life/memory", "of torch.float32[] with the graph of MseLossBackward0"),
     ("SavesAnAverage", "steps/gradient", "model_state(prepared) returns other weights"),
     ("SavesAnAverage", "losses/tied", "and model_state(prepared) returns two different values"),
-    ("KeepsErrors", "life/freed", "tensors after one, two, three and four fits"),
+    ("KeepsErrors", "life/freed", "tensors after two, three and four fits"),
     ("RefusesScaledLosses", "precisions/scaled loss", "Capabilities.precisions is None"),
 ]
 # Whose losses need not be those of single_device.
