@@ -67,6 +67,20 @@ def test_an_override_that_is_never_called_is_refused(
     )
 
 
+def test_a_bar_of_another_form_is_refused_with_what_to_write() -> None:
+    bar = override(callbacks.RichProgressBar, "_init_progress")
+    with pytest.raises(UserCodeError) as raised:
+        Trainer(**{**QUIET, "callbacks": bar, "enable_progress_bar": True}).fit(BoringModel())
+    assert str(raised.value) == (
+        "Mine overrides _init_progress of RichProgressBar, which Lightning calls and Stratagem "
+        "does not: the run would differ silently. Override get_metrics to choose the values, or "
+        "pass theme=RichProgressBarTheme(...) for their format; for a bar of another form, "
+        "subclass "
+        "TQDMProgressBar, whose init_train_tqdm and its like are called, or ProgressBar, and draw "
+        "it in on_train_batch_end"
+    )
+
+
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
 def test_models_and_datamodules_are_looked_at_in_each_stage(stage: str) -> None:
     run = getattr(Trainer(**QUIET), stage)

@@ -51,6 +51,7 @@ from stratagem_lightning.api.core.states import TrainerState
 from stratagem_lightning.api.instance_check import Shown
 from stratagem_lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardLogger
 from stratagem_lightning.api.plugins.layer_sync import expand_layer_sync
+from stratagem_lightning.api.strategies.called import call_around_backward, call_at_load
 from stratagem_lightning.api.strategies.single_device import belongs_to
 from stratagem_lightning.api.utilities.data import weight_of
 from stratagem_lightning.api.utilities.phrases import in_lightnings_words
@@ -390,12 +391,13 @@ class Trainer(trainer.Trainer):
         draw_at_reload(run)
         if dataloader_iter.takes_dataloader_iter(run.module.training_step):
             self._fit_step = dataloader_iter.ReadingStep(run, prepared)
-            return self._fit_step
+            return call_around_backward(self._fit_step, run)
         self._fit_step = step = super().make_train_step(run, prepared)
         step.counts_each_loss = True
         check_manual_outputs(step, run)
         pass_none_without_batch(step)
-        clear_before_backward(divide_loss_in_hook(step, run), run, prepared)
+        call_around_backward(divide_loss_in_hook(step, run), run)
+        clear_before_backward(step, run, prepared)
         return validate_at_stop(divide_by_whole_window(step, run), run, prepared)
 
     def make_sharded_loader(
@@ -437,6 +439,7 @@ class Trainer(trainer.Trainer):
     def _run_on_rank(self, job: Any) -> Any:
         """Run, and forget before another run what was logged in the one before."""
         cast_each_time(self.strategy)
+        call_at_load(self.strategy)
         if job.stage != "fit":
             self._latest = self._new_metrics()
         else:

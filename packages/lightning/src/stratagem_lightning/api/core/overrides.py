@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 from stratagem.errors import UserCodeError
 from stratagem.trainer import is_users
 from stratagem_lightning.api.instance_check import Shown
+
+# What strategies have of Lightning's methods.
+from stratagem_lightning.api.strategies import called as called
 from stratagem_lightning.api.utilities.exceptions import UserRuntimeError, UserTypeError
 
 if TYPE_CHECKING:
@@ -53,10 +56,11 @@ def refuse_uncalled_overrides(objects: Iterable[object]) -> None:
             # A class of ours between the two may have it.
             found = [name for name in found if not is_called(base, name)]
             if found:
+                advice = next((_ADVICE[name] for name in found if name in _ADVICE), _USUALLY)
                 raise UserCodeError(
                     f"{type(each).__name__} overrides {', '.join(found)} of {base.__name__}, which "
-                    "Lightning calls and Stratagem does not: the run would differ silently. Move "
-                    "the code into a hook (such as on_validation_end) or a method that both have"
+                    "Lightning calls and Stratagem does not: the run would differ silently. "
+                    + advice
                 )
 
 
@@ -120,12 +124,23 @@ def is_called(kind: type, name: str) -> bool:
     return hasattr(kind, name) and not isinstance(inspect.getattr_static(kind, name, None), Shown)
 
 
+_USUALLY = "Move the code into a hook (such as on_validation_end) or a method that both have"
+_OF_BAR = (
+    "Override get_metrics to choose the values, or pass theme=RichProgressBarTheme(...) for their "
+    "format; for a bar of another form, subclass TQDMProgressBar, whose init_train_tqdm and its "
+    "like are called, or ProgressBar, and draw it in on_train_batch_end"
+)
+_ADVICE = dict.fromkeys(
+    ("_init_progress", "configure_columns", "_update_metrics", "_add_task", "_update"), _OF_BAR
+)
+"""By an overridden method, what to write in its place."""
+
 _ONLY_READ = {
     "Strategy": frozenset(
         (
             *("all_gather", "barrier", "broadcast", "reduce", "reduce_boolean_decision"),
             *("global_rank", "is_global_zero", "local_rank", "node_rank", "world_size"),
-            *("model", "optimizers", "root_device"),
+            *("model", "optimizers"),
         )
     ),
     "Module": frozenset(("configure_sharded_model", "device_mesh", "on_gpu")),

@@ -27,6 +27,7 @@ from stratagem.trainer import Trainer
 # `strategy.accelerator` answers what Lightning's do once this module is imported.
 from stratagem_lightning.api.accelerators import accelerator as accelerator
 from stratagem_lightning.api.instance_check import InstanceCheck, of_class
+from stratagem_lightning.api.strategies.called import call_in_setup
 from stratagem_lightning.api.strategies.filtering import Filter, filtered
 from stratagem_lightning.api.utilities.exceptions import UserRuntimeError, UserTypeError
 
@@ -37,8 +38,12 @@ _trainers: WeakKeyDictionary[strategies.Strategy, ref[Any]] = WeakKeyDictionary(
 
 
 def belongs_to(strategy: strategies.Strategy, trainer: Any) -> None:
-    """Tell a strategy its Trainer, which has the model and optimizers that users ask it for."""
+    """Tell a strategy its Trainer, which has the model and optimizers that users ask it for.
+
+    The strategy's overrides of Lightning's methods are called from now on.
+    """
     _trainers[strategy] = ref(trainer)
+    call_in_setup(strategy)
 
 
 def trainer_of(strategy: strategies.Strategy) -> Any:
@@ -95,11 +100,11 @@ class _SetUpAgain(NamedTuple):
 
 _OF_TRAINER: dict[str, Callable[[Any], Any]] = {
     "lightning_module": lambda trainer: trainer.lightning_module,
+    "_lightning_module": lambda trainer: trainer.lightning_module,
     "lr_scheduler_configs": lambda trainer: trainer.lr_scheduler_configs,
     "setup_optimizers": _SetUpAgain,
     "launcher": lambda trainer: trainer.plan.launcher,
     "batch_to_device": _to_device,
-    "load_checkpoint": lambda trainer: trainer.strategy.checkpoint_io.load_checkpoint,
     "remove_checkpoint": lambda trainer: trainer.strategy.checkpoint_io.remove_checkpoint,
 }
 """What a strategy of Lightning's has of its Trainer."""
