@@ -80,6 +80,23 @@ class Logs(Module):
         return SGD(self.parameters(), lr=0.1)
 
 
+class Graphs:
+    """A container with the methods of PyTorch Geometric's data."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __copy__(self) -> Graphs:
+        return Graphs(self.x)
+
+    def to(self, device: torch.device) -> Graphs:
+        return self.apply(lambda tensor: tensor.to(device))
+
+    def apply(self, function: Any) -> Graphs:
+        self.x = function(self.x)
+        return self
+
+
 def numbers(count: int = 10, batch_size: int = 4) -> DataLoader[Any]:
     """0.0, 1.0, ... in batches; with the defaults of 4, 4 and 2."""
     return DataLoader(torch.arange(float(count)), batch_size=batch_size)  # type: ignore[arg-type]
@@ -230,6 +247,7 @@ def weighted(forms: list[Any]) -> float:
         lambda n: [(torch.tensor(1.0), torch.ones(5)) for _ in range(n)],
         lambda n: [{"x": torch.ones(n, 2)}, torch.ones(n)],
         lambda n: ("train", [["a"] * 9, torch.ones(n, 7)]),
+        lambda n: Graphs(torch.ones(n, 7)),
     ],
 )
 def test_the_number_of_samples_is_inferred(form: Any) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
+from stratagem.data.pytree import map_items
 from stratagem.launch.rank_zero import rank_zero_warn
 
 _CHECKED = 16
@@ -86,13 +86,15 @@ def _sizes(batch: Any) -> Iterator[int]:
 
 
 def _parts(data: Any) -> Iterator[Any]:
-    """Yield all parts of a batch that are no containers."""
-    if isinstance(data, Mapping):
-        data = data.values()
-    elif dataclasses.is_dataclass(data):
-        data = [getattr(data, field.name) for field in dataclasses.fields(data)]
-    elif not isinstance(data, (list, tuple)):
+    """Yield the items of a batch, and of the containers in it, that are no containers."""
+    items: list[Any] = []
+
+    def keep(item: Any) -> Any:
+        items.append(item)
+        return item
+
+    map_items(keep, data)
+    if not items:
         yield data
-        return
-    for part in data:
-        yield from _parts(part)
+    for item in items:
+        yield from (item,) if isinstance(item, Tensor) else _parts(item)
