@@ -221,7 +221,7 @@ def test_a_class_of_a_backend_that_is_not_installed_can_be_imported(
         ("from lightning.pytorch import Unheard", "has no 'lightning.pytorch.Unheard'"),
         ("import pytorch_lightning.unheard", "has no 'lightning.pytorch.unheard'"),
         ("from lightning.pytorch.callbacks.timer import Unheard", "callbacks.timer.Unheard'"),
-        ("import lightning.pytorch.loops.fit_loop", "use Trainer's attributes, and stratagem.Lite"),
+        ("import lightning.pytorch.loops.progress", "use Trainer's attributes, and stratagem.Lite"),
         ("import lightning.pytorch.utilities.upgrade_checkpoint", "use Lightning's own, where"),
         ("from lightning.pytorch import Trainr", "Trainr'; did you mean 'Trainer'?"),
         ("from lightning.pytorch.callbacks import ModelCheckpiont", "mean 'ModelCheckpoint'?"),

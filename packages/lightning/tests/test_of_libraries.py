@@ -102,6 +102,86 @@ def test_a_checkpoint_callback_may_write_a_folder_of_its_own(tmp_path: Path) -> 
     assert (saver._every_n_train_steps, saver._every_n_epochs) == (2, 0)
 
 
+class Values(BoringModel):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("value", (3.0, 1.0, 2.0, 0.5)[self.current_epoch])
+
+
+class Late(ModelCheckpoint):
+    """Saves no best one in the first epoch, and notes its last checkpoints."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.seen: list[Any] = []
+
+    def _save_topk_checkpoint(self, trainer: Any, monitor_candidates: dict[str, Any]) -> None:
+        if trainer.current_epoch > 0:
+            super()._save_topk_checkpoint(trainer, monitor_candidates)
+
+    def _save_last_checkpoint(self, trainer: Any, monitor_candidates: dict[str, Any]) -> None:
+        super()._save_last_checkpoint(trainer, monitor_candidates)
+        self.seen.append((int(monitor_candidates["step"]), Path(self.last_model_path).name))
+
+
+class WithoutLast(Late):
+    """Has its own way to keep the last checkpoint."""
+
+    def _save_topk_checkpoint(self, trainer: Any, monitor_candidates: dict[str, Any]) -> None:
+        if self.monitor is None:
+            self._save_none_monitor_checkpoint(trainer, monitor_candidates)
+        else:
+            self._save_monitor_checkpoint(trainer, monitor_candidates)
+
+    def _save_last_checkpoint(self, trainer: Any, monitor_candidates: dict[str, Any]) -> None:
+        self.seen.append((int(monitor_candidates["step"]), sorted(self.best_k_models.values())))
+
+
+BEST, LAST = "epoch=3-step=8.ckpt", "last.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "files", "seen"),
+    [
+        (Late, {"monitor": "value"}, [BEST], [(4, ""), (8, "")]),
+        (Late, {"monitor": "value", "save_last": True}, [BEST, LAST], [(4, LAST), (8, LAST)]),
+        (
+            Late,
+            {"every_n_train_steps": 2, "save_last": True},
+            [BEST, LAST],
+            [(2, LAST), (4, LAST), (6, LAST), (8, LAST)],
+        ),
+        (
+            WithoutLast,
+            {"monitor": "value", "save_last": True, "save_top_k": 2},
+            ["epoch=1-step=4.ckpt", BEST],
+            [(2, [3.0]), (4, [1.0, 3.0]), (6, [1.0, 2.0]), (8, [0.5, 1.0])],
+        ),
+        (WithoutLast, {"save_last": True}, [BEST], [(2, []), (4, []), (6, []), (8, [])]),
+    ],
+)
+def test_the_best_and_the_last_checkpoint_are_saved_by_methods_of_ones_own(
+    kind: type[Late], options: dict[str, Any], files: list[str], seen: list[Any], tmp_path: Path
+) -> None:
+    """Files and calls are those of Lightning 2.6.6."""
+    saver = kind(tmp_path, **options)
+    quiet(callbacks=saver, enable_checkpointing=True, max_epochs=4).fit(Values())
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
+    assert saver.seen == seen
+    assert Path(saver.best_model_path).name == BEST
+
+
+def test_a_last_checkpoint_without_a_best_one_is_a_file_of_its_own(tmp_path: Path) -> None:
+    class OnlyLast(ModelCheckpoint):
+        def _save_topk_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
+            pass
+
+    saver = OnlyLast(tmp_path, every_n_train_steps=2, save_last=True)
+    saver.CHECKPOINT_NAME_LAST = "last-{step}"
+    quiet(callbacks=saver, enable_checkpointing=True).fit(Values())
+    assert [path.name for path in tmp_path.iterdir()] == ["last-step=6.ckpt"]
+    assert torch.load(saver.last_model_path, weights_only=True)["global_step"] == 6
+
+
 class Loader:
     """No DataLoader: draws its order for each iterator."""
 

@@ -42,8 +42,8 @@ def override(base: type, *names: str) -> Any:
 @pytest.mark.parametrize(
     ("base", "name", "options"),
     [
-        (callbacks.ModelCheckpoint, "_save_topk_checkpoint", lambda one: {"callbacks": one}),
-        (callbacks.ModelCheckpoint, "_save_last_checkpoint", lambda one: {"callbacks": [one]}),
+        (callbacks.ModelCheckpoint, "_should_remove_checkpoint", lambda one: {"callbacks": one}),
+        (callbacks.ModelCheckpoint, "check_monitor_top_k", lambda one: {"callbacks": [one]}),
         (callbacks.EarlyStopping, "_should_skip_check", lambda one: {"callbacks": one}),
         (loggers.CSVLogger, "group_separator", lambda one: {"logger": one}),
         (strategies.DDPStrategy, "_setup_model", lambda one: {"strategy": one}),
@@ -113,7 +113,7 @@ def test_hooks_and_methods_of_their_own_are_not() -> None:
             self._own()
 
     class Fine(BoringModel):
-        def _save_topk_checkpoint(self) -> None:  # means nothing in a model
+        def check_monitor_top_k(self) -> None:  # means nothing in a model
             pass
 
     trainer = Trainer(**{**QUIET, "callbacks": Saver(), "enable_checkpointing": True})

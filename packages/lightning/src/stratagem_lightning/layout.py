@@ -316,6 +316,19 @@ _COLUMNS = _names(
 )
 _SERVE = _names({f"{_API}.placeholders": "ServableModule ServableModuleValidator"})
 
+_LOOPS = _names(
+    {
+        f"{_API}.core.loops": "_EvaluationLoop=EvaluationLoop _FitLoop=FitLoop "
+        "_PredictionLoop=PredictionLoop _TrainingEpochLoop=EpochLoop"
+    }
+)
+_LAUNCHERS = _names(
+    {
+        f"{_API}.strategies.launchers": "_MultiProcessingLauncher=ProcessesLauncher "
+        "_SubprocessScriptLauncher=ScriptLauncher"
+    }
+)
+
 _PYTORCH: _Layout = {
     "pytorch": {
         **_TRAINER,
@@ -426,9 +439,38 @@ _PYTORCH: _Layout = {
     "pytorch.core.hooks": _names({"stratagem.module": "DataHooks ModelHooks=ModuleHooks"}),
     **_package("pytorch.trainer", {**_TRAINER, **_SEED_EVERYTHING}, {"trainer": "Trainer"}),
     # Private, and in libraries that many use.
-    "pytorch.loops": {},
-    "pytorch.loops.evaluation_loop": _names(
-        {f"{_API}.core.loops": "_EvaluationLoop=EvaluationLoop"}
+    **_package(
+        "pytorch.loops",
+        _LOOPS,
+        {
+            "evaluation_loop": "_EvaluationLoop",
+            "fit_loop": "_FitLoop",
+            "prediction_loop": "_PredictionLoop",
+            "training_epoch_loop": "_TrainingEpochLoop",
+        },
+    ),
+    "pytorch.loops.fetchers": _names(
+        {
+            f"{_API}.placeholders": "_DataFetcher=DataFetcher "
+            "_DataLoaderIterDataFetcher=DataFetcher _PrefetchDataFetcher=DataFetcher"
+        }
+    ),
+    **_package(
+        "pytorch.strategies.launchers",
+        _LAUNCHERS,
+        {
+            "multiprocessing": "_MultiProcessingLauncher",
+            "subprocess_script": "_SubprocessScriptLauncher",
+        },
+    ),
+    "pytorch.trainer.call": _names(
+        {
+            f"{_API}.core.calls": "_call_and_handle_interrupt=call_and_handle_interrupt "
+            "_call_callback_hooks=call_callback_hooks "
+            "_call_callbacks_state_dict=call_callbacks_state_dict "
+            "_call_lightning_datamodule_hook=call_lightning_datamodule_hook "
+            "_call_lightning_module_hook=call_lightning_module_hook"
+        }
     ),
     "pytorch.trainer.connectors": {},
     "pytorch.trainer.connectors.logger_connector": {},
@@ -578,6 +620,9 @@ _FABRIC_SIDE: _Layout = {
         {f"{_HELPERS}.types": "_PLUGIN_INPUT=PLUGIN _PRECISION_INPUT=PRECISION"}
     ),
     "fabric.utilities.data": _DATA,
+    "fabric.utilities.device_parser": _names(
+        {f"{_HELPERS}.device_parser": "_parse_gpu_ids=parse_gpu_ids"}
+    ),
     "fabric.utilities.distributed": _names(
         {
             f"{_HELPERS}.samplers": "DistributedSamplerWrapper "

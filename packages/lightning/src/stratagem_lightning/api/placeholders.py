@@ -16,6 +16,7 @@ INSTEAD = {
     "Collective": _COLLECTIVE,
     "CustomProgress": _COLUMNS,
     "CustomTimeColumn": _COLUMNS,
+    "DataFetcher": "a step that reads its batches itself: training_step(self, dataloader_iter)",
     "HPUCheckpointIO": _CHECKPOINTS,
     "HPUPrecisionPlugin": "precision='bf16-mixed' with accelerator='hpu'",
     "LitLogger": "CSVLogger, TensorBoardLogger or WandbLogger",

@@ -28,7 +28,12 @@ from stratagem_lightning.api.callbacks.model_checkpoint import ModelCheckpoint
 from stratagem_lightning.api.callbacks.rich_bar import RichProgressBar
 from stratagem_lightning.api.core import advice, dataloader_iter
 from stratagem_lightning.api.core.connectors import PARTS, CallbackConnector
-from stratagem_lightning.api.core.loops import EvaluationLoop, FitLoop, PredictionLoop
+from stratagem_lightning.api.core.loops import (
+    EvaluationLoop,
+    FitLoop,
+    PredictionLoop,
+    refuse_own_loop,
+)
 from stratagem_lightning.api.core.numbers import (
     ask_for_iterator,
     cast_each_time,
@@ -722,6 +727,10 @@ class Trainer(trainer.Trainer):
     def fit_loop(self) -> FitLoop:
         """The limits and the progress of a fit."""
         return FitLoop(self)
+
+    @fit_loop.setter
+    def fit_loop(self, loop: Any) -> None:
+        refuse_own_loop(loop)
 
     @property
     def validate_loop(self) -> EvaluationLoop:

@@ -84,6 +84,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         enable_version_counter: bool = True,
     ) -> None:
         self._last_checkpoint_saved = ""
+        self._step_of_file = -1
         self._copies_last = save_last is True
         self._keeps_last_only = bool(save_last) and save_top_k == 0
         """Whether the only file is that of the last checkpoint: no other one is linked to."""
@@ -276,8 +277,82 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             self._save(trainer)
 
     def _save(self, trainer: "Trainer", *, among_best: bool = True) -> None:
-        if not self._should_skip_saving_checkpoint(trainer):
+        if self._should_skip_saving_checkpoint(trainer):
+            return
+        if not any(map(_is_users, self._methods_of_best_and_last)):
             super()._save(trainer, among_best=among_best)
+            return
+        candidates = self._monitor_candidates(trainer)
+        if among_best:
+            self._save_topk_checkpoint(trainer, candidates)
+        follows_steps = bool(self.every_n_train_steps or self.train_time_interval)
+        if follows_steps or not among_best or self._step_of_file == trainer.global_step:
+            self._save_last_checkpoint(trainer, candidates)
+
+    @property
+    def _methods_of_best_and_last(self) -> tuple[Any, ...]:
+        return (
+            self._save_topk_checkpoint,
+            self._save_monitor_checkpoint,
+            self._save_none_monitor_checkpoint,
+            self._save_last_checkpoint,
+        )
+
+    def _save_topk_checkpoint(self, trainer: "Trainer", monitor_candidates: dict[str, Any]) -> None:
+        """Save one of the best, if it is; libraries override it to leave some out.
+
+        Args:
+            trainer: the Trainer.
+            monitor_candidates: all values, with `epoch` and `step`.
+        """
+        if self.monitor is None:
+            self._save_none_monitor_checkpoint(trainer, monitor_candidates)
+        else:
+            self._save_monitor_checkpoint(trainer, monitor_candidates)
+
+    def _save_monitor_checkpoint(
+        self, trainer: "Trainer", monitor_candidates: dict[str, Any]
+    ) -> None:
+        """Save one of the best by the monitored value; libraries override and call it."""
+        self._save_best(trainer)
+
+    def _save_none_monitor_checkpoint(
+        self, trainer: "Trainer", monitor_candidates: dict[str, Any]
+    ) -> None:
+        """Save the newest, where nothing is monitored; libraries override and call it."""
+        self._save_best(trainer)
+
+    def _save_best(self, trainer: "Trainer") -> None:
+        """Save without the last checkpoint, which has a method of its own."""
+        last, self.save_last = self.save_last, False
+        try:
+            super()._save(trainer)
+        finally:
+            self.save_last = last
+
+    def _save_last_checkpoint(self, trainer: "Trainer", monitor_candidates: dict[str, Any]) -> None:
+        """Save or link the last checkpoint, if `save_last`; libraries override it.
+
+        Args:
+            trainer: the Trainer.
+            monitor_candidates: all values, with `epoch` and `step`.
+        """
+        weights = self._weights(trainer)
+        if not self.save_last or weights.nonfinite:
+            return
+        assert self._folder is not None
+        ranks, former, name = trainer.ranks, self.last_model_path, self._name_of_last(trainer)
+        is_own = bool(former) and self._names.may_move(ranks, former)
+        stem = Path(former).stem
+        if not (is_own and (stem == name or stem.startswith(f"{name}-v"))):
+            self.last_model_path = self._names.choose(ranks, self._folder, name)
+        target, last = self._last_checkpoint_saved, self.last_model_path
+        is_new = self._step_of_file == trainer.global_step and target != last
+        if not (is_new and self._link_file(trainer, target, last)):
+            self._save_file(trainer, last, weights)
+        if is_own and former != last and former not in self._spared:
+            self._remove_file(trainer, former)
+        self._names.release()
 
     def on_train_end(self, trainer: "Trainer", module: "Module") -> None:
         """Save the checkpoint of `save_last` if no other save came due."""
@@ -330,6 +405,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             # Does the same, with weights that are collected already.
             super()._save_file(trainer, path, weights)
         self._last_checkpoint_saved = path
+        self._step_of_file = trainer.global_step
 
     def _save_checkpoint(self, trainer: "Trainer", filepath: str) -> None:
         """Save a checkpoint, on every rank; libraries override it to save something more."""

@@ -38,6 +38,15 @@ class _Part:
             f"{', '.join(_names_of(type(self)))}; {self.instead}"
         )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A subclass of the user's has attributes of its own.
+        if not type(self).__module__.startswith("stratagem"):
+            super().__setattr__(name, value)
+            return
+        raise AttributeError(
+            f"trainer.{self.place}.{name} cannot be set in Stratagem; {self.instead}"
+        )
+
 
 def _names_of(kind: type) -> list[str]:
     """Return the names that a view has, for an error."""
@@ -260,6 +269,15 @@ class CallbackConnector(_Part):
 
             made = getattr(pytorch.callbacks, default)()
             listed.insert(len(listed) if at is None else at, made)
+
+    def _attach_model_callbacks(self) -> None:
+        """Add the callbacks that the model configures, in the place of those of their classes."""
+        of = self.trainer
+        given = of.lightning_module.configure_callbacks()
+        added = [given] if isinstance(given, own.Callback) else list(given)
+        kinds = {type(one) for one in added}
+        kept = [one for one in of.callbacks if type(one) not in kinds]
+        of.callbacks = self._reorder_callbacks([*kept, *added])
 
     def _attach_model_logging_functions(self) -> None:
         """Nothing: a callback's `log` finds the model by itself."""

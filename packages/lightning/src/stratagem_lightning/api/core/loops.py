@@ -8,6 +8,7 @@ from torch import Tensor
 
 from stratagem import trainer
 from stratagem.data import CombinedLoader
+from stratagem.errors import ConfigurationError
 from stratagem_extras.callbacks.prediction_writer import BasePredictionWriter
 from stratagem_lightning.api.core.connectors import (
     DataConnector,
@@ -47,6 +48,7 @@ class _View:
     shown: tuple[str, ...] = ()
 
     def __init__(self, of: trainer.Trainer) -> None:
+        refuse_own_loop(self)
         vars(self)["trainer"] = of
 
     def __getattr__(self, name: str) -> Any:
@@ -61,6 +63,21 @@ class _View:
         if name not in self.shown:
             raise AttributeError(f"{type(self).__name__}.{name} cannot be set here")
         setattr(vars(self)["trainer"], name, value)
+
+
+def refuse_own_loop(loop: object) -> None:
+    """Refuse a loop of a user's own in the place of one of these.
+
+    Raises:
+        ConfigurationError: it is a user's; says what to write.
+    """
+    kind = type(loop)
+    if not kind.__module__.startswith("stratagem"):
+        raise ConfigurationError(
+            f"{kind.__name__} is a loop of its own, and a Trainer has no loops that could be "
+            "replaced: write the loop with Fabric, override training_step(self, dataloader_iter) "
+            "to read batches, or use a callback's hooks between steps"
+        )
 
 
 class EvaluationLoop(_View):
@@ -86,7 +103,7 @@ class EvaluationLoop(_View):
     """The kind of its loaders; "": that of the present run."""
 
     def __init__(self, of: trainer.Trainer, *arguments: Any, **options: Any) -> None:
-        super().__init__(of)
+        vars(self)["trainer"] = of
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "_print_results":
@@ -376,7 +393,8 @@ class FitLoop:
 
     trainer: Any
 
-    def __init__(self, of: trainer.Trainer) -> None:
+    def __init__(self, of: trainer.Trainer, *limits: Any, **options: Any) -> None:
+        refuse_own_loop(self)
         vars(self)["trainer"] = of
 
     def __getattr__(self, name: str) -> Any:

@@ -38,12 +38,12 @@ def refuse_uncalled_overrides(objects: Iterable[object]) -> None:
         >>> class Mine(ModelCheckpoint):
         ...     __module__ = "mine"
         ...
-        ...     def _save_topk_checkpoint(self, trainer, monitor_candidates):
-        ...         pass
+        ...     def check_monitor_top_k(self, trainer, current=None):
+        ...         return True
         >>> refuse_uncalled_overrides([Mine()])  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        stratagem.errors.UserCodeError: Mine overrides _save_topk_checkpoint of ModelCheckpoint...
+        stratagem.errors.UserCodeError: Mine overrides check_monitor_top_k of ModelCheckpoint...
     """
     for each in objects:
         bases = type(each).__mro__
