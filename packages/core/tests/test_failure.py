@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fixtures import zygote
 from torch import nn
 from torch.distributed import distributed_c10d
 
 from stratagem.distributed.diagnosis import rank_status
 from stratagem.distributed.diagnosis.rank_status import COLLECTIVES, is_communication_error
+from stratagem.distributed.runs import GroupRuns
 from stratagem.errors import CommunicationError, DivergenceError
 from stratagem.trainer.loops.divergence import DivergenceCheck
 from stratagem.trainer.loops.interruption import Interruption
@@ -126,6 +129,89 @@ def test_under_torchrun_an_exception_of_one_rank_is_told_to_the_others(
     before = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     finished = run_script(text, before=before, expect=1)
     assert "ValueError: only here" in finished.stderr
+
+
+# -- the next run after an error
+
+NEXT_RUN = (SCRIPTS / "failure_next_run.py").read_text()
+
+
+def outcomes(folder: Path) -> list[list[Any]]:
+    """Return what each run of `failure_next_run.py` ended with, by rank."""
+    found = [json.loads((folder / f"rank{rank}").read_text()) for rank in (0, 1)]
+    # The first run waits for the other rank's imports.
+    assert all(seconds < 20 for of_rank in found for *_, seconds in of_rank[1:])
+    return [[(name, outcome) for _, name, outcome, _ in of_rank] for of_rank in found]
+
+
+def test_the_next_run_after_an_error_of_one_rank_trains_on_all(
+    run_script: RunScript, tmp_path: Path
+) -> None:
+    finished = run_script(NEXT_RUN)
+    assert finished.stdout == ""
+    first, second = outcomes(tmp_path)
+    for of_rank in (first, second):
+        # Between two failing runs, and after the last of them.
+        assert of_rank[1:20:2] == [("", 4)] * 10
+    for name, outcome in second[:20:2]:
+        error = "KeyboardInterrupt: " if name == "interrupt" else f"ValueError: fails in {name}"
+        assert outcome == (4 if name == "again" else error)
+    heard = dict(first[:20:2])
+    assert [heard[name] for name in ("on_fit_end", "after", "again")] == [4, 4, 4]
+    assert heard["everywhere"] == "ValueError: fails in everywhere"
+    assert heard["before"] == (
+        "CommunicationError: rank(s) 1 skipped this run, and rank 0 begins it: every rank must "
+        "start the same runs. The script may have caught an error of those ranks between making a "
+        "Trainer and its run: let all ranks go on alike"
+    )
+    for name in ("training_step", "validation_step", "setup", "configure_optimizers"):
+        assert f"ValueError: fails in {name}" in heard[name], heard[name]
+        assert heard[name].startswith("CommunicationError: rank 0: ")
+    assert first[20][1] == (
+        "CommunicationError: rank 0 begins a run, and rank(s) 1 ended the script: every rank must "
+        "start the same runs (timeout=600 s of the strategy)"
+    )
+
+
+@pytest.mark.slow
+def test_a_next_run_is_refused_if_the_other_ranks_cannot_be_told(
+    run_script: RunScript, tmp_path: Path
+) -> None:
+    run_script(NEXT_RUN, "stuck")
+    first, second = outcomes(tmp_path)
+    assert first[1][1] == (
+        "CommunicationError: rank 1 waited for rank 0 to begin this run, and has given up: the "
+        "script may have caught an error there; look at the output of that rank"
+    )
+    refused = second[1][1]
+    assert refused.startswith(
+        "CommunicationError: rank 1 failed in its last run and begins the next one, but others "
+        "wait in a collective of the last one, which cannot be ended here:\n  rank 0: in backward, "
+    )
+    assert refused.endswith(
+        "\nStart each run in processes of its own, or let the error end the script"
+    )
+
+
+def test_a_rank_that_begins_a_run_alone_waits_as_long_as_for_a_collective() -> None:
+    hash_store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    store = SimpleNamespace(clone=lambda: hash_store)
+    statuses: Any = SimpleNamespace(exchange=SimpleNamespace(ended=dict))
+    runs = GroupRuns(
+        store,
+        0,
+        2,
+        timeout=0.6,
+        join_again=lambda number: statuses,
+        statuses=statuses,
+        loops_before=set(),
+    )
+    with pytest.raises(CommunicationError) as caught:
+        runs.begin(0)
+    assert str(caught.value) == (
+        "rank 0 begins a run, and others did not come: every rank must start the same runs "
+        "(timeout=0.6 s of the strategy)"
+    )
 
 
 # -- signals under the Trainer

@@ -9,14 +9,14 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.errors import ConfigurationError
+from stratagem.errors import CommunicationError, ConfigurationError
 from stratagem.strategies import (
     ActivationCheckpointing,
     Components,
@@ -275,9 +275,24 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     # -- environment
 
+    _group: ClassVar[Any] = None
+    """The process group of this process's first run."""
+
     def setup_environment(self) -> None:
-        """Join the process group, then import DeepSpeed."""
+        """Join the process group, then import DeepSpeed.
+
+        Raises:
+            CommunicationError: DeepSpeed holds an earlier process group of this process.
+        """
         super().setup_environment()
+        group = dist.group.WORLD
+        if self.ranks.world_size > 1 and DeepSpeedStrategy._group not in (None, group):
+            raise CommunicationError(
+                f"{type(self).__name__}: a rank failed in an earlier run of this process, so the "
+                "ranks have joined a new process group, and DeepSpeed keeps the first one: start "
+                "each run in processes of its own, or let an error end the script"
+            )
+        DeepSpeedStrategy._group = group
         if self.device.type == "cpu":
             return_freed_memory()
         self._deepspeed = import_deepspeed(self.device.type)

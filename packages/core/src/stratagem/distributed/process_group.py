@@ -26,6 +26,7 @@ from stratagem.distributed.diagnosis.status_exchange import (
     Survey,
     ranges,
 )
+from stratagem.distributed.runs import GroupRuns, event_loops
 from stratagem.errors import CommunicationError, ConfigurationError, UserCodeError
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.ranks import DataSplit, Ranks, ReduceOp
@@ -47,8 +48,9 @@ _MEETING_PATIENCE = (1.0, ANSWER_TIME + 0.5)
 earlier second question would have the first answer."""
 
 
-def leave_process_group(statuses: RankStatuses, hang_watch: HangWatch) -> None:
+def leave_process_group(hang_watch: HangWatch) -> None:
     """Leave the group when all ranks are done, or at once where this one has failed."""
+    statuses = hang_watch.statuses
     try:
         if not this_rank.failed:
             _leave_together(statuses)
@@ -483,6 +485,7 @@ def join_process_group(
         return
     limit = timedelta(seconds=timeout)
     store: Any
+    loops_before = event_loops()
     network.choose_gloo_interface(environment.main_address if several_nodes else None)
     if environment.holds_store:
         if ranks.is_global_zero:
@@ -492,21 +495,52 @@ def join_process_group(
         store = dist.distributed_c10d._get_default_store()
     else:
         store = _join_store(ranks, environment, limit, several_nodes=several_nodes)
-        dist.init_process_group(
-            backend,
-            # The prefix that env:// rendezvous uses, so that a rank may join by either way.
-            store=dist.PrefixStore("default_pg", store),  # type: ignore[attr-defined]
-            rank=ranks.global_rank,
-            world_size=ranks.world_size,
-            timeout=limit,
-        )
+        loops_before = event_loops()  # with that of the store, which stays
+        # The prefix that env:// rendezvous uses, so that a rank may join by either way.
+        _init(backend, store, "default_pg", ranks, limit)
     statuses = _watch_status(store, ranks, timeout)
     hang_watch = HangWatch(statuses)
     if ranks.world_size > 1:
         statuses.exchange.mark_joined()
         hang_watch.start()
+        runs = GroupRuns(
+            store,
+            ranks.global_rank,
+            ranks.world_size,
+            timeout=timeout,
+            join_again=partial(_join_again, backend, store, ranks, limit, hang_watch),
+            statuses=statuses,
+            loops_before=loops_before,
+        )
+        this_rank.begin_run, this_rank.fail_run = runs.begin, runs.fail
     # Threads of a live process group can abort the interpreter's shutdown.
-    at_end_of_rank(partial(leave_process_group, statuses, hang_watch))
+    at_end_of_rank(partial(leave_process_group, hang_watch))
+
+
+def _init(backend: str, store: Any, prefix: str, ranks: Ranks, limit: timedelta) -> None:
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(prefix, store),  # type: ignore[attr-defined]
+        rank=ranks.global_rank,
+        world_size=ranks.world_size,
+        timeout=limit,
+    )
+
+
+def _join_again(
+    backend: str, store: Any, ranks: Ranks, limit: timedelta, hang_watch: HangWatch, number: int
+) -> RankStatuses:
+    """Leave the group of a failed run, and join a new one; called on every rank."""
+    before = hang_watch.statuses
+    before.leave()
+    before.exchange.close()
+    # Collectives that were begun are not waited for.
+    dist.distributed_c10d._abort_process_group()
+    _init(backend, store, f"stratagem_pg/{number}", ranks, limit)
+    own = dist.PrefixStore(f"stratagem_group/{number}", store)  # type: ignore[attr-defined]
+    statuses = hang_watch.statuses = _watch_status(own, ranks, limit.total_seconds())
+    statuses.exchange.mark_joined()
+    return statuses
 
 
 def _join_store(

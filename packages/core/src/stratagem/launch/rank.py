@@ -180,6 +180,9 @@ class ThisRank:
         explain: returns a better error for an error that ends this rank, or None. It may ask the
             other ranks, until its second argument returns True.
         report: sends an error that ends this rank to the other ranks.
+        begin_run: waits for all ranks before a run, given the number of its Trainer or Lite;
+            returns the number of their process group. None: no group was joined.
+        fail_run: notes the error of a run, so that the next one joins a new group if necessary.
         at_end: functions to call at the end, the latest first.
         handlers: signal handlers of Stratagem, which a front end may replace.
         peers_are_gone: returns whether all ranks that this process started have ended.
@@ -195,6 +198,8 @@ class ThisRank:
     device_is_lost: bool = False
     explain: Explain | None = None
     report: Callable[[BaseException], None] | None = None
+    begin_run: Callable[[int], int] | None = None
+    fail_run: Callable[[BaseException], object] = id
     at_end: list[Callable[[], None]] = field(default_factory=list)
     handlers: set[Any] = field(default_factory=set)
     peers_are_gone: Callable[[], bool] = bool

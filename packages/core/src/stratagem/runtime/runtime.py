@@ -187,6 +187,8 @@ class Runtime:
     """
 
     _count: ClassVar[int] = 0
+    _count_of_ranks: ClassVar[int] = 0
+    """The number of Runtimes with several ranks, which all ranks have alike."""
 
     def __init__(
         self,
@@ -216,6 +218,10 @@ class Runtime:
             get_registry(),
         )
         self._build(plan)
+        self._number = Runtime._count_of_ranks
+        Runtime._count_of_ranks += plan.world_size > 1
+        self.group = -1
+        """The number of the process group that the strategy is set up in; -1: in none."""
         self.is_launched = False
         self.raise_errors: Callable[[], None] | None = None
 
@@ -367,12 +373,22 @@ class Runtime:
 
     def _run_on_rank(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._setup_environment()
-        result = function(*args, **kwargs)
-        self.strategy.checkpoint_io.wait()
+        try:
+            result = function(*args, **kwargs)
+            self.strategy.checkpoint_io.wait()
+        except SystemExit:
+            raise  # an orderly end
+        except BaseException as error:
+            if self.plan.world_size > 1:
+                this_rank.fail_run(error)
+            raise
         return result
 
     def _setup_environment(self) -> None:
-        if self.is_launched:
+        """Wait for the other ranks; set up the strategy, unless this was done in their group."""
+        begin = this_rank.begin_run if self.plan.world_size > 1 else None
+        group = begin(self._number) if begin is not None else 0
+        if self.is_launched and self.group == group:
             return
         strategy, plan = self.strategy, self.plan
         tear_down_left()
@@ -403,8 +419,9 @@ class Runtime:
             hints = [hint for part in parts for hint in misspelled_methods(type(part))]
             for hint in filter(None, (missing, *hints)):
                 print_hint_once(hint)
-        self.is_launched = True
-        note_set_up(strategy)
+        if not self.is_launched:
+            note_set_up(strategy)
+        self.is_launched, self.group = True, group
 
 
 class FrontEnd:

@@ -120,7 +120,8 @@ class Run:
         """The optimizers for user code; their steps go through the strategy."""
         self.schedulers: Schedulers = Schedulers(self.progress, self.metric, job.model)
         self._former_rank_state: RankState | None = None
-        if before is not None and before.module is job.model:
+        self.group = runtime.group
+        if before is not None and before.module is job.model and before.group == self.group:
             self.prepared, self.optimizers = before.prepared, before.optimizers
             self.schedulers.configs = before.schedulers.configs
             self._former_rank_state = before.rank_state

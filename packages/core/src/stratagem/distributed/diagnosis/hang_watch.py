@@ -36,11 +36,11 @@ class HangWatch:
     of them prints where each rank is, and waits on: it may be saving a checkpoint.
 
     Args:
-        statuses: the statuses of the ranks.
+        statuses: the statuses of the ranks. A new group of the same ranks replaces them.
     """
 
     def __init__(self, statuses: RankStatuses) -> None:
-        self._statuses = statuses
+        self.statuses = statuses
         self._received = 0
         self._write = -1
 
@@ -87,27 +87,27 @@ class HangWatch:
         is_said = False
         while self._received == 1:
             time.sleep(_PAUSE)
-            if self._statuses.here().operation not in COLLECTIVES:
+            if self.statuses.here().operation not in COLLECTIVES:
                 before = {}
                 continue
-            survey = self._statuses.ask()
+            survey = self.statuses.ask()
             now = dict(survey.answers)
-            if now == before and _is_deadlock(now, self._statuses.world_size):
+            if now == before and _is_deadlock(now, self.statuses.world_size):
                 self._end(number, survey)
-            if now == before and not is_said and self._statuses.rank == _first_waiting(now):
+            if now == before and not is_said and self.statuses.rank == _first_waiting(now):
                 _say(self._message(number, survey, "A second signal ends the ranks that wait"))
                 is_said = True
             before = now
 
     def _end_if_waiting(self, number: int) -> None:
         """End this rank after the second signal, if it still waits in a collective."""
-        here = self._statuses.here()
+        here = self.statuses.here()
         time.sleep(1.0)
-        if here.operation in COLLECTIVES and self._statuses.here() == here:
-            self._end(number, self._statuses.ask())
+        if here.operation in COLLECTIVES and self.statuses.here() == here:
+            self._end(number, self.statuses.ask())
 
     def _end(self, number: int, survey: Survey) -> None:
-        if self._statuses.rank != 0:
+        if self.statuses.rank != 0:
             time.sleep(_TURN)
         rule = "Every rank must call the same collectives in the same order"
         message = self._message(number, survey, rule)
@@ -117,13 +117,13 @@ class HangWatch:
         os._exit(128 + number)
 
     def _message(self, number: int, survey: Survey, last: str) -> str:
-        silent = [r for r in range(self._statuses.world_size) if r not in survey.answers]
+        silent = [r for r in range(self.statuses.world_size) if r not in survey.answers]
         name = signal.Signals(number).name
         lines = [f"{name} while the ranks wait in collectives. Where the ranks are:"]
         return "\n".join([*lines, *(f"  {line}" for line in described(survey, silent)), last])
 
     def _rank_0_has_said_it(self) -> bool:
-        exchange = self._statuses.exchange
+        exchange = self.statuses.exchange
         try:
             said = exchange.ended().get(0) == "failed"
             exchange.mark("failed")
