@@ -22,10 +22,13 @@ from stratagem.distributed.stack import line_in_traceback
 from stratagem.errors import CommunicationError
 
 _LOOK = 0.5
-"""Seconds after which a rank closes its connections, and looks whether others have ended."""
+"""Seconds after which a rank looks whether others have ended, or wait in a collective."""
+_GRACE = 5.0
+"""Seconds that a rank waits for others that are in no collective: they may fail where it did."""
 _PATIENCE = 5.0
 """Seconds between two looks for ranks that still wait in a collective of a failed run."""
 _GO = "go"
+_KEPT, _CLOSED = "kept", "closed"
 _EPOLL = "anon_inode:[eventpoll]"
 
 
@@ -33,10 +36,10 @@ class GroupRuns:
     """The runs of one process, of which each needs all ranks of its process group.
 
     1. Each rank calls `begin` before each run. It waits until all ranks have come.
-    2. A rank whose run fails calls `fail`. If the others have not come to `begin` soon after it, it
-       closes its connections, so that their collectives fail within seconds.
+    2. A rank whose run fails calls `fail`. If others then wait for it in a collective, or come to
+       `begin` much later, it closes its connections, so that their collectives fail.
     3. If a run has failed, all ranks join a new group in `begin`, unless it has failed on all of
-       them in the same place: then no rank waits for another.
+       them in the same place before one has closed its connections: then no rank waits for another.
 
     Args:
         store: the store of the process group; this opens a connection of its own.
@@ -67,6 +70,8 @@ class GroupRuns:
         self._runs = self._groups = 0
         self._failed_at = 0
         """The place where this rank's last run failed, as a number; 0: it has not failed."""
+        self._is_closed = False
+        """Whether a rank has closed its connections of the group."""
 
     def fail(self, error: BaseException) -> None:
         """Note that this rank's run has failed."""
@@ -97,8 +102,11 @@ class GroupRuns:
             store.add(f"squares/{name}", number * number)
         store.append("who", f"{self._rank}:{trainer},")
         if store.add("arrived", 1) == self._world_size:
-            self._decide(store, _GO)
+            _decide(store, "connections", _KEPT)
+            _decide(store, "all", _GO)
         self._wait(store)
+        # Also if the ranks do not go on now: the next meeting then joins a new group.
+        self._is_closed |= _decide(store, "connections", _KEPT) == _CLOSED
         same_run, same_end = (self._is_same(store, name) for name in range(len(numbers)))
         if not same_run:
             pairs = (one.split(":") for one in store.get("who").decode().split(",") if one)
@@ -110,21 +118,17 @@ class GroupRuns:
                     "those ranks between making a Trainer and its run: let all ranks go on alike"
                 )
             return True
-        if not same_end:
+        if self._is_closed or not same_end:
             close_connections(self._loops_before)
             self._groups += 1
             self._statuses = self._join_again(self._groups)
-        self._failed_at = 0
+        self._failed_at, self._is_closed = 0, False
         return False
 
     def _is_same(self, store: Any, name: int) -> bool:
         """Return whether a number is the same on all ranks, without reading that of each."""
         total, squares = store.add(f"sum/{name}", 0), store.add(f"squares/{name}", 0)
         return bool(squares * self._world_size == total * total)
-
-    def _decide(self, store: Any, how: str) -> str:
-        """Decide whether the ranks go on together; return how the first rank has decided."""
-        return str(store.compare_set("all", "", how).decode())
 
     def _wait(self, store: Any) -> None:
         begun = looked_at = time.monotonic()
@@ -135,9 +139,10 @@ class GroupRuns:
             time.sleep(0.002 if now < begun + 1 else 0.1)
             if now < begun + _LOOK:
                 continue
-            if not is_closed:
+            if not is_closed and (now > begun + _GRACE or self._waiting()):
                 is_closed = True
-                close_connections(self._loops_before)
+                if _decide(store, "connections", _CLOSED) == _CLOSED:
+                    close_connections(self._loops_before)
             gone = {r for r, how in self._statuses.exchange.ended().items() if how == "done"}
             problem = ""
             if gone or now > begun + self._timeout:
@@ -149,7 +154,7 @@ class GroupRuns:
             elif self._failed_at and now > looked_at + _PATIENCE:
                 before, problem = self._look(before)
                 looked_at = now
-            if problem and self._decide(store, f"rank {self._rank}") != _GO:
+            if problem and _decide(store, "all", f"rank {self._rank}") != _GO:
                 raise CommunicationError(problem, tuple(sorted(gone)))
         if (decided := store.get("all").decode()) != _GO:
             raise CommunicationError(
@@ -157,11 +162,20 @@ class GroupRuns:
                 "script may have caught an error there; look at the output of that rank"
             )
 
+    def _waiting(self) -> dict[int, RankStatus]:
+        """Return where the other ranks are that are in a collective."""
+        answers = self._statuses.ask().answers
+        return {
+            rank: status
+            for rank, status in answers.items()
+            if rank != self._rank and status.operation in COLLECTIVES
+        }
+
     def _look(self, before: dict[int, RankStatus]) -> tuple[dict[int, RankStatus], str]:
         """Return where the other ranks are, and an error if one still waits in a collective."""
-        now = {r: s for r, s in self._statuses.ask().answers.items() if r != self._rank}
+        now = self._waiting()
         stuck = {rank: status for rank, status in now.items() if status == before.get(rank)}
-        if not any(status.operation in COLLECTIVES for status in stuck.values()):
+        if not stuck:
             return now, ""
         lines = "\n".join(f"  {line}" for line in described(Survey(stuck), []))
         return now, (
@@ -169,6 +183,11 @@ class GroupRuns:
             f"wait in a collective of the last one, which cannot be ended here:\n{lines}\n"
             "Start each run in processes of its own, or let the error end the script"
         )
+
+
+def _decide(store: Any, question: str, answer: str) -> str:
+    """Answer a question for all ranks; return the answer of the rank that was first."""
+    return str(store.compare_set(question, "", answer).decode())
 
 
 def event_loops() -> set[int]:
