@@ -452,7 +452,8 @@ _PYTORCH: _Layout = {
     "pytorch.loops.fetchers": _names(
         {
             f"{_API}.placeholders": "_DataFetcher=DataFetcher "
-            "_DataLoaderIterDataFetcher=DataFetcher _PrefetchDataFetcher=DataFetcher"
+            "_DataFetcherWrapper=DataFetcher _DataLoaderIterDataFetcher=DataFetcher "
+            "_PrefetchDataFetcher=DataFetcher"
         }
     ),
     **_package(
@@ -580,6 +581,14 @@ _FABRIC_SIDE: _Layout = {
     },
     **_package("fabric.loggers", _LOGGERS, _LOGGER_LEAVES),
     "fabric.loggers.logger": {**_some(_LOGGERS, _LOGGER_LEAVES["logger"]), **_DUMMY},
+    **_package(
+        "fabric.strategies.launchers",
+        _LAUNCHERS,
+        {
+            "multiprocessing": "_MultiProcessingLauncher",
+            "subprocess_script": "_SubprocessScriptLauncher",
+        },
+    ),
     **_package("fabric.strategies", _FABRIC_STRATEGIES, _STRATEGY_LEAVES),
     **_package("fabric.accelerators", _ACCELERATORS, _ACCELERATOR_LEAVES),
     "fabric.accelerators.cuda": {
