@@ -560,11 +560,6 @@ def test_what_would_go_wrong_in_silence_is_said(capsys: pytest.CaptureFixture[st
     assert "did you mean on_train_epoch_end?" in said
     assert "Misspells has validation_step, but there is no loader for validation: pass" in said
     assert "a TensorDataset was passed instead of a loader, so that each sample is a batch" in said
-    for shuffle in (True, False):
-        data: DataLoader[Any] = DataLoader(DATA, shuffle=shuffle)  # type: ignore[arg-type]
-        trainer(enable_progress_bar=True).fit(Validates(), data, data)
-        said = capsys.readouterr().err
-        assert ("the loader for validation shuffles: with shuffle=False" in said) is shuffle
 
 
 # -- what is installed

@@ -59,6 +59,7 @@ NAMES = (
     ("stratagem.plan_memory", "planner.plan:plan_memory", "what each strategy would hold"),
     ("stratagem.Tuner", "tuner:Tuner", "find a batch size or a learning rate"),
     ("stratagem.callbacks.BaseFinetuning", "callbacks.finetuning:BaseFinetuning", ""),
+    ("stratagem.callbacks.RunHints", "callbacks.run_hints:RunHints", ""),
     ("stratagem.callbacks.summarize", "callbacks.model_summary:summarize", ""),
     (
         "stratagem.callbacks.BasePredictionWriter",

@@ -75,9 +75,19 @@ def _is_open(descriptor: int) -> bool:
     return True
 
 
+HINTS_VARIABLE = "STRATAGEM_HINTS"
+"""0: hints are not printed."""
+
+
+def are_hints_on() -> bool:
+    """Return whether hints are printed."""
+    return os.environ.get(HINTS_VARIABLE) != "0"
+
+
 def print_hint(hint: str) -> None:
-    """Print a hint to stderr."""
-    print(f"stratagem: {hint}", file=sys.stderr, flush=True)
+    """Print a hint to stderr, unless STRATAGEM_HINTS=0 switches hints off."""
+    if are_hints_on():
+        print(f"stratagem: {hint}", file=sys.stderr, flush=True)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from stratagem.callbacks import Callback, ModelCheckpoint
 from stratagem.discovery.registry import nearest_of
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.strategy import Strategy
-from stratagem.launch.process import print_hint, print_hint_once
+from stratagem.launch.process import are_hints_on, print_hint, print_hint_once
 from stratagem.module.hyperparameters import HyperParametersMixin, savable
 from stratagem.module.module import Module
 from stratagem.plan.plan import RunPlan, supports
@@ -241,6 +241,17 @@ def give_hints(strategy: Strategy) -> None:
         return
     for hint in strategy.accelerator.hints(strategy.device, strategy.precision.dtype):
         print_hint_once(hint)
+
+
+def hints_of_run(trainer: Trainer) -> list[Callback]:
+    """Return the callback of `stratagem-extras` that measures and prints hints, on rank 0."""
+    if not (trainer.is_global_zero and trainer._gives_hints and are_hints_on()):
+        return []
+    try:
+        from stratagem.callbacks import RunHints
+    except ImportError:
+        return []
+    return [RunHints(print_hint_once)]
 
 
 def hint_at_mistakes(run: Run) -> None:

@@ -25,6 +25,16 @@ class Profiling:
     def __init__(self, profiler: Profiler | None, strategy: str) -> None:
         self._profiler = profiler
         self._strategy = strategy
+        self._watch: Callable[[Iterator[Any]], Iterator[Any]] | None = None
+
+    def watch_reads(self, watch: Callable[[Iterator[Any]], Iterator[Any]] | None) -> None:
+        """Pass the training batches of the epochs that begin from now on through a function.
+
+        Args:
+            watch: takes the iterator of an epoch's batches, and returns the one to read from. None:
+                the iterator is read as it is.
+        """
+        self._watch = watch
 
     def wrap(self, action: str, function: Function) -> Function:
         """Return a function whose calls are profiled as an action."""
@@ -38,7 +48,9 @@ class Profiling:
         return self.wrap(f"[Strategy]{self._strategy}.{name}", function)
 
     def reads(self, action: str, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return an iterator whose reads are profiled."""
+        """Return an iterator whose reads are profiled, and watched if it is that of training."""
+        if self._watch is not None and action == "train_dataloader_next":
+            batches = self._watch(batches)
         if self._profiler is None:
             return batches
         return self._profiler.profile_iterable(batches, action)

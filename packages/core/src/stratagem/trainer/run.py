@@ -104,7 +104,8 @@ class Run:
         self.latest = latest
         self.latest.bar.clear()
         self.profiling = Profiling(trainer._profiler, type(self.strategy).__name__)
-        self.hooks: Hooks = Hooks(trainer, job.model, trainer.callbacks, self.profiling.wrap)
+        self.callbacks = [*trainer.callbacks, *checks.hints_of_run(trainer)]
+        self.hooks: Hooks = Hooks(trainer, job.model, self.callbacks, self.profiling.wrap)
         loggers = trainer.loggers if trainer.is_global_zero else ()
         self.rows = LogBuffer(loggers, self.strategy.accelerator)
         self.metrics: Metrics = Metrics(

@@ -139,6 +139,8 @@ class Trainer(TrainerAttributes):
 
     _reads_before_hooks = _warns_of_log_interval = False
     """Whether loaders are asked for iterators before the hooks that start a loop, not after."""
+    _gives_hints = True
+    """Whether RunHints measures the runs; False: a short extra run, such as a trial."""
 
     @public_call
     @none_means_default
@@ -297,6 +299,7 @@ class Trainer(TrainerAttributes):
         other = copy(self)
         other.options, other.callbacks = options, as_list(callbacks)
         other.loggers, other._profiler = [], None
+        other._gives_hints = False
         other._forget_runs()
         return other
 

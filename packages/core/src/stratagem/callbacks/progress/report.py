@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
-from torch.utils.data import RandomSampler, TensorDataset
 
 from stratagem.discovery.installed import version_of
-from stratagem.launch.process import available_cores
 
 if TYPE_CHECKING:
     from stratagem.module.module import Module
@@ -101,7 +99,7 @@ def _folders(trainer: Trainer) -> list[str]:
 
 
 def _advice(trainer: Trainer) -> list[str]:
-    """Return advice about unused validation code, unused or shuffled loaders and idle cores."""
+    """Return advice about unused validation code and unused loaders."""
     run, advice = trainer.run, []
     has_loader = run.job.val_loaders is not None or run.module.defines("val_dataloader")
     if has_loader and not run.module.defines("validation_step"):
@@ -113,20 +111,6 @@ def _advice(trainer: Trainer) -> list[str]:
         advice.append(
             f"{type(run.module).__name__} has validation_step, but there is no loader for "
             "validation: pass val_dataloaders to fit()"
-        )
-    samplers = [getattr(one.loader, "sampler", None) for one in run.validation.loaders]
-    # Of several ranks, each reads its part through a sampler around the user's.
-    if any(isinstance(getattr(one, "sampler", one), RandomSampler) for one in samplers):
-        advice.append(
-            "the loader for validation shuffles: with shuffle=False each validation reads the "
-            "samples in the same order"
-        )
-    loader, cores = trainer.train_dataloader, available_cores() // len(trainer.plan.devices)
-    in_memory = isinstance(getattr(loader, "dataset", None), TensorDataset)
-    if getattr(loader, "num_workers", None) == 0 and cores > 2 and not in_memory:
-        advice.append(
-            "batches are read between the steps; DataLoader(num_workers=...) reads them meanwhile "
-            f"(about {cores} cores a process are there)"
         )
     return advice
 

@@ -170,7 +170,7 @@ def restore_model(
         CheckpointMismatchError: they are another model's.
     """
     trainer, module = run.trainer, run.module
-    for callback in trainer.callbacks:
+    for callback in run.callbacks:
         callback.on_load_checkpoint(trainer, module, checkpoint)
     module.on_load_checkpoint(checkpoint)
     with naming(path):
