@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from stratagem import Module, Trainer
 from stratagem.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar, Timer
@@ -273,19 +273,6 @@ def test_in_a_notebook_one_line_is_written_again_and_again(
     assert second.startswith("epoch 0/0  2/3")
     assert "\rvalidation  1/3" in out
     assert out.splitlines()[-2].startswith("epoch 0/0  3/3")
-
-
-def test_work_is_offered_to_cores_that_are_there(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("stratagem.callbacks.progress.report.available_cores", lambda: 8)
-    trainer_with().fit(Logs(), numbers())
-    assert "DataLoader(num_workers=...) reads them meanwhile (about 8 cores" in (
-        capsys.readouterr().err
-    )
-    trainer_with().fit(Logs(), DataLoader(TensorDataset(torch.ones(4))))
-    trainer_with().fit(Logs(), DataLoader(torch.ones(4), num_workers=1))  # type: ignore[arg-type]
-    assert "num_workers" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
