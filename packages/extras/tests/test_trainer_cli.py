@@ -28,7 +28,7 @@ pytest.importorskip(
 # After the look for jsonargparse.
 from stratagem_extras.cli import parser as parsing  # noqa: E402
 from stratagem_extras.cli.parser import OptimizerCallable  # noqa: E402
-from stratagem_extras.cli.save_config import SaveConfigCallback  # noqa: E402
+from stratagem_extras.cli.save_config import WITH_NONE, SaveConfigCallback  # noqa: E402
 from stratagem_extras.cli.trainer_cli import TrainerCLI  # noqa: E402
 
 
@@ -408,7 +408,7 @@ class Linked(TrainerCLI):
 def test_a_config_of_a_subcommand_is_read_without_subcommands(command: str, tmp_path: Path) -> None:
     class NotRun(TrainerCLI):
         def _run_subcommand(self, subcommand: str) -> None:
-            text = self._parser().dump(self._of_subcommand(self.config), skip_unset=False)
+            text = self._parser().dump(self._of_subcommand(self.config), *WITH_NONE)
             (tmp_path / "config.yaml").write_text(text)
 
     NotRun(Line, args=[command, *QUIET, "--model.rate=0.5"])

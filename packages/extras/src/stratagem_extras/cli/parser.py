@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ArgumentParser, class_from_function, get_loader, set_loader
+from jsonargparse import ArgumentParser, Namespace, class_from_function, get_loader, set_loader
 from torch import optim
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -181,8 +181,17 @@ class TrainerArgumentParser(ArgumentParser):  # type: ignore[misc]  # checked wi
         lines = [line for line in message.splitlines() if not _NOISE.match(line)]
         # A class is shown by its name.
         text = re.sub(r"(?:a )?<class '(?:\w+\.)*(\w+)'>", r"\1", "\n".join(lines))
+        # As jsonargparse up to 4.41 has it.
+        text = re.sub(r"Key ('\S+') is not expected", r"Option \1 is not accepted", text)
         super().error(text, ex)
         raise AssertionError  # `error` ends the program or raises
+
+    def make_objects(self, config: Namespace) -> Any:
+        """Return a config with objects in the place of their descriptions."""
+        parser: Any = self
+        # jsonargparse has renamed it in 4.49.
+        make = getattr(parser, "instantiate", None) or parser.instantiate_classes
+        return make(config)
 
     def print_usage(self, file: Any = None) -> None:
         """Print the usage, unless an error follows: that has 50 lines."""

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from stratagem.trainer import Trainer
 
 
+WITH_NONE = ("parser_mode", False)
+"""The format, and whether to skip None, which jsonargparse calls skip_none or skip_unset."""
+
+
 class SaveConfigCallback(Callback):
     """Writes the config to the folder of the logs, which holds the checkpoints too, once.
 
@@ -69,7 +73,7 @@ class SaveConfigCallback(Callback):
         """Override to store the config elsewhere as well, such as in a logger; on rank 0."""
 
     def _write(self, folder: storage.Location) -> None:
-        text = self.parser.dump(self.config, skip_unset=False)
+        text = self.parser.dump(self.config, *WITH_NONE)
         stem, dot, ending = self.config_filename.rpartition(".")
         number, path = 0, storage.join(folder, self.config_filename)
         while storage.exists(path) and not self.overwrite:
@@ -80,7 +84,7 @@ class SaveConfigCallback(Callback):
         if self.multifile and not storage.is_url(path):
             storage.try_folder(folder)
             self.parser.save(
-                self.config, str(path), skip_unset=False, overwrite=self.overwrite, multifile=True
+                self.config, str(path), *WITH_NONE, overwrite=self.overwrite, multifile=True
             )
         else:
             storage.write(path, text.encode())

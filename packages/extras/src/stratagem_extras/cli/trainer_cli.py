@@ -28,7 +28,7 @@ from stratagem_extras.cli.parser import (
     Scheduler,
     TrainerArgumentParser,
 )
-from stratagem_extras.cli.save_config import SaveConfigCallback
+from stratagem_extras.cli.save_config import WITH_NONE, SaveConfigCallback
 
 _NOT_ASKED = {"model", "datamodule", "dataloaders", "train_dataloaders", "val_dataloaders"}
 """Arguments of `fit` and its kin that are made, and not given on a command line."""
@@ -252,7 +252,7 @@ class TrainerCLI:
 
     def instantiate_classes(self) -> None:
         """Make datamodule, model and trainer."""
-        self.config_init = self.parser.instantiate(self.config)
+        self.config_init = self.parser.make_objects(self.config)
         self.datamodule = self._get(self.config_init, "data")
         self.model = self._get(self.config_init, "model")
         self._make_configure_optimizers()
@@ -357,7 +357,7 @@ class TrainerCLI:
     def config_dump(self) -> dict[str, Any]:
         """The config as weights-only-safe data."""
         text = self._parser().dump(
-            self._of_subcommand(self.config), skip_unset=False, skip_link_targets=False
+            self._of_subcommand(self.config), *WITH_NONE, skip_link_targets=False
         )
         plain: dict[str, Any] = yaml.safe_load(text)
         return plain
