@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from stratagem import Callback
 from stratagem.errors import ConfigurationError, UserCodeError
@@ -213,7 +214,7 @@ class OwnIterator(Loader):
 @pytest.mark.parametrize(
     ("sanity", "order"),
     [
-        (2, ["val", "train", "val", "train", "val", "train", "val"]),
+        (2, ["val", "val", "train", "train", "val", "train", "val"]),
         (0, ["train", "train", "val", "val", "train", "val"]),
     ],
 )
@@ -269,6 +270,26 @@ def test_a_model_without_first_values_draws_no_random_numbers() -> None:
         torch.manual_seed(3)
         torch.rand(1)
         assert torch.equal(layer.weight, torch.nn.Linear(4, 4).weight)
+
+
+@pytest.mark.parametrize(("summary", "number"), [(True, 0.7065830231), (False, 0.5373074412)])
+def test_the_forward_for_the_summary_draws_random_numbers(summary: bool, number: float) -> None:
+    """The numbers are those of Lightning 2.6.6."""
+    drawn = []
+
+    class Noisy(BoringModel):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x + torch.rand(x.shape))  # type: ignore[no-any-return]
+
+        def on_train_start(self) -> None:
+            drawn.append(torch.rand(1).item())
+
+    model = Noisy()
+    model.example_input_array = torch.ones(1, 32)
+    torch.manual_seed(3)
+    loader: DataLoader[Any] = DataLoader(torch.ones(1, 32))  # type: ignore[arg-type]
+    quiet(enable_model_summary=summary).fit(model, loader)
+    assert drawn == [pytest.approx(number, abs=1e-9)]
 
 
 def test_a_value_named_step_is_not_the_step_of_a_row(tmp_path: Path) -> None:

@@ -45,6 +45,9 @@ class ModelSummary(Callback):
 
     prints_parameters = True
     """The report of a fit leaves out what this table says."""
+    keeps_rng_state = True
+    """Whether the forward of the example leaves RNG states as they were; False under Lightning's
+    names, where training then draws other numbers, as there."""
 
     def __init__(self, max_depth: int = 1) -> None:
         if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:
@@ -67,7 +70,8 @@ class ModelSummary(Callback):
         # What shards a model takes its parts together around the call of what was prepared.
         call = partial(prepared.evaluation_module, "forward")
         with strategy.evaluation(prepared), context or nullcontext():
-            summary = summarize(module, self.max_depth, example=example, call=call)
+            keeps = self.keeps_rng_state
+            summary = _summarize(module, self.max_depth, example, call, keeps_rng_state=keeps)
         if trainer.is_global_zero:
             print(summary, file=sys.stderr, flush=True)
 
@@ -180,6 +184,17 @@ def summarize(
         >>> summary.total_parameters, summary.total_flops, summary.layers[0].out_size
         (10, 16, [1, 2])
     """
+    return _summarize(module, max_depth, example, call or module, keeps_rng_state=True)
+
+
+def _summarize(
+    module: nn.Module,
+    max_depth: int,
+    example: Any,
+    call: Callable[..., Any],
+    *,
+    keeps_rng_state: bool,
+) -> Summary:
     numbers = {p: full_numel(p) for p in module.parameters()}
     summary = Summary(
         total_parameters=sum(numbers.values()),
@@ -202,7 +217,8 @@ def summarize(
     summary.layers = [layer for _, layer in listed.values()]
     if example is not None:
         summary.has_sizes = True
-        summary.total_flops = _run_example(module, listed, example, call or module)
+        with preserve_rng_state() if keeps_rng_state else nullcontext():
+            summary.total_flops = _run_example(module, listed, example, call)
     return summary
 
 
@@ -224,7 +240,7 @@ def _run_example(
             continue  # it takes no such hooks
         handles += _noting(part, layer, counter.get_total_flops)
     try:
-        with preserve_rng_state(), _evaluating(module), torch.no_grad(), counter:
+        with _evaluating(module), torch.no_grad(), counter:
             if isinstance(example, Mapping):
                 call(**example)
             elif isinstance(example, tuple):

@@ -273,6 +273,9 @@ class Trainer(trainer.Trainer):
         """
         path = self._last_if_there(ckpt_path, "fit")
         self._begin(model, datamodule)
+        for callback in self.callbacks:
+            if isinstance(callback, own.ModelSummary):
+                callback.keeps_rng_state = False
         self._max_epochs_is_open = self._is_past_epoch = False
         with self._exiting_on_interrupt():
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, path)

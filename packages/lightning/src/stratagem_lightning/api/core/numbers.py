@@ -96,8 +96,9 @@ def in_order_of_distributed_sampler(loader: Any, what: str, *, shuffles: bool) -
 def ask_for_iterator(loader: Any, what: str, run: Run) -> None:
     """Ask a loader that is no DataLoader for an iterator once more than it is read.
 
-    Lightning does so to check the loader, when it makes its loaders: those of validation before the
-    sanity check, or before the first validation. Each iterator may draw random numbers.
+    Lightning does so to check the loader, when it makes its loaders: that of training after the
+    sanity check, those of validation before it, or before the first validation. Each iterator may
+    draw random numbers.
 
     Args:
         loader: the user's.
@@ -106,19 +107,28 @@ def ask_for_iterator(loader: Any, what: str, run: Run) -> None:
     """
     if isinstance(loader, DataLoader):
         return
+    begins = run.stage == "fit" and run.prepared is None
     # A resumed fit checks nothing.
-    checks = run.progress.epoch == 0 and run.trainer.options.num_sanity_val_steps != 0
-    if run.stage != "fit" or what != "validation" or checks or run.prepared is not None:
-        iter(loader)
-        return
-    validate = run.validation.run
+    has_check = run.progress.epoch == 0 and run.trainer.options.num_sanity_val_steps != 0
+    if begins and what == "train" and has_check and run.resume_point.path is None:
+        check_sanity = run.validation.check_sanity
 
-    def ask_and_validate(prepared: PreparedModel) -> Any:
-        run.validation.run = validate  # type: ignore[method-assign]
-        iter(loader)
-        return validate(prepared)
+        def check_and_ask(prepared: PreparedModel) -> None:
+            check_sanity(prepared)
+            iter(loader)
 
-    run.validation.run = ask_and_validate  # type: ignore[method-assign]
+        run.validation.check_sanity = check_and_ask  # type: ignore[method-assign]
+    elif begins and what == "validation" and not has_check:
+        validate = run.validation.run
+
+        def ask_and_validate(prepared: PreparedModel) -> Any:
+            run.validation.run = validate  # type: ignore[method-assign]
+            iter(loader)
+            return validate(prepared)
+
+        run.validation.run = ask_and_validate  # type: ignore[method-assign]
+    else:
+        iter(loader)
 
 
 def seed_workers_once(loader: Any, rank: int) -> Any:
