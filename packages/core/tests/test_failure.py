@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import selectors
 import signal
+import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +26,7 @@ from torch.distributed import distributed_c10d
 
 from stratagem.distributed.diagnosis import rank_status
 from stratagem.distributed.diagnosis.rank_status import COLLECTIVES, is_communication_error
-from stratagem.distributed.runs import GroupRuns
+from stratagem.distributed.runs import GroupRuns, close_connections, event_loops
 from stratagem.errors import CommunicationError, DivergenceError
 from stratagem.trainer.loops.divergence import DivergenceCheck
 from stratagem.trainer.loops.interruption import Interruption
@@ -192,6 +196,25 @@ def test_a_next_run_is_refused_if_the_other_ranks_cannot_be_told(
     assert refused.endswith(
         "\nStart each run in processes of its own, or let the error end the script"
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="connections of gloo are found in /proc")
+def test_closed_connections_are_not_those_of_a_server_of_python() -> None:
+    before = event_loops()
+    with socket.create_server(("127.0.0.1", 0)) as server, selectors.EpollSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
+        with socket.create_connection(server.getsockname()) as client, server.accept()[0] as other:
+            selector.register(other, selectors.EVENT_READ)
+            close_connections(before)
+            client.sendall(b"x")
+            assert other.recv(1) == b"x"
+            poll = select.epoll()  # of no selector, as gloo's
+            poll.register(server, select.EPOLLIN)
+            poll.register(other, select.EPOLLIN)
+            selector.close()
+            close_connections(before)
+            assert other.recv(1) == b""
+            poll.close()
 
 
 def test_a_rank_that_begins_a_run_alone_waits_as_long_as_for_a_collective() -> None:

@@ -6,8 +6,11 @@ a collective of the failed run, and the group's connections may hold half of a m
 
 from __future__ import annotations
 
+import gc
 import os
+import selectors
 import socket
+import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -199,12 +202,12 @@ def close_connections(loops_before: set[int]) -> None:
     """Shut down the connections of event loops that also listen, as those of gloo do.
 
     No call of torch does so: a group that is destroyed lives on in the models that use it, and the
-    other ranks wait for it.
+    other ranks wait for it. Event loops of Python, such as those of asyncio's servers, are left.
 
     Args:
         loops_before: the return value of `event_loops` from before the group was joined.
     """
-    for loop in event_loops() - loops_before:
+    for loop in event_loops() - loops_before - _loops_of_python():
         try:
             lines = Path(f"/proc/self/fdinfo/{loop}").read_text().splitlines()
         except OSError:
@@ -218,6 +221,13 @@ def close_connections(loops_before: set[int]) -> None:
         finally:
             for one in sockets:
                 one.close()
+
+
+def _loops_of_python() -> set[int]:
+    if sys.platform != "linux":
+        return set()
+    found = [one for one in gc.get_objects() if issubclass(type(one), selectors.EpollSelector)]
+    return {one.fileno() for one in found if one.get_map() is not None}  # None: closed
 
 
 def _descriptors() -> list[Path]:
