@@ -343,6 +343,17 @@ def test_layers_that_are_extrapolated_hold_what_they_hold_when_they_run(
 
 
 @needs_deepspeed
+def test_a_plan_leaves_no_group_to_an_engine_that_runs_afterwards() -> None:
+    from stratagem_deepspeed.strategy import DeepSpeedStrategy
+
+    first, second = (
+        planned(Net, torch.zeros(5, 10), "deepspeed_stage_1", devices=2) for _ in range(2)
+    )
+    assert (first.how, second.memory) == ("simulated", first.memory)
+    assert DeepSpeedStrategy._group is None
+
+
+@needs_deepspeed
 @pytest.mark.parametrize(("parameters", "layers"), [(5e8, 24), (2.4e9, 24)])
 def test_an_engine_on_a_gpu_has_the_buckets_of_a_gpu(parameters: float, layers: int) -> None:
     decoder = partial(PlannedDecoder, parameters, layers=layers, hidden=1024, vocabulary=1000)

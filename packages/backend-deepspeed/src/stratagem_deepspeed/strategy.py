@@ -285,19 +285,23 @@ class DeepSpeedStrategy(ParallelStrategy):
             CommunicationError: DeepSpeed holds an earlier process group of this process.
         """
         super().setup_environment()
+        if self.ranks.world_size > 1 and not is_simulated():
+            self._check_group()
+        if self.device.type == "cpu":
+            return_freed_memory()
+        self._deepspeed = import_deepspeed(self.device.type)
+        with self._quiet():
+            self._deepspeed.init_distributed(dist_backend=self.communication_backend, verbose=False)
+
+    def _check_group(self) -> None:
         group = dist.group.WORLD
-        if self.ranks.world_size > 1 and DeepSpeedStrategy._group not in (None, group):
+        if DeepSpeedStrategy._group not in (None, group):
             raise CommunicationError(
                 f"{type(self).__name__}: a rank failed in an earlier run of this process, so the "
                 "ranks have joined a new process group, and DeepSpeed keeps the first one: start "
                 "each run in processes of its own, or let an error end the script"
             )
         DeepSpeedStrategy._group = group
-        if self.device.type == "cpu":
-            return_freed_memory()
-        self._deepspeed = import_deepspeed(self.device.type)
-        with self._quiet():
-            self._deepspeed.init_distributed(dist_backend=self.communication_backend, verbose=False)
 
     def _quiet(self) -> AbstractContextManager[None]:
         ranks = self.ranks
