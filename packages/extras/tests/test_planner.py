@@ -354,6 +354,12 @@ def test_a_plan_leaves_no_group_to_an_engine_that_runs_afterwards() -> None:
 
 
 @needs_deepspeed
+def test_an_optimizer_that_begins_with_a_state_is_planned_under_an_engine() -> None:
+    options: dict[str, Any] = {"devices": 2, "optimizer": torch.optim.Adagrad}
+    assert planned(Net, torch.zeros(5, 10), "deepspeed_stage_1", **options).how == "simulated"
+
+
+@needs_deepspeed
 @pytest.mark.parametrize(("parameters", "layers"), [(5e8, 24), (2.4e9, 24)])
 def test_an_engine_on_a_gpu_has_the_buckets_of_a_gpu(parameters: float, layers: int) -> None:
     decoder = partial(PlannedDecoder, parameters, layers=layers, hidden=1024, vocabulary=1000)

@@ -110,7 +110,9 @@ def suited(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
         ConfigurationError: the optimizer has taken a step, its `state_dict` has entries of its own,
             or DeepSpeed cannot step it.
     """
-    if any(float(state.get("step", 1)) for state in optimizer.state.values() if state):
+    # In a simulation the optimizer is new, and its number of steps has no value to read.
+    states = () if is_simulated() else optimizer.state.values()
+    if any(float(state.get("step", 1)) for state in states if state):
         raise ConfigurationError(
             f"the {type(optimizer).__name__} has the state of earlier steps, which DeepSpeed's "
             "engine would drop: set it up before its first step, and load a saved state "
