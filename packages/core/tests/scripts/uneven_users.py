@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from stratagem import Module, Trainer
 from stratagem.errors import StratagemError
+from stratagem.strategies import ModelParallelStrategy
 
 HOOKS = ("validate", "test", "fit", "predict")
 BATCH = 2
@@ -95,7 +96,10 @@ class User(Module):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def trainer_of(strategy: str, ranks: int) -> Trainer:
+def trainer_of(name: str, ranks: int) -> Trainer:
+    strategy: Any = name
+    if name == "model_parallel":
+        strategy = ModelParallelStrategy(tensor_parallel_size=1)  # no layer is divided
     options: dict[str, Any] = {"logger": False, "enable_checkpointing": False}
     return Trainer(
         accelerator="cpu",
