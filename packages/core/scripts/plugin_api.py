@@ -151,6 +151,8 @@ def members(kind: type) -> list[Member]:
             about = documented.get(each.name, "")
             found.setdefault(each.name, dataclasses.replace(each, about=about))
         for name, value in vars(base).items():
+            if _is_added_later(value):
+                continue
             if not name.startswith("_") or name == "__init__":
                 member = _member(name, value, name in abstract)
                 if member is not None and not (
@@ -161,6 +163,13 @@ def members(kind: type) -> list[Member]:
             text = f"attribute {name}"
             found.setdefault(name, Member(name, "attribute", "", text, about=about))
     return list(found.values())
+
+
+def _is_added_later(value: object) -> bool:
+    """Return whether another distribution has set it, as stratagem_lightning does."""
+    function = value.fget if isinstance(value, property) else value
+    home = getattr(function, "__module__", None) or "stratagem"
+    return callable(function) and home.startswith("stratagem_lightning.")
 
 
 def _fields(kind: type) -> Iterator[Member]:
