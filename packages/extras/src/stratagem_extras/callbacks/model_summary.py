@@ -48,6 +48,9 @@ class ModelSummary(Callback):
     keeps_rng_state = True
     """Whether the forward of the example leaves RNG states as they were; False under Lightning's
     names, where training then draws other numbers, as there."""
+    reads_of_example = 1
+    """How often the Module is asked for its example; 3 times under Lightning's names, as there: a
+    property may draw one each time."""
 
     def __init__(self, max_depth: int = 1) -> None:
         if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:
@@ -60,7 +63,10 @@ class ModelSummary(Callback):
         """Print the table; a forward needs all ranks."""
         if self.max_depth == 0:
             return
-        example = getattr(module, "example_input_array", None)
+        examples = [
+            getattr(module, "example_input_array", None) for _ in range(self.reads_of_example)
+        ]
+        example = examples[-1]
         if trainer.options.step_options.compilation is not None:
             example = None  # it would be compiled for
         strategy = trainer.strategy

@@ -276,6 +276,7 @@ class Trainer(trainer.Trainer):
         for callback in self.callbacks:
             if isinstance(callback, own.ModelSummary):
                 callback.keeps_rng_state = False
+                callback.reads_of_example = 3
         self._max_epochs_is_open = self._is_past_epoch = False
         with self._exiting_on_interrupt():
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, path)
