@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from stratagem import Callback
 from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.loggers import Logger as FabricLogger
 from stratagem_lightning.api.callbacks.model_checkpoint import ModelCheckpoint
 from stratagem_lightning.api.callbacks.stochastic_weight_averaging import (
     StochasticWeightAveraging,
@@ -22,7 +24,7 @@ from stratagem_lightning.api.callbacks.stochastic_weight_averaging import (
 from stratagem_lightning.api.core.connectors import CallbackConnector
 from stratagem_lightning.api.demos.boring_classes import BoringModel
 from stratagem_lightning.api.fabric import Fabric
-from stratagem_lightning.api.loggers import CSVLogger
+from stratagem_lightning.api.loggers import CSVLogger, Logger
 from stratagem_lightning.api.strategies.single_device import SingleDeviceStrategy
 from stratagem_lightning.api.trainer import Trainer
 from stratagem_lightning.api.utilities import argparse, imports, loading, logging
@@ -292,11 +294,71 @@ def test_the_forward_for_the_summary_draws_random_numbers(summary: bool, number:
     assert drawn == [pytest.approx(number, abs=1e-9)]
 
 
+@pytest.mark.parametrize(("summary", "count"), [(True, 3), (False, 0)])
+def test_an_example_that_is_drawn_is_drawn_as_often(summary: bool, count: int) -> None:
+    """The counts are those of Lightning 2.6.6."""
+    drawn: list[torch.Tensor] = []
+
+    class Drawing(BoringModel):
+        @property
+        def example_input_array(self) -> torch.Tensor:
+            drawn.append(torch.rand(1, 32))
+            return drawn[-1]
+
+    quiet(enable_model_summary=summary, max_epochs=1).fit(Drawing())
+    assert len(drawn) == count
+
+
+def test_a_logger_of_fabric_and_of_the_trainer_gets_lightnings_steps() -> None:
+    """The steps are those of Lightning 2.6.6; dvclive looks for the name of the caller."""
+    rows: list[Any] = []
+    callers: set[str] = set()
+
+    class Fabrics(FabricLogger):
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            rows.append((*(name for name in metrics if name != "epoch"), step))
+            theirs = {"update_train_step_metrics", "update_train_epoch_metrics"}
+            callers.update(theirs & {frame.function for frame in inspect.stack()})
+
+    class Both(Logger, Fabrics):
+        """As dvclive's."""
+
+    class Logging(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("train", 1.0)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", 2.0)
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("test", 3.0)
+
+    options: dict[str, Any] = {"log_every_n_steps": 1, "max_epochs": 1, "limit_test_batches": 1}
+    trainer = quiet(logger=Both(), **options)
+    assert isinstance(trainer.logger, Logger)
+    assert isinstance(Fabrics(), Logger)
+    assert not isinstance(Fabrics(), Both)
+    model = Logging()
+    trainer.fit(model)
+    trainer.test(model)
+    trainer.validate(model)
+    assert rows == [("train", 0), ("train", 1), ("val", 1), ("test", 2), ("val", 2)]
+    assert callers == {"update_train_step_metrics"}
+
+
 def test_a_value_named_step_is_not_the_step_of_a_row(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, "logs", 0)
     logger.log_metrics({"loss": 1.0, "step": 7}, step=3)
     logger.save()
     assert Path(logger.metrics_file_path).read_text().split() == ["step,loss", "3,1.0"]
+
+
+def test_hyperparameters_are_set_by_the_private_method() -> None:
+    model = BoringModel()
+    model._set_hparams({"depth": 2, "width": 8})
+    model._set_hparams(Namespace(depth=3))
+    assert model.hparams == {"depth": 3, "width": 8}
 
 
 def test_hyperparameters_are_flattened_and_made_plain() -> None:

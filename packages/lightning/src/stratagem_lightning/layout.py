@@ -55,6 +55,7 @@ _LOGGERS = _names(
         "stratagem_extras.loggers.sdk_logger": "DummyExperiment",
     }
 )
+_TRAINER_LOGGERS = {**_LOGGERS, **_names({f"{_API}.loggers": "Logger"})}
 _DUMMY = _names({"stratagem_extras.loggers.sdk_logger": "_DummyExperiment=DummyExperiment"})
 _LOGGER_LEAVES = {
     "csv_logs": "CSVLogger ExperimentWriter",
@@ -372,8 +373,8 @@ _PYTORCH: _Layout = {
         "Timer": _CALLBACKS["Timer"],
         **_names({f"{_API}.core.states": "Interval"}),
     },
-    **_package("pytorch.loggers", _LOGGERS, {**_LOGGER_LEAVES, **_FURTHER_LOGGERS}),
-    "pytorch.loggers.logger": {**_some(_LOGGERS, _LOGGER_LEAVES["logger"]), **_DUMMY},
+    **_package("pytorch.loggers", _TRAINER_LOGGERS, {**_LOGGER_LEAVES, **_FURTHER_LOGGERS}),
+    "pytorch.loggers.logger": {**_some(_TRAINER_LOGGERS, _LOGGER_LEAVES["logger"]), **_DUMMY},
     "pytorch.loggers.utilities": _names(
         {f"{_HELPERS}.logging": "_scan_checkpoints=scan_checkpoints _version=version_of"}
     ),

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from stratagem.trainer.loaders.train_loader import TrainLoader as TrainLoader
     from stratagem.trainer.metrics.metrics import Metrics as Metrics
     from stratagem.trainer.options import TrainerOptions as TrainerOptions
-    from stratagem.trainer.progress import RunState as RunState
+    from stratagem.trainer.progress import Progress as Progress, RunState as RunState
     from stratagem.trainer.run import Run as Run
     from stratagem.trainer.step.batches import (
         BatchFeed as BatchFeed,

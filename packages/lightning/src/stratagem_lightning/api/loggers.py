@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,30 @@ def _one_folder(
             "the two, which mean the same"
         )
     return root_dir if save_dir is None else save_dir
+
+
+class Logger(loggers.Logger):
+    """A logger of a Trainer: a subclass of Fabric's, so that a class may have both as its bases.
+
+    All loggers are instances of it.
+
+    Example:
+        >>> from stratagem_lightning.api.loggers import CSVLogger, Logger
+        >>> isinstance(CSVLogger("logs"), Logger)
+        True
+    """
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> bool:
+        return issubclass(other, loggers.Logger) if cls is Logger else NotImplemented
+
+    def log_rows(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        """Log each row, called from where dvclive writes its files: it looks for this name."""
+
+        def update_train_step_metrics() -> None:
+            super(Logger, self).log_rows(rows)
+
+        update_train_step_metrics()
 
 
 class CSVLogger(loggers.CSVLogger):

@@ -35,6 +35,7 @@ from stratagem_lightning.api.core.loops import (
     refuse_own_loop,
 )
 from stratagem_lightning.api.core.numbers import (
+    FinishedProgress,
     ask_for_iterator,
     cast_each_time,
     check_manual_outputs,
@@ -451,6 +452,7 @@ class Trainer(trainer.Trainer):
         call_at_load(self.strategy)
         if job.stage != "fit":
             self._latest = self._new_metrics()
+            self._progress = FinishedProgress(**vars(self._progress))
         else:
             advice.warn_of_validation(job)
             advice.warn_of_default_epochs(self._arguments)

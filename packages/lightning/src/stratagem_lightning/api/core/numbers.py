@@ -30,6 +30,7 @@ from stratagem.errors import UserCodeError
 from stratagem.launch import rank_zero_info
 from stratagem.rng import SEED_VARIABLE, SeededOnce, chosen_seed, seeds_workers
 from stratagem.strategies import ParallelStrategy, Strategy
+from stratagem.trainer import Progress
 from stratagem_lightning.api.utilities.samplers import DistributedSamplerWrapper
 from stratagem_lightning.api.utilities.seed import pl_worker_init_function
 
@@ -38,6 +39,19 @@ if TYPE_CHECKING:
 
     from stratagem.strategies import PreparedModel
     from stratagem.trainer import Run, Step
+
+
+class FinishedProgress(Progress):
+    """The progress of a fit that has ended, during an evaluation of its own.
+
+    With Lightning, values of an evaluation after a fit have the number of optimizer steps as their
+    step, and values of a validation within a fit the index of the last one.
+    """
+
+    @property
+    def logged_step(self) -> int:
+        """The number of optimizer steps."""
+        return self.global_step
 
 
 def shard_for_one_rank(loader: Any, strategy: Strategy) -> Any:
