@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -63,6 +64,10 @@ class HyperparametersMixin(module.HyperParametersMixin):
                     "checkpointing. Leave it out of the hyperparameters: "
                     f"self.save_hyperparameters(ignore=[{name!r}])"
                 )
+
+    def _set_hparams(self, hp: Namespace | Mapping[str, Any]) -> None:
+        """Add hyperparameters; libraries call it."""
+        self.hparams.update(vars(hp) if isinstance(hp, Namespace) else hp)
 
     def _record_of_makers(
         self, frame: FrameType | None, ignored: set[str], *, logger: bool
