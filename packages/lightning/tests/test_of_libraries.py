@@ -422,6 +422,8 @@ def test_versions_of_torch_are_compared() -> None:
 
 
 def test_files_of_torch_are_written_whole_and_read(tmp_path: Path) -> None:
+    assert loading.is_local_file_protocol(tmp_path)
+    assert not loading.is_local_file_protocol("s3://bucket/logs")
     loading.atomic_save({"a": torch.ones(1)}, tmp_path / "a.pt")
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
     assert loading.load(tmp_path / "a.pt")["a"] == 1
@@ -561,6 +563,25 @@ def test_the_table_of_a_test_can_be_replaced(capsys: pytest.CaptureFixture[str])
     trainer: Any = quiet(callbacks=Silent())
     trainer.test(BoringModel())
     assert capsys.readouterr().out.strip().endswith("own table")
+
+
+def test_an_evaluation_says_whether_it_prints() -> None:
+    """The values are those of Lightning 2.6.6."""
+    told = []
+
+    class Telling(Callback):
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            told.append(trainer._evaluation_loop.verbose)
+
+        on_test_end = on_validation_end
+
+    trainer: Any = quiet(callbacks=Telling(), max_epochs=1)
+    model = BoringModel()
+    trainer.fit(model)
+    for verbose in (True, False):
+        trainer.validate(model, verbose=verbose)
+        trainer.test(model, verbose=verbose)
+    assert told == [False, True, True, False, False]
 
 
 def test_a_connector_of_ones_own_chooses_the_default_callbacks() -> None:

@@ -624,7 +624,10 @@ _FABRIC_SIDE: _Layout = {
     "fabric.utilities": _UTILITIES,
     "fabric.utilities.apply_func": _MOVING,
     "fabric.utilities.cloud_io": _names(
-        {f"{_HELPERS}.loading": "_atomic_save=atomic_save _is_dir=is_dir _load=load get_filesystem"}
+        {
+            f"{_HELPERS}.loading": "_atomic_save=atomic_save _is_dir=is_dir _load=load "
+            "_is_local_file_protocol=is_local_file_protocol get_filesystem"
+        }
     ),
     "fabric.connector": _names(
         {f"{_HELPERS}.types": "_PLUGIN_INPUT=PLUGIN _PRECISION_INPUT=PRECISION"}

@@ -232,6 +232,8 @@ class Trainer(trainer.Trainer):
         self._arguments = options
         self._max_epochs_is_open = options.get("max_epochs") is None and not quick
         self._fit_step: Step | None = None
+        self._verbose = True
+        """Whether the last validation or test prints its values."""
         self._is_past_epoch = False
         """Whether the last fit ended within an epoch, which counts as a whole one then."""
         self._last_batch_idx = -1
@@ -302,7 +304,7 @@ class Trainer(trainer.Trainer):
         """
         path = self._best_if_left_out(model, ckpt_path, "validate")
         self._begin(model, datamodule)
-        printed = verbose and "validate" not in self._loops
+        self._verbose, printed = verbose, verbose and "validate" not in self._loops
         with self._exiting_on_interrupt():
             values = super().validate(model, dataloaders, datamodule, path, printed)
         return self._logged(values, "validate", verbose)
@@ -320,7 +322,7 @@ class Trainer(trainer.Trainer):
         """Run testing. Arguments as in `validate`."""
         path = self._best_if_left_out(model, ckpt_path, "test")
         self._begin(model, datamodule)
-        printed = verbose and "test" not in self._loops
+        self._verbose, printed = verbose, verbose and "test" not in self._loops
         with self._exiting_on_interrupt():
             values = super().test(model, dataloaders, datamodule, path, printed)
         return self._logged(values, "test", verbose)

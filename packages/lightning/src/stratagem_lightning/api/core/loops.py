@@ -147,6 +147,11 @@ class EvaluationLoop(_View):
             print(f"{stage} {name}: {float(value):.6g}")
 
     @property
+    def verbose(self) -> bool:
+        """Whether the values are printed; those of a validation within a fit are not."""
+        return self.trainer.state.fn != "fit" and bool(self.trainer._verbose)
+
+    @property
     def batch_progress(self) -> Progress:
         """The batches of the last run."""
         run = self.trainer._run

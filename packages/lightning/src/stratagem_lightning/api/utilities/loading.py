@@ -26,6 +26,16 @@ def get_filesystem(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     return url_to_fs(os.fspath(path), **kwargs)[0]
 
 
+def is_local_file_protocol(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is of this machine's file system.
+
+    Example:
+        >>> is_local_file_protocol("logs"), is_local_file_protocol("s3://bucket/logs")
+        (True, False)
+    """
+    return "://" not in str(path) or str(path).startswith(("file://", "local://"))
+
+
 def is_dir(fs: Any, path: str | os.PathLike[str], strict: bool = False) -> bool:
     """Whether a path is a folder, which in an object store need not exist unless `strict`.
 
