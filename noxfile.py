@@ -165,6 +165,17 @@ LIBRARIES = [
     "drvi-py==0.2.8",
     "cph-regression==0.1.1",
     "torchdyn==1.0.6",
+    "mlcolvar==1.3.1",
+    "graph-pes==1.0.2",
+    "neural-amp-modeler==0.13.0",
+    "nequip==0.19.1",
+    "litgpt==0.5.13",
+    "dvclive==3.49.1",
+    "mlflow==3.17.2",
+    "cellarium-ml==0.0.15",
+    "replay-rec==0.22.0",
+    "kaiko-eva==0.4.5",
+    "lightning-ir==0.0.6",
 ]
 PEERS = ["lightning==2.6.6", "accelerate==1.15.0"]
 # Whose tests of public behaviour are run through stratagem_lightning, and what they need.
@@ -397,10 +408,12 @@ def libraries(session: nox.Session, library: str) -> None:
     """A library that stands on Lightning, with it and with `stratagem_lightning`; not in CI."""
     # pandas 3 has no monthly frequency "M", and pyarrow 26 no use for the NumPy 1 that
     # pytorch-lifestream asks for; pytorch-tabular imports requests, disent matplotlib, and
-    # tensorneko tensorboard, without naming it.
+    # tensorneko tensorboard, without naming it; lightning-ir does not load with transformers 5.
     session.env["PIP_CONSTRAINT"] = "benchmarks/libraries.txt"
     name = library.partition("==")[0]
     session.install(library, "lightning", "requests", "matplotlib")
+    if name == "lightning-ir":
+        session.install("transformers<5")
     if name == "tensorneko":
         # Only there, since Lightning logs to it by default where it is installed.
         session.install(*tools("tensorboard"))

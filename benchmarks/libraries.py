@@ -14,6 +14,7 @@ store: here their models train, and are not saved.
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
@@ -23,7 +24,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 MARK = "numbers: "
 RANKS = int(os.environ.get("RANKS", "1"))
@@ -1030,6 +1031,525 @@ def torchdyn() -> None:
     tell(*logged(trainer), *sums(model))
 
 
+def mlcolvar() -> None:
+    """Collective variables of molecules, by a loader of the library's that shuffles anew."""
+    import lightning
+    import torch
+    from mlcolvar.cvs import AutoEncoderCV, DeepTDA, DeepTICA
+    from mlcolvar.data import DictDataset, DictModule
+    from mlcolvar.utils.timelagged import create_timelagged_dataset
+    from mlcolvar.utils.trainer import MetricsCallback
+
+    lightning.seed_everything(0)
+    points = torch.randn(160, 4).cumsum(0) / 10
+    labelled = DictDataset({"data": points, "labels": (torch.arange(160) >= 80).float()})
+    lagged = create_timelagged_dataset(points, lag_time=2)
+    models = (
+        (AutoEncoderCV([4, 6, 2]), DictDataset({"data": points})),
+        (DeepTDA(2, 1, [-5.0, 5.0], [0.2, 0.2], [4, 8, 1]), labelled),
+        (DeepTICA([4, 8, 2], n_cvs=1), lagged),
+    )
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, **ON_CPU}
+    for model, dataset in models:
+        data = DictModule(dataset, lengths=[0.7, 0.2, 0.1], batch_size=32)
+        metrics = MetricsCallback()
+        stopping = lightning.pytorch.callbacks.EarlyStopping("valid_loss", patience=3)
+        trainer = lightning.Trainer(max_epochs=4, callbacks=[metrics, stopping], **options)
+        trainer.fit(model, data)
+        tell(*logged(trainer), *sums(model))
+        tell(*(metrics.metrics[name] for name in sorted(metrics.metrics)))
+        trainer.test(model, data)
+        with torch.no_grad():
+            tell(*logged(trainer), model(points))
+
+
+def write_argon(**counts: int) -> None:
+    """Write clusters of argon with their energies and forces, a file for each name."""
+    import numpy as np
+    from ase import Atoms
+    from ase.calculators.lj import LennardJones
+    from ase.io import write
+
+    random = np.random.RandomState(0)
+    corners = np.array(list(np.ndindex(2, 2, 2)))
+
+    def cluster() -> Any:
+        atoms = Atoms("Ar8", positions=corners * 1.2 + random.randn(8, 3) * 0.05)
+        atoms.calc = LennardJones(rc=3.0)
+        atoms.get_forces()
+        return atoms
+
+    for name, count in counts.items():
+        write(f"{name}.xyz", [cluster() for _ in range(count)])
+
+
+def graph_pes() -> None:
+    """A potential by the library's training from a config: averaged weights, the best model."""
+    import torch
+    from graph_pes.models import load_model
+    from graph_pes.scripts.train import train_from_config
+
+    write_argon(train=14, valid=6)
+    options = {name: value for name, value in ON_CPU.items() if name != "enable_progress_bar"}
+    train_from_config(
+        {
+            "model": {"+SchNet": {"cutoff": 3.0, "channels": 8, "layers": 1}},
+            "data": {
+                name: {"+file_dataset": {"path": f"{name}.xyz", "cutoff": 3.0}}
+                for name in ("train", "valid")
+            },
+            "loss": ["+PerAtomEnergyLoss()", "+ForceRMSE()"],
+            "fitting": {
+                "trainer_kwargs": {**options, "max_epochs": 6},
+                "swa": {"lr": 0.001, "start": 0.5, "anneal_epochs": 1},
+                "early_stopping": {"patience": 4},
+                "lr_warmup_steps": 3,
+                "loader_kwargs": {"num_workers": 0, "persistent_workers": False, "batch_size": 4},
+            },
+            "general": {"run_id": "run", "root_dir": ".", "progress": "logged"},
+            "wandb": None,
+        }
+    )
+    tell(*sums(load_model("run/model.pt")))
+    last = torch.load("run/checkpoints/last.ckpt", weights_only=False)["state_dict"]
+    tell(*(value.abs().sum() for _, value in sorted(last.items()) if torch.is_tensor(value)))
+
+
+def neural_amp_modeler() -> None:
+    """The sound of an amplifier, by the library's training and by its checkpoints beside models."""
+    import numpy as np
+    import pytorch_lightning as pl
+    from nam.data import Split, init_dataset, np_to_wav
+    from nam.train import full
+    from nam.train.core import get_callbacks
+    from nam.train.lightning_module import LightningModule
+    from torch.utils.data import DataLoader
+
+    random = np.random.RandomState(0)
+    sound = random.randn(6000) * 0.2
+    np_to_wav(sound, "x.wav")
+    np_to_wav(np.tanh(sound * 2) * 0.4, "y.wav")
+    layers: dict[str, Any] = {"input_size": 1, "condition_size": 1, "channels": 4, "kernel_size": 3}
+    layers["head"] = {"out_channels": 1, "kernel_size": 1, "bias": True}
+    layers |= {"dilations": [1, 2, 4], "activation": "Tanh"}
+    data = {
+        "train": {"stop_samples": 4000, "ny": 200},
+        "validation": {"start_samples": 4000, "ny": None, "require_input_pre_silence": None},
+        "common": {"x_path": "x.wav", "y_path": "y.wav", "delay": 0},
+    }
+    model = {
+        "net": {
+            "name": "WaveNet",
+            "config": {"layers_configs": [layers], "head_scale": 0.1},
+        },
+        "loss": {"val_loss": "esr"},
+        "optimizer": {"lr": 0.01},
+        "lr_scheduler": {"class": "ExponentialLR", "kwargs": {"gamma": 0.9}},
+    }
+    learning = {
+        "train_dataloader": {"batch_size": 4, "shuffle": True, "drop_last": True},
+        "val_dataloader": {},
+        "trainer": {**ON_CPU, "max_epochs": 4},
+    }
+    Path("out").mkdir()
+    full.main(data, model, learning, Path("out"), no_show=True, make_plots=False)
+    tell(json.loads(Path("out/model.nam").read_text())["weights"])
+    pl.seed_everything(0)
+    module = LightningModule.init_from_config(model)
+    loaders = [
+        DataLoader(init_dataset(data, Split.TRAIN), 4, shuffle=True),
+        DataLoader(init_dataset(data, Split.VALIDATION)),
+    ]
+    module.net.sample_rate = 48000
+    trainer = pl.Trainer(max_epochs=5, callbacks=get_callbacks(1e-4), **ON_CPU)
+    trainer.fit(module, *loaders)
+    tell(*logged(trainer), *sums(module))
+    for saved in sorted(Path(trainer.checkpoint_callback.dirpath).glob("*.nam")):
+        tell(json.loads(saved.read_text())["weights"])
+
+
+def nequip() -> None:
+    """An equivariant potential with an average of its weights; tested.
+
+    The library's script replaces private methods of Lightning's, and is left out.
+    """
+    import lightning
+    from hydra.utils import instantiate
+    from nequip.utils.global_state import set_global_state
+
+    set_global_state()
+    write_argon(all=20)
+    names = ["Ar"]
+    transforms = "nequip.data.transforms"
+    data = instantiate(
+        {
+            "_target_": "nequip.data.datamodule.ASEDataModule",
+            "seed": 0,
+            "split_dataset": {"file_path": "all.xyz", "train": 12, "val": 4, "test": 4},
+            "transforms": [
+                {
+                    "_target_": f"{transforms}.ChemicalSpeciesToAtomTypeMapper",
+                    "model_type_names": names,
+                },
+                {"_target_": f"{transforms}.NeighborListTransform", "r_max": 3.0},
+            ],
+            "train_dataloader": {"batch_size": 4, "shuffle": True},
+            "val_dataloader": {"batch_size": 4},
+            "test_dataloader": {"batch_size": 4},
+        },
+        _recursive_=False,
+    )
+    metrics = {"_target_": "nequip.train.EnergyForceMetrics"}
+    module = instantiate(
+        {
+            "_target_": "nequip.train.EMALightningModule",
+            "ema_decay": 0.9,
+            "loss": {"_target_": "nequip.train.EnergyForceLoss"},
+            "val_metrics": metrics,
+            "test_metrics": metrics,
+            "optimizer": {"_target_": "torch.optim.Adam", "lr": 0.01},
+            "model": {
+                "_target_": "nequip.model.NequIPGNNModel",
+                "seed": 0,
+                "model_dtype": "float32",
+                "type_names": names,
+                "r_max": 3.0,
+                "num_layers": 2,
+                "num_features": 4,
+                "radial_mlp_width": 8,
+                "avg_num_neighbors": 7.0,
+            },
+            "num_datasets": data.num_datasets,
+        },
+        _recursive_=False,
+        _convert_="all",
+    )
+    saver = lightning.pytorch.callbacks.ModelCheckpoint(monitor="val0_epoch/weighted_sum")
+    options: dict[str, Any] = {"inference_mode": False, "callbacks": [saver], **ON_CPU}
+    trainer = lightning.Trainer(max_epochs=3, **options)
+    trainer.fit(module, datamodule=data)
+    tell(*logged(trainer), *sums(module), saver.best_model_score)
+    trainer.test(module, datamodule=data, ckpt_path="best", weights_only=False)
+    tell(*logged(trainer))
+
+
+def litgpt() -> None:
+    """A language model by the library's pretraining on Fabric, with validation."""
+    import torch
+    from litgpt import Config
+    from litgpt.args import EvalArgs, TrainArgs
+    from litgpt.data import DataModule
+    from litgpt.pretrain import setup
+    from torch.utils.data import DataLoader
+
+    class Tokens(DataModule):  # type: ignore[misc]  # not annotated
+        def connect(self, batch_size: int, max_seq_length: int, **_: Any) -> None:
+            self.batch_size, self.length = batch_size, max_seq_length
+
+        def train_dataloader(self) -> Any:
+            numbers = torch.arange(64)[:, None] + torch.arange(self.length + 1) ** 2
+            return DataLoader(numbers % 50, self.batch_size, shuffle=True)  # type: ignore[arg-type]
+
+        def val_dataloader(self) -> Any:
+            return self.train_dataloader()
+
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torch.compile leaves the model as it is
+    small = Config(block_size=16, n_layer=2, n_embd=16, n_head=2, padded_vocab_size=50)
+    options: dict[str, Any] = {"model_config": small, "logger_name": "csv", "devices": RANKS}
+    options |= {"precision": "32-true", "eval": EvalArgs(interval=2, max_iters=2)}
+    sizes = {"global_batch_size": 8, "micro_batch_size": 4, "max_tokens": 6 * 8 * 16}
+    train = TrainArgs(save_interval=4, lr_warmup_steps=2, max_norm=1.0, **sizes)
+    setup("small", out_dir=Path("out"), data=Tokens(), train=train, **options)
+    saved = torch.load("out/final/lit_model.pth", weights_only=False)["model"]
+    tell(*(values.abs().sum() for _, values in sorted(saved.items())))
+    for file in sorted(Path("out").rglob("metrics.csv")):
+        rows = list(csv.DictReader(file.open()))
+        told = [row[name] for row in rows for name in ("step", "loss", "val_loss")]
+        tell([float(value) for value in told if value])
+
+
+def logging_model(BoringModel: Any) -> Any:
+    """Return a model that logs values of steps, of epochs and of both, and its hyperparameters."""
+    import torch
+
+    class Model(BoringModel):  # type: ignore[misc]  # not annotated
+        def __init__(self, lr: float = 0.1) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.step(batch)
+            self.log("step_only", loss)
+            self.log("both", loss, on_epoch=True, on_step=True)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", self.step(batch))
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("test_loss", self.step(batch))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+    return Model()
+
+
+def dvclive() -> None:
+    """The library's logger, which keeps checkpoints too; what it wrote is read."""
+    import lightning.pytorch as pl
+    from dvclive.lightning import DVCLiveLogger
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    pl.seed_everything(0)
+    model = logging_model(BoringModel)
+    saver = pl.callbacks.ModelCheckpoint(monitor="val_loss", save_top_k=2)
+    live = DVCLiveLogger(log_model="all", save_dvc_exp=False, dvcyaml=None, report=None)
+    options: dict[str, Any] = {"logger": live, "log_every_n_steps": 5, "callbacks": [saver]}
+    trainer = pl.Trainer(max_epochs=3, limit_train_batches=12, **options, **ON_CPU)
+    trainer.fit(model)
+    trainer.test(model)
+    tell(*sums(model))
+    for file in sorted(Path("dvclive/plots/metrics").rglob("*.tsv")):
+        rows = list(csv.DictReader(file.open(), delimiter="\t"))
+        tell([[float(row["step"]), float(row[file.stem])] for row in rows])
+    last = json.loads(Path("dvclive/metrics.json").read_text())
+    tell(last["step"], len(list(Path(saver.dirpath).iterdir())))
+
+
+def mlflow() -> None:
+    """The library's automatic logging of a fit and a test, with its checkpoints; loaded again."""
+    import mlflow as library
+    import pytorch_lightning as pl
+    from pytorch_lightning.demos.boring_classes import BoringModel
+
+    pl.seed_everything(0)
+    library.set_tracking_uri("sqlite:///runs.db")
+    library.pytorch.autolog(log_every_n_step=4, checkpoint_monitor="val_loss")
+    model = logging_model(BoringModel)
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, **ON_CPU}
+    trainer = pl.Trainer(max_epochs=3, limit_train_batches=12, **options)
+    with library.start_run() as run:
+        trainer.fit(model)
+        trainer.test(model)
+    client = library.MlflowClient()
+    told = client.get_run(run.info.run_id).data
+    for name in sorted(told.metrics):
+        history = client.get_metric_history(run.info.run_id, name)
+        tell([[value.step, value.value] for value in history])
+    tell(*(float(told.params[name]) for name in ("epochs", "lr")))
+    checkpoint = library.pytorch.load_checkpoint(type(model), run.info.run_id)
+    tell(*sums(checkpoint))
+
+
+def cellarium_ml() -> None:
+    """Cells by two models whose methods are hooks; predictions.
+
+    Models without an optimizer of their own step Lightning's stand-in for one, and are left out.
+    """
+    import lightning.pytorch as pl
+    import numpy as np
+    import torch
+    from anndata import AnnData
+    from cellarium.ml import CellariumAnnDataDataModule, CellariumModule
+    from cellarium.ml.callbacks import PredictionWriter
+    from cellarium.ml.models import LogisticRegression, ProbabilisticPCA
+    from cellarium.ml.utilities.data import AnnDataField, categories_to_codes, get_categories
+
+    pl.seed_everything(0)
+    random = np.random.RandomState(0)
+    cells = AnnData(random.rand(80, 5).astype("float32"))
+    cells.obs["kind"] = random.choice(list("xy"), 80)
+    cells.obs["kind"] = cells.obs["kind"].astype("category")
+    names = cells.var_names.to_numpy()
+    keys = {
+        "x_ng": AnnDataField("X"),
+        "var_names_g": AnnDataField("var_names"),
+        "obs_names_n": AnnDataField("obs_names"),
+        "y_n": AnnDataField("obs", key="kind", convert_fn=categories_to_codes),
+        "y_categories": AnnDataField("obs", key="kind", convert_fn=get_categories),
+    }
+    learns: dict[str, Any] = {"optim_fn": torch.optim.Adam, "optim_kwargs": {"lr": 0.1}}
+    for model in (
+        LogisticRegression(80, names, np.array(["x", "y"]), log_metrics=False),
+        ProbabilisticPCA(80, names, n_components=2, ppca_flavor="marginalized"),
+    ):
+        data = CellariumAnnDataDataModule(cells, batch_keys=keys, batch_size=16, shuffle=True)
+        module = CellariumModule(model=model, **learns)
+        writer = PredictionWriter("predictions")
+        # The library's loader of validation data is empty, which is refused here.
+        options: dict[str, Any] = {"limit_val_batches": 0, "callbacks": [writer], **ON_CPU}
+        trainer = pl.Trainer(max_epochs=3, logger=False, **options)
+        trainer.fit(module, data)
+        tell(*logged(trainer), *sums(module))
+    trainer.predict(module, data, return_predictions=False)
+    for file in sorted(Path("predictions").iterdir()):
+        tell(np.loadtxt(file, delimiter=","))
+
+
+def replay() -> None:
+    """A transformer that recommends, by the library's module and callbacks; tested."""
+    import lightning
+    import torch
+    from replay.data import FeatureHint, FeatureSource, FeatureType
+    from replay.data.nn import TensorFeatureInfo, TensorFeatureSource, TensorSchema
+    from replay.nn.lightning import LightningModule
+    from replay.nn.lightning.callback import ComputeMetricsCallback, TorchTopItemsCallback
+    from replay.nn.lightning.optimizer import OptimizerFactory
+    from replay.nn.lightning.scheduler import LRSchedulerFactory
+    from replay.nn.sequential import SasRec
+    from torch.utils.data import DataLoader
+
+    lightning.seed_everything(0)
+    items, length = 20, 6
+    feature = TensorFeatureInfo(
+        "item_id",
+        is_seq=True,
+        feature_type=FeatureType.CATEGORICAL,
+        embedding_dim=8,
+        padding_value=items,
+        cardinality=items,
+        feature_hint=FeatureHint.ITEM_ID,
+        feature_sources=[TensorFeatureSource(FeatureSource.INTERACTIONS, "item_id")],
+    )
+
+    def sample(number: int) -> dict[str, Any]:
+        steps = (torch.arange(length + 1) * (1 + number % 3) + number) % items
+        whole = torch.ones(length, dtype=torch.bool)
+        return {
+            "feature_tensors": {"item_id": steps[:-1]},
+            "padding_mask": whole,
+            "positive_labels": steps[1:, None],
+            "target_padding_mask": whole[:, None],
+            "ground_truth": steps[-1:],
+            "query_id": torch.tensor(number),
+        }
+
+    samples: Any = [sample(number) for number in range(48)]
+    held_back = [DataLoader(samples[32:40], 8), DataLoader(samples[40:], 8)]
+    network = SasRec.from_params(
+        TensorSchema([feature]), embedding_dim=8, num_heads=2, num_blocks=1, max_sequence_length=6
+    )
+    model = LightningModule(network, OptimizerFactory(), LRSchedulerFactory(decay_step=1))
+    metrics = ComputeMetricsCallback(ks=[1, 5], item_count=items)
+    top = TorchTopItemsCallback(3, "query_id")
+    options: dict[str, Any] = {"callbacks": [metrics, top], "logger": False, **ON_CPU}
+    trainer = lightning.Trainer(max_epochs=3, **options)
+    trainer.fit(model, DataLoader(samples[:32], 8, shuffle=True), held_back)
+    tell(*logged(trainer), *sums(model))
+    for told in metrics.get_metrics().values():
+        tell(*(told[name] for name in sorted(told)))
+    trainer.test(model, held_back)
+    tell(*logged(trainer))
+    trainer.predict(model, held_back[0], return_predictions=False)
+    tell(*top.get_result())
+
+
+def kaiko_eva() -> None:
+    """Two runs of a head on features, by the library's session and its Trainer's copies."""
+    import lightning.pytorch as pl
+    import torch
+    from eva.core.data import dataloaders, datamodules, datasets
+    from eva.core.metrics import MulticlassClassificationMetrics
+    from eva.core.metrics.structs import MetricsSchema
+    from eva.core.models import HeadModule
+    from eva.core.trainers import Trainer
+    from torch import nn
+
+    pl.seed_everything(0)
+
+    class Points(datasets.TorchDataset):  # type: ignore[misc]  # not annotated
+        def __init__(self, count: int) -> None:
+            self.points = torch.randn(count, 4)
+            self.kinds = (self.points[:, 0] > 0).long() + (self.points[:, 1] > 0).long()
+
+        def __len__(self) -> int:
+            return len(self.points)
+
+        def __getitem__(self, index: int) -> Any:
+            return self.points[index], self.kinds[index], {}
+
+    def loader(*, shuffle: bool = False) -> Any:
+        options = {"pin_memory": False, "persistent_workers": False, "prefetch_factor": None}
+        return dataloaders.DataLoader(16, shuffle=shuffle, num_workers=0, **options)
+
+    data = datamodules.DataModule(
+        datamodules.DatasetsSchema(train=Points(64), val=Points(32), test=Points(32)),
+        datamodules.DataloadersSchema(train=loader(shuffle=True), val=loader(), test=loader()),
+    )
+    model = HeadModule(
+        head=nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 3)),
+        criterion=nn.CrossEntropyLoss(),
+        metrics=MetricsSchema(common=MulticlassClassificationMetrics(num_classes=3)),
+    )
+    saver = pl.callbacks.ModelCheckpoint(monitor="val/MulticlassAccuracy", mode="max")
+    options: dict[str, Any] = {"callbacks": [saver], "logger": pl.loggers.CSVLogger("logs")}
+    trainer = Trainer(max_epochs=3, n_runs=2, **options, **ON_CPU)
+    trainer.run_evaluation_session(model, data)
+    (file,) = Path("logs").rglob("results.json")
+    results = json.loads(file.read_text())["metrics"]
+    for stage in ("val", "test"):
+        for told in results[stage]:
+            tell(*([*told[name]["values"], told[name]["mean"]] for name in sorted(told)))
+    for file in sorted(Path("logs").rglob("*.ckpt")):
+        weights = torch.load(file, weights_only=False)["state_dict"]
+        tell(*(values.abs().sum() for _, values in sorted(weights.items())))
+
+
+def lightning_ir() -> None:
+    """A bi-encoder of a small BERT that ranks documents, with the library's schedule."""
+    import torch
+    from lightning.pytorch import seed_everything
+    from lightning_ir import (
+        BiEncoderModule,
+        InBatchCrossEntropy,
+        LightningIRTrainer,
+        RankNet,
+        TrainBatch,
+    )
+    from lightning_ir.models import DprConfig
+    from torch.utils.data import DataLoader
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    seed_everything(0)
+    words = [f"w{number}" for number in range(40)]
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    Path("vocab.txt").write_text("\n".join([*special, *words]))
+    BertTokenizerFast("vocab.txt").save_pretrained("bert")
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertModel(BertConfig(vocab_size=45, intermediate_size=16, **small)).save_pretrained("bert")
+    module = BiEncoderModule(
+        "bert",
+        config=DprConfig(projection=None),
+        loss_functions=[InBatchCrossEntropy(), (RankNet(), 0.5)],
+        evaluation_metrics=["nDCG@10"],
+    )
+    module.set_optimizer(torch.optim.AdamW, lr=0.01)
+
+    def batch(numbers: list[int]) -> Any:
+        texts = [[f"w{n} w{n + 1}", f"w{n + 9} w{n + 7}"] for n in numbers]
+        return TrainBatch(
+            queries=[f"w{n} w{n + 2}" for n in numbers],
+            docs=texts,
+            query_ids=[str(n) for n in numbers],
+            doc_ids=[[f"{n}-0", f"{n}-1"] for n in numbers],
+            qrels=[{"query_id": str(n), "doc_id": f"{n}-0", "relevance": 1} for n in numbers],
+            targets=torch.tensor([[1.0, 0.0] for _ in numbers]),
+        )
+
+    class Numbers(list):  # type: ignore[type-arg]
+        dataset_id, run_path = "numbers", None
+
+    numbers, held_back_numbers = (cast(Any, Numbers(range(count))) for count in (24, 8))
+    train = DataLoader(numbers, 8, shuffle=True, collate_fn=batch)
+    held_back = DataLoader(held_back_numbers, 4, collate_fn=batch)
+    trainer = LightningIRTrainer(max_epochs=3, logger=False, **ON_CPU)
+    trainer.fit(module, train, held_back)
+    tell(*logged(trainer), *sums(module))
+    trainer.test(module, held_back)
+    tell(*logged(trainer))
+
+
 LIBRARIES: dict[str, Callable[[], None]] = {
     "neuralforecast": neuralforecast,
     "gluonts[torch]": gluonts,
@@ -1064,6 +1584,17 @@ LIBRARIES: dict[str, Callable[[], None]] = {
     "drvi-py": drvi,
     "cph-regression": cph_regression,
     "torchdyn": torchdyn,
+    "mlcolvar": mlcolvar,
+    "graph-pes": graph_pes,
+    "neural-amp-modeler": neural_amp_modeler,
+    "nequip": nequip,
+    "litgpt": litgpt,
+    "dvclive": dvclive,
+    "mlflow": mlflow,
+    "cellarium-ml": cellarium_ml,
+    "replay-rec": replay,
+    "kaiko-eva": kaiko_eva,
+    "lightning-ir": lightning_ir,
 }
 """By the names that they are installed by."""
 
