@@ -348,21 +348,17 @@ def _length_of(scheduler: Any) -> tuple[str, int]:
 
 def _samples_of_saved_step(checkpoint: dict[str, Any]) -> float | None:
     """Return the mean number of samples in a step of the run that saved a checkpoint, or None."""
-    ranks, progress = checkpoint.get("ranks"), checkpoint.get("progress")
-    if not ranks or not progress or not progress["global_step"]:
-        return None
-    first = ranks["first"] if isinstance(ranks, dict) else ranks[0]
-    loader = first.get("loader")
-    parts = loader.get("parts") if isinstance(loader, dict) else None
-    loader = parts[0] if isinstance(parts, list) and parts else loader
-    if not isinstance(loader, dict):
-        return None
-    size, count = loader.get("batch_size"), loader.get("shards")
-    batches: int = progress.get("batches_before", 0) + progress["batches"]
-    if not isinstance(size, int) or not isinstance(count, int) or not batches:
-        return None
-    steps: int = progress["global_step"]
-    return size * count * batches / steps
+    try:
+        ranks, progress = checkpoint["ranks"], checkpoint["progress"]
+        loader = (ranks["first"] if isinstance(ranks, dict) else ranks[0])["loader"]
+        if parts := loader.get("parts"):
+            loader = parts[0]
+        size, count, steps = loader["batch_size"], loader["shards"], progress["global_step"]
+        batches = progress.get("batches_before", 0) + progress["batches"]
+        samples = size * count * batches / steps
+    except (ArithmeticError, AttributeError, LookupError, TypeError):
+        return None  # there is none, or what is restored next names the wrong entry
+    return samples if isinstance(samples, float) and samples > 0 else None
 
 
 def _each(loaders: Any) -> list[Any]:
