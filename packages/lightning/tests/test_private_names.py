@@ -180,6 +180,9 @@ def test_gpus_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (5, [0, 0], [4], "-2,"):
         with pytest.raises(ConfigurationError, match=r"and this machine has \[0, 1, 2, 3\]: exp"):
             parse_gpu_ids(wrong, include_cuda=True)
+    for text in ("", "all", "0,x"):
+        with pytest.raises(ConfigurationError, match="expected a number of GPUs, -1, or indices s"):
+            parse_gpu_ids(text)
     with pytest.raises(ConfigurationError) as raised:
         parse_gpu_ids(1)
     assert str(raised.value) == (

@@ -22,7 +22,7 @@ class SetUp:
     def __init__(self, strategy: Strategy) -> None:
         self._alive = weakref.ref(strategy)
         self.left: Strategy | None = None
-        self.is_of_author = not type(strategy).teardown.__module__.startswith("stratagem.")
+        self.has_own_teardown = not type(strategy).teardown.__module__.startswith("stratagem.")
         _owed.append(self)
         # Before the end of the process group, which is registered earlier.
         at_end_of_rank(self.end)
@@ -69,7 +69,7 @@ def tear_down_left() -> None:
     """
     # All ranks at this line, and not each when its collector runs. It takes 0.1 s, which our own
     # teardowns do without: they hold nothing that the next set-up needs.
-    if any(each.is_of_author for each in _owed):
+    if any(each.has_own_teardown for each in _owed):
         gc.collect()
     for each in [each for each in _owed if each.left is not None]:
         name = type(each.left).__name__

@@ -20,7 +20,8 @@ def parse_gpu_ids(
 
     Raises:
         UserTypeError: it is something else.
-        ConfigurationError: this machine does not have these GPUs, or one is named twice.
+        ConfigurationError: a text has no numbers, this machine does not have these GPUs, or one is
+            named twice.
 
     Example:
         >>> parse_gpu_ids(0), parse_gpu_ids("0")
@@ -36,7 +37,12 @@ def parse_gpu_ids(
     there = list(range(torch.cuda.device_count())) if include_cuda else []
     if include_mps and torch.backends.mps.is_available():
         there = there or [0]
-    wanted = _indices(gpus, there)
+    try:
+        wanted = _indices(gpus, there)
+    except (IndexError, ValueError):
+        raise ConfigurationError(
+            f"gpus={gpus!r}: expected a number of GPUs, -1, or indices such as '0,1'"
+        ) from None
     if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(there):
         raise ConfigurationError(
             f"You requested gpus={gpus!r}, and this machine has {there or 'none'}: expected each "
