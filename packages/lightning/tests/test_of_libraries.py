@@ -339,6 +339,8 @@ def test_a_logger_of_fabric_and_of_the_trainer_gets_lightnings_steps() -> None:
     assert isinstance(trainer.logger, Logger)
     assert isinstance(Fabrics(), Logger)
     assert not isinstance(Fabrics(), Both)
+    assert not isinstance(object(), FabricLogger)
+    assert not isinstance(object(), Logger)
     model = Logging()
     trainer.fit(model)
     trainer.test(model)
@@ -359,6 +361,16 @@ def test_hyperparameters_are_set_by_the_private_method() -> None:
     model._set_hparams({"depth": 2, "width": 8})
     model._set_hparams(Namespace(depth=3))
     assert model.hparams == {"depth": 3, "width": 8}
+
+    class Doubled(BoringModel):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+        def _set_hparams(self, hp: Any) -> None:
+            super()._set_hparams({name: 2 * value for name, value in hp.items()})
+
+    assert Doubled(4).hparams == {"width": 8}
 
 
 def test_hyperparameters_are_flattened_and_made_plain() -> None:

@@ -86,8 +86,8 @@ def test_models_and_datamodules_are_looked_at_in_each_stage(stage: str) -> None:
     run = getattr(Trainer(**QUIET), stage)
     with pytest.raises(UserCodeError, match="Mine overrides _call_batch_hook of LightningModule"):
         run(override(BoringModel, "_call_batch_hook"))
-    datamodule = override(LightningDataModule, "_set_hparams", "_to_hparams_dict")
-    text = "Mine overrides _set_hparams, _to_hparams_dict of LightningDataModule"
+    datamodule = override(LightningDataModule, "remove_ignored_hparams", "_to_hparams_dict")
+    text = "Mine overrides _to_hparams_dict, remove_ignored_hparams of LightningDataModule"
     with pytest.raises(UserCodeError, match=text):
         run(BoringModel(), datamodule=datamodule)
 

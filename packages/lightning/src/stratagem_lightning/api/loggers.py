@@ -50,7 +50,7 @@ class Logger(loggers.Logger):
 
     @classmethod
     def __subclasshook__(cls, other: type) -> bool:
-        return issubclass(other, loggers.Logger) if cls is Logger else NotImplemented
+        return loggers.Logger in other.__mro__ if cls is Logger else NotImplemented
 
     def log_rows(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         """Log each row, called from where dvclive writes its files: it looks for this name."""

@@ -57,6 +57,7 @@ class HyperparametersMixin(module.HyperParametersMixin):
         if not args:
             ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
             self._record_of_makers(frame, ignored, logger=logger)
+        self._set_hparams(dict(self.hparams))
         for name, value in self.hparams.items():
             if isinstance(value, nn.Module):
                 rank_zero_warn(
@@ -66,7 +67,7 @@ class HyperparametersMixin(module.HyperParametersMixin):
                 )
 
     def _set_hparams(self, hp: Namespace | Mapping[str, Any]) -> None:
-        """Add hyperparameters; libraries call it."""
+        """Add hyperparameters: libraries call and override it."""
         self.hparams.update(vars(hp) if isinstance(hp, Namespace) else hp)
 
     def _record_of_makers(
