@@ -576,7 +576,7 @@ def test_the_file_is_rewritten_ever_less_often(
             clock[0] += timeout or 0.0
             return clock[0] > 24 * 3600
 
-    announcement = rendezvous._Announcement([file], 4711, only_first=True)
+    announcement = rendezvous._Announcement([file], 4711, None, only_first=True)
     announcement.close()
     monkeypatch.setattr(announcement, "_closed", Closed())
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])

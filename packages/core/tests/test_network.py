@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from stratagem.distributed.socket_store import StoreServer
 from stratagem.launch import network
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -44,7 +46,9 @@ def assert_listens_on_loopback(
 ) -> Callable[..., None]:
     """Start commands, all at once, and assert that their processes listen on loopback only."""
 
-    def look(*environments: Mapping[str, str], before: tuple[str, ...] = ()) -> None:
+    def look(
+        *environments: Mapping[str, str], before: tuple[str, ...] = (), store: str = "FileStore"
+    ) -> None:
         mark = {"LISTENING_MARK": uuid.uuid4().hex, "HOME": str(tmp_path)}
         strategy = "ddp"
         if before and not before[0].startswith("-"):
@@ -62,6 +66,7 @@ def assert_listens_on_loopback(
         ]
         output = "".join(program.communicate(timeout=90)[0] for program in started)
         assert not any(program.returncode for program in started), output
+        assert f"STORE {store}\n" in output
         (line,) = (line for line in output.splitlines() if line.startswith("LISTENING"))
         *addresses, _, world_size = line.split()[1:]
         assert world_size == "2"
@@ -84,7 +89,10 @@ def test_launchers_listen_on_loopback_only(
 def test_stratagem_run_listens_on_loopback_only(
     options: tuple[str, ...], assert_listens_on_loopback: Callable[..., None]
 ) -> None:
-    assert_listens_on_loopback(before=("-m", "stratagem", "run", "--devices=2", *options))
+    assert_listens_on_loopback(
+        before=("-m", "stratagem", "run", "--devices=2", *options),
+        store="TCPStore" if options else "FileStore",  # a restart needs torchrun, with its store
+    )
 
 
 @pytest.mark.slow
@@ -104,5 +112,36 @@ def test_ranks_of_one_node_that_a_cluster_has_started_listen_on_loopback_only(
 ) -> None:
     more = {"MASTER_PORT": str(network.free_port())} if "MASTER_ADDR" in common else {}
     assert_listens_on_loopback(
-        *({**common, **more, **dict.fromkeys(rank_variables, rank)} for rank in "01")
+        *({**common, **more, **dict.fromkeys(rank_variables, rank)} for rank in "01"),
+        store="TCPStore" if more else "FileStore",
     )
+
+
+def test_the_store_of_one_node_is_in_a_folder_of_its_user(tmp_path: Path) -> None:
+    path = network.make_store_file(tmp_path)
+    assert path is not None
+    assert Path(path).parent.stat().st_mode & 0o777 == 0o700
+    network.remove_store_file(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user; CI runs as root")
+def test_another_user_cannot_open_the_stores_of_one_node() -> None:
+    path = network.make_store_file()
+    assert path is not None
+    StoreServer(f"{path}.socket")
+    for each in (path, f"{path}.socket"):
+        read = subprocess.run(
+            ["cat", each], user=65534, capture_output=True, text=True, check=False
+        )
+        assert "Permission denied" in read.stderr
+    network.remove_store_file(path)
+
+
+def test_ranks_meet_at_a_port_if_no_folder_can_be_made(tmp_path: Path) -> None:
+    assert network.make_store_file(tmp_path / "missing") is None
+    long = tmp_path / ("a" * 100)
+    long.mkdir()
+    assert network.make_store_file(long) is None
+    assert list(long.iterdir()) == []
+    network.remove_store_file(None)

@@ -46,6 +46,10 @@ class Net(Module):
     def training_step(self, batch, batch_idx):
         if self.trainer.local_rank == 0 and batch_idx == 1:
             addresses = " ".join(sorted(listening()))
+            store = torch.distributed.distributed_c10d._get_default_store()
+            while hasattr(store, "underlying_store"):  # of a PrefixStore
+                store = store.underlying_store
+            print(f"STORE {type(store).__name__}", flush=True)
             print(f"LISTENING {addresses} of {self.trainer.world_size}", flush=True)
         return self.net(batch[0]).mean()
 

@@ -314,6 +314,10 @@ def _start_and_watch(launch: Launch) -> int:
         port = listener.getsockname()[1]
     with listener or nullcontext():
         environments = _environments(launch, port)
+        store = network.make_store_file() if launch.num_nodes == 1 else None
+        if store is not None:
+            for environment in environments.values():
+                environment[rank.STORE_VARIABLE] = store
         if listener is not None:
             pass_fds[0] = [listener.fileno()]
             environments[0][rank.LISTEN_FD_VARIABLE] = str(listener.fileno())
@@ -328,10 +332,13 @@ def _start_and_watch(launch: Launch) -> int:
             own_sessions=True,
             output=Output(launch.log_dir, launch.prefix),
         )
-    with ranks:
-        signals.pass_on_to(ranks)
-        while not ranks.wait(0.5) and time.monotonic() < signals.deadline:
-            pass
+    try:
+        with ranks:
+            signals.pass_on_to(ranks)
+            while not ranks.wait(0.5) and time.monotonic() < signals.deadline:
+                pass
+    finally:
+        network.remove_store_file(store)
     if signals.received is not None:
         return 128 + signals.received
     if (failure := ranks.failure) is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,13 +26,13 @@ from stratagem.distributed.diagnosis.status_exchange import (
     ranges,
 )
 from stratagem.distributed.runs import GroupRuns, event_loops
+from stratagem.distributed.socket_store import SocketStore, StoreServer, prefixed
 from stratagem.errors import CommunicationError, ConfigurationError, UserCodeError
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.ranks import DataSplit, Ranks, ReduceOp
 from stratagem.launch import network
 from stratagem.launch.network import allow_connections, warn_of_agents_limit
 from stratagem.launch.rank import (
-    STORE_VARIABLE,
     at_end_of_rank,
     exit_with_error,
     record_failure,
@@ -211,6 +210,7 @@ _OPERATIONS = {
     "min": dist.ReduceOp.MIN,
 }
 
+_own_store: SocketStore | None = None
 _statuses: RankStatuses | None = None
 """Of this process: there is one process group, whatever the number of strategies."""
 _meetings = count(1)
@@ -436,8 +436,8 @@ class ProcessGroupRanks(Ranks):
 
     def store(self) -> Any:
         """Return a store of the ranks; see `Ranks.store`."""
-        store: Any = dist.distributed_c10d._get_default_store()
-        return dist.PrefixStore("stratagem_threads", store.clone())  # type: ignore[attr-defined]
+        store: Any = _own_store or dist.distributed_c10d._get_default_store()
+        return prefixed(store.clone(), "stratagem_threads")
 
     def report_status(self, doing: Callable[[], str]) -> None:
         """Include a front end's activity in this rank's status in errors."""
@@ -484,7 +484,7 @@ def join_process_group(
         _check_existing_group(ranks, timeout)
         return
     limit = timedelta(seconds=timeout)
-    store: Any
+    joined: Any
     loops_before = event_loops()
     network.choose_gloo_interface(environment.main_address if several_nodes else None)
     if environment.holds_store:
@@ -492,12 +492,12 @@ def join_process_group(
             warn_of_agents_limit(ranks.world_size)
         # torchrun's agent holds the store; only torch's own rendezvous knows how to reach it.
         dist.init_process_group(backend, timeout=limit)
-        store = dist.distributed_c10d._get_default_store()
+        joined = store = dist.distributed_c10d._get_default_store()
     else:
-        store = _join_store(ranks, environment, limit, several_nodes=several_nodes)
+        joined, store = _join_store(ranks, environment, limit, several_nodes=several_nodes)
         loops_before = event_loops()  # with that of the store, which stays
         # The prefix that env:// rendezvous uses, so that a rank may join by either way.
-        _init(backend, store, "default_pg", ranks, limit)
+        _init(backend, joined, "default_pg", ranks, limit)
     statuses = _watch_status(store, ranks, timeout)
     hang_watch = HangWatch(statuses)
     if ranks.world_size > 1:
@@ -508,7 +508,7 @@ def join_process_group(
             ranks.global_rank,
             ranks.world_size,
             timeout=timeout,
-            join_again=partial(_join_again, backend, store, ranks, limit, hang_watch),
+            join_again=partial(_join_again, backend, joined, ranks, limit, hang_watch),
             statuses=statuses,
             loops_before=loops_before,
         )
@@ -537,7 +537,7 @@ def _join_again(
     # Collectives that were begun are not waited for.
     dist.distributed_c10d._abort_process_group()
     _init(backend, store, f"stratagem_pg/{number}", ranks, limit)
-    own = dist.PrefixStore(f"stratagem_group/{number}", store)  # type: ignore[attr-defined]
+    own = prefixed(_own_store or store, f"stratagem_group/{number}")
     statuses = hang_watch.statuses = _watch_status(own, ranks, limit.total_seconds())
     statuses.exchange.mark_joined()
     return statuses
@@ -545,16 +545,27 @@ def _join_again(
 
 def _join_store(
     ranks: Ranks, environment: ClusterEnvironment, limit: timedelta, *, several_nodes: bool
-) -> Any:
-    """Return the store shared by all ranks, held by rank 0 or by the process that started it.
+) -> tuple[Any, Any]:
+    """Return the store of the process group, and the one for requests of Stratagem.
 
-    The store accepts requests from any client. It therefore listens on loopback if all ranks are on
-    one node, else only on the interface that leads to the other nodes.
+    On one node these are a file and a socket of this user. The file keeps all values that were
+    set; torch sets few. Otherwise both are a port of rank 0.
+
+    At a port the store accepts requests from any client. It therefore listens on loopback if all
+    ranks are on one node, else only on the interface that leads to the other nodes.
     """
+    global _own_store
+    if not several_nodes and (path := environment.store_file) is not None:
+        if ranks.is_global_zero:
+            StoreServer(f"{path}.socket")
+        _own_store = SocketStore(f"{path}.socket", limit)
+        file_store = dist.FileStore(path, ranks.world_size)  # type: ignore[attr-defined]
+        file_store.set_timeout(limit)
+        return file_store, _own_store
     main_address = environment.main_address if several_nodes else network.LOOPBACK
     main_port = environment.main_port
     listen_fd = None
-    is_holder = ranks.is_global_zero and os.environ.get(STORE_VARIABLE) != "parent"
+    is_holder = ranks.is_global_zero
     if is_holder:
         allow_connections(ranks.world_size)
         # Rank 0 may already have a listening socket, so that no other program can take the port
@@ -570,7 +581,7 @@ def _join_store(
                     f"({error.strerror}): set MASTER_PORT (or --main-port) to one that is free "
                     "there"
                 ) from error
-    return network.make_store(dist.TCPStore)(  # type: ignore[attr-defined]
+    store = network.make_store(dist.TCPStore)(  # type: ignore[attr-defined]
         network.address_to_connect_to(main_address),
         main_port,
         ranks.world_size,
@@ -579,6 +590,7 @@ def _join_store(
         wait_for_workers=False,
         master_listen_fd=listen_fd,
     )
+    return store, store
 
 
 def _watch_status(store: Any, ranks: Ranks, timeout: float) -> RankStatuses:

@@ -17,10 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from stratagem.distributed.diagnosis.rank_status import COLLECTIVES, RankStatuses, described
 from stratagem.distributed.diagnosis.status_exchange import RankStatus, Survey, ranges
+from stratagem.distributed.socket_store import prefixed
 from stratagem.distributed.stack import line_in_traceback
 from stratagem.errors import CommunicationError
 
@@ -98,7 +97,7 @@ class GroupRuns:
     def _has_skipped(self, trainer: int) -> bool:
         """Meet the other ranks; return whether they begin runs that this rank has skipped."""
         prefix, self._runs = f"stratagem_run/{self._runs}", self._runs + 1
-        store: Any = dist.PrefixStore(prefix, self._store)  # type: ignore[attr-defined]
+        store = prefixed(self._store, prefix)
         numbers = (trainer, self._failed_at)
         for name, number in enumerate(numbers):
             store.add(f"sum/{name}", number)

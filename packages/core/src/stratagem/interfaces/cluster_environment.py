@@ -6,7 +6,7 @@ import os
 import signal
 
 from stratagem.errors import ConfigurationError
-from stratagem.launch.rank import LISTEN_FD_VARIABLE
+from stratagem.launch.rank import LISTEN_FD_VARIABLE, STORE_VARIABLE
 
 
 class ClusterEnvironment:
@@ -21,9 +21,9 @@ class ClusterEnvironment:
         2. `Strategy.bind` and `Strategy.setup_environment` read `global_rank`, `local_rank` and
            `node_rank` on every rank. The default `global_rank` is computed from the node's rank and
            `local_world_size`; `world_size` is the number of ranks on all nodes.
-        3. A strategy that joins a process group reads `main_address`, `main_port` and
-           `holds_store` on every rank, and rank 0 calls `take_listener`. Each of these may wait for
-           other ranks.
+        3. A strategy that joins a process group reads `main_address`, `main_port`, `store_file`
+           and `holds_store` on every rank, and rank 0 calls `take_listener`. Each of these may
+           wait for other ranks.
         4. The Trainer reads `run_id`, `restart_count` and `agent_id` on every rank when `fit`
            begins, and installs handlers for `preemption_signals`.
         5. After a preemption signal and the checkpoint that follows, rank 0 calls `requeues_upon`.
@@ -58,6 +58,14 @@ class ClusterEnvironment:
     def main_port(self) -> int:
         """TCP port on which rank 0 listens."""
         return self._number("MASTER_PORT", 29500)
+
+    @property
+    def store_file(self) -> str | None:
+        """Path of the file by which ranks on one node meet; None: they meet at `main_port`.
+
+        Unlike a port, the file is accessible to this user only. Ignored if there are several nodes.
+        """
+        return os.environ.get(STORE_VARIABLE)
 
     def take_listener(self) -> int | None:
         """Return the file descriptor of a socket that listens on `main_port`; once, on rank 0.

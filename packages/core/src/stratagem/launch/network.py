@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import struct
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from stratagem._platform import optional_module
+from stratagem import _platform
 from stratagem.errors import ConfigurationError
 
-resource = optional_module("resource")
+resource = _platform.optional_module("resource")
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
 # Addresses reserved for documentation. Connecting a datagram socket sends nothing: it only looks up
@@ -27,6 +29,8 @@ _AT_LEAST = 2
 """Connections of a rank to the store: the process group's, and one that waits for messages."""
 _AT_MOST = 3
 """The same, with the connection of a save in the background."""
+_LONGEST_PATH = 96
+"""Bytes of the path of a store's file; that of a socket has 103 at most."""
 _OWN = 16
 """Files that any process with a store has open."""
 _OTHERS = 256
@@ -36,6 +40,44 @@ _OTHERS = 256
 def make_store(kind: Callable[..., Any]) -> Callable[..., Any]:
     """Return torch's class TCPStore, with the option that its builds for Windows need."""
     return kind if sys.platform != "win32" else partial(kind, use_libuv=False)
+
+
+def make_store_file(folder: str | os.PathLike[str] | None = None) -> str | None:
+    """Return the path of a new file by which the ranks of one node meet (torch's FileStore).
+
+    The socket of `distributed.socket_store` lies beside it. They lie in a folder of their own that
+    only this user can enter, whereas any user of the node can connect to a port.
+
+    Args:
+        folder: where to make the folder; None: in the folder for temporary files.
+
+    Returns:
+        The path. None: there is no such folder, its file system has no locks, or its path is too
+        long for a socket, so the ranks meet at a port.
+
+    Example:
+        >>> path = make_store_file()
+        >>> remove_store_file(path)
+    """
+    try:
+        path = f"{tempfile.mkdtemp(prefix='stratagem-store-', dir=folder)}/store"
+        if not hasattr(socket, "AF_UNIX") or len(os.fsencode(path)) > _LONGEST_PATH:
+            remove_store_file(path)
+            return None
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            _platform.lock(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return None
+    return path
+
+
+def remove_store_file(path: str | None) -> None:
+    """Remove a file of `make_store_file` with its folder; None: do nothing."""
+    if path is not None:
+        shutil.rmtree(os.path.dirname(path), ignore_errors=True)  # noqa: PTH120 - no pathlib here
 
 
 def free_port() -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from stratagem.distributed.socket_store import prefixed
 from stratagem.errors import format_text
 
 _Answers = queue.SimpleQueue[tuple[Any, Exception | None]]
@@ -226,9 +227,8 @@ class StatusExchange:
         self._world_size = world_size
         self._here = here
         prefix = "stratagem_status"
-        prefixed = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-        self._store = BoundedStore(prefixed, seconds=ANSWER_TIME)
-        self._waiting = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
+        self._store = BoundedStore(prefixed(store, prefix), seconds=ANSWER_TIME)
+        self._waiting = prefixed(store.clone(), prefix)
         self._messages = 0
         """Number of messages received by this rank: a question, then its summary, and so on."""
         self._answered = -1

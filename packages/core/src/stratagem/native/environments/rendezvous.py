@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from stratagem import _platform
@@ -28,12 +29,15 @@ from stratagem.errors import ConfigurationError
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.launch import network
 from stratagem.launch.environment import STARTED_IN
+from stratagem.launch.rank import at_end_of_rank
 
 _RANK_0_TIMEOUT = 600.0
 """Seconds that a rank waits for rank 0. The cluster starts both at the same time."""
 _INTERVAL = 0.2
 """Seconds between two reads, and between the first writes."""
 _LONGEST_INTERVAL = 60.0
+_LONGEST_TEXT = 5_000
+"""Characters that are read: two numbers and a path."""
 _FORGOTTEN_AFTER = 24 * 3600
 """Seconds after which the file of a killed run is removed by the next run."""
 
@@ -50,6 +54,7 @@ class AnnouncedPortEnvironment(ClusterEnvironment):
 
     def __init__(self) -> None:
         self._main_port: int | None = None
+        self._store_file: str | None = None
         self._listener: socket.socket | None = None
         self._announcement: _Announcement | None = None
 
@@ -81,8 +86,19 @@ class AnnouncedPortEnvironment(ClusterEnvironment):
             return self._number("MASTER_PORT")
         if self._main_port is None:
             paths = _paths(self._token(), one_node=self._one_node)
-            self._main_port = self._announce(paths) if self.global_rank() == 0 else _wait(paths)
+            if self.global_rank() == 0:
+                self._main_port = self._announce(paths)
+            else:
+                self._main_port, self._store_file = _wait(paths)
         return self._main_port
+
+    @property
+    def store_file(self) -> str | None:
+        """Path of the file by which ranks on one node meet, which rank 0 has written too."""
+        if "MASTER_PORT" in os.environ:
+            return super().store_file
+        _ = self.main_port
+        return self._store_file
 
     def _announce(self, paths: Sequence[Path]) -> int:
         address = network.LOOPBACK
@@ -91,7 +107,12 @@ class AnnouncedPortEnvironment(ClusterEnvironment):
         self._listener = network.listen(address)
         port = int(self._listener.getsockname()[1])
         if self.world_size() > 1:
-            self._announcement = _Announcement(paths, port, only_first=self._one_node)
+            self._store_file = network.make_store_file() if self._one_node else None
+            # Called after the process group is left, which is joined later.
+            at_end_of_rank(partial(network.remove_store_file, self._store_file))
+            self._announcement = _Announcement(
+                paths, port, self._store_file, only_first=self._one_node
+            )
         return port
 
     def take_listener(self) -> int | None:
@@ -118,19 +139,23 @@ def _paths(token: str, *, one_node: bool) -> list[Path]:
 
 
 class _Announcement:
-    """Rank 0's port, in files that a thread rewrites until `close`.
+    """Rank 0's port and the path of its store, in files that a thread rewrites until `close`.
 
     Args:
         paths: the files.
         port: the port.
+        store: the path of the store's file, if the ranks meet by one.
         only_first: write only the first file that can be written.
 
     Raises:
         ConfigurationError: none can be written.
     """
 
-    def __init__(self, paths: Sequence[Path], port: int, *, only_first: bool) -> None:
+    def __init__(
+        self, paths: Sequence[Path], port: int, store: str | None, *, only_first: bool
+    ) -> None:
         self._port = port
+        self._store = store or ""
         self._written: dict[Path, str] = {}
         problems = []
         for path in paths:
@@ -174,7 +199,7 @@ class _Announcement:
                     self._write(path)
 
     def _write(self, path: Path) -> None:
-        text = f"{self._port} {secrets.token_hex(16)}"
+        text = f"{self._port} {secrets.token_hex(16)} {self._store}"
         # Created with mode 0600. It replaces the file at once, so that nobody reads half of it.
         descriptor, name = tempfile.mkstemp(".port", f"{path.stem}-", path.parent)
         temporary = Path(name)
@@ -190,15 +215,16 @@ class _Announcement:
         self._written[path] = text
 
 
-def _wait(paths: Sequence[Path]) -> int:
-    """Return the port in a file that changes, which shows that rank 0 is running."""
+def _wait(paths: Sequence[Path]) -> tuple[int, str | None]:
+    """Return the port and the store's path in a file that changes, as of a running rank 0."""
     first: dict[Path, str] = {}
     deadline = time.monotonic() + _RANK_0_TIMEOUT
     while time.monotonic() < deadline:
         for path in paths:
             text = _read(path)
             if text is not None and text != first.setdefault(path, text):
-                return int(text.split()[0])
+                port, _, store = text.split(" ", 2)
+                return int(port), store or None
         time.sleep(_INTERVAL)
     folders = " or ".join(str(path.parent) for path in paths)
     raise ConfigurationError(
@@ -217,7 +243,7 @@ def _read(path: Path) -> str | None:
             is_ours = stat.S_ISREG(about.st_mode) and about.st_uid == _platform.user()
             if not is_ours or about.st_mode & 0o077 or about.st_nlink != 1:
                 return None
-            return file.read(256)
+            return file.read(_LONGEST_TEXT)
     except (OSError, ValueError):
         return None
 

@@ -26,7 +26,6 @@ from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.launcher import Launcher, Result
 from stratagem.launch import network, rank, supervisor
 from stratagem.launch.environment import rank_environment
-from stratagem.launch.network import allow_connections
 from stratagem.launch.packed import Call, become_rank, pack, run_call, run_packed
 from stratagem.launch.rank import forget_parent, run_as_rank
 from stratagem.launch.supervisor import Failure, Output, RankProcesses
@@ -83,23 +82,12 @@ class ProcessesLauncher(Launcher):
 
     def _run(self, plan: RunPlan, start: supervisor.StartRank, folder: Path) -> Any:
         environments = _environments(plan)
-        # The store that the ranks meet at is held here, so that its port is known and taken before
-        # any of them starts.
-        store = None
         if plan.num_nodes == 1:
-            allow_connections(plan.world_size)
-            listener = network.listen()
-            store = network.make_store(torch.distributed.TCPStore)(  # type: ignore[attr-defined]
-                network.LOOPBACK,
-                listener.getsockname()[1],
-                is_master=True,
-                wait_for_workers=False,
-                # By itself the store listens on every interface, whatever host it is given.
-                master_listen_fd=listener.detach(),
-            )
+            store, port = network.make_store_file(folder), str(network.free_port())
             for environment in environments.values():
-                environment["MASTER_PORT"] = str(store.port)
-                environment[rank.STORE_VARIABLE] = "parent"
+                environment["MASTER_PORT"] = port
+                if store is not None:
+                    environment[rank.STORE_VARIABLE] = store
         failures: list[Failure] = []
         ranks = RankProcesses(
             start,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Callable
@@ -70,6 +71,12 @@ class ScriptLauncher(Launcher):
             )
             for local_rank in range(count)
         }
+        store = network.make_store_file() if plan.num_nodes == 1 else None
+        if store is not None:
+            # Registered before the watch, so called after it: then the other ranks have ended.
+            atexit.register(network.remove_store_file, store)
+            for environment in environments.values():
+                environment[rank.STORE_VARIABLE] = store
         own = environments.pop(node_rank * count)
         if environments:
             command = Command(command=[sys.executable, *sys.orig_argv[1:]], cwd=STARTED_IN)
