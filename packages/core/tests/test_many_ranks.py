@@ -257,7 +257,7 @@ def test_an_idle_rank_sends_nothing_and_leaves_at_once() -> None:
             waits.append(timeout)
             self.its_own.wait(keys, timeout)
 
-    exchange._waiting = Waiting(exchange._waiting)  # type: ignore[assignment]
+    exchange._waiting = Waiting(exchange._waiting)
     exchange.listen()
     began = time.monotonic()
     exchange.leave()
