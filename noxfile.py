@@ -539,6 +539,7 @@ def docs(session: nox.Session) -> None:
         options = ("-W", "--keep-going", "-j", "2", "-q", "-b", "html")
         session.run("sphinx-build", *options, "docs", site)
         session.run("python", "docs/tools/prose.py")
+        session.run("python", "docs/tools/claims.py")
         session.run("python", "docs/tools/pictures.py", "--check")
     session.run("python", "docs/tools/blocks.py", *session.posargs)
 

@@ -71,13 +71,13 @@ a decoder.
 The picture has the measured peak of a rank, of two that train 100.7 million parameters on
 CPUs.
 
-- If the model fits on one device, use `ddp` on several.
+- If the model fits on one device, start with `ddp`. It is the simplest, and needs no change to the model.
 - If it does not fit, shard it. `ddp_sharded` shards the optimizer's state, `fsdp_shard_grad_op`
   also the gradients, and `fsdp` also the parameters.
   DeepSpeed's stages 1, 2 and 3 shard the same.
 - If it does not fit when it is sharded, offload to the host. Each step then takes longer.
 - Between nodes, the network is slower than a step of `ddp` needs. DeepSpeed sends gradients in
-  bfloat16, which is half as many bytes.
+  bfloat16, which is half as many bytes. So the tables name it for 64 devices, also if `ddp` would fit.
 
 Then write its name: `Trainer(strategy="fsdp", devices=8)`. To compare strategies for a decoder
 of your size:
@@ -109,7 +109,8 @@ gradients in bfloat16, and a float32 copy of the parameters with the optimizer's
 {largest}
 
 `{command}` wrote this page on
-{day} with torch {torch} on {machine}. Nothing on it was trained.
+{day} with torch {torch} on {machine}. The tables are computed by `stratagem plan`;
+the picture was measured.
 [Plans and measurements](planning.md#on-a-gpu) of six strategies on one GPU differ by 2% at most.
 
 ## Next steps
