@@ -69,8 +69,8 @@ class Environment:
     folder: Path
 
     @classmethod
-    def create(cls, folder: Path) -> Environment:
-        venv.create(folder, with_pip=False, symlinks=os.name != "nt")
+    def create(cls, folder: Path, *, with_pip: bool = False) -> Environment:
+        venv.create(folder, with_pip=with_pip, symlinks=os.name != "nt")
         return cls(folder)
 
     @property
@@ -90,6 +90,16 @@ class Environment:
         self, name: str, *arguments: str, env: Mapping[str, str] | None = None, status: int = 0
     ) -> str:
         return run(self.scripts / name, *arguments, cwd=self.folder, env=env, status=status)
+
+    def see(self, other: Environment) -> None:
+        """Let this environment import what another one holds, without a copy."""
+        pointer = self.site_packages / "what_another_environment_holds.pth"
+        pointer.write_text(f"{other.site_packages}\n")
+
+    def shell(self, program: str, cwd: Path) -> str:
+        """Run lines of bash, whose `python` is this environment's; return all that they print."""
+        path = f"{self.scripts}{os.pathsep}{os.environ['PATH']}"
+        return run("bash", "-e", "-c", f"exec 2>&1\n{program}", cwd=cwd, env={"PATH": path})
 
     def pip(self, *arguments: str | Path) -> str:
         interpreter = self.scripts / "python"
@@ -156,6 +166,14 @@ def torch_environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     return environment
 
 
+@pytest.fixture
+def environment_with_pip(torch_environment: Environment, tmp_path: Path) -> Environment:
+    """An environment with pip, as `python -m venv` makes it, that sees torch."""
+    environment = Environment.create(tmp_path / "environment", with_pip=True)
+    environment.see(torch_environment)
+    return environment
+
+
 @pytest.fixture(scope="session")
 def new_environment(
     torch_environment: Environment, wheelhouse: Path, tmp_path_factory: pytest.TempPathFactory
@@ -164,8 +182,7 @@ def new_environment(
 
     def create(name: str, *wheels: Path | str) -> Environment:
         environment = Environment.create(tmp_path_factory.mktemp(name))
-        pointer = environment.site_packages / "torch_from_its_own_environment.pth"
-        pointer.write_text(f"{torch_environment.site_packages}\n")
+        environment.see(torch_environment)
         environment.pip("install", "--quiet", "--find-links", wheelhouse, *wheels)
         return environment
 

@@ -1,4 +1,4 @@
-"""The README's scripts run as they stand."""
+"""The README's scripts run as they stand; test_wheels.py runs its first lines."""
 
 import re
 import subprocess
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
 SCRIPTS = re.findall(r"^```python\n(.+?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
 
 
@@ -22,3 +23,12 @@ def test_a_script_of_the_readme_runs(script: str, tmp_path: Path) -> None:
 
 def test_the_readme_fits_on_a_screen_and_a_half() -> None:
     assert len(README.read_text().splitlines()) <= 90
+
+
+@pytest.mark.parametrize("page", ["docs/index.md", "docs/start/install.md"])
+def test_the_site_begins_with_the_lines_of_the_readme(page: str) -> None:
+    first_block = re.compile(r"^```\n(.+?)^```$", re.MULTILINE | re.DOTALL)
+    (lines,) = first_block.findall(README.read_text())[:1]
+    assert lines.startswith("python -m pip install ./packages/core ")
+    assert "# once released" in lines
+    assert first_block.findall((ROOT / page).read_text())[:1] == [lines]

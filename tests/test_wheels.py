@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,8 @@ import pytest
 
 if TYPE_CHECKING:
     from conftest import Environment
+
+ROOT = Path(__file__).resolve().parents[1]
 
 pytestmark = [pytest.mark.wheels, pytest.mark.slow]
 
@@ -138,3 +141,18 @@ def test_the_command_says_how_it_is_used(installed: tuple[str, Environment]) -> 
 def test_the_command_lists_the_strategies(installed: tuple[str, Environment]) -> None:
     _, environment = installed
     assert "single_device" in environment.script("stratagem", "strategies")
+
+
+def test_the_first_lines_of_the_readme_work_in_an_empty_environment(
+    environment_with_pip: Environment, tmp_path: Path
+) -> None:
+    """pip builds each package as for a user; torch alone is there first, for its size."""
+    readme = (ROOT / "README.md").read_text()
+    lines, script = re.findall(r"^```(?:python)?\n(.+?)^```$", readme, re.MULTILINE | re.DOTALL)[:2]
+    for_a_checkout = [line for line in lines.splitlines() if "# once released" not in line]
+    assert "pip install ./packages/core " in for_a_checkout[0]
+    environment_with_pip.shell("\n".join(for_a_checkout), cwd=ROOT)
+    (tmp_path / "script.py").write_text(script)
+    said = environment_with_pip.shell("python script.py && stratagem doctor", cwd=tmp_path)
+    assert "training ended after 20 epochs" in said
+    assert "No problem found." in said
