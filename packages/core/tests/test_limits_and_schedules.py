@@ -454,4 +454,4 @@ def test_ctrl_c_names_the_newest_checkpoint(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert ended.returncode == -signal.SIGINT
-    assert "newest-step=3.ckpt') goes on from its checkpoint" in ended.stderr
+    assert "newest-step=3.ckpt') resumes the run" in ended.stderr

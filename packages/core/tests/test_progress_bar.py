@@ -251,7 +251,7 @@ def test_it_names_what_it_goes_on_from_and_the_best_checkpoint(
     goes_on = trainer_with(max_epochs=2)
     goes_on.fit(model, numbers(), ckpt_path=saver.best_model_path)
     path = tmp_path / "epoch=0-step=3.ckpt"
-    assert f"goes on from {path}, at epoch 1, step 3\n" in capsys.readouterr().err
+    assert f"resumed from {path}, at epoch 1, step 3\n" in capsys.readouterr().err
     saver = ModelCheckpoint(tmp_path / "again", monitor="loss_epoch")
     lines = said(capsys, callbacks=saver, enable_checkpointing=True)
     assert f"stratagem: checkpoints go to {tmp_path / 'again'}" in lines

@@ -241,7 +241,7 @@ class Run:
         saved = newest_checkpoint(self.trainer)
         follows = "there is no checkpoint yet"
         if saved:
-            follows = f"trainer.fit(..., ckpt_path={saved!r}) goes on from its checkpoint"
+            follows = f"trainer.fit(..., ckpt_path={saved!r}) resumes the run"
         return (
             f"\nstratagem: interrupted in epoch {self.progress.epoch}, after step "
             f"{self.progress.global_step}\nstratagem: {follows}"

@@ -450,8 +450,8 @@ class ModelCheckpoint(Callback):
             self._warn_once(
                 trainer,
                 f"ModelCheckpoint(monitor={name!r}): there is no value yet",
-                "What calls for a save before the first one waits for it; keep_latest_k=1 keeps "
-                "the newest in any case",
+                "Saves are deferred until it is logged; to keep the newest checkpoint in any case, "
+                "set keep_latest_k=1",
             )
             return None
         value = self.current_score = float(trainer.run.metric(name, "ModelCheckpoint"))

@@ -27,7 +27,7 @@ def beginning(trainer: Trainer) -> list[str]:
         lines.append(_parameters(run.module))
     if run.resume_point.path is not None:
         at = f"epoch {trainer.current_epoch}, step {trainer.global_step}"
-        lines.append(f"goes on from {run.resume_point.path}, at {at}")
+        lines.append(f"resumed from {run.resume_point.path}, at {at}")
     lines += _folders(trainer)
     lines += _advice(trainer)
     return [f"stratagem: {line}" for line in lines]
