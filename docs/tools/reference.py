@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from hooks import fragments
 from names import MODULES, Public
 from remedies import REMEDIES
 
@@ -153,6 +154,8 @@ def write_pages(names: Sequence[Public]) -> dict[str, tuple[str, str]]:
     for path in folder.glob("*.md"):
         if path.stem not in pages:
             path.unlink()
+    for name, text in fragments().items():
+        (folder / f"{name}.inc").write_text(text)  # included by docs/guides/callbacks.md
     return index
 
 
