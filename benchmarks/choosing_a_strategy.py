@@ -71,13 +71,15 @@ a decoder.
 The picture has the measured peak of a rank, of two that train 100.7 million parameters on
 CPUs.
 
-- If the model fits on one device, start with `ddp`. It is the simplest, and needs no change to the model.
+- If the model fits on one device, start with `ddp`. It is the simplest, and needs no change to the
+  model.
 - If it does not fit, shard it. `ddp_sharded` shards the optimizer's state, `fsdp_shard_grad_op`
   also the gradients, and `fsdp` also the parameters.
   DeepSpeed's stages 1, 2 and 3 shard the same.
 - If it does not fit when it is sharded, offload to the host. Each step then takes longer.
 - Between nodes, the network is slower than a step of `ddp` needs. DeepSpeed sends gradients in
-  bfloat16, which is half as many bytes. So the tables name it for 64 devices, also if `ddp` would fit.
+  bfloat16, which is half as many bytes. So the tables name it for 64 devices, also if `ddp` would
+  fit.
 
 Then write its name: `Trainer(strategy="fsdp", devices=8)`. To compare strategies for a decoder
 of your size:

@@ -1,6 +1,6 @@
 """Runs the code on the pages of docs, each page in an empty folder of its own.
 
-    python docs/tools/blocks.py [PAGE ...]
+    python docs/tools/blocks.py [--write] [PAGE ...]
 
 What runs, in the order of the page:
 
@@ -9,6 +9,8 @@ What runs, in the order of the page:
   command of the page names it, it is run.
 - `yaml`, `json` and `text` whose first line is such a comment: the file is written.
 - `console`: each line that begins with `$ ` is run by bash. `console fails`: one of them must fail.
+- `text output`, after a console block: is what that block prints. Numbers may differ. A line `...`
+  stands for any lines, and `...` within a line for any text. `--write` puts the output there.
 - `python no-run` and every other language: nothing; the text above the block says why.
 
 A page whose front matter has `blocks:` is run elsewhere, as that line says.
@@ -16,6 +18,7 @@ A page whose front matter has `blocks:` is run elsewhere, as that line says.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import subprocess
@@ -40,43 +43,83 @@ def pages() -> list[Path]:
     return sorted(found)
 
 
-def run_page(page: Path) -> str:
+def run_page(page: Path, *, write: bool = False) -> str:
     """Run the code of a page; return what went wrong, or ""."""
     text = page.read_text()
     if re.match(r"---\n(?:.*\n)*?blocks: \S", text):
         return ""
     blocks = [
-        (info.split() or [""], re.sub(rf"^{indent}", "", code, flags=re.MULTILINE))
-        for indent, _, info, code in _BLOCK.findall(text)
+        (match[3].split() or [""], re.sub(rf"^{match[1]}", "", match[4], flags=re.MULTILINE), match)
+        for match in _BLOCK.finditer(text)
     ]
-    commands = "".join(code for info, code in blocks if info[0] == "console")
+    commands = "".join(code for info, code, _ in blocks if info[0] == "console")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         script = []
-        for info, code in blocks:
+        printed = ""
+        outputs = []
+        for info, code, match in blocks:
             language = info[0]
             named = _FILE.match(code)
             if "no-run" in info:
+                continue
+            if info == ["text", "output"]:
+                if write:
+                    outputs.append((match.span(4), printed))
+                elif problem := difference(code, printed):
+                    return problem
                 continue
             if named and language in ("python", "yaml", "json", "text"):
                 (folder / named[1]).parent.mkdir(parents=True, exist_ok=True)
                 (folder / named[1]).write_text(code)
                 mentioned = named[1] in commands or Path(named[1]).stem in commands
-                is_run = language == "python" and not mentioned
-                if is_run and (problem := run([sys.executable, named[1]], folder)):
-                    return problem
+                if language == "python" and not mentioned:
+                    problem, _ = run([sys.executable, named[1]], folder)
+                    if problem:
+                        return problem
             elif language == "python":
                 script.append(code)
             elif language == "console":
                 lines = "".join(f"{line[2:]}\n" for line in joined(code) if line.startswith("$ "))
                 fails = "fails" in info
                 program = f"set -e -o pipefail\n{lines}"
-                if problem := run(["bash", "-c", program], folder, fails=fails):
+                problem, printed = run(["bash", "-c", program], folder, fails=fails)
+                if problem:
                     return problem
         if script:
             (folder / "page.py").write_text("\n".join(script))
-            return run([sys.executable, "page.py"], folder)
+            problem, _ = run([sys.executable, "page.py"], folder)
+            if problem:
+                return problem
+    for (start, end), printed in reversed(outputs):
+        text = text[:start] + printed + text[end:]
+    if outputs:
+        page.write_text(text)
     return ""
+
+
+def difference(shown: str, printed: str) -> str:
+    """Return how the output on a page differs from what was printed, beside numbers; or ""."""
+    pattern = "".join(
+        r"(?:.*\n)*?" if line.strip() == "..." else rf"{_pattern(line)}\n"
+        for line in shown.splitlines()
+    )
+    if re.fullmatch(pattern, printed):
+        return ""
+    lines = difflib.unified_diff(
+        shown.splitlines(), printed.splitlines(), "on the page", "printed", lineterm=""
+    )
+    return "a block of output is not what the command prints:\n" + "\n".join(lines)
+
+
+_TOKEN = re.compile(r"(\.\.\.)|(\s+)|(\b[\da-f]{16,}\b)|(\d[\d.,:]*(?:e[+-]?\d+)?)|.")
+
+
+def _pattern(line: str) -> str:
+    """Return what matches a line with other numbers and padding, and any text for "..."."""
+    kinds = (None, ".*", r"\s+", r"[\da-f]+", r"\d[\d.,:]*(?:e[+-]?\d+)?")
+    matches = _TOKEN.finditer(line.rstrip())
+    return "".join(kinds[m.lastindex or 0] or re.escape(m[0]) for m in matches) + r"\s*"
 
 
 def joined(code: str) -> list[str]:
@@ -84,14 +127,15 @@ def joined(code: str) -> list[str]:
     return re.sub(r"\\\n(?:> )?\s*", "", code).splitlines()
 
 
-def run(command: list[str], folder: Path, *, fails: bool = False) -> str:
-    """Run a command; return its output if it ended otherwise than expected."""
+def run(command: list[str], folder: Path, *, fails: bool = False) -> tuple[str, str]:
+    """Run a command; return what went wrong, or "", and the output."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "NO_COLOR": "1",
+        "COLUMNS": "100",
     }
     try:
         finished = subprocess.run(
@@ -106,21 +150,25 @@ def run(command: list[str], folder: Path, *, fails: bool = False) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        return f"{command[-1]}\ndid not end within {TIMEOUT} seconds\n{error.stdout!r}"
+        return f"{command[-1]}\ndid not end within {TIMEOUT} seconds\n{error.stdout!r}", ""
     if (finished.returncode != 0) is not fails:
-        return f"{command[-1]}\nexit code {finished.returncode}\n{finished.stdout[-5000:]}"
+        problem = f"{command[-1]}\nexit code {finished.returncode}\n{finished.stdout[-5000:]}"
+        return problem, finished.stdout
     if os.environ.get("DOCS_SHOW"):
         print(f"{command[-1]}\n{finished.stdout}", flush=True)
-    return ""
+    lines = finished.stdout.replace(str(folder), "/work").splitlines()
+    return "", "".join(f"{line.rstrip()}\n" for line in lines)
 
 
 def main(arguments: list[str]) -> int:
     """Run pages on two processes; return the number of pages that fail."""
+    write = "--write" in arguments
+    arguments = [each for each in arguments if each != "--write"]
     chosen = [Path(each).resolve() for each in arguments] or pages()
 
     def timed(page: Path) -> tuple[Path, str, float]:
         start = time.monotonic()
-        return page, run_page(page), time.monotonic() - start
+        return page, run_page(page, write=write), time.monotonic() - start
 
     failed = 0
     with ThreadPoolExecutor(2) as pool:
