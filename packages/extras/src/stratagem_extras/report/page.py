@@ -22,7 +22,8 @@ main, .charts { display: grid; gap: 0 1.5rem; grid-template-columns: minmax(0, 1
   .two .charts { grid-template-columns: repeat(2, minmax(0, 1fr)); }
   .whole .charts { grid-template-columns: repeat(3, minmax(0, 1fr)); } }
 section { min-width: 0; }
-figure { margin: 0; min-width: 0; } figcaption { font-weight: 600; overflow-wrap: anywhere; }
+figure { margin: 0; min-width: 0; max-width: 36rem; }
+figcaption { font-weight: 600; overflow-wrap: anywhere; }
 figcaption small { font-weight: 400; } figure .key { margin: 0; font-size: 13px; }
 polyline { fill: none; stroke-width: 1.7; stroke-linejoin: round; }
 .grid { stroke: var(--line); stroke-width: .4; } .mark { stroke-dasharray: 2 4; }
