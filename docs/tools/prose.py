@@ -2,7 +2,8 @@
 
     python docs/tools/prose.py
 
-It fails if a sentence of a page has more than 35 words, if a relative link of a Markdown file of
+It fails if a sentence of a page has more than 35 words, if a page of start or guides has a phrase
+that readers had to read twice, if a relative link of a Markdown file of
 the repository leads nowhere, or if an external link is malformed. Sphinx checks the links between
 pages, and their anchors.
 """
@@ -20,6 +21,20 @@ from blocks import DOCS, pages
 ROOT = DOCS.parent
 LONGEST = 35
 """Words of a sentence."""
+
+TWICE = {
+    r"go(es)? on\b": "continues",
+    r"wait(s)? on\b": "continues to wait",
+    r"wherever one is": "name the places",
+    r"void when": "until",
+    r"is played": "is simulated",
+    r"is an instance of them": "name both",
+    r"whoever|anybody|nobody|somebody": "name the person, or use the passive",
+    r"over nobody": "say what has precedence",
+    r"\w+ values go before": "say which value is used",
+    r"^You get Stratagem": "You install",
+}
+"""Phrases that a reader has to read twice, and what to write."""
 
 _FENCE = re.compile(r"^( *)(`{3,}|:{3,}).*?^\1\2[`:]*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
@@ -65,6 +80,18 @@ def long_sentences(page: Path) -> tuple[list[str], list[int]]:
     return too_long, [count for count, _ in found if count > 2]
 
 
+def read_twice(page: Path) -> list[str]:
+    """Return the sentences of a page of start or guides with a phrase that is read twice."""
+    if page.parent.name not in ("start", "guides", "docs"):
+        return []
+    return [
+        f"{sentence!r}: write {remedy!r}"
+        for sentence in sentences(page.read_text())
+        for phrase, remedy in TWICE.items()
+        if re.search(rf"(?<!\w)({phrase})" if phrase[0] != "^" else phrase, sentence)
+    ]
+
+
 def broken_links(path: Path) -> list[str]:
     """Return the links of a Markdown file that lead nowhere or are malformed."""
     broken = []
@@ -98,7 +125,8 @@ def main() -> int:
     for page in pages():
         too_long, counts = long_sentences(page)
         lengths += counts
-        problems += [f"{page.relative_to(ROOT)}: {each}" for each in too_long]
+        for each in (*too_long, *read_twice(page)):
+            problems.append(f"{page.relative_to(ROOT)}: {each}")
     for path in markdown_files():
         problems += [f"{path.relative_to(ROOT)}: {each}" for each in broken_links(path)]
     print("\n".join(problems))
