@@ -15,7 +15,7 @@ from program import CORE, Program
 
 from stratagem import __version__
 from stratagem.cli import COMMANDS, run_command
-from stratagem.cli.console import aligned, print_table
+from stratagem.cli.console import aligned, print_table, table_width
 from stratagem.cli.program import plugin_commands
 from stratagem.discovery import hints
 from stratagem.discovery.hints import gpus
@@ -24,7 +24,9 @@ from stratagem.discovery.registry import Registry, get_registry
 
 @pytest.fixture
 def program(tmp_path: Path) -> Program:
-    return Program(tmp_path)
+    made = Program(tmp_path)
+    made.variables["COLUMNS"] = "400"  # one line for each row
+    return made
 
 
 def row_of(table: str, first: str) -> list[str]:
@@ -214,6 +216,15 @@ def test_rows_are_aligned_and_lines_in_cells_joined() -> None:
     assert aligned(rows) == "name    what\na       first second\nlonger"
 
 
+@pytest.mark.parametrize(("columns", "width"), [("70", 70), ("0", 100), ("wide", 100), ("", 100)])
+def test_columns_that_are_no_width_count_as_unset(
+    monkeypatch: pytest.MonkeyPatch, columns: str, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr(os, "get_terminal_size", lambda: os.terminal_size((0, 0)))
+    assert table_width() == width
+
+
 def on_a_terminal(monkeypatch: pytest.MonkeyPatch, width: int, **variables: str) -> None:
     for name in ("NO_COLOR", "TERM"):
         monkeypatch.delenv(name, raising=False)
@@ -268,11 +279,25 @@ def test_what_a_terminal_shows_fits_its_width(
 
 
 @pytest.mark.parametrize("command", ["strategies", "doctor"])
-def test_in_a_pipe_a_row_is_one_line_without_colors(program: Program, command: str) -> None:
-    program.variables = {"COLUMNS": "40"}
+@pytest.mark.parametrize(("columns", "width"), [("", 100), ("80", 80), ("400", 400)])
+def test_in_a_pipe_a_table_has_100_columns_or_those_that_are_asked_for(
+    program: Program, command: str, columns: str, width: int
+) -> None:
+    program.variables = {"COLUMNS": columns}
     said = program(command).stdout
     assert "\x1b" not in said
-    assert max(map(len, said.splitlines())) > 80
+    widest = max(map(len, said.splitlines()))
+    assert min(width, 120) - 10 < widest <= width
+
+
+def test_words_of_a_table_stay_whole_while_there_is_room() -> None:
+    rows = [("strategy", "parameters", "why"), ("fsdp", "0.14 GiB", "a b c d e f g h i j")]
+    assert aligned(rows, 30) == (
+        "strategy  parameters  why\n"
+        "fsdp      0.14 GiB    a b c d\n"
+        "                      e f g h\n"
+        "                      i j"
+    )
 
 
 # -- strategies

@@ -17,7 +17,9 @@ RANGE = f"{CORE}<0.2,>=0.1"
 
 @pytest.fixture
 def program(tmp_path: Path) -> Program:
-    return Program(tmp_path)
+    made = Program(tmp_path)
+    made.variables["COLUMNS"] = "400"  # one line for each row
+    return made
 
 
 def row_of(table: str, first: str) -> list[str]:

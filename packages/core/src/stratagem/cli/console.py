@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
+from operator import gt
 from typing import TypeVar
 
 from stratagem.errors import format_text
@@ -68,24 +69,33 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
     return argparse.RawDescriptionHelpFormatter(prog, width=terminal_width() - 2)
 
 
-def terminal_width() -> int:
-    """Return the number of columns of the terminal; 80 if there is no terminal."""
+def terminal_width(otherwise: int = 80) -> int:
+    """Return the number of columns to print on: COLUMNS, or the width of the terminal.
+
+    Args:
+        otherwise: the number if there is neither.
+    """
     try:
-        return int(os.environ.get("COLUMNS") or os.get_terminal_size().columns)
+        columns = int(os.environ.get("COLUMNS") or 0)
+        return columns or os.get_terminal_size().columns or otherwise
     except (ValueError, OSError):
-        return 80
+        return otherwise
+
+
+def table_width() -> int:
+    """Return the number of columns that a table may fill: 100 without a terminal or COLUMNS."""
+    return terminal_width(100)
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows under their headers.
+    """Print rows under their headers, folded to `table_width`.
 
-    On a terminal, cells are folded to its width, and the headers and statuses have colors unless
-    NO_COLOR is set. Elsewhere each row is a single line of any length, so that `grep` finds the
-    whole row.
+    On a terminal the headers and statuses have colors unless NO_COLOR is set. Programs read
+    `--json`, or set COLUMNS to a large number, so that each row is a single line.
     """
-    terminal = sys.stdout.isatty()
-    color = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    print(aligned([headers, *rows], terminal_width() if terminal else None, color=color))
+    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    color = color and os.environ.get("TERM") != "dumb"
+    print(aligned([headers, *rows], table_width(), color=color))
 
 
 def print_reasons(title: str, reasons: Iterable[tuple[str, str]]) -> None:
@@ -113,11 +123,15 @@ def aligned(rows: Sequence[Sequence[str]], width: int | None = None, *, color: b
         color: whether to print the headers in bold type, and statuses in color.
     """
     cells = [[_one_line(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    columns = list(zip(*cells, strict=True))
+    widths = [max(map(len, column)) for column in columns]
     if width is not None:
-        widths = [min(each, width) for each in widths]
-        while sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > 8:
-            widths[widths.index(max(widths))] -= 1
+        words = [max(map(len, " ".join(column).split()), default=0) for column in columns]
+        # Words stay whole while there is room; long ones, such as paths, need not.
+        for least in ([min(word, 16) for word in words], [8] * len(words)):
+            while sum(widths) + 2 * (len(widths) - 1) > width and any(map(gt, widths, least)):
+                widest = max(range(len(widths)), key=lambda n: (widths[n] > least[n], widths[n]))
+                widths[widest] -= 1
     lines = []
     for number, row in enumerate(cells):
         codes = [1 if number == 0 else _COLORS.get(cell.partition(" ")[0], 0) for cell in row]

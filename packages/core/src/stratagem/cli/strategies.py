@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stratagem.cli.console import parser_of, print_reasons, print_table, terminal_width
+from stratagem.cli.console import parser_of, print_reasons, print_table, table_width
 from stratagem.discovery import Availability, ComponentSpec, StrategySpec
 from stratagem.discovery.entry_points import CORE
 from stratagem.discovery.registry import Candidate, Registry, get_registry, says_its_preset
@@ -20,8 +20,8 @@ from stratagem.plan.resolution import resolve
 
 SUMMARY = "List strategies, and what is usable here."
 
-_WIDE = 110
-"""The width of a terminal from which on the listing has a column of distributions."""
+_WIDE = 100
+"""The number of columns from which on the listing has a column of distributions."""
 
 Probe = Callable[[Any], Availability]
 """Returns the devices that an accelerator (its spec, or an object) finds on this machine."""
@@ -78,7 +78,7 @@ def run(arguments: Sequence[str]) -> int:
     shown = [row for row in rows if options.all or not row.says_its_preset]
     shown.sort(key=lambda row: not row.usable)
     # A narrow terminal has no room for the distributions.
-    wide = not sys.stdout.isatty() or terminal_width() >= _WIDE
+    wide = table_width() >= _WIDE
     print_table(
         ("strategy", "usable here", *(["distribution"] * wide), "summary"),
         [
