@@ -86,6 +86,7 @@ def of_tensorboard(logger: Logger) -> Rows:
 
 def of_mlflow(logger: MLFlowLogger) -> Rows:
     """Return what MLflow's database has."""
+    assert logger.run_id == logger.version  # what the client's methods take, not the fit's id
     client, run = logger.experiment, logger.version
     found = [
         (value.timestamp, value.step, name, value.value)

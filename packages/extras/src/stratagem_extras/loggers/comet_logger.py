@@ -84,8 +84,8 @@ class CometLogger(SDKLogger):
         import comet_ml
 
         key = self._key
-        if key is None and self.run_id:
-            key = self.run_id * 2  # Comet's keys have 32 characters or more
+        if key is None and self.fit_id:
+            key = self.fit_id * 2  # Comet's keys have 32 characters or more
         return comet_ml.start(
             **self._where,
             experiment_key=key,

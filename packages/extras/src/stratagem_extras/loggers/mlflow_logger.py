@@ -108,6 +108,11 @@ class MLFlowLogger(SDKLogger):
         return self._run_id
 
     @property
+    def run_id(self) -> str | None:
+        """The same as `version`, for calls of the client; it begins the run."""
+        return self.version
+
+    @property
     def log_dir(self) -> str:
         """The folder that checkpoints go into: `save_dir/EXPERIMENT/RUN`; it begins the run."""
         return str(self._folder / str(self.name) / str(self.version))
@@ -126,8 +131,8 @@ class MLFlowLogger(SDKLogger):
         self._experiment_id, self._run_id = run.info.experiment_id, run.info.run_id
         if run.info.status != "RUNNING":
             client.update_run(self._run_id, "RUNNING")
-        if self.run_id:
-            client.set_tag(self._run_id, _RUN_TAG, self.run_id)
+        if self.fit_id:
+            client.set_tag(self._run_id, _RUN_TAG, self.fit_id)
         return client
 
     def _uri(self) -> str:
@@ -151,9 +156,9 @@ class MLFlowLogger(SDKLogger):
 
     def _find_run(self, client: Any, experiment_id: str) -> Any:
         """Return the run of the fit that is resumed, or None."""
-        if self.resumed_at is None or not self.run_id:
+        if self.resumed_at is None or not self.fit_id:
             return None
-        tagged = f"tags.`{_RUN_TAG}` = '{self.run_id}'"
+        tagged = f"tags.`{_RUN_TAG}` = '{self.fit_id}'"
         return next(iter(client.search_runs([experiment_id], tagged, max_results=1)), None)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:

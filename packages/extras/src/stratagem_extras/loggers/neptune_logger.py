@@ -69,7 +69,7 @@ class NeptuneLogger(SDKLogger):
     @property
     def version(self) -> str | None:  # type: ignore[override]  # known once the run is
         """The run's custom id, which is the fit's id; None without one."""
-        return self.run_id or None
+        return self.fit_id or None
 
     @property
     def log_dir(self) -> str:
@@ -79,7 +79,7 @@ class NeptuneLogger(SDKLogger):
     def _start(self) -> Any:
         import neptune
 
-        own = {"custom_run_id": self.run_id} if self.run_id else {}
+        own = {"custom_run_id": self.fit_id} if self.fit_id else {}
         named = self._init.keys() & {"with_id", "custom_run_id"}
         return neptune.init_run(**({} if named else own), **self._init)
 

@@ -59,7 +59,7 @@ class SDKLogger(Logger):
     def __init__(self, prefix: str | None = "") -> None:
         require_package(type(self).__name__, self.package, self.extra)
         self.prefix = prefix or ""
-        self.run_id = ""
+        self.fit_id = ""
         self.resumed_at: int | None = None
         self._experiment: Any = None
 
@@ -83,7 +83,7 @@ class SDKLogger(Logger):
 
     def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
         """Make the experiment, or find the experiment of the resumed run."""
-        self.run_id, self.resumed_at = run_id, resumed_at
+        self.fit_id, self.resumed_at = run_id, resumed_at
         assert self.experiment is not None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class WandbLogger(SDKLogger):
             run = wandb.run
         else:
             options = {"dir": self.save_dir, "project": self.project, **self._init}
-            run = wandb.init(id=self._id or self.run_id or None, **options)
+            run = wandb.init(id=self._id or self.fit_id or None, **options)
         run.define_metric(_STEP)
         run.define_metric("*", step_metric=_STEP, step_sync=True)
         return run
