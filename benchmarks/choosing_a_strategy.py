@@ -113,7 +113,7 @@ gradients in bfloat16, and a float32 copy of the parameters with the optimizer's
 `{command}` wrote this page on
 {day} with torch {torch} on {machine}. The tables are computed by `stratagem plan`;
 the picture was measured.
-[Plans and measurements](planning.md#on-a-gpu) of six strategies on one GPU differ by 2% at most.
+[Plans and measurements](planning.md#on-a-gpu) of five strategies on one GPU differ by 2.1% at most.
 
 ## Next steps
 
