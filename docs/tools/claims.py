@@ -30,7 +30,7 @@ class Claim:
 
     Attributes:
         subject: what it is about, for the message.
-        home: the page with the whole truth, below docs.
+        home: the page with the whole truth, relative to docs.
         pattern: matches a sentence that states it.
     """
 
@@ -62,13 +62,51 @@ CLAIMS = [
         "guides/failures.md",
         r"(?i)\b(hangs?|dead|fails|diverged)\b[^.|]*\b(ends?|ended)\b[^.|]*\b(seconds|timeout)\b",
     ),
+    Claim(
+        "what of a resumed run is exact",
+        "guides/resuming.md",
+        r"(?i)\bresum\w+\b[^.|]*\b(same bits|bit for bit|bitwise|exact)\b"
+        r"|\b(same bits|bit for bit|bitwise|exact)\b[^.|]*\bresum",
+    ),
+    Claim(
+        "how long a step takes beside raw PyTorch",
+        "../BENCHMARKS.md",
+        r"(?i)\bwithin the noise\b|\bas long as in raw PyTorch\b",
+    ),
+    Claim(
+        "how exact a memory plan is",
+        "guides/planning.md",
+        r"(?i)\b(plans?|strategies)\b[^.|]*\b(measurements|compared with a GPU)\b",
+    ),
+    Claim(
+        "how near the losses of two strategies are",
+        "reference/strategies.md",
+        r"(?i)\blosses of \d+ steps\b",
+    ),
+    Claim(
+        "which checkpoints CI loads under which strategy",
+        "guides/checkpoints.md",
+        r"\b162\b",
+    ),
+    Claim(
+        "how many libraries have the same numbers as with Lightning",
+        "reference/lightning-libraries.md",
+        r"\b\d+ (of them|libraries)\b",
+    ),
+    Claim(
+        "which versions of the plugin API core loads",
+        "extend/plugin-api.md",
+        r"\bapi_version=\d\b[^.|]*\b(is the version|refuses|loaded)\b",
+    ),
 ]
+FROM_CODE = DOCS / "extend" / "kit-checks.md"
+"""The page whose tables come from the code. It says what the checks of a kit compare."""
 _CODE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 
 
 def unlinked(page: Path, claim: Claim) -> list[str]:
     """Return the sentences of a page that state a claim in a section without a link to its home."""
-    if page == DOCS / claim.home:
+    if page in (DOCS / claim.home, FROM_CODE):
         return []
     found = []
     for section in re.split(r"(?m)^#+ ", _CODE.sub("", page.read_text())):
