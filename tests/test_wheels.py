@@ -138,6 +138,11 @@ def test_the_command_says_how_it_is_used(installed: tuple[str, Environment]) -> 
     assert "strategies" in environment.script("stratagem", "--help")
 
 
+def test_the_command_explains_an_error(installed: tuple[str, Environment]) -> None:
+    _, environment = installed
+    assert "Usual causes of a hang:" in environment.script("stratagem", "errors", "hang")
+
+
 def test_the_command_lists_the_strategies(installed: tuple[str, Environment]) -> None:
     _, environment = installed
     assert "single_device" in environment.script("stratagem", "strategies")

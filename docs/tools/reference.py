@@ -28,6 +28,7 @@ from remedies import REMEDIES
 
 from stratagem import errors
 from stratagem.cli import COMMANDS
+from stratagem.cli.errors import explanations
 from stratagem.cli.program import plugin_commands
 from stratagem.discovery import Capabilities, StrategySpec
 from stratagem.discovery.absent import remedies
@@ -458,6 +459,9 @@ def errors_page() -> str:
         "# Errors\n",
         "Every message says what was expected, what was received, and what to do next. "
         "The table says what kind of mistake each class stands for.\n",
+        "The messages of some errors end with a command that explains the error: "
+        + ", ".join(f"`stratagem errors {name}`" for name in explanations())
+        + ".\n",
         f"```text\n{tree}\n```\n",
         "| class | cause | remedy |",
         "|---|---|---|",

@@ -175,7 +175,8 @@ def test_a_loss_that_is_not_finite_is_found_where_detection_is_on() -> None:
     )
     assert re.fullmatch(
         r"the loss of batch 0 in epoch 0 \(after 0 optimizer steps\) is -?inf; expected a finite "
-        r"number: look at the batch, the learning rate and divisions by 0",
+        r"number: look at the batch, the learning rate and divisions by 0\n"
+        r"For an explanation: stratagem errors nan",
         text,
     )
 

@@ -876,6 +876,7 @@ def test_another_models_checkpoint_is_refused_and_the_difference_named(
         "net.1.weight (5,) (the model has (7,)), net.1.bias (5,) (the model has (7,)), "
         "net.1.running_mean (5,) (the model has (7,)) and 2 more. Build the model that it was "
         "saved from, or load with strict=False to skip names that do not match"
+        "\nFor an explanation: stratagem errors checkpoint-mismatch"
     )
 
     class Renamed(Net):
@@ -952,6 +953,7 @@ def test_other_optimizers_or_schedulers_are_refused(saved: Path, tmp_path: Path)
         f"'{saved}': the checkpoint's optimizer has no parameter group of net.0.weight, "
         "net.0.bias; its groups are net.0.weight, net.0.bias, net.1.weight, net.1.bias, "
         "net.3.weight and 1 more: use the optimizer and the parameter groups that it was saved with"
+        "\nFor an explanation: stratagem errors checkpoint-mismatch"
     )
 
 
@@ -959,7 +961,7 @@ LEFT_OUT = (
     "'{}': the checkpoint's optimizer has parameter groups that this one lacks: net.1.weight, "
     "net.1.bias; net.3.weight, net.3.bias. Their state would be lost: use the groups that it was "
     "saved with (requires_grad_(False) lets one stay and not train), or load the weights alone and "
-    "begin with a new optimizer"
+    "begin with a new optimizer\nFor an explanation: stratagem errors checkpoint-mismatch"
 )
 
 

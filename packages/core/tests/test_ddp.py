@@ -687,7 +687,7 @@ def test_a_datasets_exception_on_one_rank_ends_all_and_is_shown_once(
         (
             "exit",
             "rank 1 of 2 failed with exit code 3; it exited without a Python traceback; its output "
-            "is above",
+            "is above\n[rank0]: For an explanation: stratagem errors rank-failed\n",
         ),
         (
             "sigkill",

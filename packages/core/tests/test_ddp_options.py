@@ -95,7 +95,7 @@ def test_unused_parameters_are_named_with_what_to_pass(results: dict[str, Any]) 
         "freeze them with requires_grad_(False) before training begins, or pass "
         "find_unused_parameters=True, as in strategy='ddp_find_unused_parameters_true' "
         "(static_graph=True costs less, if all steps "
-        "leave out the same ones)"
+        "leave out the same ones)\nFor an explanation: stratagem errors unused-parameters"
     )
     assert results["unused"] == error
     assert results["lite, unused"] == error

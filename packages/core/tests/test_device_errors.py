@@ -159,7 +159,8 @@ def test_an_error_of_memory_says_who_held_it_and_what_would_fit(tmp_path: Path) 
     ]
     assert lines[10] == "process 4711 (python): 2.00 MiB"
     assert "  a batch of 1/2 the size with accumulate_grad_batches=2: about 13.00 MiB" in lines
-    assert "activation_checkpointing=" in lines[-1]
+    assert "activation_checkpointing=" in lines[-2]
+    assert lines[-1] == "For an explanation: stratagem errors out-of-memory"
 
 
 def test_a_process_with_a_limit_of_its_own_is_told_the_whole_step_and_what_fits_in_the_limit() -> (

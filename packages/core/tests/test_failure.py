@@ -82,6 +82,8 @@ def test_ranks_that_wait_for_one_another_end_with_where_each_is(
         expected = text.format(tmp_path / "script.py", **lines)
         assert expected in finished.stderr, finished.stderr
     assert finished.stderr.count("Where the ranks are:") == 1, finished.stderr
+    last = "For an explanation: stratagem errors hang\n"
+    assert finished.stderr.count(last) == 1, finished.stderr
     if kind == "one step more on rank 1":
         # By its answer, or by the mark that it has left, whichever is seen first.
         ends = ("rank 0: at the end of its script", "rank 0: has ended its script, in order")
@@ -313,6 +315,7 @@ def test_a_rank_that_stops_alone_says_so(
         "in a collective:\n"
     ) in finished.stderr, finished.stderr
     assert f"  rank 0: in {where}, at " in finished.stderr, finished.stderr
+    assert "For an explanation: stratagem errors hang\n" in finished.stderr, finished.stderr
 
 
 class Environment:
@@ -402,6 +405,7 @@ def test_ranks_whose_parameters_drift_apart_are_named_with_the_parameter(
     stderr = run_script(text, expect=1).stderr
     assert "DivergenceError: after step 8 parameters differ from those of rank 0" in stderr
     assert "rank 1 in net.1.bias." in stderr
+    assert "\nFor an explanation: stratagem errors divergence\n" in stderr.replace("[rank0]: ", "")
 
 
 class Gathering:
@@ -553,7 +557,8 @@ def test_ranks_that_hang_end_when_they_are_told_to_and_say_where_they_were(
     waits = {"different collectives": "all_reduce", "in a fit": "all_gather"}.get(kind, "backward")
     place = f"{script}:{line_of(TROUBLE, waits)}"
     assert f"rank 0: in {waits}, at {place}" in stderr
-    assert "Every rank must call the same collectives in the same order" in stderr
+    rule = "Every rank must call the same collectives in the same order"
+    assert f"{rule}\nFor an explanation: stratagem errors hang\n" in stderr
 
 
 @pytest.mark.slow

@@ -400,7 +400,7 @@ time.sleep(100)
     assert process.returncode == 7
     assert err == (
         "rank 1 of 2 failed with exit code 7; it exited without a Python traceback; its output is "
-        "above\n"
+        "above\nFor an explanation: stratagem errors rank-failed\n"
     )
     assert not any(map(is_running, ranks.values()))
 
@@ -488,7 +488,7 @@ def test_each_rank_writes_to_its_log(runs: Runs) -> None:
     assert done.stdout == ""
     assert done.stderr == (
         "rank 1 of 2 failed with exit code 1; it exited without a Python traceback; its output is "
-        "in logs/here/rank1.log\n"
+        "in logs/here/rank1.log\nFor an explanation: stratagem errors rank-failed\n"
     )
     assert logs.joinpath("rank1.log").read_text() == "out 1\n"
 

@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 from stratagem import Module, Trainer, checkpoint
 from stratagem.callbacks import EarlyStopping
 from stratagem.checkpoint import SingleFileCheckpointIO
-from stratagem.errors import CheckpointCorruptError, CheckpointMismatchError
+from stratagem.errors import CheckpointCorruptError, CheckpointMismatchError, with_explanation
+from stratagem_lightning.api.utilities.exceptions import StateDictError
 from stratagem_lightning_plugin.checkpoint_format import from_lightning, to_lightning
 from stratagem_lightning_plugin.checkpoint_io import LightningCheckpointIO
 
@@ -199,3 +200,11 @@ def test_convert_names_the_formats_that_it_writes(
     arguments = ("checkpoint", "convert", source.name, "x", "--to", "onnx")
     told = program(tmp_path)(*arguments, code=1)
     assert "to='onnx': expected 'safetensors' or 'lightning'" in told.stderr
+
+
+def test_the_error_of_another_models_weights_keeps_its_last_line() -> None:
+    error = CheckpointMismatchError(with_explanation("it lacks a", "checkpoint-mismatch"), ["a"])
+    assert str(StateDictError.of(error)).splitlines() == [
+        'it lacks a. Missing key(s) in state_dict: "a"',
+        "For an explanation: stratagem errors checkpoint-mismatch",
+    ]

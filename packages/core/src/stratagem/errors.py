@@ -96,11 +96,13 @@ class NonFiniteLossError(UserCodeError):
 class CheckpointError(StratagemError):
     """A checkpoint cannot be saved, found, read or used.
 
-    The message may quote the file, so it is passed through `format_text`.
+    The message may quote the file, so it is passed through `format_text`, without a last line of
+    `with_explanation`.
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(format_text(message, _LONGEST))
+        text, leads_to, name = message.partition(_LEADS_TO)
+        super().__init__(format_text(text, _LONGEST) + leads_to + format_text(name))
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
@@ -243,6 +245,25 @@ def _without_internal(trace: TracebackType | None) -> TracebackType | None:
     for one in reversed(frames):
         trace = TracebackType(trace, one.tb_frame, one.tb_lasti, one.tb_lineno)
     return trace
+
+
+_LEADS_TO = "\nFor an explanation: stratagem errors "
+
+
+def with_explanation(message: str, name: str) -> str:
+    """Return a message with a last line that leads to the explanation of the error.
+
+    Args:
+        message: what was expected, what was received, and what to do next.
+        name: an explanation, as `stratagem errors` lists them.
+
+    Example:
+        >>> from stratagem.errors import with_explanation
+        >>> print(with_explanation("rank 1 does not answer", "hang"))
+        rank 1 does not answer
+        For an explanation: stratagem errors hang
+    """
+    return f"{message}{_LEADS_TO}{name}"
 
 
 _SHOWN = 200

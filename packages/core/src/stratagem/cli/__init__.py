@@ -49,6 +49,7 @@ COMMANDS = {
     "strategies": ("stratagem.cli.strategies:run", "List strategies, and what is usable here."),
     "explain": ("stratagem.cli.explain:run", "Show what a request would use, and why."),
     "doctor": ("stratagem.cli.doctor:run", "Show what is installed and what is wrong with it."),
+    "errors": ("stratagem.cli.errors:run", "Explain an error that a message names."),
 }
 """Core's commands: what users type, the function that runs it, and the line for `--help`.
 

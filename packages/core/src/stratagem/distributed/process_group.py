@@ -27,7 +27,7 @@ from stratagem.distributed.diagnosis.status_exchange import (
 )
 from stratagem.distributed.runs import GroupRuns, event_loops
 from stratagem.distributed.socket_store import SocketStore, StoreServer, prefixed
-from stratagem.errors import CommunicationError, ConfigurationError, UserCodeError
+from stratagem.errors import CommunicationError, ConfigurationError, UserCodeError, with_explanation
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.ranks import DataSplit, Ranks, ReduceOp
 from stratagem.launch import network
@@ -118,7 +118,10 @@ def _wait_for_others(statuses: RankStatuses, staying: Callable[[], set[int]], di
             raise CommunicationError(
                 f"this rank ({statuses.rank}) {did}, and others wait for it in a collective:\n"
                 + "\n".join(f"  {line}" for line in described(Survey(stuck), []))
-                + "\nEvery rank must call the same collectives and take the same number of steps"
+                + with_explanation(
+                    "\nEvery rank must call the same collectives and take the same number of steps",
+                    "hang",
+                )
             )
         if before and not (now or before.keys() & left):
             return  # they have ended without a word, or cannot be reached

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from stratagem._platform import ENDING, KILL, parent_death_signal, send_signal
-from stratagem.errors import ConfigurationError, RankFailedError
+from stratagem.errors import ConfigurationError, RankFailedError, with_explanation
 from stratagem.launch.rank import ERROR_FILE_VARIABLE, OWNER_VARIABLE, PARENT_VARIABLE, crash_file
 
 _END_GRACE = 3.0
@@ -95,6 +95,7 @@ class Failure:
         else:
             output = "above" if self.log_file is None else f"in {self.log_file}"
             what = f"; it exited without a Python traceback; its output is {output}"
+            what = with_explanation(what, "rank-failed")
         return RankFailedError(
             f"{where}rank {self.rank} of {world_size} {how}{what}",
             rank=self.rank,

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from stratagem.discovery.registry import get_registry
 from stratagem.discovery.specs import StrategySpec
 from stratagem.distributed.stack import line_in_traceback
-from stratagem.errors import format_size
+from stratagem.errors import format_size, with_explanation
 from stratagem.interfaces.accelerator import DeviceMemory
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.strategy import Strategy
@@ -76,6 +76,7 @@ def explain_device_error(
         text = f"{where}, is out of memory"
         if memory is not None and module is not None:
             text += _report(strategy, memory, module, optimizers, _requested(error))
+        text = with_explanation(text, "out-of-memory")
     elif (advice := accelerator.explain_lost_device(error)) is not None:
         this_rank.device_is_lost = True
         text = f"{where}: {advice}"

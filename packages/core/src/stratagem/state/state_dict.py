@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.checkpoint.forms import require_form
-from stratagem.errors import CheckpointMismatchError, format_names, format_text, format_value
+from stratagem.errors import (
+    CheckpointMismatchError,
+    format_names,
+    format_text,
+    format_value,
+    with_explanation,
+)
 from stratagem.state.safe_data import check_safe_data
 from stratagem.state.shards import LazyTensor, read_whole
 from stratagem.state.state_checks import OPTIMIZER_FORM, as_mismatch, check_entries, check_kinds
@@ -112,11 +118,12 @@ def with_names(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]
     names = _names_by_index(optimizer, module)
     own = [len(group["params"]) for group in optimizer.param_groups]
     if own != [len(group) for group in saved]:
-        raise CheckpointMismatchError(
+        message = (
             f"the checkpoint's optimizer has parameter groups of {list(map(len, saved))} "
             f"parameters, which have no names in it, and this one has {own}: use the optimizer and "
             "the parameter groups that it was saved with"
         )
+        raise CheckpointMismatchError(with_explanation(message, "checkpoint-mismatch"))
     numbers = [number for group in saved for number in group]
     by_number = {number: names[index] for index, number in enumerate(numbers)}
     _require_none([k for k in state["state"] if k not in by_number and type(k) is not str])
@@ -176,21 +183,23 @@ def matching_groups(
                 break
         else:
             there = [format_names(group["params"]) for group in saved]
-            raise CheckpointMismatchError(
+            message = (
                 f"the checkpoint's optimizer has no parameter group of {format_names(names)}; its "
                 f"groups are {'; '.join(there) or 'none'}: use the optimizer and the parameter "
                 "groups that it was saved with"
             )
+            raise CheckpointMismatchError(with_explanation(message, "checkpoint-mismatch"))
     used = {id(group) for group in found}
     if left_out := [
         group["params"] for group in saved if group["params"] and id(group) not in used
     ]:
-        raise CheckpointMismatchError(
+        message = (
             "the checkpoint's optimizer has parameter groups that this one lacks: "
             f"{'; '.join(map(format_names, left_out))}. Their state would be lost: use the groups "
             "that it was saved with (requires_grad_(False) lets one stay and not train), or load "
             "the weights alone and begin with a new optimizer"
         )
+        raise CheckpointMismatchError(with_explanation(message, "checkpoint-mismatch"))
     places = [
         next(i for i, group in enumerate(saved) if group is one) for one in found if one["params"]
     ]
@@ -299,11 +308,12 @@ def check_weights(
     if differing:
         problems.append(f"these have another shape: {format_names(differing)}")
     if problems:
+        message = (
+            f"the checkpoint belongs to another model: {'; '.join(problems)}. Build the model that "
+            "it was saved from, or load with strict=False to skip names that do not match"
+        )
         raise CheckpointMismatchError(
-            "the checkpoint belongs to another model: "
-            + "; ".join(problems)
-            + ". Build the model that it was saved from, or load with strict=False to skip names "
-            "that do not match",
+            with_explanation(message, "checkpoint-mismatch"),
             missing if strict else (),
             unexpected if strict else (),
         )

@@ -16,7 +16,7 @@ from functools import partial
 from stratagem import _platform
 from stratagem.distributed.diagnosis.rank_status import COLLECTIVES, RankStatuses, described
 from stratagem.distributed.diagnosis.status_exchange import RankStatus, Survey
-from stratagem.errors import CommunicationError
+from stratagem.errors import CommunicationError, with_explanation
 from stratagem.launch.rank import record_failure
 
 _SIGNALS = frozenset(_platform.ENDING)
@@ -110,7 +110,7 @@ class HangWatch:
         if self.statuses.rank != 0:
             time.sleep(_TURN)
         rule = "Every rank must call the same collectives in the same order"
-        message = self._message(number, survey, rule)
+        message = with_explanation(self._message(number, survey, rule), "hang")
         if not self._rank_0_has_said_it():
             _say(message)
         record_failure(CommunicationError(message))

@@ -23,7 +23,7 @@ from stratagem.distributed.diagnosis.status_exchange import (
     ranges,
 )
 from stratagem.distributed.stack import COMMUNICATING, line_in_traceback, operation, users_line
-from stratagem.errors import CommunicationError
+from stratagem.errors import CommunicationError, with_explanation
 
 COLLECTIVES = frozenset(
     (
@@ -140,7 +140,7 @@ class RankStatuses:
                 f"number of steps. A rank that needs longer than {self.timeout:g} s between two of "
                 "them needs a larger timeout= of the strategy"
             )
-        return "\n".join(lines), missing
+        return with_explanation("\n".join(lines), "hang"), missing
 
     # -- leaving
 

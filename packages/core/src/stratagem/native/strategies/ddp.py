@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from stratagem.distributed.parallel_strategy import ParallelStrategy
-from stratagem.errors import ConfigurationError, StratagemError, UserCodeError
+from stratagem.errors import ConfigurationError, StratagemError, UserCodeError, with_explanation
 from stratagem.interfaces.components import Components
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.native.plugin import DDP
@@ -328,13 +328,14 @@ def explain(error: RuntimeError, ddp: DistributedDataParallel) -> UserCodeError 
             "DDPStrategy(find_unused_parameters=True), or let every step use the same parameters"
         )
     if still_waits:
-        return UserCodeError(
+        message = (
             "the loss did not depend on every parameter, so DDP still waits for gradients: "
             f"{_unused(text, ddp)}. Let the loss use them, freeze them with "
             "requires_grad_(False) before training begins, or pass find_unused_parameters=True, as "
             "in strategy='ddp_find_unused_parameters_true' (static_graph=True costs less, if all "
             "steps leave out the same ones)"
         )
+        return UserCodeError(with_explanation(message, "unused-parameters"))
     if "Expected to mark a variable ready only once" in text:
         found = _MARKED_TWICE.search(text)
         which = f"{_names(ddp)[int(found[1])]} " if found else "a parameter "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from stratagem.errors import DivergenceError
+from stratagem.errors import DivergenceError, with_explanation
 
 if TYPE_CHECKING:
     from stratagem.interfaces.ranks import Ranks
@@ -62,7 +62,7 @@ class DivergenceCheck:
         of_all = self._ranks.all_gather(own)
         if bool((of_all == of_all[0]).all()):
             return
-        raise DivergenceError(self._difference(of_all, hashes))
+        raise DivergenceError(with_explanation(self._difference(of_all, hashes), "divergence"))
 
     def _difference(self, of_all: Tensor, hashes: Tensor | None) -> str:
         advice = (

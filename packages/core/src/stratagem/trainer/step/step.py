@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stratagem.errors import NonFiniteLossError, StratagemError, UserCodeError
+from stratagem.errors import NonFiniteLossError, StratagemError, UserCodeError, with_explanation
 from stratagem.interfaces.contract_checks import context_of
 from stratagem.interfaces.prepared_model import StepModule
 from stratagem.interfaces.stepping import TrainStep
@@ -338,11 +338,12 @@ class Step(TrainStep):
 
     def _check_finite(self, loss: Tensor) -> None:
         if not bool(loss.detach().isfinite().all()):
-            raise NonFiniteLossError(
+            message = (
                 f"the loss of batch {self.batch_idx} in epoch {self._progress.epoch} (after "
                 f"{self._progress.global_step} optimizer steps) is {loss.detach().tolist()}; "
                 "expected a finite number: look at the batch, the learning rate and divisions by 0"
             )
+            raise NonFiniteLossError(with_explanation(message, "nan"))
 
     def explain(self, error: RuntimeError) -> UserCodeError | None:
         """Return a clearer error for an exception of a step, or None.

@@ -20,12 +20,12 @@ class StateDictError(CheckpointMismatchError, RuntimeError):
     @classmethod
     def of(cls, error: CheckpointMismatchError) -> StateDictError:
         """Return one with the same names, and torch's words for them."""
-        text = str(error)
+        text, end, name = str(error).partition("\nFor an explanation: ")
         for what, names in (("Missing", error.missing), ("Unexpected", error.unexpected)):
             if names:
                 listed = ", ".join(f'"{name}"' for name in names)
                 text += f". {what} key(s) in state_dict: {listed}"
-        return cls(text, error.missing, error.unexpected)
+        return cls(text + end + name, error.missing, error.unexpected)
 
 
 class SIGTERMException(SystemExit):
