@@ -785,6 +785,11 @@ def test_the_command_prints_rows_and_the_line_to_write(
     assert plan([*wanted.split(), "fsdp", "--strategy", "dp"]) == 0
     shown = capsys.readouterr().out
     assert "fsdp      yes" in shown
+    assert max(map(len, shown.splitlines()[1:])) <= 100
+    header, row = shown.splitlines()[1:3]
+    assert "host" not in header.split()  # nothing is offloaded
+    assert header.split()[-2:] == ["step", "how"]
+    assert row[header.index("step") :].split()[1] == "us"
     assert "dp: one process drives all devices" in shown
     call = "Trainer(accelerator='cuda', devices=2, strategy='fsdp')"
     why = "fsdp is the only strategy that fits\ntwice the size: fsdp would fit"

@@ -133,12 +133,13 @@ def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         f"{planned.parameters:,} parameters; {options.num_nodes} node(s) of {options.devices} "
         f"device(s) of {format_size(planned.capacity)} and {host}"
     )
-    with_disk = any(row.on_disk for row in planned.strategies)
+    kept = {"host": "on_host", "disk": "on_disk"}  # columns that are left out if they are empty
+    kept = {c: a for c, a in kept.items() if any(getattr(r, a) for r in planned.strategies)}
     is_wide = shutil.get_terminal_size().columns >= _WIDE
-    headers = ["strategy", "fits", "device", "host", *(["disk"] if with_disk else [])]
+    headers = ["strategy", "fits", "device", *kept]
     headers += ["parameters", "gradients", "optimizer"]
     headers += ["activations", "communication", "temporary"] if is_wide else ["working"]
-    headers += ["sent", "step, about", "how"]
+    headers += ["sent", "step", "how"]
     if options.measure:
         headers += ["measured", "predicted/measured"]
     rows, failed = [], []
@@ -152,9 +153,9 @@ def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             working = [memory.activations, memory.communication, rest]
         parts = (memory.parameters, memory.gradients, memory.optimizer, *working, memory.sent)
         sizes = [format_size(size) for size in parts]
-        places = [row.on_device, row.on_host, *([row.on_disk] if with_disk else [])]
+        places = [row.on_device, *(getattr(row, attribute) for attribute in kept.values())]
         held = [format_size(size) if size else "" for size in places]
-        seconds = "" if row.seconds is None else f"{row.seconds:.3g} s"
+        seconds = "" if row.seconds is None else _format_time(row.seconds)
         rows.append([row.name, "yes" if row.fits else "no", *held, *sizes, seconds, row.how])
         if real := measurements.get(row.name):
             rows[-1] += ["", ""]
@@ -222,6 +223,14 @@ def _as_json(planned: MemoryPlan, measurements: dict[str, Measurement]) -> dict[
         "best_doubled": larger and larger.name,
         "call": planned.call,
     }
+
+
+def _format_time(seconds: float) -> str:
+    """Return an estimated time with a unit in which it has few digits."""
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")):
+        if seconds * factor >= 0.1 or unit == "us":
+            break
+    return f"{seconds * factor:.3g} {unit}"
 
 
 def _reason(planned: MemoryPlan, best: PlannedStrategy) -> str:
