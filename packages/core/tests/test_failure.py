@@ -158,11 +158,16 @@ def test_the_next_run_after_an_error_of_one_rank_trains_on_all(
     first, second = outcomes(tmp_path)
     for of_rank in (first, second):
         # Between two failing runs, and after the last of them.
-        assert of_rank[1:22:2] == [("", 4)] * 11
-    for name, outcome in second[:22:2]:
+        assert of_rank[1:24:2] == [("", 4)] * 12
+    for name, outcome in second[:24:2]:
         error = "KeyboardInterrupt: " if name == "interrupt" else f"ValueError: fails in {name}"
         assert outcome == (4 if name == "again" else error)
     heard = dict(first[:22:2])
+    assert first[22] == (
+        "validate",
+        "CommunicationError: this rank (0) has no batch left for validation_step, and rank(s) 1 "
+        "failed",
+    )
     assert [heard[name] for name in ("on_fit_end", "after", "again")] == [4, 4, 4]
     for name in ("everywhere", "everywhere late"):
         assert heard[name] == f"ValueError: fails in {name}"
@@ -174,7 +179,7 @@ def test_the_next_run_after_an_error_of_one_rank_trains_on_all(
     for name in ("training_step", "validation_step", "setup", "configure_optimizers"):
         assert f"ValueError: fails in {name}" in heard[name], heard[name]
         assert heard[name].startswith("CommunicationError: rank 0: ")
-    assert first[22][1] == (
+    assert first[24][1] == (
         "CommunicationError: rank 0 begins a run, and rank(s) 1 ended the script: every rank must "
         "start the same runs (timeout=600 s of the strategy)"
     )

@@ -8,11 +8,16 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from stratagem.distributed import process_group
 from stratagem.distributed.socket_store import StoreServer
+from stratagem.errors import ConfigurationError
 from stratagem.launch import network
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -136,6 +141,31 @@ def test_another_user_cannot_open_the_stores_of_one_node() -> None:
         )
         assert "Permission denied" in read.stderr
     network.remove_store_file(path)
+
+
+def test_ranks_meet_at_a_port_if_files_cannot_be_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError("no locks")
+
+    monkeypatch.setattr("stratagem._platform.lock", refuse)
+    assert network.make_store_file(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_group_that_is_destroyed_is_not_joined_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "_own_store", SimpleNamespace(path="/tmp/store.socket"))
+    environment: Any = SimpleNamespace(store_file="/tmp/store")
+    ranks: Any = SimpleNamespace(is_global_zero=True, world_size=2)
+    limit = timedelta(seconds=1)
+    with pytest.raises(ConfigurationError) as caught:
+        process_group._join_store(ranks, environment, limit, several_nodes=False)
+    assert str(caught.value) == (
+        "this process has already joined a process group, which failed or was destroyed: remove "
+        "calls of torch.distributed.destroy_process_group() (Stratagem leaves the group at the end "
+        "of the script), or start the next run in new processes"
+    )
 
 
 def test_ranks_meet_at_a_port_if_no_folder_can_be_made(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ TRIALS = [
     *(("ddp", "training_step"), ("fsdp", "validation_step"), ("fsdp", "setup")),
     *(("ddp", "configure_optimizers"), ("ddp", "on_fit_end"), ("ddp", "before"), ("ddp", "after")),
     *(("ddp", "everywhere"), ("ddp", "again"), ("ddp", "interrupt"), ("ddp", "everywhere late")),
+    ("ddp", "validate"),
 ]
 if sys.argv[1:] == ["stuck"]:
     # As on a system where the connections cannot be closed.
@@ -50,6 +51,7 @@ class Net(Module):
 
     def validation_step(self, batch, batch_idx):
         self.fail("validation_step")
+        self.fail("validate")
         self.log("value", self.net(batch).mean())
 
     def on_fit_end(self):
@@ -60,8 +62,8 @@ class Net(Module):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def loader():
-    return DataLoader(torch.ones(16, 3), 2)
+def loader(samples):
+    return DataLoader(torch.ones(samples, 3), 2)
 
 
 def fit(strategy, fails_in):
@@ -74,7 +76,10 @@ def fit(strategy, fails_in):
     model = Net(fails_in)
     if fails_in == "before":
         model.fail("before")
-    trainer.fit(model, loader(), loader())
+    # Rank 1 has a batch less in validation: rank 0 waits for it there, in no collective.
+    if fails_in == "validate":
+        trainer.validate(model, loader(17), verbose=False)
+    trainer.fit(model, loader(16), loader(17))
     if fails_in == "after":
         model.fail("after")
     return trainer.global_step

@@ -25,7 +25,7 @@ from stratagem.distributed.diagnosis.status_exchange import (
     Survey,
     ranges,
 )
-from stratagem.distributed.runs import GroupRuns, event_loops
+from stratagem.distributed.runs import FAILED, GroupRuns, event_loops
 from stratagem.distributed.socket_store import SocketStore, StoreServer, prefixed
 from stratagem.errors import CommunicationError, ConfigurationError, UserCodeError, with_explanation
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
@@ -138,12 +138,24 @@ def _wait_for_others(statuses: RankStatuses, staying: Callable[[], set[int]], di
             )
 
 
-def _wait_for_steps(statuses: RankStatuses, place: str, did: str) -> None:
+def _next_place() -> tuple[str, str]:
+    """Return where ranks report that they have come here, and that their run has failed before."""
+    run = 0 if _runs is None else _runs.number
+    return f"end/{run}/{next(_meetings)}", f"{FAILED}/{run}"
+
+
+def _staying(statuses: RankStatuses, place: str, failure: str) -> set[int]:
+    """Return the other ranks that have not come to a place, and may still come."""
+    return statuses.staying(place) & statuses.staying(failure)
+
+
+def _wait_for_steps(statuses: RankStatuses, place: str, failure: str, did: str) -> None:
     """Wait until all ranks have reported that they are at a place.
 
     Args:
         statuses: the statuses of the ranks.
         place: where ranks report that they are here.
+        failure: where ranks report that their run has failed.
         did: what this rank has done, for the error.
 
     Raises:
@@ -153,7 +165,7 @@ def _wait_for_steps(statuses: RankStatuses, place: str, did: str) -> None:
     first, later = _MEETING_PATIENCE
     asked_at, pause = time.monotonic() + first, 0.0005
     before: dict[int, RankStatus] = {}
-    while left := statuses.staying(place):
+    while left := _staying(statuses, place, failure):
         if this_rank.lost_peer or this_rank.peers_are_gone():
             return  # whoever has started them reports it
         time.sleep(pause)
@@ -173,7 +185,7 @@ def _wait_for_steps(statuses: RankStatuses, place: str, did: str) -> None:
                 "that have a batch, or communicate in a hook of the epoch's end"
             )
         before = answers
-    ended = statuses.exchange.ended(place)
+    ended = statuses.exchange.ended(failure) | statuses.exchange.ended(place)
     if failed := tuple(rank for rank, how in ended.items() if how == "failed"):
         raise CommunicationError(
             f"this rank ({statuses.rank}) {did}, and rank(s) {ranges(failed)} failed", failed
@@ -216,8 +228,9 @@ _OPERATIONS = {
 _own_store: SocketStore | None = None
 _statuses: RankStatuses | None = None
 """Of this process: there is one process group, whatever the number of strategies."""
+_runs: GroupRuns | None = None
 _meetings = count(1)
-"""Numbers of the places where ranks meet; Trainers in one process share the store, and these."""
+"""Numbers of the places where the ranks meet in a run, from 1 in each run."""
 
 
 @with_former_names
@@ -425,17 +438,17 @@ class ProcessGroupRanks(Ranks):
     def end_together(self, did: str) -> None:
         """Wait for every rank, without a collective; see `Ranks.end_together`."""
         if _statuses is not None:
-            place = f"end/{next(_meetings)}"
+            place, failure = _next_place()
             _statuses.mark("done", place)
-            _wait_for_others(_statuses, partial(_statuses.staying, place), did)
+            _wait_for_others(_statuses, partial(_staying, _statuses, place, failure), did)
 
     def meet(self, did: str, *, failed: bool = False) -> None:
         """Wait for every rank, without a collective; see `Ranks.meet`."""
         if _statuses is not None:
-            place = f"end/{next(_meetings)}"
+            place, failure = _next_place()
             _statuses.mark("failed" if failed else "done", place)
             if not failed:
-                _wait_for_steps(_statuses, place, did)
+                _wait_for_steps(_statuses, place, failure, did)
 
     def store(self) -> Any:
         """Return a store of the ranks; see `Ranks.store`."""
@@ -515,9 +528,17 @@ def join_process_group(
             statuses=statuses,
             loops_before=loops_before,
         )
-        this_rank.begin_run, this_rank.fail_run = runs.begin, runs.fail
+        this_rank.begin_run, this_rank.fail_run = partial(_begin_run, runs), runs.fail
     # Threads of a live process group can abort the interpreter's shutdown.
     at_end_of_rank(partial(leave_process_group, hang_watch))
+
+
+def _begin_run(runs: GroupRuns, trainer: int) -> int:
+    """Begin a run; a rank that failed in the last one may have missed some of its meetings."""
+    global _runs, _meetings
+    group = runs.begin(trainer)
+    _runs, _meetings = runs, count(1)
+    return group
 
 
 def _init(backend: str, store: Any, prefix: str, ranks: Ranks, limit: timedelta) -> None:
@@ -559,6 +580,12 @@ def _join_store(
     """
     global _own_store
     if not several_nodes and (path := environment.store_file) is not None:
+        if _own_store is not None and _own_store.path == f"{path}.socket":
+            raise ConfigurationError(
+                "this process has already joined a process group, which failed or was destroyed: "
+                "remove calls of torch.distributed.destroy_process_group() (Stratagem leaves the "
+                "group at the end of the script), or start the next run in new processes"
+            )
         if ranks.is_global_zero:
             StoreServer(f"{path}.socket")
         _own_store = SocketStore(f"{path}.socket", limit)

@@ -29,6 +29,8 @@ _GRACE = 5.0
 """Seconds that a rank waits for others that are in no collective: they may fail where it did."""
 _PATIENCE = 5.0
 """Seconds between two looks for ranks that still wait in a collective of a failed run."""
+FAILED = "failed"
+"""Where ranks report that a run has failed, followed by the run's number."""
 _GO = "go"
 _KEPT, _CLOSED = "kept", "closed"
 _EPOLL = "anon_inode:[eventpoll]"
@@ -75,11 +77,17 @@ class GroupRuns:
         self._is_closed = False
         """Whether a rank has closed its connections of the group."""
 
+    @property
+    def number(self) -> int:
+        """The number of the run that was begun last, which all ranks have alike."""
+        return self._runs
+
     def fail(self, error: BaseException) -> None:
-        """Note that this rank's run has failed."""
+        """Note that this rank's run has failed, and tell the ranks that wait for it."""
         place = f"{type(error).__name__} {line_in_traceback(error)} {self._statuses.doing()}"
         # So short that the sum of squares of all ranks is a 64-bit integer.
         self._failed_at = 1 + zlib.crc32(place.encode(errors="replace")) % (1 << 24)
+        self._statuses.mark("failed", f"{FAILED}/{self._runs}")
 
     def begin(self, trainer: int) -> int:
         """Wait for all ranks before a run; return the number of the group that they are in.

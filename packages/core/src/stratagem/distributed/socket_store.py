@@ -47,13 +47,13 @@ class SocketStore:
 
     def __init__(self, path: str, timeout: timedelta, prefix: str = "") -> None:
         self._connection = _Connection(path, timeout.total_seconds())
-        self._path = path
+        self.path = path
         self._timeout = timeout
         self._prefix = prefix
 
     def clone(self) -> SocketStore:
         """Return the same store with a connection of its own."""
-        return SocketStore(self._path, self._timeout, self._prefix)
+        return SocketStore(self.path, self._timeout, self._prefix)
 
     def prefixed(self, prefix: str) -> SocketStore:
         """Return the part of the store whose keys begin with a prefix, on this connection."""

@@ -59,6 +59,7 @@ def make_store_file(folder: str | os.PathLike[str] | None = None) -> str | None:
         >>> path = make_store_file()
         >>> remove_store_file(path)
     """
+    path = None
     try:
         path = f"{tempfile.mkdtemp(prefix='stratagem-store-', dir=folder)}/store"
         if not hasattr(socket, "AF_UNIX") or len(os.fsencode(path)) > _LONGEST_PATH:
@@ -70,6 +71,7 @@ def make_store_file(folder: str | os.PathLike[str] | None = None) -> str | None:
         finally:
             os.close(descriptor)
     except OSError:
+        remove_store_file(path)
         return None
     return path
 
