@@ -10,7 +10,8 @@ What runs, in the order of the page:
 - `yaml`, `json` and `text` whose first line is such a comment: the file is written.
 - `console`: each line that begins with `$ ` is run by bash. `console fails`: one of them must fail.
 - `text output`, after a console block: is what that block prints. Numbers may differ. A line `...`
-  stands for any lines, and `...` within a line for any text. `--write` puts the output there.
+  stands for any lines, and `...` within a line for any text. `--write` puts the
+  output there, except into a block with such a line.
 - `python no-run` and every other language: nothing; the text above the block says why.
 
 A page whose front matter has `blocks:` is run elsewhere, as that line says.
@@ -64,7 +65,7 @@ def run_page(page: Path, *, write: bool = False) -> str:
             if "no-run" in info:
                 continue
             if info == ["text", "output"]:
-                if write:
+                if write and not re.search(r"^\s*\.\.\.$", code, re.MULTILINE):
                     outputs.append((match.span(4), printed))
                 elif problem := difference(code, printed):
                     return problem
@@ -112,12 +113,12 @@ def difference(shown: str, printed: str) -> str:
     return "a block of output is not what the command prints:\n" + "\n".join(lines)
 
 
-_TOKEN = re.compile(r"(\.\.\.)|(\s+)|(\b[\da-f]{16,}\b)|(\d[\d.,:]*(?:e[+-]?\d+)?)|.")
+_TOKEN = re.compile(r"(\.\.\.)|(\s+)|(\b[\da-f]{16,}\b)|(\d(?:[\d.,:]*\d)?(?:e[+-]?\d+)?)|.")
 
 
 def _pattern(line: str) -> str:
     """Return what matches a line with other numbers and padding, and any text for "..."."""
-    kinds = (None, ".*", r"\s+", r"[\da-f]+", r"\d[\d.,:]*(?:e[+-]?\d+)?")
+    kinds = (None, ".*", r"\s+", r"[\da-f]+", r"\d(?:[\d.,:]*\d)?(?:e[+-]?\d+)?")
     matches = _TOKEN.finditer(line.rstrip())
     return "".join(kinds[m.lastindex or 0] or re.escape(m[0]) for m in matches) + r"\s*"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
@@ -126,7 +127,7 @@ def aligned(rows: Sequence[Sequence[str]], width: int | None = None, *, color: b
     columns = list(zip(*cells, strict=True))
     widths = [max(map(len, column)) for column in columns]
     if width is not None:
-        words = [max(map(len, " ".join(column).split()), default=0) for column in columns]
+        words = [max(map(len, " ".join(column).split(" ")), default=0) for column in columns]
         # Words stay whole while there is room; long ones, such as paths, need not.
         for least in ([min(word, 16) for word in words], [8] * len(words)):
             while sum(widths) + 2 * (len(widths) - 1) > width and any(map(gt, widths, least)):
@@ -141,7 +142,7 @@ def aligned(rows: Sequence[Sequence[str]], width: int | None = None, *, color: b
                 painted = zip(codes, line, strict=True)
                 line = [f"\x1b[{c}m{t}\x1b[0m" if c and t.strip() else t for c, t in painted]
             lines.append("  ".join(line).rstrip())
-    return "\n".join(lines)
+    return "\n".join(lines).replace("\xa0", " ")
 
 
 def _folded(cell: str, width: int) -> list[str]:
@@ -154,4 +155,5 @@ def _folded(cell: str, width: int) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    return format_text(" ".join(text.split()), _WIDEST)
+    line = format_text(" ".join(text.split()), _WIDEST)
+    return re.sub(r"(?<=\d) (?=[KMGT]iB\b)", "\xa0", line)  # a size stays whole
