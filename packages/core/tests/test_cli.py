@@ -300,6 +300,10 @@ def test_words_of_a_table_stay_whole_while_there_is_room() -> None:
     )
 
 
+def test_a_size_of_memory_stays_whole() -> None:
+    assert aligned([("of memory", "0.14 GiB of it")], 19) == "of        0.14 GiB\nmemory    of it"
+
+
 # -- strategies
 
 

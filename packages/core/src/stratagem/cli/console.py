@@ -154,6 +154,8 @@ def _folded(cell: str, width: int) -> list[str]:
     return wrap(cell, width, break_on_hyphens=False)  # a command stays whole
 
 
+_SPACE_IN_SIZE = re.compile(r"(?<=\d) (?=[KMGT]iB\b)")
+
+
 def _one_line(text: str) -> str:
-    line = format_text(" ".join(text.split()), _WIDEST)
-    return re.sub(r"(?<=\d) (?=[KMGT]iB\b)", "\xa0", line)  # a size stays whole
+    return _SPACE_IN_SIZE.sub("\xa0", format_text(" ".join(text.split()), _WIDEST))

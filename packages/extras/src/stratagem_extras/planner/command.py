@@ -36,8 +36,8 @@ memory; "computed" rows follow what the strategy says of itself.
 The exit code is 1 if nothing fits, 2 if the plan cannot be made.
 """
 
-_WIDE = 200
-"""Columns of a terminal in which working memory is shown in its parts."""
+_WIDE = 150
+"""Columns of a terminal in which the parts of a model and of working memory are shown."""
 _DRAWN = 5
 """How many strategies the curves of a page show."""
 
@@ -137,8 +137,11 @@ def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     kept = {c: a for c, a in kept.items() if any(getattr(r, a) for r in planned.strategies)}
     is_wide = shutil.get_terminal_size().columns >= _WIDE
     headers = ["strategy", "fits", "device", *kept]
-    headers += ["parameters", "gradients", "optimizer"]
-    headers += ["activations", "communication", "temporary"] if is_wide else ["working"]
+    if is_wide:
+        headers += ["parameters", "gradients", "optimizer"]
+        headers += ["activations", "communication", "temporary"]
+    else:
+        headers += ["model", "working"]
     headers += ["sent", "step", "how"]
     if options.measure:
         headers += ["measured", "predicted/measured"]
@@ -147,12 +150,10 @@ def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         if row.memory is None:
             continue
         memory = row.memory
-        working = [memory.working + memory.buffers]
-        if is_wide:
-            rest = memory.temporary + memory.buffers
-            working = [memory.activations, memory.communication, rest]
-        parts = (memory.parameters, memory.gradients, memory.optimizer, *working, memory.sent)
-        sizes = [format_size(size) for size in parts]
+        model = [memory.parameters, memory.gradients, memory.optimizer]
+        working = [memory.activations, memory.communication, memory.temporary + memory.buffers]
+        parts = [*model, *working] if is_wide else [sum(model), memory.working + memory.buffers]
+        sizes = [format_size(size) for size in (*parts, memory.sent)]
         places = [row.on_device, *(getattr(row, attribute) for attribute in kept.values())]
         held = [format_size(size) if size else "" for size in places]
         seconds = "" if row.seconds is None else _format_time(row.seconds)
