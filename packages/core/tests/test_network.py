@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -14,10 +15,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from stratagem.distributed import process_group
 from stratagem.distributed.socket_store import StoreServer
-from stratagem.errors import ConfigurationError
+from stratagem.errors import CommunicationError, ConfigurationError
 from stratagem.launch import network
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -152,6 +154,35 @@ def test_ranks_meet_at_a_port_if_files_cannot_be_locked(
     monkeypatch.setattr("stratagem._platform.lock", refuse)
     assert network.make_store_file(tmp_path) is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_of_stores_of_killed_runs_are_removed_after_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    paths = [network.make_store_file() for _ in ("killed", "running", "new")]
+    killed, running, new = (Path(path).parent for path in paths if path)
+    StoreServer(str(running / "store.socket"))
+    for folder in (killed, running):
+        os.utime(folder, (0, 0))
+    last = network.make_store_file()
+    assert last is not None
+    assert set(tmp_path.iterdir()) == {running, new, Path(last).parent}
+
+
+def test_a_rank_that_does_not_join_is_named() -> None:
+    ranks: Any = SimpleNamespace(global_rank=0, world_size=4)
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    store.append("stratagem_joining", "2,")
+    with (
+        pytest.raises(CommunicationError) as caught,
+        process_group._naming_absent_ranks(store, ranks, 8.0),
+    ):
+        raise RuntimeError("Wait timeout")
+    assert str(caught.value) == (
+        "rank 1, 3 of 4 did not join the process group within 8 s: if it has failed, its output "
+        "says why; if it needs longer until it joins, give the strategy a larger timeout="
+    )
 
 
 def test_a_group_that_is_destroyed_is_not_joined_again(monkeypatch: pytest.MonkeyPatch) -> None:

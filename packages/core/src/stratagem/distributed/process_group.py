@@ -513,7 +513,8 @@ def join_process_group(
         joined, store = _join_store(ranks, environment, limit, several_nodes=several_nodes)
         loops_before = event_loops()  # with that of the store, which stays
         # The prefix that env:// rendezvous uses, so that a rank may join by either way.
-        _init(backend, joined, "default_pg", ranks, limit)
+        with _naming_absent_ranks(store, ranks, timeout):
+            _init(backend, joined, "default_pg", ranks, limit)
     statuses = _watch_status(store, ranks, timeout)
     hang_watch = HangWatch(statuses)
     if ranks.world_size > 1:
@@ -549,6 +550,23 @@ def _init(backend: str, store: Any, prefix: str, ranks: Ranks, limit: timedelta)
         world_size=ranks.world_size,
         timeout=limit,
     )
+
+
+@contextmanager
+def _naming_absent_ranks(store: Any, ranks: Ranks, timeout: float) -> Iterator[None]:
+    """Let the error of a join that has waited too long name the ranks that did not come."""
+    store.append("stratagem_joining", f"{ranks.global_rank},")
+    try:
+        yield
+    except RuntimeError as error:
+        here = {int(one) for one in store.get("stratagem_joining").decode().split(",") if one}
+        if not (absent := set(range(ranks.world_size)) - here):
+            raise
+        raise CommunicationError(
+            f"rank {ranges(absent)} of {ranks.world_size} did not join the process group "
+            f"within {timeout:g} s: if it has failed, its output says why; if it needs longer "
+            "until it joins, give the strategy a larger timeout="
+        ) from error
 
 
 def _join_again(

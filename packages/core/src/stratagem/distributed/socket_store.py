@@ -17,6 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from stratagem.launch.network import UNIX_FAMILY
+
 _LENGTH = 4
 """Bytes of the length before each message, a list in JSON."""
 _RETRY = 0.01
@@ -24,8 +26,6 @@ _RETRY = 0.01
 _SEND_TIME = 4.0
 """Seconds in which a rank takes an answer; one that is stopped must not stop the server."""
 _MOST = 1 << 20
-_FAMILY: int = getattr(socket, "AF_UNIX", -1)
-"""Windows has none: ranks meet at a port there."""
 
 _Request = tuple[str, Sequence[str], Sequence[str], float]
 
@@ -151,7 +151,7 @@ class _Connection:
 def _connect(path: str, seconds: float) -> socket.socket:
     end = time.monotonic() + seconds
     while True:
-        connection = socket.socket(_FAMILY)
+        connection = socket.socket(UNIX_FAMILY)
         try:
             connection.connect(path)
             return connection
@@ -173,7 +173,7 @@ class StoreServer:
         self._values: dict[str, str] = {}
         self._received: dict[socket.socket, bytearray] = {}
         self._waiting: dict[socket.socket, tuple[_Request, float]] = {}
-        self._listener = socket.socket(_FAMILY)
+        self._listener = socket.socket(UNIX_FAMILY)
         self._listener.bind(path)
         self._listener.listen(4096)
         self._selector = selectors.DefaultSelector()

@@ -9,6 +9,7 @@ import socket
 import struct
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +32,11 @@ _AT_MOST = 3
 """The same, with the connection of a save in the background."""
 _LONGEST_PATH = 96
 """Bytes of the path of a store's file; that of a socket has 103 at most."""
+_STORE = "stratagem-store-"
+_FORGOTTEN_AFTER = 24 * 3600
+"""Seconds after which the folder of a killed run is removed by the next run."""
+UNIX_FAMILY: int = getattr(socket, "AF_UNIX", -1)
+"""Of a socket with a path. Windows has none: ranks meet at a port there."""
 _OWN = 16
 """Files that any process with a store has open."""
 _OTHERS = 256
@@ -61,8 +67,12 @@ def make_store_file(folder: str | os.PathLike[str] | None = None) -> str | None:
     """
     path = None
     try:
-        path = f"{tempfile.mkdtemp(prefix='stratagem-store-', dir=folder)}/store"
-        if not hasattr(socket, "AF_UNIX") or len(os.fsencode(path)) > _LONGEST_PATH:
+        if folder is None and UNIX_FAMILY > 0:
+            _remove_forgotten()
+        # A socket's path is short: within a folder of ours its name need not say whose it is.
+        prefix = _STORE if folder is None else "store-"
+        path = f"{tempfile.mkdtemp(prefix=prefix, dir=folder)}/store"
+        if UNIX_FAMILY < 0 or len(os.fsencode(path)) > _LONGEST_PATH:
             remove_store_file(path)
             return None
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -74,6 +84,18 @@ def make_store_file(folder: str | os.PathLike[str] | None = None) -> str | None:
         remove_store_file(path)
         return None
     return path
+
+
+def _remove_forgotten() -> None:
+    """Remove the folders of runs that were killed a day ago or earlier."""
+    for entry in os.scandir(tempfile.gettempdir()):
+        with contextlib.suppress(OSError):  # another run removes it, too
+            about = entry.stat(follow_symlinks=False)
+            is_ours = entry.name.startswith(_STORE) and about.st_uid == _platform.user()
+            if is_ours and about.st_mtime < time.time() - _FORGOTTEN_AFTER:
+                with socket.socket(UNIX_FAMILY) as client:
+                    if client.connect_ex(f"{entry.path}/store.socket"):  # it does not listen
+                        shutil.rmtree(entry.path, ignore_errors=True)
 
 
 def remove_store_file(path: str | None) -> None:
