@@ -875,7 +875,7 @@ def test_another_models_checkpoint_is_refused_and_the_difference_named(
         "net.0.weight (5, 3) (the model has (7, 3)), net.0.bias (5,) (the model has (7,)), "
         "net.1.weight (5,) (the model has (7,)), net.1.bias (5,) (the model has (7,)), "
         "net.1.running_mean (5,) (the model has (7,)) and 2 more. Build the model that it was "
-        "saved from, or load with strict=False to skip names that do not match"
+        "saved from"
         "\nFor an explanation: stratagem errors checkpoint-mismatch"
     )
 

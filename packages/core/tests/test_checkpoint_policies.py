@@ -344,6 +344,18 @@ def test_last_is_the_highest_step_in_a_folder_that_was_copied_in_another_order(
     assert fit(each_step(tmp_path / "copy"), 12, ckpt_path="last").first_step == 11
 
 
+def test_last_names_the_checkpoint_of_another_run_that_saved_later(tmp_path: Path) -> None:
+    fit(each_step(tmp_path, save_top_k=-1), 4)
+    fit(each_step(tmp_path, save_top_k=-1, filename="later-{step}"), 2)
+    with pytest.warns(UserWarning, match="Another run") as caught:
+        assert fit(each_step(tmp_path), 5, ckpt_path="last").first_step == 4
+    assert [str(each.message) for each in caught] == [
+        f"ckpt_path='last': took {str(tmp_path / 'step=4.ckpt')!r}, which has the highest step. "
+        f"Another run has saved {str(tmp_path / 'later-step=2.ckpt')!r} later, at step 2: to "
+        "resume that run, pass this path. Give each run a folder of its own"
+    ]
+
+
 def test_an_interval_that_is_no_timedelta_is_refused() -> None:
     interval: Any = 0.1
     with pytest.raises(ConfigurationError) as caught:

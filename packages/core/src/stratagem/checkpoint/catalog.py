@@ -109,10 +109,10 @@ def check_exists(path: paths.Location) -> None:
     folder = paths.parent(path)
     found = [entry.path for entry in find_all([folder])]
     there = sorted(paths.name_of(each) for each in found if paths.exists(each))
-    raise CheckpointNotFoundError(
-        f"no checkpoint {str(path)!r}; the folder {str(folder)!r} contains "
-        f"{', '.join(there) or 'no checkpoints'}"
-    )
+    content = f"the folder {str(folder)!r} contains {', '.join(there) or 'no checkpoints'}"
+    if not paths.exists(folder):
+        content = f"there is no folder {str(folder)!r}"
+    raise CheckpointNotFoundError(f"no checkpoint {str(path)!r}; {content}")
 
 
 def run_of(path: str | os.PathLike[str]) -> str:

@@ -308,9 +308,10 @@ def check_weights(
     if differing:
         problems.append(f"these have another shape: {format_names(differing)}")
     if problems:
+        skips = "" if differing else ", or load with strict=False to skip names that do not match"
         message = (
             f"the checkpoint belongs to another model: {'; '.join(problems)}. Build the model that "
-            "it was saved from, or load with strict=False to skip names that do not match"
+            f"it was saved from{skips}"
         )
         raise CheckpointMismatchError(
             with_explanation(message, "checkpoint-mismatch"),

@@ -125,6 +125,7 @@ def find_checkpoint(trainer: Trainer, requested: str | Path) -> paths.Location:
                 found, rejected = first_whole(
                     _candidates(savers), trainer.strategy.checkpoint_io.verify_checkpoint
                 )
+                rejected += _of_a_later_run(savers, found) if found else []
         except OSError as error:
             problem = f"{type(error).__name__}: {error}"
     for text in rejected:
@@ -149,6 +150,23 @@ def find_checkpoint(trainer: Trainer, requested: str | Path) -> paths.Location:
             "whole"
         )
     return paths.to_location(found)
+
+
+def _of_a_later_run(savers: list[ModelCheckpoint], found: str) -> list[str]:
+    """Return a text that names the newest checkpoint if another run saved it, with fewer steps.
+
+    "last" is the highest step. In a folder of several runs it may be that of an earlier run.
+    """
+    entries = find_all(saver.dirpath for saver in savers if saver.dirpath is not None)
+    newest = max(entries, key=lambda entry: entry.modified).path
+    run, highest = _former_run(paths.to_location(found))
+    other, step = _former_run(newest)
+    if not run or not other or run == other or (step or 0) >= (highest or 0):
+        return []
+    return [
+        f"took {found!r}, which has the highest step. Another run has saved {str(newest)!r} later, "
+        f"at step {step}: to resume that run, pass this path. Give each run a folder of its own"
+    ]
 
 
 def _way_to_an_earlier_run(checkpoint: str) -> str:
