@@ -157,7 +157,7 @@ def run(command: list[str], folder: Path, *, fails: bool = False) -> tuple[str, 
         return problem, finished.stdout
     if os.environ.get("DOCS_SHOW"):
         print(f"{command[-1]}\n{finished.stdout}", flush=True)
-    lines = finished.stdout.replace(str(folder), "/work").splitlines()
+    lines = finished.stdout.replace(str(folder), "/tmp/page").splitlines()
     return "", "".join(f"{line.rstrip()}\n" for line in lines)
 
 
