@@ -43,18 +43,31 @@ CONFIGURED = ("fit", "validate", "test", "predict")
 """Commands whose options are the arguments of the Trainer, the model and the data."""
 
 RUN_ON = {
-    "stratagem-core": "CPUs, by CI. CUDA on a simulated device",
+    "stratagem-core": "CPUs, by CI; some parts on one NVIDIA H200",
     "stratagem-extras": "CPUs, by CI",
     "stratagem-lightning": "CPUs, by CI",
     "stratagem-testing": "CPUs, by CI",
-    "stratagem-backend-cuda": "a simulated device, never a GPU",
+    "stratagem-backend-cuda": "one NVIDIA H200; CPUs and a simulated device, by CI",
     "stratagem-backend-mps": "a simulated device, never the GPU of a Mac",
     "stratagem-backend-xpu": "a simulated device, never a GPU",
-    "stratagem-backend-deepspeed": "CPUs with the real DeepSpeed, by CI",
+    "stratagem-backend-deepspeed": "CPUs, by CI; stages 1 to 3 and offload on one NVIDIA H200",
     "stratagem-backend-xla": "PJRT's CPU client, by CI",
     "stratagem-backend-hpu-ipu": "stubs of the vendors' libraries, by CI",
 }
-"""Where the components of a distribution have run."""
+"""Where the components of a distribution have run. docs/design/hardware.md has the whole truth."""
+
+RUN_ON_OTHERS = {
+    "dp": "one device, never several GPUs",
+    "deepspeed_stage_3_offload_nvme": "not by CI",
+    "transformer-engine": "contract tests, never a GPU",
+    "transformer-engine-float16": "contract tests, never a GPU",
+    "TorchElastic": "real torchrun, also on two simulated hosts",
+    "SLURM": "real SLURM on two simulated hosts",
+    "MPI": "real mpirun on two simulated hosts",
+    "LSF": "its documented variables, never a real cluster",
+    "Kubeflow": "its documented variables, never a real cluster",
+}
+"""The components that have run elsewhere than the rest of their distribution."""
 
 WITH_BASES = ("stratagem.trainer.Trainer", "stratagem.lite.Lite", "stratagem.strategies.Strategy")
 """The classes whose bases no page describes, so that theirs has all members."""
@@ -247,7 +260,8 @@ def about_component(each: Candidate) -> Iterator[str]:
     spec = each.spec
     yield f"{upper(spec.summary).rstrip('.')}.\n" if spec.summary else ""
     yield f"- Distribution: `{each.distribution}`"
-    yield f"- Run on: {RUN_ON[each.distribution]}"
+    run_on = RUN_ON_OTHERS.get(spec.name, RUN_ON[each.distribution])
+    yield f"- Run on: {run_on} ([details](../design/hardware.md))"
     target = load(spec)
     yield f"- Class: `{spec.class_name}`"
     preset = ", ".join(f"`{name}={value!r}`" for name, value in spec.init_args.items())
