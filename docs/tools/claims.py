@@ -94,6 +94,11 @@ CLAIMS = [
         r"\b\d+ (of them|libraries)\b",
     ),
     Claim(
+        "which checkpoints a run removes",
+        "guides/checkpoint-safety.md",
+        r"(?i)\bremoves? only\b[^.|]*\b(files?|checkpoints?)\b",
+    ),
+    Claim(
         "which versions of the plugin API core loads",
         "extend/plugin-api.md",
         r"\bapi_version=\d\b[^.|]*\b(is the version|refuses|loaded)\b",

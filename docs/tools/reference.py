@@ -250,9 +250,13 @@ def component_page(kind: str) -> tuple[str, str, dict[str, str]]:
     return name, "\n".join(lines) + "\n", labels
 
 
+_WRITTEN_SMALL = re.compile(r"(ddp|fsdp|xla|srun|jsrun|torchrun)(_|\b)")
+"""Names and programs that begin a summary, and are not written in another way."""
+
+
 def upper(text: str) -> str:
     """Return a summary as a sentence begins."""
-    return text[:1].upper() + text[1:]
+    return text if _WRITTEN_SMALL.match(text) else text[:1].upper() + text[1:]
 
 
 def about_component(each: Candidate) -> Iterator[str]:

@@ -58,7 +58,8 @@ REMEDIES = {
     ),
     "CheckpointMismatchError": (
         "The checkpoint belongs to a model with other weights, or to another optimizer.",
-        "Compare the names in the message with your model. `strict=False` loads what fits.",
+        "Compare the names in the message with your model. `strict=False` loads the names that "
+        "match; another shape is an error in any case.",
     ),
     "CheckpointContentError": (
         "A value to be saved is not weights-only-safe data, so that loading it would execute code.",
