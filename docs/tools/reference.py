@@ -58,7 +58,7 @@ RUN_ON = {
 
 RUN_ON_OTHERS = {
     "dp": "one device, never several GPUs",
-    "deepspeed_stage_3_offload_nvme": "not by CI",
+    "deepspeed_stage_3_offload_nvme": "CPUs, by `nox -s deepspeed_ops`; not by CI",
     "transformer-engine": "contract tests, never a GPU",
     "transformer-engine-float16": "contract tests, never a GPU",
     "TorchElastic": "real torchrun, also on two simulated hosts",
