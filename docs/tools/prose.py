@@ -2,10 +2,9 @@
 
     python docs/tools/prose.py
 
-It fails if a sentence of a page has more than 35 words, if a page of start or guides has a phrase
-that readers had to read twice, if a relative link of a Markdown file of
-the repository leads nowhere, or if an external link is malformed. Sphinx checks the links between
-pages, and their anchors.
+It fails if a sentence of a page has more than 35 words, if a page has a phrase that readers had to
+read twice, if a relative link of a Markdown file of the repository leads nowhere, or if an external
+link is malformed. Sphinx checks the links between pages, and their anchors.
 """
 
 from __future__ import annotations
@@ -81,9 +80,7 @@ def long_sentences(page: Path) -> tuple[list[str], list[int]]:
 
 
 def read_twice(page: Path) -> list[str]:
-    """Return the sentences of a page of start or guides with a phrase that is read twice."""
-    if page.parent.name not in ("start", "guides", "docs"):
-        return []
+    """Return the sentences of a page with a phrase that is read twice."""
     return [
         f"{sentence!r}: write {remedy!r}"
         for sentence in sentences(page.read_text())
