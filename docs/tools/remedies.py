@@ -33,7 +33,7 @@ REMEDIES = {
     ),
     "NonFiniteLossError": (
         "The loss is NaN or infinite, and `detect_anomaly=True`.",
-        "Look at the operation in the traceback. Lower the learning rate, or clip gradients.",
+        "Look at the batch that the message names. Lower the learning rate, or clip gradients.",
     ),
     "CheckpointError": (
         "The base of all errors about checkpoints.",
