@@ -386,7 +386,7 @@ def _resume(bench: Bench) -> None:
 
 @check(KIND, "training/other weights")
 def _other_weights(bench: Bench) -> None:
-    """Training goes on with weights that are loaded into the model between two steps."""
+    """Training continues with weights that are loaded into the model between two steps."""
     lite = _lite(bench, bench.make())
     lite.launch()
 
