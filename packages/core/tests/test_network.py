@@ -157,17 +157,18 @@ def test_ranks_meet_at_a_port_if_files_cannot_be_locked(
 
 
 def test_folders_of_stores_of_killed_runs_are_removed_after_a_day(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    paths = [network.make_store_file() for _ in ("killed", "running", "new")]
-    killed, running, new = (Path(path).parent for path in paths if path)
-    StoreServer(str(running / "store.socket"))
-    for folder in (killed, running):
-        os.utime(folder, (0, 0))
-    last = network.make_store_file()
-    assert last is not None
-    assert set(tmp_path.iterdir()) == {running, new, Path(last).parent}
+    with tempfile.TemporaryDirectory() as short:  # a socket has a short path
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        paths = [network.make_store_file() for _ in ("killed", "running", "new")]
+        killed, running, new = (Path(path).parent for path in paths if path)
+        StoreServer(str(running / "store.socket"))
+        for folder in (killed, running):
+            os.utime(folder, (0, 0))
+        last = network.make_store_file()
+        assert last is not None
+        assert set(Path(short).iterdir()) == {running, new, Path(last).parent}
 
 
 def test_a_rank_that_does_not_join_is_named() -> None:
