@@ -10,8 +10,8 @@ What runs, in the order of the page:
 - `yaml`, `json` and `text` whose first line is such a comment: the file is written.
 - `console`: each line that begins with `$ ` is run by bash. `console fails`: one of them must fail.
 - `text output`, after a console block: is what that block prints. Numbers may differ. A line `...`
-  stands for any lines, and `...` within a line for any text. `--write` puts the
-  output there, except into a block with such a line.
+  stands for any lines, and `...` within a line for any text. `--write` puts the output there,
+  except into a block with such a line.
 - `python no-run` and every other language: nothing; the text above the block says why.
 
 A page whose front matter has `blocks:` is run elsewhere, as that line says.

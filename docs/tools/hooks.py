@@ -105,10 +105,8 @@ MODULE_CHANGES = {
     "lr_scheduler_step": "how a scheduler steps",
     "on_validation_model_zero_grad": "gradients",
     **{
-        f"on_{what}_model_eval": "modes of submodules" for what in ("validation", "test", "predict")
-    },
-    **{
-        f"on_{what}_model_train": "modes of submodules"
+        f"on_{what}_model_{mode}": "modes of submodules"
+        for mode in ("eval", "train")
         for what in ("validation", "test", "predict")
     },
 }

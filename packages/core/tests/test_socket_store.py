@@ -56,6 +56,17 @@ def test_the_store_answers_as_torchs_store_does(store: SocketStore) -> None:
     assert store.get("part/number") == b"2"
 
 
+def test_a_number_is_not_added_to_a_text(store: SocketStore) -> None:
+    store.set("text", "a")
+    with pytest.raises(dist.DistStoreError) as caught:
+        store.add("text", 1)
+    assert str(caught.value) == (
+        "add('text'): expected a key that holds a number, received 'a': set the number, or use "
+        "another key"
+    )
+    assert store.get("text") == b"a"  # it serves on
+
+
 def test_a_request_waits_for_its_keys(store: SocketStore) -> None:
     other = store.clone()
     threading.Timer(0.1, store.set, ("late", "now")).start()

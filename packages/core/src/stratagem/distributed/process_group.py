@@ -226,6 +226,7 @@ _OPERATIONS = {
 }
 
 _own_store: SocketStore | None = None
+"""The store for requests of Stratagem; None: they use that of the process group."""
 _statuses: RankStatuses | None = None
 """Of this process: there is one process group, whatever the number of strategies."""
 _runs: GroupRuns | None = None

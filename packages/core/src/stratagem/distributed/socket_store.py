@@ -117,6 +117,8 @@ class SocketStore:
         answer = self._connection.ask((name, [self._prefix + key for key in keys], texts, seconds))
         if answer is None:
             raise dist.DistStoreError(f"timeout: {', '.join(keys)} not set within {seconds:g} s")
+        if isinstance(answer, str):
+            raise dist.DistStoreError(answer)
         return [one.encode("latin-1") for one in answer]
 
 
@@ -132,13 +134,13 @@ class _Connection:
         if (connection := getattr(self, "_socket", None)) is not None:
             connection.close()
 
-    def ask(self, request: _Request) -> list[str] | None:
+    def ask(self, request: _Request) -> list[str] | str | None:
         with self._lock:
             connection = self._socket or _connect(self._path, 0.0)
             self._socket = None
             try:
                 connection.sendall(_message(request))
-                answer: list[str] | None = json.loads(_received(connection))
+                answer: list[str] | str | None = json.loads(_received(connection))
                 self._socket = connection
             except OSError as error:
                 raise dist.DistNetworkError(f"the store has ended with its rank: {error}") from None
@@ -241,8 +243,11 @@ class StoreServer:
 
 def _apply(
     stored: dict[str, str], name: str, keys: Sequence[str], values: Sequence[str]
-) -> list[str]:
-    """Apply a request to the values; return its answer. An empty list is a false one."""
+) -> list[str] | str:
+    """Apply a request to the values; return its answer, or an error's text.
+
+    An empty list is a false answer.
+    """
     key = keys[0]
     if name == "get":
         return [stored[key] for key in keys]
@@ -255,7 +260,12 @@ def _apply(
     elif name == "append":
         stored[key] = stored.get(key, "") + values[0]
     elif name == "add":
-        stored[key] = str(int(stored.get(key, "0")) + int(values[0]))
+        if not (former := stored.get(key, "0")).lstrip("-").isdecimal():
+            return (
+                f"add({key!r}): expected a key that holds a number, received {former[:20]!r}: "
+                "set the number, or use another key"
+            )
+        stored[key] = str(int(former) + int(values[0]))
     elif name == "compare_set":
         if stored.get(key, "") != values[0]:
             return [stored.get(key, values[0])]

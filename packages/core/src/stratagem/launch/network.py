@@ -33,8 +33,8 @@ _AT_MOST = 3
 _LONGEST_PATH = 96
 """Bytes of the path of a store's file; that of a socket has 103 at most."""
 _STORE = "stratagem-store-"
-_FORGOTTEN_AFTER = 24 * 3600
-"""Seconds after which the folder of a killed run is removed by the next run."""
+FORGOTTEN_AFTER = 24 * 3600
+"""Seconds after which the files of a killed run are removed by the next run."""
 UNIX_FAMILY: int = getattr(socket, "AF_UNIX", -1)
 """Of a socket with a path. Windows has none: ranks meet at a port there."""
 _OWN = 16
@@ -65,14 +65,16 @@ def make_store_file(folder: str | os.PathLike[str] | None = None) -> str | None:
         >>> path = make_store_file()
         >>> remove_store_file(path)
     """
+    if UNIX_FAMILY < 0:
+        return None
     path = None
     try:
-        if folder is None and UNIX_FAMILY > 0:
+        if folder is None:
             _remove_forgotten()
         # A socket's path is short: within a folder of ours its name need not say whose it is.
         prefix = _STORE if folder is None else "store-"
         path = f"{tempfile.mkdtemp(prefix=prefix, dir=folder)}/store"
-        if UNIX_FAMILY < 0 or len(os.fsencode(path)) > _LONGEST_PATH:
+        if len(os.fsencode(path)) > _LONGEST_PATH:
             remove_store_file(path)
             return None
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -88,14 +90,20 @@ def make_store_file(folder: str | os.PathLike[str] | None = None) -> str | None:
 
 def _remove_forgotten() -> None:
     """Remove the folders of runs that were killed a day ago or earlier."""
-    for entry in os.scandir(tempfile.gettempdir()):
+    with os.scandir(tempfile.gettempdir()) as entries:
+        folders = [entry for entry in entries if entry.name.startswith(_STORE)]
+    for folder in folders:
         with contextlib.suppress(OSError):  # another run removes it, too
-            about = entry.stat(follow_symlinks=False)
-            is_ours = entry.name.startswith(_STORE) and about.st_uid == _platform.user()
-            if is_ours and about.st_mtime < time.time() - _FORGOTTEN_AFTER:
-                with socket.socket(UNIX_FAMILY) as client:
-                    if client.connect_ex(f"{entry.path}/store.socket"):  # it does not listen
-                        shutil.rmtree(entry.path, ignore_errors=True)
+            about = folder.stat(follow_symlinks=False)
+            is_old = about.st_mtime < time.time() - FORGOTTEN_AFTER
+            if is_old and about.st_uid == _platform.user() and not _listens(folder.path):
+                shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _listens(folder: str) -> bool:
+    """Return whether a store serves the socket in a folder."""
+    with socket.socket(UNIX_FAMILY) as client:
+        return client.connect_ex(f"{folder}/store.socket") == 0
 
 
 def remove_store_file(path: str | None) -> None:

@@ -38,8 +38,6 @@ _INTERVAL = 0.2
 _LONGEST_INTERVAL = 60.0
 _LONGEST_TEXT = 5_000
 """Characters that are read: two numbers and a path."""
-_FORGOTTEN_AFTER = 24 * 3600
-"""Seconds after which the file of a killed run is removed by the next run."""
 
 
 class AnnouncedPortEnvironment(ClusterEnvironment):
@@ -251,5 +249,5 @@ def _read(path: Path) -> str | None:
 def _remove_forgotten(folder: Path) -> None:
     for path in folder.glob(".stratagem-*.port"):
         with contextlib.suppress(OSError):
-            if time.time() - path.lstat().st_mtime > _FORGOTTEN_AFTER:
+            if time.time() - path.lstat().st_mtime > network.FORGOTTEN_AFTER:
                 path.unlink()

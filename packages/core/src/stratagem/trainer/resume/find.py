@@ -122,10 +122,12 @@ def find_checkpoint(trainer: Trainer, requested: str | Path) -> paths.Location:
             if requested == "best":
                 found = next((c.best_model_path for c in savers if c.best_model_path), "")
             else:
+                candidates = _candidates(savers)
                 found, rejected = first_whole(
-                    _candidates(savers), trainer.strategy.checkpoint_io.verify_checkpoint
+                    [entry.path for entry in candidates],
+                    trainer.strategy.checkpoint_io.verify_checkpoint,
                 )
-                rejected += _of_a_later_run(savers, found) if found else []
+                rejected += _of_a_later_run(candidates, found) if found else []
         except OSError as error:
             problem = f"{type(error).__name__}: {error}"
     for text in rejected:
@@ -152,13 +154,12 @@ def find_checkpoint(trainer: Trainer, requested: str | Path) -> paths.Location:
     return paths.to_location(found)
 
 
-def _of_a_later_run(savers: list[ModelCheckpoint], found: str) -> list[str]:
+def _of_a_later_run(candidates: list[paths.Entry], found: str) -> list[str]:
     """Return a text that names the newest checkpoint if another run saved it, with fewer steps.
 
     "last" is the highest step. In a folder of several runs it may be that of an earlier run.
     """
-    entries = find_all(saver.dirpath for saver in savers if saver.dirpath is not None)
-    newest = max(entries, key=lambda entry: entry.modified).path
+    newest = max(candidates, key=lambda entry: entry.modified).path
     run, highest = _former_run(paths.to_location(found))
     other, step = _former_run(newest)
     if not run or not other or run == other or (step or 0) >= (highest or 0):
@@ -189,16 +190,15 @@ def newest_checkpoint(trainer: Trainer) -> str | None:
     """Return the newest checkpoint that this Trainer has saved and kept, as this rank sees it."""
     savers = trainer.checkpoint_callbacks
     kept = {str(paths.absolute(path)) for saver in savers for path in saver.kept_paths}
-    found = (str(path) for path in _candidates(savers) if str(paths.absolute(path)) in kept)
+    saved = (entry.path for entry in _candidates(savers))
+    found = (str(path) for path in saved if str(paths.absolute(path)) in kept)
     return next(found, None)
 
 
-def _candidates(savers: list[ModelCheckpoint]) -> list[paths.Location]:
+def _candidates(savers: list[ModelCheckpoint]) -> list[paths.Entry]:
     """Return the checkpoints that "last" may mean, the preferred ones first."""
     # Training cannot go on from weights alone.
     savers = [c for c in savers if not c.save_weights_only] or savers
     found = find_all(c.dirpath for c in savers if c.dirpath is not None)
     own = {str(paths.absolute(path)) for c in savers for path in c.kept_paths}
-    return [
-        entry.path for entry in sorted(found, key=lambda e: str(paths.absolute(e.path)) not in own)
-    ]
+    return sorted(found, key=lambda entry: str(paths.absolute(entry.path)) not in own)
