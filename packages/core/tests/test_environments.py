@@ -790,6 +790,19 @@ def test_loopback_is_never_chosen_for_several_nodes(monkeypatch: pytest.MonkeyPa
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
+def test_calls_of_two_threads_to_a_store_are_answered_one_after_the_other() -> None:
+    slow = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    store = BoundedStore(slow, seconds=10)
+    other = threading.Thread(target=store.get, args=("later",))
+    other.start()
+    while not store._waiting.locked():
+        time.sleep(0.001)
+    threading.Timer(0.2, slow.set, ("later", "1")).start()
+    assert not store.check(["missing"])
+    other.join()
+    store.close()
+
+
 def test_a_store_that_cannot_be_reached_does_not_hold_a_rank_that_wants_to_fail() -> None:
     silent = torch.distributed.HashStore()  # type: ignore[attr-defined]
     silent.set_timeout(timedelta(seconds=0.5))
@@ -802,6 +815,7 @@ def test_a_store_that_cannot_be_reached_does_not_hold_a_rank_that_wants_to_fail(
     with pytest.raises(RuntimeError, match="has not answered an earlier call yet"):
         store.get("here")
     assert time.monotonic() - began < 0.1
+    store.close()
     for thread in threading.enumerate():
         if thread.name == "stratagem-store":
             thread.join(10)

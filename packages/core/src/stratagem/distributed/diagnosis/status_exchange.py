@@ -53,6 +53,8 @@ class BoundedStore:
         self._thread: threading.Thread | None = None
         self._waiting = threading.Lock()
         """Held during a call, also after its caller has stopped waiting."""
+        self._is_late = False
+        """Whether the caller has stopped waiting."""
 
     def set(self, key: str, value: str) -> None:
         """Set a key."""
@@ -90,8 +92,11 @@ class BoundedStore:
     def _call(self, name: str, *args: Any) -> Any:
         if self._store is None:
             raise RuntimeError("the store has been closed")
-        if not self._waiting.acquire(blocking=False):
+        end = time.monotonic() + self._seconds
+        # Another thread may call at the same time: its call is answered first.
+        if not self._waiting.acquire(timeout=0 if self._is_late else self._seconds):
             raise RuntimeError("the store has not answered an earlier call yet")
+        self._is_late = False
         if self._thread is None:
             # A daemon: a call may never end, and must not keep the process.
             self._thread = threading.Thread(
@@ -104,8 +109,9 @@ class BoundedStore:
         answers: _Answers = queue.SimpleQueue()
         self._calls.put((getattr(self._store, name), args, answers))
         try:
-            value, error = answers.get(timeout=self._seconds)
+            value, error = answers.get(timeout=max(0.0, end - time.monotonic()))
         except queue.Empty:
+            self._is_late = True
             raise RuntimeError(f"the store has not answered within {self._seconds} s") from None
         if error is not None:
             raise error
