@@ -115,8 +115,6 @@ class SocketStore:
         seconds = (self._timeout if timeout is None else timeout).total_seconds()
         texts = [one.decode("latin-1") if isinstance(one, bytes) else _text(one) for one in values]
         answer = self._connection.ask((name, [self._prefix + key for key in keys], texts, seconds))
-        if answer is None:
-            raise dist.DistStoreError(f"timeout: {', '.join(keys)} not set within {seconds:g} s")
         if isinstance(answer, str):
             raise dist.DistStoreError(answer)
         return [one.encode("latin-1") for one in answer]
@@ -134,13 +132,13 @@ class _Connection:
         if (connection := getattr(self, "_socket", None)) is not None:
             connection.close()
 
-    def ask(self, request: _Request) -> list[str] | str | None:
+    def ask(self, request: _Request) -> list[str] | str:
         with self._lock:
             connection = self._socket or _connect(self._path, 0.0)
             self._socket = None
             try:
                 connection.sendall(_message(request))
-                answer: list[str] | str | None = json.loads(_received(connection))
+                answer: list[str] | str = json.loads(_received(connection))
                 self._socket = connection
             except OSError as error:
                 raise dist.DistNetworkError(f"the store has ended with its rank: {error}") from None
@@ -222,13 +220,14 @@ class StoreServer:
 
     def _answer(self, connection: socket.socket, request: _Request, end: float) -> None:
         """Answer a request, or let it wait for its keys."""
-        name, keys, values, _ = request
+        name, keys, values, seconds = request
         is_waiting = name in ("get", "wait") and not all(key in self._values for key in keys)
         if is_waiting and time.monotonic() < end:
             self._waiting[connection] = request, end
             return
         self._waiting.pop(connection, None)
-        answer = None if is_waiting else _apply(self._values, name, keys, values)
+        late = f"timeout: {', '.join(keys)} not set within {seconds:g} s"
+        answer = late if is_waiting else _apply(self._values, name, keys, values)
         try:
             connection.sendall(_message(answer))
         except OSError:
