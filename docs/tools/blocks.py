@@ -44,11 +44,11 @@ def pages() -> list[Path]:
     return sorted(found)
 
 
-def run_page(page: Path, *, write: bool = False) -> str:
-    """Run the code of a page; return what went wrong, or ""."""
+def run_page(page: Path, *, write: bool = False) -> tuple[int, str]:
+    """Run the code of a page; return the line of the block that fails, and what went wrong."""
     text = page.read_text()
     if re.match(r"---\n(?:.*\n)*?blocks: \S", text):
-        return ""
+        return 0, ""
     blocks = [
         (match[3].split() or [""], re.sub(rf"^{match[1]}", "", match[4], flags=re.MULTILINE), match)
         for match in _BLOCK.finditer(text)
@@ -56,11 +56,13 @@ def run_page(page: Path, *, write: bool = False) -> str:
     commands = "".join(code for info, code, _ in blocks if info[0] == "console")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        script = []
+        script = ""
+        first = 0
         printed = ""
         outputs = []
         for info, code, match in blocks:
             language = info[0]
+            line = text.count("\n", 0, match.start()) + 1
             named = _FILE.match(code)
             if "no-run" in info:
                 continue
@@ -68,7 +70,7 @@ def run_page(page: Path, *, write: bool = False) -> str:
                 if write and not re.search(r"^\s*\.\.\.$", code, re.MULTILINE):
                     outputs.append((match.span(4), printed))
                 elif problem := difference(code, printed):
-                    return problem
+                    return line, problem
                 continue
             if named and language in ("python", "yaml", "json", "text"):
                 (folder / named[1]).parent.mkdir(parents=True, exist_ok=True)
@@ -77,26 +79,28 @@ def run_page(page: Path, *, write: bool = False) -> str:
                 if language == "python" and not mentioned:
                     problem, _ = run([sys.executable, named[1]], folder)
                     if problem:
-                        return problem
+                        return line, problem
             elif language == "python":
-                script.append(code)
+                # The script has the lines of the page, and so have its tracebacks.
+                first = first or line
+                script += "\n" * (line - script.count("\n")) + code
             elif language == "console":
-                lines = "".join(f"{line[2:]}\n" for line in joined(code) if line.startswith("$ "))
+                lines = "".join(f"{each[2:]}\n" for each in joined(code) if each.startswith("$ "))
                 fails = "fails" in info
                 program = f"set -e -o pipefail\n{lines}"
                 problem, printed = run(["bash", "-c", program], folder, fails=fails)
                 if problem:
-                    return problem
+                    return line, problem
         if script:
-            (folder / "page.py").write_text("\n".join(script))
+            (folder / "page.py").write_text(script)
             problem, _ = run([sys.executable, "page.py"], folder)
             if problem:
-                return problem
+                return first, problem
     for (start, end), printed in reversed(outputs):
         text = text[:start] + printed + text[end:]
     if outputs:
         page.write_text(text)
-    return ""
+    return 0, ""
 
 
 def difference(shown: str, printed: str) -> str:
@@ -167,16 +171,17 @@ def main(arguments: list[str]) -> int:
     arguments = [each for each in arguments if each != "--write"]
     chosen = [Path(each).resolve() for each in arguments] or pages()
 
-    def timed(page: Path) -> tuple[Path, str, float]:
+    def timed(page: Path) -> tuple[Path, int, str, float]:
         start = time.monotonic()
-        return page, run_page(page, write=write), time.monotonic() - start
+        line, problem = run_page(page, write=write)
+        return page, line, problem, time.monotonic() - start
 
     failed = 0
     with ThreadPoolExecutor(2) as pool:
-        for page, problem, seconds in pool.map(timed, chosen):
+        for page, line, problem, seconds in pool.map(timed, chosen):
             if problem:
                 failed += 1
-                print(f"FAILED {page.relative_to(DOCS)}\n{problem}\n", flush=True)
+                print(f"FAILED {page.relative_to(DOCS)}:{line}\n{problem}\n", flush=True)
             elif seconds > 1:
                 print(f"ran {page.relative_to(DOCS)} in {seconds:.0f} s", flush=True)
     return failed

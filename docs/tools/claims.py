@@ -110,14 +110,18 @@ _CODE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 
 
 def unlinked(page: Path, claim: Claim) -> list[str]:
-    """Return the sentences of a page that state a claim in a section without a link to its home."""
+    """Return what states a claim in a section without a link to its home: "LINE: 'TEXT'"."""
     if page in (DOCS / claim.home, FROM_CODE):
         return []
     found = []
-    for section in re.split(r"(?m)^#+ ", _CODE.sub("", page.read_text())):
+    line = 1
+    text = _CODE.sub(lambda code: "\n" * code[0].count("\n"), page.read_text())
+    for section in re.split(r"(?m)^(?=#+ )", text):
         match = re.search(claim.pattern, section)
         if match and Path(claim.home).name not in section:
-            found.append(" ".join(match[0].split()))
+            at = line + section.count("\n", 0, match.start())
+            found.append(f"{at}: {' '.join(match[0].split())!r}")
+        line += section.count("\n")
     return found
 
 
@@ -134,7 +138,9 @@ def problem_for_gpus(page: Path) -> str:
 
 def wrong_extras(page: Path) -> list[str]:
     """Return the extras that a page writes in another way than the installation page."""
-    return re.findall(r"stratagem-extras\[[\w,]+\]", page.read_text())
+    lines = enumerate(page.read_text().splitlines(), 1)
+    pattern = re.compile(r"stratagem-extras\[[\w,]+\]")
+    return [f"{number}: {found}" for number, line in lines for found in pattern.findall(line)]
 
 
 def main() -> int:
@@ -145,13 +151,14 @@ def main() -> int:
         for claim in CLAIMS:
             for sentence in unlinked(page, claim):
                 problems.append(
-                    f"{name}: {sentence!r} says {claim.subject}: link to docs/{claim.home} in the "
+                    f"{name}:{sentence} says {claim.subject}: link to docs/{claim.home} in the "
                     "same section"
                 )
         if problem := problem_for_gpus(page):
-            problems.append(f"{name}: {problem}")
+            at = page.read_text().partition('accelerator="cpu"')[0].count("\n") + 1
+            problems.append(f"{name}:{at}: {problem}")
         for extra in wrong_extras(page):
-            problems.append(f"{name}: {extra}: write stratagem-core[...], as start/install.md does")
+            problems.append(f"{name}:{extra}: write stratagem-core[...], as start/install.md does")
     print("\n".join(problems) if problems else "each claim has one home")
     return len(problems)
 

@@ -50,6 +50,19 @@ HOMES = (
 )
 """The modules in the order in which one is chosen for an object that several have."""
 
+INSTANCES = {
+    "trainer": "Trainer",
+    "self.trainer": "Trainer",
+    "lite": "Lite",
+    "module": "Module",
+    "self": "Module",
+}
+"""What pages call an object, and its class: `trainer.fit`, `self.log`."""
+
+BARE = ("Module", "Trainer", "Callback")
+"""The classes whose members pages name alone: `max_epochs`, `training_step`, `on_exception`. The
+first class that has the member is linked; of `Module`, methods only."""
+
 
 @dataclass(frozen=True)
 class Public:
@@ -113,16 +126,35 @@ def internal_paths(names: list[Public]) -> dict[str, str]:
 def short_names(names: list[Public]) -> dict[str, str]:
     """Return the path of each class, and of each member of one, by the name that people write.
 
-    `Trainer`, `Trainer.fit`, `seed_everything()` and `stratagem.seed_everything` are such names. A
-    name that several objects have is left out.
+    `Trainer`, `Trainer.fit`, `trainer.fit`, `training_step`, `max_epochs`, `seed_everything()` and
+    `stratagem.seed_everything` are such names. A name that several objects have is left out.
     """
+    homes = {each.value: each.home for each in names if isinstance(each.value, type)}
     found: dict[str, set[str]] = {}
-    for each in names:
+    bare: dict[str, str] = {}
+    for each in sorted(names, key=lambda each: BARE.index(each.name) if each.name in BARE else -1):
         name = each.name if isinstance(each.value, type) else f"{each.name}()"
         found.setdefault(name, set()).add(each.home)
         found.setdefault(each.path, set()).add(each.home)
         if isinstance(each.value, type):
             for member in dir(each.value):
                 if not member.startswith("_"):
-                    found.setdefault(f"{each.name}.{member}", set()).add(f"{each.home}.{member}")
-    return {name: paths.pop() for name, paths in found.items() if len(paths) == 1}
+                    path = f"{_home_of_member(each, member, homes)}.{member}"
+                    for written in _names_of_member(each, member):
+                        found.setdefault(written, set()).add(path)
+                    is_method = callable(getattr(each.value, member))
+                    if "_" in member and each.name in BARE[0 if is_method else 1 :]:
+                        bare.setdefault(member, path)
+    return bare | {name: paths.pop() for name, paths in found.items() if len(paths) == 1}
+
+
+def _home_of_member(owner: Public, member: str, homes: dict[type, str]) -> str:
+    """Return the path of the class that the reference describes a member of: its own, or a base."""
+    definers = (each for each in owner.value.__mro__ if member in vars(each))
+    return homes.get(next(definers, owner.value), owner.home)
+
+
+def _names_of_member(owner: Public, member: str) -> list[str]:
+    """Return what people write for a member of a class."""
+    called = [each for each, kind in INSTANCES.items() if kind == owner.name]
+    return [f"{each}.{member}" for each in (owner.name, *called)]

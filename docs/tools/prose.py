@@ -39,30 +39,35 @@ _ENDS = re.compile(r"(?<=[.!?:])[\"')*`]*\s+(?=[\"'(*`]*[A-Z0-9`\"])")
 _SHORTENED = re.compile(r"\b(e\.g|i\.e|vs|cf|Fig|No)\.$")
 
 
-def sentences(text: str) -> Iterator[str]:
-    """Yield the sentences of a page: of its paragraphs, items of lists, and cells of tables."""
-    text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
-    text = _FENCE.sub("\n\n", text)
-    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+def sentences(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the sentences of a page with their lines: of paragraphs, items of lists, and cells.
+
+    The line is the one on which the paragraph or the item begins.
+    """
+    for pattern in (r"\A---\n.*?\n---\n", _FENCE, r"<!--.*?-->"):
+        text = re.sub(pattern, _blank, text, flags=0 if pattern is _FENCE else re.DOTALL)
     text = re.sub(r"</?\w+[^>]*>", " ", text)
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)(\{[^}]*\})?", "", text)
     text = _LINK.sub(r"\1", text)
     # Code is one word.
     text = re.sub(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", "`x`", text)
-    for block in re.split(r"\n\s*\n", text):
-        lines = block.strip("\n").splitlines()
-        if not lines or lines[0].lstrip().startswith("#") or lines[0].startswith("("):
+    for block in re.finditer(r"(?:.*\S.*\n?)+", text):
+        line = text.count("\n", 0, block.start()) + 1
+        first = block[0].lstrip()
+        if first.startswith(("#", "(")):
             continue
-        if lines[0].lstrip().startswith("|"):
-            for line in lines:
-                for cell in line.strip().strip("|").split("|"):
-                    if cell.strip(" -:"):
-                        yield from _ENDS.split(cell.strip())
-            continue
-        items = re.split(r"\n(?= *(?:[-*]|\d+\.) )", "\n".join(lines))
-        for item in items:
-            joined = " ".join(re.sub(r"^ *(?:[-*]|\d+\.) ", "", item).split())
-            yield from _ENDS.split(joined)
+        is_table = first.startswith("|")
+        for item in re.split(r"\n" if is_table else r"\n(?= *(?:[-*]|\d+\.) )", block[0]):
+            for part in item.strip().strip("|").split("|") if is_table else [item]:
+                joined = " ".join(re.sub(r"^ *(?:[-*]|\d+\.) ", "", part).split())
+                if joined.strip(" -:"):
+                    yield from ((line, each) for each in _ENDS.split(joined))
+            line += item.count("\n") + 1
+
+
+def _blank(match: re.Match[str]) -> str:
+    """Return the line ends of a match: what follows keeps its line."""
+    return "\n" * match[0].count("\n")
 
 
 def words(sentence: str) -> int:
@@ -72,16 +77,16 @@ def words(sentence: str) -> int:
 
 def long_sentences(page: Path) -> tuple[list[str], list[int]]:
     """Return the sentences that are too long, and the lengths of those of more than two words."""
-    found = [(words(each), each) for each in sentences(page.read_text())]
-    too_long = [f"{count} words: {each}" for count, each in found if count > LONGEST]
-    return too_long, [count for count, _ in found if count > 2]
+    found = [(line, words(each), each) for line, each in sentences(page.read_text())]
+    too_long = [f"{line}: {count} words: {each}" for line, count, each in found if count > LONGEST]
+    return too_long, [count for _, count, _ in found if count > 2]
 
 
 def read_twice(page: Path) -> list[str]:
     """Return the sentences of a page with a phrase that is read twice."""
     return [
-        f"{sentence!r}: write {remedy!r}"
-        for sentence in sentences(page.read_text())
+        f"{line}: {sentence!r}: write {remedy!r}"
+        for line, sentence in sentences(page.read_text())
         for phrase, remedy in TWICE.items()
         if re.search(rf"(?<!\w)({phrase})", sentence)
     ]
@@ -90,17 +95,19 @@ def read_twice(page: Path) -> list[str]:
 def broken_links(path: Path) -> list[str]:
     """Return the links of a Markdown file that lead nowhere or are malformed."""
     broken = []
-    text = _FENCE.sub("", path.read_text())
-    for _, target in _LINK.findall(re.sub(r"`[^`\n]+`", "", text)):
+    text = re.sub(r"`[^`\n]+`", "", _FENCE.sub(_blank, path.read_text()))
+    for match in _LINK.finditer(text):
+        target = match[2]
+        line = text.count("\n", 0, match.start()) + 1
         parts = urlsplit(target)
         if parts.scheme in ("http", "https"):
             if not re.fullmatch(r"[\w.-]+\.\w+(:\d+)?", parts.netloc):
-                broken.append(f"{target}: malformed")
+                broken.append(f"{line}: {target}: malformed")
         elif parts.scheme not in ("", "mailto"):
-            broken.append(f"{target}: unknown scheme")
+            broken.append(f"{line}: {target}: unknown scheme")
         elif parts.path and not (path.parent / parts.path).exists():
             # A generated page exists once the site was built.
-            broken.append(f"{target}: no such file")
+            broken.append(f"{line}: {target}: no such file")
     return broken
 
 
@@ -121,9 +128,9 @@ def main() -> int:
         too_long, counts = long_sentences(page)
         lengths += counts
         for each in (*too_long, *read_twice(page)):
-            problems.append(f"{page.relative_to(ROOT)}: {each}")
+            problems.append(f"{page.relative_to(ROOT)}:{each}")
     for path in markdown_files():
-        problems += [f"{path.relative_to(ROOT)}: {each}" for each in broken_links(path)]
+        problems += [f"{path.relative_to(ROOT)}:{each}" for each in broken_links(path)]
     print("\n".join(problems))
     print(
         f"{len(pages())} written pages, {len(lengths)} sentences, "

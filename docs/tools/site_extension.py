@@ -77,9 +77,10 @@ class LinkNames(SphinxPostTransform):  # type: ignore[misc]  # checked without S
             else:
                 command = _COMMAND.match(text)
                 found = written.get(text) or (command and longest(command[0]))
-                if not found:
+                argument = objects.get(f"stratagem.trainer.Trainer.{text.partition('=')[0]}")
+                if not found and (argument is None or argument.docname == here or "=" not in text):
                     continue
-                target = found
+                target = found or (argument.docname, argument.node_id)
             parent.replace(
                 literal,
                 make_refnode(self.app.builder, here, target[0], target[1], literal.deepcopy()),
