@@ -228,6 +228,6 @@ def test_a_method_that_nearly_has_the_name_of_one_that_is_called_gets_a_hint(
     said = capsys.readouterr().err
     assert said.count("nothing calls it") == 1
     assert (
-        "Misspelled.end_trainig overrides nothing, and nothing calls it; did you mean end_training?"
+        "Misspelled.end_trainig overrides nothing, and nothing calls it. Did you mean end_training?"
         in said
     )

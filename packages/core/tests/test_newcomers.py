@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -311,7 +312,7 @@ MISTAKES = [
     Mistake(
         "misspelled step",
         lambda _: fit(MisspelledStep()),
-        ("does not define training_step", "rename train_step"),
+        ("does not define training_step", "rename train_step to training_step"),
     ),
     Mistake(
         "no optimizer",
@@ -556,10 +557,60 @@ def test_what_would_go_wrong_in_silence_is_said(capsys: pytest.CaptureFixture[st
 
     trainer(enable_progress_bar=True).fit(Misspells(), TensorDataset(DATA))
     said = capsys.readouterr().err
-    assert "Misspells.on_train_epoch_ends is not a hook and is never called: did you mean" in said
-    assert "did you mean on_train_epoch_end?" in said
+    assert "Misspells.on_train_epoch_ends overrides nothing, and nothing calls it. Did you" in said
+    assert "Did you mean on_train_epoch_end?" in said
     assert "Misspells has validation_step, but there is no loader for validation: pass" in said
     assert "a TensorDataset was passed instead of a loader, so that each sample is a batch" in said
+
+
+def _with_methods(base: type, names: str) -> Any:
+    """Return an object of a subclass with methods that do nothing."""
+    return type(f"Old{base.__name__}", (base,), {name: lambda *_: None for name in names.split()})()
+
+
+def test_methods_with_an_old_or_a_misspelled_name_get_a_hint(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    module = _with_methods(
+        Validates, "val_step validaton_step test_steps configure_optimizer on_epoch_end"
+    )
+    callback = _with_methods(Callback, "on_batch_end on_keyboard_interrupt")
+    datamodule = _with_methods(Data, "set_up validation_dataloader")
+    trainer(callbacks=callback).fit(module, datamodule)
+    said = re.findall(
+        r"(\S+) overrides nothing, and nothing calls it. (.*)", capsys.readouterr().err
+    )
+    assert dict(said) == {
+        "OldValidates.val_step": "Override validation_step",
+        "OldValidates.validaton_step": "Did you mean validation_step?",
+        "OldValidates.test_steps": "Did you mean test_step?",
+        "OldValidates.configure_optimizer": "Did you mean configure_optimizers?",
+        "OldValidates.on_epoch_end": "Override on_train_epoch_end or on_validation_epoch_end",
+        "OldData.set_up": "Did you mean setup?",
+        "OldData.validation_dataloader": "Override val_dataloader",
+        "OldCallback.on_batch_end": "Override on_train_batch_end",
+        "OldCallback.on_keyboard_interrupt": "Override on_exception",
+    }
+
+
+def test_methods_that_the_users_code_calls_and_helpers_get_no_hint(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Helps(Validates):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.train_step(batch)
+
+        def train_step(self, batch: Any) -> Any:
+            return super().training_step(batch, 0)
+
+        def sample_images_1(self) -> None:
+            """Like the next one, and called by another program."""
+
+        def sample_images_2(self) -> None:
+            """Like the one before."""
+
+    trainer().fit(Helps(), loader())
+    assert "nothing calls it" not in capsys.readouterr().err
 
 
 # -- what is installed

@@ -473,7 +473,7 @@ def test_a_method_that_nearly_has_the_name_of_one_that_is_called_is_a_warning(
     done = program("doctor", "averaging")
     assert row_of(done.stdout, "strategy 'averaging'")[1:] == [
         "warning",
-        "Averaging.no_synch overrides nothing, and nothing calls it; did you mean no_sync?",
+        "Averaging.no_synch overrides nothing, and nothing calls it. Did you mean no_sync?",
     ]
 
 

@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from types import FunctionType, ModuleType
 from typing import Any
 
+from stratagem.discovery.absent import remedy_for
 from stratagem.discovery.capabilities import (
     OWN_BACKWARD,
     OWN_CLIPPING,
@@ -127,7 +128,7 @@ def uncalled_methods(kind: type) -> Iterator[tuple[type, str]]:
         >>> [name for _, name in uncalled_methods(Mine)]
         ['average']
     """
-    ours = next((each for each in kind.__mro__ if _is_ours(each.__module__)), object)
+    ours = _base_of_ours(kind)
     authors = kind.__mro__[: kind.__mro__.index(ours)]
     named: set[str] = set()
     packages = {each.__module__.partition(".")[0] for each in authors}
@@ -136,12 +137,18 @@ def uncalled_methods(kind: type) -> Iterator[tuple[type, str]]:
         own = [each for each in here if each.__module__ == module.__name__]
         places: list[type | ModuleType] = [module, *own, *authors]
         for _, code in (found for each in places for found in code_of(each)):
-            named |= {*code.co_names, *(each for each in code.co_consts if isinstance(each, str))}
+            if code.co_flags & inspect.CO_OPTIMIZED:  # a class body names what it defines
+                names = (each for each in code.co_consts if isinstance(each, str))
+                named |= {*code.co_names, *names}
     for each in authors:
         for name, member in vars(each).items():
             is_own = isinstance(member, FunctionType) and not name.startswith("_")
             if is_own and not hasattr(ours, name) and name not in named:
                 yield each, name
+
+
+def _base_of_ours(kind: type) -> type:
+    return next((each for each in kind.__mro__ if _is_ours(each.__module__)), object)
 
 
 def _is_ours(module: str) -> bool:
@@ -151,23 +158,31 @@ def _is_ours(module: str) -> bool:
 def misspelled_methods(kind: type) -> list[str]:
     """Return a hint for each method that nothing calls and whose name is similar to a known name.
 
+    Names of other libraries and of former versions are known too.
+
     Example:
         >>> from stratagem.strategies import SingleDeviceStrategy, misspelled_methods
         >>> class Mine(SingleDeviceStrategy):
         ...     __module__ = "__main__"
         ...     def end_trainig(self, prepared): ...
         >>> misspelled_methods(Mine)
-        ['Mine.end_trainig overrides nothing, and nothing calls it; did you mean end_training?']
+        ['Mine.end_trainig overrides nothing, and nothing calls it. Did you mean end_training?']
     """
-    hints = []
-    for owner, name in uncalled_methods(kind):
-        known = [each for each in dir(kind) if not each.startswith("_") and each != name]
-        if near := get_close_matches(name, known, n=1, cutoff=0.88):
-            hints.append(
-                f"{owner.__name__}.{name} overrides nothing, and nothing calls it; did you mean "
-                f"{near[0]}?"
-            )
-    return hints
+    known = [name for name in dir(_base_of_ours(kind)) if not name.startswith("_")]
+    added = [name for name in dir(kind) if not name.startswith("_") and name not in known]
+    advice = {name: _advice(kind, name, known) for name in added}
+    if not any(advice.values()):
+        return []  # most classes; the search for calls takes longer
+    return [
+        f"{owner.__name__}.{name} overrides nothing, and nothing calls it. {advice[name]}"
+        for owner, name in uncalled_methods(kind)
+        if advice[name]
+    ]
+
+
+def _advice(kind: type, name: str, known: list[str]) -> str:
+    near = get_close_matches(name, known, n=1, cutoff=0.88)
+    return remedy_for(kind, name) or (f"Did you mean {near[0]}?" if near else "")
 
 
 def unexpected_arguments(kind: type, given: Mapping[str, Any]) -> ConfigurationError:

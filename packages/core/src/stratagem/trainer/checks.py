@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from difflib import get_close_matches
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from torch.utils.data import Dataset
 from stratagem.callbacks import Callback, ModelCheckpoint
 from stratagem.discovery.registry import nearest_of
 from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.interfaces.contract_checks import misspelled_methods
 from stratagem.interfaces.strategy import Strategy
 from stratagem.launch.process import are_hints_on, print_hint, print_hint_once
 from stratagem.module.hyperparameters import HyperParametersMixin, savable
@@ -125,11 +125,12 @@ def check_module(job: Job, *, makes_optimizers: bool = False) -> None:
     if makes_optimizers and "configure_optimizers" in missing:
         missing.remove("configure_optimizers")
     if missing:
-        own = [name for name in dir(type(model)) if not hasattr(Module, name)]
-        near = nearest_of(missing[0], own)
+        added = [name for name in dir(type(model)) if not hasattr(Module, name)]
+        near = {name: nearest_of(name, added) for name in missing}
         raise UserCodeError(
             f"{type(model).__name__} does not define {' and '.join(missing)}, which "
-            f"trainer.{stage} needs" + (f": rename {near}" if near else "")
+            f"trainer.{stage} needs"
+            + "".join(f"; rename {own} to {name}" for name, own in near.items() if own)
         )
     taken = signature(model.training_step).parameters if stage == "fit" else {}
     if "optimizer_idx" in taken and taken["optimizer_idx"].default is Parameter.empty:
@@ -263,23 +264,9 @@ def hint_at_mistakes(run: Run) -> None:
             f"a {type(run.job.loaders).__name__} was passed instead of a loader, so that each "
             "sample is a batch: pass DataLoader(dataset, batch_size=...)"
         )
-    for owner in (run.module, *run.trainer.callbacks):
-        for hint in _misspelled_hooks(type(owner)):
+    for owner in (run.module, run.trainer.datamodule, *run.trainer.callbacks):
+        for hint in misspelled_methods(type(owner)):
             print_hint(hint)
-
-
-def _misspelled_hooks(owner: type) -> list[str]:
-    """Return a hint for each method whose name is similar to a hook's name."""
-    ours = ("stratagem", "torch")
-    bases = [base for base in owner.__mro__ if base.__module__.startswith(ours)]
-    known = {name for base in (Callback, *bases) for name in vars(base)}
-    names = [name for name in dir(owner) if name.startswith("on_") and name not in known]
-    near = {name: get_close_matches(name, known, 1, 0.9) for name in names}
-    return [
-        f"{owner.__name__}.{name} is not a hook and is never called: did you mean {hooks[0]}?"
-        for name, hooks in near.items()
-        if hooks
-    ]
 
 
 def hint_at_log_interval(trainer: Trainer, batches: float) -> None:

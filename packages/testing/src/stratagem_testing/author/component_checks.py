@@ -125,7 +125,7 @@ def doubts_of(spec: ComponentSpec) -> list[str]:
         ...     __module__ = "__main__"
         ...     def end_trainig(self, prepared): ...
         >>> doubts_of(StrategySpec(name="mine", target=Mine, api_version=2))
-        ['Mine.end_trainig overrides nothing, and nothing calls it; did you mean end_training?']
+        ['Mine.end_trainig overrides nothing, and nothing calls it. Did you mean end_training?']
     """
     target = spec.load()
     return misspelled_methods(target) if isinstance(target, type) else []
