@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fixtures import RunScript
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam, Optimizer
@@ -21,6 +22,7 @@ from stratagem import DataModule, Lite, Module, Trainer, seed_everything
 from stratagem.discovery import Capabilities
 from stratagem.environments import ClusterEnvironment
 from stratagem.errors import CheckpointMismatchError, ConfigurationError
+from stratagem.launch.process import print_hint_once
 from stratagem.lite.module import LiteModule
 from stratagem.loggers import CSVLogger
 from stratagem.precision import TruePrecision
@@ -332,6 +334,51 @@ def test_print_log_and_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     logger.save()
     lines = (Path(logger.log_dir) / "metrics.csv").read_text().split()
     assert lines == ["step,loss,acc", "1,0.5,", "2,0.25,0.75"]
+
+
+def test_logging_without_a_logger_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    print_hint_once.cache_clear()
+    lite = lite_on_cpu()
+    lite.log("loss", 0.5, 1)
+    lite.log_dict({"loss": 0.25}, 2)
+    assert capsys.readouterr().err == (
+        "stratagem: Lite has no logger, so that log and log_dict write nothing: pass one, as in "
+        "Lite(loggers='csv')\n"
+    )
+
+
+UNDIVIDED = """
+import sys
+import torch
+from torch.utils.data import DataLoader
+from stratagem import Lite
+
+for sets_up in (True, False):
+    lite = Lite(accelerator="cpu", devices=2)
+    lite.launch()
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = lite.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = DataLoader(torch.ones(4, 1))
+    if sets_up:
+        loader = lite.setup_dataloaders(loader, use_distributed_sampler=False)
+    for batch in loader:
+        lite.backward(model(batch).sum())
+        optimizer.step()
+    lite.print(f"{sets_up=}", file=sys.stderr, flush=True)
+"""
+
+
+def test_a_loader_that_is_not_set_up_on_two_ranks_is_named_once(run_script: RunScript) -> None:
+    done = run_script(UNDIVIDED)
+    lines = [line for line in done.stderr.splitlines() if line.startswith(("sets_up", "stratagem"))]
+    assert lines == [
+        "sets_up=True",
+        "stratagem: several ranks train, and no loader of lite.setup_dataloaders() has yielded a "
+        "batch: a loader that is not set up gives each rank the same samples. Pass it to "
+        "setup_dataloaders(), with use_distributed_sampler=False if your own sampler divides the "
+        "data",
+        "sets_up=False",
+    ]
 
 
 def test_seed_everything_seeds_python_numpy_and_torch() -> None:

@@ -113,21 +113,10 @@ def misplaced_entries(path: Iterable[str] | None = None) -> list[str]:
 @functools.cache
 def _looks_like_ours(group: str) -> bool:
     """Whether a group's name contains "stratagem", or is nearly equal to that or to our group."""
+    import difflib  # which an ordinary run does without
+
     ours, name = GROUP.partition(".")[0], group.casefold()
-    if ours in name:
-        return True
-    # Few groups share most of their letters with ours, and importing difflib takes 3 ms.
-    if not any(_shared_letters(name, wanted) >= 0.8 for wanted in (ours, GROUP)):
-        return False
-    import difflib
-
-    return bool(difflib.get_close_matches(name, (ours, GROUP), cutoff=0.8))
-
-
-def _shared_letters(one: str, other: str) -> float:
-    """Return the share of letters that two names have in common, which bounds difflib's ratio."""
-    common = sum(min(one.count(letter), other.count(letter)) for letter in set(one))
-    return 2 * common / (len(one) + len(other))
+    return ours in name or bool(difflib.get_close_matches(name, (ours, GROUP), cutoff=0.8))
 
 
 def why_disabled(entry: PluginEntry, environ: Mapping[str, str]) -> str | None:

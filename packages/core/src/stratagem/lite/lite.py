@@ -26,6 +26,7 @@ from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.ranks import ReduceOp
 from stratagem.interfaces.strategy import Strategy
+from stratagem.launch.process import print_hint_once
 from stratagem.lite.dataloader import LiteDataLoader, Reading
 from stratagem.lite.module import LiteModule
 from stratagem.lite.state import STRATEGY_STATE, SetUpObjects, collect, restore
@@ -55,6 +56,12 @@ from stratagem.state.shards import read_whole
 from stratagem.storage import paths
 
 PathLike = str | os.PathLike[str]
+
+_NOT_DIVIDED = (
+    "several ranks train, and no loader of lite.setup_dataloaders() has yielded a batch: a loader "
+    "that is not set up gives each rank the same samples. Pass it to setup_dataloaders(), with "
+    "use_distributed_sampler=False if your own sampler divides the data"
+)
 
 
 class Lite(FrontEnd):
@@ -459,7 +466,7 @@ class Lite(FrontEnd):
         Returns:
             The loader, or a list of them.
         """
-        index, count = self._runtime.launched_strategy().ranks.data_split
+        shard = self._runtime.launched_strategy().ranks.data_split
         rng_of = (self.strategy.accelerator, self.device)
         accelerator = self.strategy.accelerator
         moves = move_to_device and not accelerator.is_host
@@ -467,11 +474,10 @@ class Lite(FrontEnd):
         wrapped: list[LiteDataLoader] = []
         for loader in dataloaders:
             if use_distributed_sampler and replace_sampler:
-                loader = self._shard_loader(loader, index, count)
+                loader = self._shard_loader(loader, *shard)
             name = "the data loader"
             if len(dataloaders) > 1:
                 name += f" {len(wrapped)} of setup_dataloaders()"
-            shard = (index, count)
             options: Any = {"rng_of": rng_of, "reading": self._reading}
             wrapped.append(LiteDataLoader(loader, move, name, self.global_rank, shard, **options))
         self._objects.add("dataloader", *wrapped)
@@ -487,6 +493,9 @@ class Lite(FrontEnd):
     ) -> None:
         """Run backward from a loss, instead of `loss.backward()`.
 
+        If several ranks train and no loader of `setup_dataloaders` has yielded a batch, a hint says
+        once that each rank may read the same data.
+
         Args:
             loss: a scalar with a gradient.
             model: the model of the loss. It is needed with several models if the strategy is from a
@@ -500,6 +509,8 @@ class Lite(FrontEnd):
         check_backward(self.plan)
         if self._runtime.raise_errors is not None:
             self._runtime.raise_errors()
+        if self._reading.latest is None and self.is_global_zero and self.ranks.data_split[1] > 1:
+            print_hint_once(_NOT_DIVIDED)
         if self._weight != 1.0:
             loss = loss * self._weight
         if self._divisor > 1:
@@ -570,8 +581,9 @@ class Lite(FrontEnd):
         )
         return self.strategy.clip_gradients(module.prepared, inner, clip)
 
-    @contextmanager
-    def no_backward_sync(self, module: LiteModule, *, enabled: bool = True) -> Iterator[None]:
+    def no_backward_sync(
+        self, module: LiteModule, *, enabled: bool = True
+    ) -> AbstractContextManager[None]:
         """Disable gradient communication in backward passes within the context, for accumulation.
 
         Args:
@@ -579,11 +591,7 @@ class Lite(FrontEnd):
             enabled: False: the context has no effect, for `enabled=is_accumulating`.
         """
         held = self.strategy.no_sync(module.prepared) if enabled else None
-        if held is None:
-            yield
-        else:
-            with held:
-                yield
+        return held or nullcontext()
 
     def accumulate(self, *models: LiteModule) -> AbstractContextManager[bool]:
         """Take an optimizer step for every `accumulate_grad_batches` batches of a loop.
@@ -815,12 +823,19 @@ class Lite(FrontEnd):
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write values by their names to every logger, on rank 0.
 
+        Without a logger nothing is written, and a hint says so once.
+
         Raises:
             ConfigurationError: a value is neither a number nor a tensor of one element.
         """
         if self.is_global_zero:
             for logger in self.loggers:
                 logger.log_metrics(numbers_of(metrics), step)
+            if not self.loggers:
+                print_hint_once(
+                    "Lite has no logger, so that log and log_dict write nothing: pass one, as in "
+                    "Lite(loggers='csv')"
+                )
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write hyperparameters to every logger, on rank 0.
