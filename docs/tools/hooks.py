@@ -170,11 +170,7 @@ def module_hooks() -> set[str]:
     """Return the hooks that a Module has and a callback has not."""
     owners = (ModuleHooks, DataHooks, StepHooks)
     named = {name for owner in owners for name in public_functions(owner)}
-    overridden = {
-        name
-        for name in public_functions(Module)
-        if name.startswith("configure_") or name.endswith("_dataloader") or name == "prepare_data"
-    }
+    overridden = {name for name in public_functions(Module) if name.startswith("configure_")}
     former = {"configure_sharded_model"}
     return (named | overridden) - METHODS_TO_CALL - former - set(HOOKS)
 

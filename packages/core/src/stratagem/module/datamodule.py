@@ -58,30 +58,11 @@ class DataModule(HyperParametersMixin, DataHooks):
         def __getattr__(self, name: str) -> Any:
             return find_or_explain(self, name)
 
-    def prepare_data(self) -> None:
-        """Download data and write it to disk; called on rank 0 of each node; other ranks wait."""
-
     def setup(self, stage: str) -> None:
         """Read and split the data; `stage` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
         """Release the resources that `setup` acquired."""
-
-    def train_dataloader(self) -> Any:
-        """Return the loader for training."""
-        return None
-
-    def val_dataloader(self) -> Any:
-        """Return the loader, or a list of loaders, for validation."""
-        return None
-
-    def test_dataloader(self) -> Any:
-        """Return the loader, or a list of loaders, for testing."""
-        return None
-
-    def predict_dataloader(self) -> Any:
-        """Return the loader, or a list of loaders, for predicting."""
-        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save in checkpoints, as weights-only-safe data."""

@@ -8,26 +8,45 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from stratagem.data.pytree import move_to_device
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
     from torch.optim import Optimizer
 
 
 class DataHooks:
-    """Hooks of a Module or a DataModule that move a batch to the device.
+    """The methods of a Module or a DataModule that return the loaders and move a batch to a device.
 
-    The Trainer calls them for each batch, in the order of their definition, after the data was
-    split over the ranks. If both the Module and the DataModule override a hook, the DataModule's is
-    called. `dataloader_idx` is the index of the evaluation loader, and 0 in training.
+    The Trainer calls the hooks of the transfer for each batch, in the order of their definition,
+    after the data was split over the ranks. If both the Module and the DataModule override one, the
+    DataModule's is called. `dataloader_idx` is the index of the evaluation loader, and 0 in
+    training.
     """
 
     prepare_data_per_node: bool = True
     """If True, `prepare_data` is called on rank 0 of each node; if False, only on global rank 0."""
+
+    def prepare_data(self) -> None:
+        """Download data and write it to disk; called on rank 0 of each node; other ranks wait."""
+
+    def train_dataloader(self) -> Any:
+        """Return the loader for training."""
+        return None
+
+    def val_dataloader(self) -> Any:
+        """Return the loader, or a list of loaders, for validation."""
+        return None
+
+    def test_dataloader(self) -> Any:
+        """Return the loader, or a list of loaders, for testing."""
+        return None
+
+    def predict_dataloader(self) -> Any:
+        """Return the loader, or a list of loaders, for predicting."""
+        return None
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Transform a batch from the loader, before it is moved to the device."""

@@ -128,31 +128,12 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         """Return the predictions for a batch; by default, call `forward`."""
         return self(batch)
 
-    def prepare_data(self) -> None:
-        """Download data and write it to disk; called on rank 0 of each node; other ranks wait."""
-
     def configure_model(self) -> None:
         """Create the layers; called on every rank. Sharding strategies shard them immediately."""
 
     def configure_callbacks(self) -> Any:
         """Return the callbacks of this model; each replaces the Trainer's callbacks of its type."""
         return []
-
-    def train_dataloader(self) -> Any:
-        """Return the loader for training."""
-        return None
-
-    def val_dataloader(self) -> Any:
-        """Return the loader, or a list of loaders, for validation."""
-        return None
-
-    def test_dataloader(self) -> Any:
-        """Return the loader, or a list of loaders, for testing."""
-        return None
-
-    def predict_dataloader(self) -> Any:
-        """Return the loader, or a list of loaders, for predicting."""
-        return None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Called before a checkpoint is saved; may add entries that are weights-only-safe."""
