@@ -733,12 +733,18 @@ def test_killing_the_launcher_leaves_no_process(
     launch.end()
 
 
-def test_an_error_that_all_ranks_share_is_shown_once(run_script: RunScript) -> None:
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_an_error_that_all_ranks_share_is_shown_once(is_ended: bool, run_script: RunScript) -> None:
+    """Also if the rank whose error is printed ends the other one, before that has ended its run."""
     finished = run_script(
         COMMON
-        + textwrap.dedent("""
+        + textwrap.dedent(f"""
+        import signal
+
         class Broken(Net):
             def training_step(self, batch, batch_idx):
+                if {is_ended} and self.global_rank == 1:
+                    signal.raise_signal(signal.SIGTERM)
                 raise LookupError("the same everywhere")
 
         quiet(strategy="ddp", devices=2, max_epochs=1).fit(Broken(), loader())
@@ -803,7 +809,7 @@ def test_what_ranks_cannot_do_alone_is_refused_on_each(run_script: RunScript) ->
     assert finished.stdout.splitlines() == [
         "UserCodeError: Skips.training_step returned None for batch 0, which skips it; with 2 "
         "ranks the others would wait for its gradients: return a loss on every rank, such as 0.0 "
-        "times the output",
+        "times the output for an input of zeros (0.0 times NaN is NaN)",
         "UserCodeError: the training data loader has a batch sampler of its own (Batches), which "
         "cannot be divided between ranks: let it yield this rank's batches only and give it the "
         "attribute num_replicas, or pass use_distributed_sampler=False",

@@ -65,6 +65,16 @@ def record_failure(error: BaseException) -> bool:
     return True
 
 
+def show_raised_error() -> None:
+    """Print the error that is being raised, unless a launcher of Stratagem prints its record.
+
+    A process that a signal may end at once calls this first.
+    """
+    error = sys.exc_info()[1]
+    if error is not None and not (record_failure(error) and has_parent()):
+        traceback.print_exception(error)
+
+
 def record_crashes() -> None:
     """Write the stack when a crash (SIGABRT, SIGSEGV) ends this process.
 
