@@ -28,6 +28,7 @@ from stratagem.errors import (
     UserCodeError,
 )
 from stratagem.plan.step_options import GradientClip
+from stratagem.precision import TruePrecision
 from stratagem.runtime.prepare import release
 from stratagem.trainer.hooks import HOOKS
 from stratagem.trainer.progress import RunState
@@ -300,8 +301,33 @@ def test_a_fit_that_nothing_would_end_is_ended() -> None:
     with pytest.raises(UserCodeError, match=r"returned None for all 4 batches of an epoch"):
         quiet(max_epochs=-1, max_steps=2).fit(Empty(), loader(16))
     trainer = quiet(max_epochs=2, max_steps=2)
-    trainer.fit(Empty(), loader(16))
+    text = (
+        r"Empty.training_step returned None for all 4 batches of an epoch, so nothing was "
+        r"optimized: end the method with `return loss`"
+    )
+    with pytest.warns(UserWarning, match=text):
+        trainer.fit(Empty(), loader(16))
     assert (trainer.current_epoch, trainer.global_step) == (2, 0)
+
+
+def test_an_epoch_whose_steps_all_overflow_is_warned_of_and_ends_no_fit() -> None:
+    class Overflows(TruePrecision):
+        scales_loss = True
+        steps = 0
+
+        def optimizer_step(self, optimizer: Optimizer, **options: Any) -> None:
+            self.steps += 1
+            self.step_was_skipped = self.steps <= 5
+
+    trainer = quiet(max_epochs=-1, max_steps=2, plugins=Overflows("32-true"))
+    with pytest.warns(UserWarning, match="overflowed") as warned:
+        trainer.fit(Regression(), loader(16))
+    assert [str(one.message) for one in warned] == [
+        "the gradients of all steps in an epoch of 4 batches overflowed, so loss scaling skipped "
+        "the steps and nothing was optimized. The scale falls with each; if it does not help, "
+        "look for NaN with detect_anomaly=True, or pass precision='bf16-mixed'"
+    ]
+    assert (trainer.current_epoch, trainer.global_step) == (1, 2)
 
 
 def test_training_step_may_take_the_batch_alone() -> None:
@@ -388,10 +414,14 @@ def test_a_training_step_without_a_return_is_warned_of_once() -> None:
         def training_step(self, batch: Batch, batch_idx: int) -> Tensor:  # type: ignore[return]
             super().training_step(batch, batch_idx)
 
-    text = "Forgets.training_step returned None for the first batch.*End the method with `return"
+    text = "Forgets.training_step returned None for "
     with pytest.warns(UserWarning, match=text) as warned:
         quiet(max_epochs=2).fit(Forgets(), loader())
-    assert len(warned) == 1
+    first, *epochs = [str(one.message).removeprefix(text) for one in warned]
+    assert first.startswith("the first batch, which skips it: ")
+    assert "End the method with `return loss`" in first
+    assert len(set(epochs)) == 1
+    assert epochs[0].startswith("all 11 batches of an epoch")
 
 
 # ---------------------------------------------------------------- how long, and how much

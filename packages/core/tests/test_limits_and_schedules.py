@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import (
     ReduceLROnPlateau,
     SequentialLR,
 )
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from stratagem import Callback, DataModule, Module, Trainer
 from stratagem.callbacks import ModelCheckpoint, batches_to_evaluate
@@ -107,6 +107,37 @@ def test_a_plateau_by_steps_reads_the_validation_of_its_step(
             values.append(sum(count <= step for _, count in model.validated))
         expected.append(0.5 ** max(0, len(values) - 1))
     assert model.rates == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"val_check_interval": 4}, [11, 22, 33]),
+        ({"val_check_interval": 4, "check_val_every_n_epoch": None}, [11, 22, 33]),
+        ({"val_check_interval": 15, "check_val_every_n_epoch": None}, [22, 33]),
+        ({"val_check_interval": 1.0, "check_val_every_n_epoch": 2}, [22]),
+        ({"val_check_interval": 11}, [11, 22, 33]),
+    ],
+)
+def test_a_plateau_by_epochs_steps_once_after_each_epoch_with_a_validation(
+    options: dict[str, Any], steps: list[int]
+) -> None:
+    class Notes(ReduceLROnPlateau):
+        def step(self, metrics: Any, epoch: Any = None) -> None:  # type: ignore[override]
+            taken.append((model.global_step, float(metrics)))
+
+    taken: list[tuple[int, float]] = []
+    model = Net(
+        lambda optimizer: {
+            "optimizer": optimizer,
+            "lr_scheduler": Notes(optimizer),
+            "monitor": "val_value",
+        }
+    )
+    quiet(max_epochs=3, **options).fit(model, loader(), loader())
+    # `val_value` is the number of validations so far: the latest one counts.
+    validations = [sum(at <= step for _, at in model.validated) for step in steps]
+    assert taken == list(zip(steps, map(float, validations), strict=True))
 
 
 def test_a_value_that_is_not_logged_is_an_error_unless_it_is_said_not_to_be() -> None:
@@ -244,6 +275,92 @@ def test_validation_counts_batches_over_epochs(
     saved = next(tmp_path.glob("*step=13*"))
     quiet(max_epochs=3, **options).fit(resumed, loader(), loader(), ckpt_path=saved)
     assert resumed.validated == [(epoch, step) for epoch, step in expected if step > 13]
+
+
+class Promised(IterableDataset[Tensor]):
+    """Yields 7 samples, and promises 10."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.ones(7, 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "validated"),
+    [
+        ({}, [7, 14]),
+        ({"accumulate_grad_batches": 2}, [4, 8]),
+        ({"val_check_interval": 0.5}, [5, 7, 12, 14]),
+        # Every third batch of an epoch; the tenth of ten would have no validation.
+        ({"val_check_interval": 3}, [3, 6, 10, 13]),
+        ({"val_check_interval": 5, "check_val_every_n_epoch": None}, [5, 10]),
+        ({"limit_train_batches": 4}, [4, 8]),
+    ],
+)
+def test_an_epoch_with_fewer_batches_than_its_length_ends_with_its_validation(
+    options: dict[str, Any], validated: list[int]
+) -> None:
+    model = Net()
+    data = DataLoader(Promised(), batch_size=1)
+    trainer = quiet(**options)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(model, data, loader())
+    assert [step for _, step in model.validated] == validated
+    short = (
+        "the training data loader yielded 7 batches, but its length promised 10: the epoch ends "
+        "after those. Let __len__ return the number that __iter__ yields, or leave __len__ out"
+    )
+    count = 0 if "limit_train_batches" in options else 2
+    assert [str(one.message) for one in told] == [short] * count
+
+
+@pytest.mark.filterwarnings("ignore:.*but its length promised 10")
+def test_an_epoch_with_fewer_batches_than_its_length_resumes_exactly(tmp_path: Path) -> None:
+    class Promises(SequentialSampler):
+        def __len__(self) -> int:
+            return 10
+
+    def data() -> DataLoader[Tensor]:
+        samples: Any = torch.arange(21.0).reshape(7, 3) / 21
+        return DataLoader(samples, sampler=Promises(samples))
+
+    def plateau_of_values(optimizer: Optimizer) -> Any:
+        scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "of_weights"}
+
+    class Whole(Net):
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            self.log("of_weights", self.layer(batch).mean())
+
+    def fit(model: Net, **arguments: Any) -> Net:
+        savers = [
+            ModelCheckpoint(tmp_path / "steps", "{step}", every_n_train_steps=1, save_top_k=-1),
+            ModelCheckpoint(
+                tmp_path / "ends", "{step}", save_on_train_epoch_end=False, save_top_k=-1
+            ),
+        ]
+        saves: dict[str, Any] = {} if arguments else {"callbacks": savers}
+        quiet(enable_checkpointing=not arguments, **saves).fit(model, data(), data(), **arguments)
+        return model
+
+    torch.manual_seed(0)
+    whole = fit(Whole(plateau_of_values))
+    assert [step for _, step in whole.validated] == [7, 14]
+    saved = [
+        (folder, path) for folder in ("steps", "ends") for path in (tmp_path / folder).iterdir()
+    ]
+    assert len(saved) == 16
+    for folder, path in saved:
+        step = int(path.stem.removeprefix("step="))
+        resumed = fit(Whole(plateau_of_values), ckpt_path=path)
+        is_left = [at for at in (7, 14) if at > step or (at == step and folder == "steps")]
+        assert [at for _, at in resumed.validated] == is_left, path
+        assert resumed.rates == whole.rates[step:], path
+        assert torch.equal(resumed.layer.weight, whole.layer.weight), path
 
 
 @pytest.mark.parametrize("time", [timedelta(seconds=30), "00:00:00:30", {"seconds": 30}])

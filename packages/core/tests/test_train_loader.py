@@ -138,6 +138,7 @@ def test_batches_of_unknown_number_are_read_before_the_step_and_let_go_within() 
     ],
     ids=["known", "stream", "overestimated", "list", "iterable"],
 )
+@pytest.mark.filterwarnings("ignore:.*yielded 8 batches, but its length promised 11")
 def test_the_last_step_is_divided_by_the_batches_that_it_has(
     make: Callable[[Counted], Any], read: int
 ) -> None:

@@ -18,6 +18,7 @@ from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.contract_checks import misspelled_methods
 from stratagem.interfaces.strategy import Strategy
 from stratagem.launch.process import are_hints_on, print_hint, print_hint_once
+from stratagem.launch.rank_zero import rank_zero_warn
 from stratagem.module.hyperparameters import HyperParametersMixin, savable
 from stratagem.module.module import Module
 from stratagem.plan.plan import RunPlan, supports
@@ -141,28 +142,39 @@ def check_module(job: Job, *, makes_optimizers: bool = False) -> None:
         )
 
 
-def check_that_it_ends(run: Run, before: Progress) -> None:
-    """Raise after an epoch without an optimizer step if the fit would never end.
+def check_steps_of_epoch(run: Run, before: Progress) -> None:
+    """Warn after an epoch without an optimizer step; raise if the fit would never end.
 
     Args:
-        run: a fit, whose last step had no loss.
+        run: a fit.
         before: its progress at the start of the epoch, or at the point of resuming.
 
     Raises:
-        UserCodeError: if only `max_steps` limits the fit.
+        UserCodeError: if `training_step` has no loss, and only `max_steps` limits the fit.
     """
-    options, progress = run.trainer.options, run.progress
-    took_none = progress.global_step == before.global_step and progress.batches > before.batches
-    endless = options.max_epochs == -1 and options.max_time is None and options.max_steps != -1
-    if took_none and endless and run.module.automatic_optimization:
-        name = type(run.module).__name__
-        why = f"{name}.training_step returned None for all {progress.batches} batches of an epoch"
-        if not run.optimizers:
-            why = f"{name}.configure_optimizers() returned None"
+    options, progress, step = run.trainer.options, run.progress, run.step
+    count, name = progress.batches - before.batches, type(run.module).__name__
+    took_none = progress.global_step == before.global_step and count > 0
+    if not took_none or not run.module.automatic_optimization or step is None:
+        return
+    if step.has_loss:
+        rank_zero_warn(
+            f"the gradients of all steps in an epoch of {count} batches overflowed, so loss "
+            "scaling skipped the steps and nothing was optimized. The scale falls with each; if "
+            "it does not help, look for NaN with detect_anomaly=True, or pass "
+            "precision='bf16-mixed'"
+        )
+        return
+    why = f"{name}.training_step returned None for all {count} batches of an epoch"
+    if not run.optimizers:
+        why = f"{name}.configure_optimizers() returned None"
+    if options.max_epochs == -1 and options.max_time is None and options.max_steps != -1:
         raise UserCodeError(
             f"{why}, and only max_steps={options.max_steps}, which counts optimizer steps, would "
             "end this fit: return a loss and an optimizer, or pass max_epochs"
         )
+    if run.optimizers:
+        rank_zero_warn(f"{why}, so nothing was optimized: end the method with `return loss`")
 
 
 def log_hyperparameters(run: Run) -> None:

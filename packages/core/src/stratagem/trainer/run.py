@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -19,7 +18,7 @@ from stratagem.discovery.registry import nearest_of
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.user_names import show
 from stratagem.launch.process import printable
-from stratagem.launch.rank import this_rank
+from stratagem.launch.rank import show_raised_error, this_rank
 from stratagem.runtime.optimizer import wrap_optimizer
 from stratagem.runtime.prepare import prepare, release
 from stratagem.storage import paths
@@ -37,10 +36,10 @@ from stratagem.trainer.loops import evaluation, fit as fit_loop
 from stratagem.trainer.loops.interruption import Interruption
 from stratagem.trainer.loops.validation import Validation
 from stratagem.trainer.metrics.log_buffer import LogBuffer
-from stratagem.trainer.metrics.metrics import Metrics
+from stratagem.trainer.metrics.metrics import LatestMetrics, Metrics
 from stratagem.trainer.options import set_determinism
 from stratagem.trainer.profiling import Profiling
-from stratagem.trainer.progress import EvaluationProgress
+from stratagem.trainer.progress import EvaluationProgress, Progress
 from stratagem.trainer.resume.checkpoint import (
     Weights,
     collect_checkpoint,
@@ -59,8 +58,6 @@ if TYPE_CHECKING:
     from stratagem.runtime.runtime import Runtime
     from stratagem.trainer.job import Job
     from stratagem.trainer.loaders.train_loader import TrainLoader
-    from stratagem.trainer.metrics.metrics import LatestMetrics
-    from stratagem.trainer.progress import Progress
     from stratagem.trainer.resume.rank_state import RankState
     from stratagem.trainer.step.step import Step
     from stratagem.trainer.trainer import Trainer
@@ -202,7 +199,7 @@ class Run:
                         logger.steps_taken = self.progress.global_step
                     self.rows.attempt(logger, partial(logger.finalize, status))
             if self.has_failed and self.interruption.is_pending:
-                traceback.print_exc()  # the signal may end the process at once
+                show_raised_error()  # the signal may end the process at once
             self.interruption.finish()
 
     def _position(self) -> str:

@@ -14,6 +14,7 @@ from stratagem.data.resume.resumable import Resumable
 from stratagem.data.sharding import UNKNOWN, length_of
 from stratagem.distributed.uneven_inputs import UnevenInputs, remedy_for
 from stratagem.errors import CheckpointMismatchError, UserCodeError
+from stratagem.launch.rank_zero import rank_zero_warn
 from stratagem.trainer.loaders.loaders import (
     Divide,
     Limit,
@@ -178,6 +179,8 @@ class TrainLoader:
     def check_end(self, done: int) -> None:
         """Check the number of batches at the end of `steps`; `done` is the number in this epoch.
 
+        Warn if there are fewer than the length said.
+
         Raises:
             UserCodeError: nothing, or fewer than the length said that other ranks rely on.
         """
@@ -187,6 +190,12 @@ class TrainLoader:
             raise UserCodeError(
                 f"{NAME} yielded no batch; expected at least one in each epoch: a generator can be "
                 "read only once, so pass a DataLoader or a list"
+            )
+        if done < self.end != UNKNOWN:
+            rank_zero_warn(
+                f"{NAME} yielded {done} batches, but its length promised {int(self.end)}: the "
+                "epoch ends after those. Let __len__ return the number that __iter__ yields, or "
+                "leave __len__ out"
             )
 
     def _lazy_steps(self, accumulate: int) -> Iterator[Collection[Any]]:

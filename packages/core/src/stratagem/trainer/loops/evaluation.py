@@ -13,8 +13,8 @@ from stratagem.data.combined_loader import CombinedLoader
 from stratagem.data.sharding import iterator_of
 from stratagem.interfaces.contract_checks import context_of
 from stratagem.launch.process import printable
-from stratagem.trainer.hooks import is_users, positional_parameters
-from stratagem.trainer.loaders.loaders import set_epoch_of
+from stratagem.trainer.hooks import Hook, is_users, positional_parameters
+from stratagem.trainer.loaders.loaders import EvaluationLoader, set_epoch_of
 from stratagem.trainer.loops.turns import Turns
 from stratagem.trainer.metrics.log_buffer import LogBuffer
 from stratagem.trainer.metrics.metrics import EpochMetrics, Metrics
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from stratagem.interfaces.prepared_model import PreparedModel
-    from stratagem.trainer.hooks import Hook
-    from stratagem.trainer.loaders.loaders import EvaluationLoader
     from stratagem.trainer.run import Run
 
 _STEPS = {"validation": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -68,7 +66,7 @@ def evaluate(
         epoch = metrics.end_epoch()
         if run.stage == "fit" and not is_sanity_check:
             run.validation.end()
-            run.schedulers.step_after_validation(epoch.values)
+            run.schedulers.note_validation(epoch.values)
         # At the last optimizer step, as the values of a training epoch.
         metrics.rows.write(epoch.for_loggers, run.progress.logged_step, run.progress.epoch)
         with module.logging_to(None):

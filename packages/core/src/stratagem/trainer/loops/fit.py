@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stratagem.trainer.checks import check_that_it_ends, new_parameter_check
+from stratagem.trainer.checks import check_steps_of_epoch, new_parameter_check
 from stratagem.trainer.loops.divergence import DivergenceCheck
-from stratagem.trainer.step.step import EndOfEpoch
+from stratagem.trainer.step.step import EndOfEpoch, Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.trainer.loaders.train_loader import TrainLoader
     from stratagem.trainer.run import Run
-    from stratagem.trainer.step.step import Step
 
 
 def fit(run: Run, prepared: PreparedModel, step: Step) -> None:
@@ -72,16 +71,15 @@ def fit(run: Run, prepared: PreparedModel, step: Step) -> None:
             # What follows sees the epoch as finished: a checkpoint that is saved from here on
             # resumes with the epoch's end. A stop in the middle leaves it unfinished.
             with step.epoch_context():
-                progress.epoch_is_done, validation_is_due = train_steps(interval)
+                progress.epoch_is_done, may_validate = train_steps(interval)
             if progress.epoch_is_done:
                 run.schedulers.step("epoch", epoch + 1)
-                if validation_is_due:
+                if may_validate and validation.is_missing(data.loader.batches):
                     validation.run(prepared)
             _end_epoch(run)
             if not progress.epoch_is_done:
                 break
-            if not step.has_loss:
-                check_that_it_ends(run, before)
+            check_steps_of_epoch(run, before)
             progress.next_epoch()
         if not (_has_all_steps(run) or _has_all_epochs(run)):
             _stop_together(run)
@@ -112,7 +110,7 @@ def _train_steps(
     """Return a function that takes the optimizer steps of an epoch.
 
     The function's argument is the number of batches between two validations (0: no validation). It
-    returns whether the epoch is done, and whether validation is due at its end.
+    returns whether the epoch is done, and whether it may end with a validation.
     """
     trainer, progress, validation = run.trainer, run.progress, run.validation
     take_step = run.profiling.wrap("run_training_batch", step.step_function())
@@ -122,14 +120,10 @@ def _train_steps(
     def train_steps(interval: float) -> tuple[bool, bool]:
         accumulate = run.accumulation(progress.epoch)
         end = loader.end
-        # With check_val_every_n_epoch=None batches are counted over epochs.
-        before = validation.counted_before(interval)
         # A checkpoint is saved before the validation of its step, and before the step of schedulers
         # that wait for a value: a resumed run begins with both.
-        is_due = progress.batches > progress.validated and validation.is_due(interval)
-        if is_due and progress.batches < end:
+        if progress.validated < progress.batches < end and validation.is_due(interval):
             validation.run(prepared)
-            is_due = False
         if 0 < progress.batches < end:
             run.schedulers.step_after_step(run.is_metric_pending)
             if run.should_stop() or _has_all_steps(run):
@@ -141,11 +135,8 @@ def _train_steps(
             step.finish()
             if run.deferred_saves:
                 run.flush_deferred_saves()
-            if interval:
-                is_due = (before + progress.batches) % interval < progress.last_step
-                if is_due and progress.batches < end:
-                    validation.run(prepared)
-                    is_due = False
+            if progress.batches < end and validation.is_due(interval):
+                validation.run(prepared)
             if divergence is not None:
                 divergence.check(progress.global_step, step.has_loss)
             if ends_here():
@@ -158,8 +149,8 @@ def _train_steps(
                 break
         else:
             loader.check_end(progress.batches)
-            return True, is_due or interval == float("inf")
-        return progress.batches >= end, is_due or interval == float("inf")
+            return True, True
+        return progress.batches >= end, True
 
     def until_the_end(interval: float) -> tuple[bool, bool]:
         try:
@@ -169,7 +160,7 @@ def _train_steps(
             step.abandon()
             if end.data_has_ended:
                 loader.check_end(progress.batches)
-            return True, end.data_has_ended and interval == float("inf")
+            return True, end.data_has_ended
 
     return run.profiling.wrap("run_training_epoch", until_the_end)
 

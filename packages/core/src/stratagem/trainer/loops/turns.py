@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,6 @@ from stratagem.errors import CommunicationError, UserCodeError
 from stratagem.interfaces.contract_checks import context_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.interfaces.ranks import Ranks
     from stratagem.interfaces.strategy import Strategy

@@ -36,6 +36,7 @@ class Validation:
         self.batches_of_epoch = self.last_batches = 0
         self.is_sanity_check = False
         interval = run.trainer.options.val_check_interval
+        self._counts_over_epochs = run.trainer.options.check_val_every_n_epoch is None
         self.seconds = interval.total_seconds() if isinstance(interval, timedelta) else None
         """The time interval in seconds. None: the interval is a number of batches."""
         self._since = 0.0
@@ -82,22 +83,19 @@ class Validation:
             )
         return max(1, int(batches * interval))
 
-    def counted_before(self, interval: float) -> int:
-        """Return the number of batches in previous epochs that an interval includes."""
-        over_epochs = self._run.trainer.options.check_val_every_n_epoch is None
-        return self._run.progress.batches_before if over_epochs and interval else 0
-
     def is_due(self, interval: float) -> bool:
         """Return whether validation is due after the last optimizer step, by the number of batches.
 
         Args:
             interval: the result of `interval`.
         """
-        progress = self._run.progress
+        if interval == 0:
+            return False
+        progress, batches = self._run.progress, self._run.progress.batches
+        if self._counts_over_epochs:
+            batches += progress.batches_before
         # Older checkpoints lack the number of batches of their last step.
-        last_step = progress.last_step or self._run.accumulation(progress.epoch)
-        counted = self.counted_before(interval) + progress.batches
-        return interval > 0 and counted % interval < last_step
+        return batches % interval < (progress.last_step or self._run.accumulation(progress.epoch))
 
     def is_missing(self, batches: float) -> bool:
         """Return whether the epoch, whose batches are finished, lacks its last validation.
@@ -109,7 +107,11 @@ class Validation:
         if progress.validated >= progress.batches or not self.is_in_epoch(progress.epoch):
             return False
         interval = self.interval(batches)
-        return interval == UNKNOWN or self.is_due(interval)
+        if interval == UNKNOWN or self.is_due(interval):
+            return True
+        # The data may end before the last validation that their length promised.
+        ends_early = progress.batches < batches and not self._counts_over_epochs
+        return ends_early and interval > 0 and batches % interval == 0
 
     def start_clock(self) -> None:
         """Restart the time until the next validation, if the interval is a time."""

@@ -37,6 +37,7 @@ from stratagem.checkpoint.trainer_format import FORMAT_VERSION, check_trainer_ch
 from stratagem.errors import CheckpointContentError, CheckpointMismatchError, naming
 from stratagem.module.hyperparameters import HyperParametersMixin, savable
 from stratagem.runtime.checkpoint_writer import (
+    CheckpointWriter,
     load_strategy_state,
     model_state,
     nonfinite_weights,
@@ -50,7 +51,6 @@ from stratagem.trainer.resume.rank_state import FORM as RANK_FORM, state_of_rank
 
 if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import PreparedModel
-    from stratagem.runtime.checkpoint_writer import CheckpointWriter
     from stratagem.trainer.run import Run
     from stratagem.trainer.trainer import Trainer
 

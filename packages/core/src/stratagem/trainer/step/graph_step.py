@@ -121,7 +121,7 @@ class GraphStep(Step):
                 self._logged.log(*one)
             before = after
             self.end(batch)
-        self._skipped = False
+        self._has_loss = True
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
         self.after_optimizer_step(self._optimizer)
 

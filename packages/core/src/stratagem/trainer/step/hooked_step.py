@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from stratagem.errors import ConfigurationError, PluginError, UserCodeError
 from stratagem.interfaces.stepping import Stepping, TrainStep
-from stratagem.trainer.hooks import is_users
+from stratagem.trainer.hooks import Hook, is_users
 from stratagem.trainer.step.batches import refuse_dataloader_iter
 from stratagem.trainer.step.contract_check import takes_own_steps
 from stratagem.trainer.step.step import Step, clear_nothing
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from stratagem.module.module import Module
     from stratagem.plan.plan import RunPlan
     from stratagem.plan.step_options import GradientClip, StepOptions
-    from stratagem.trainer.hooks import Hook
     from stratagem.trainer.run import Run
 
 STEP_HOOKS = ("optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping")

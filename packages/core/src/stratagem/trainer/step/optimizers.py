@@ -47,14 +47,7 @@ class SchedulerConfig:
     reduce_on_plateau: bool = False
 
     def is_due(self, interval: str, count: int) -> bool:
-        """Return whether it steps without a value after the `count`-th epoch or step (from 1)."""
-        return not self.reduce_on_plateau and self._is_its_turn(interval, count)
-
-    def is_due_with_value(self, interval: str, count: int) -> bool:
-        """Return whether it steps with a value after the `count`-th epoch or step (from 1)."""
-        return self.reduce_on_plateau and self._is_its_turn(interval, count)
-
-    def _is_its_turn(self, interval: str, count: int) -> bool:
+        """Return whether it steps after the `count`-th epoch or step (from 1)."""
         return self.interval == interval and count % self.frequency == 0
 
 

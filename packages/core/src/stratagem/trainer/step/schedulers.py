@@ -53,32 +53,27 @@ class Schedulers:
         if not self._automatic:
             return
         for config in self.configs:
-            if config.is_due(interval, count):
+            if not config.reduce_on_plateau and config.is_due(interval, count):
                 self._take_step(config.scheduler, None)
 
-    def step_after_validation(self, names: Collection[str]) -> None:
-        """Step the schedulers whose monitored value comes from validation."""
+    def note_validation(self, names: Collection[str]) -> None:
+        """Note the names that validation has logged."""
         self._names_of_validation.update(names)
-        self._step_monitored(lambda name: name in self._names_of_validation)
 
     def step_after_epoch(self, is_metric_pending: Callable[[str], bool]) -> None:
-        """Step the schedulers whose monitored value does not come from validation.
+        """Step the schedulers with a monitored value that are due after an epoch.
+
+        A value of validation counts only in an epoch with a validation.
 
         Args:
             is_metric_pending: a function that returns whether a missing value may be logged later.
         """
-        self._step_monitored(
-            lambda name: name not in self._names_of_validation and not is_metric_pending(name)
-        )
-
-    def _step_monitored(self, is_there: Callable[[str], bool]) -> None:
-        """Step the schedulers that are due in this epoch, each with its value."""
         if not self._automatic or not self._progress.epoch_is_done:
             return
-        for config in self.configs:
-            name = config.monitor
-            if config.is_due_with_value("epoch", self._progress.epoch + 1) and is_there(str(name)):
-                self._step_with_value(config)
+        old = () if self._progress.validated else self._names_of_validation
+        self._step_with_values(
+            "epoch", self._progress.epoch + 1, lambda name: name in old or is_metric_pending(name)
+        )
 
     @property
     def have_values_by_steps(self) -> bool:
@@ -97,11 +92,16 @@ class Schedulers:
         """
         if self._progress.global_step == self._seen or not self.have_values_by_steps:
             return
-        self._seen, count = self._progress.global_step, self.steps()
+        self._seen = self._progress.global_step
+        self._step_with_values("step", self.steps(), is_metric_pending)
+
+    def _step_with_values(
+        self, interval: str, count: int, is_pending: Callable[[str], bool]
+    ) -> None:
+        """Step the schedulers with a monitored value that are due and have their value."""
         for config in self.configs:
-            if config.is_due_with_value("step", count) and not is_metric_pending(
-                str(config.monitor)
-            ):
+            is_due = config.reduce_on_plateau and config.is_due(interval, count)
+            if is_due and not is_pending(str(config.monitor)):
                 self._step_with_value(config)
 
     def _step_with_value(self, config: SchedulerConfig) -> None:

@@ -12,17 +12,15 @@ from torch.optim import Optimizer
 
 from stratagem.errors import NonFiniteLossError, StratagemError, UserCodeError, with_explanation
 from stratagem.interfaces.contract_checks import context_of
-from stratagem.interfaces.prepared_model import StepModule
+from stratagem.interfaces.prepared_model import PreparedModel, StepModule
 from stratagem.interfaces.stepping import TrainStep
 from stratagem.launch.rank_zero import rank_zero_warn
-from stratagem.trainer.hooks import positional_parameters
+from stratagem.trainer.hooks import Hook, positional_parameters
 from stratagem.trainer.step.batches import batch_converter
 from stratagem.trainer.step.contract_check import StrategyCheck
 
 if TYPE_CHECKING:
-    from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.module.module import Module
-    from stratagem.trainer.hooks import Hook
     from stratagem.trainer.loaders.train_loader import TrainLoader
     from stratagem.trainer.run import Run
 
@@ -76,8 +74,10 @@ class Step(TrainStep):
         self._takes_index = positional_parameters(module.training_step).most > 1
         self._detect = run.trainer.options.detect_anomaly
         self._stepped = False
-        self._skipped: bool | None = None
-        """Whether this step is skipped, without a loss or by loss scaling; None: unknown yet."""
+        self._has_loss: bool | None = None
+        """Whether a micro-batch of this step has a loss; None: none was computed yet."""
+        self._left_out = False
+        """Whether loss scaling skipped this step."""
         self._outputs: Any = None
         self._check = StrategyCheck(strategy, prepared, run.trainer.options.step_options.clip)
         self._is_watched = self._check.is_due and module.automatic_optimization
@@ -117,7 +117,7 @@ class Step(TrainStep):
         self._micro_batches = self._expected = micro_batches
         self._begun = self._ended = 0
         self._weights = weights
-        self._stepped, self._skipped = False, None
+        self._stepped, self._left_out, self._has_loss = False, False, None
         self._logged.counts = True
 
     @property
@@ -133,7 +133,7 @@ class Step(TrainStep):
     @property
     def has_loss(self) -> bool:
         """Whether a micro-batch of the last step had a loss."""
-        return self._skipped is False
+        return self._has_loss is True
 
     def finish(self) -> None:
         """End a step: check it, call the hooks of its last batch, and log its values.
@@ -142,7 +142,8 @@ class Step(TrainStep):
         """
         stepped = self._stepped
         ended = self._ended
-        if ended != self._expected or self._begun != ended or not (stepped or self._skipped):
+        is_explained = stepped or self._left_out or self._has_loss is False
+        if ended != self._expected or self._begun != ended or not is_explained:
             self._check.explain(self._expected, self._begun, ended)
         if not stepped:
             self._count_batches()
@@ -183,7 +184,7 @@ class Step(TrainStep):
                 self.loss(self.begin(micro_batch), converted=True)
             self._stepped = self._progress.global_step > before
             self._count_batches()
-            self._skipped = True  # as for `finish`: user code takes its steps
+            self._has_loss = False  # as for `finish`: user code takes its steps
             self.end(micro_batch)
 
     def _count_batches(self) -> None:
@@ -237,10 +238,9 @@ class Step(TrainStep):
         loss = outputs if outputs.__class__ is Tensor else self._loss_in(outputs)
         self._loss = loss
         if loss is None:
-            if self._skipped is None:
-                self._skipped = True
+            self._has_loss = bool(self._has_loss)
             return None
-        self._skipped = False
+        self._has_loss = True
         if self._detect:
             self._check_finite(loss)
         return loss if self._weights is None else loss * self._weight
@@ -301,7 +301,7 @@ class Step(TrainStep):
     def optimizer_step_was_skipped(self, optimizer: Optimizer) -> None:
         """Count the batches, but no step, and call the hooks."""
         self._count_batches()
-        self._skipped = True
+        self._left_out = True
         for hook in self._on_before_zero_grad:
             hook(optimizer)
 
@@ -317,7 +317,7 @@ class Step(TrainStep):
                 raise UserCodeError(
                     f"{returned} for batch {self.batch_idx}, which skips it; with {world_size} "
                     "ranks the others would wait for its gradients: return a loss on every rank, "
-                    "such as 0.0 times the output"
+                    "such as 0.0 times the output for an input of zeros (0.0 times NaN is NaN)"
                 )
             if self._batch is None:
                 rank_zero_warn(f"{returned}: the batch is skipped, without a training_step")
