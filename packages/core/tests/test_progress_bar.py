@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -256,6 +257,24 @@ def test_it_names_what_it_goes_on_from_and_the_best_checkpoint(
     lines = said(capsys, callbacks=saver, enable_checkpointing=True)
     assert f"stratagem: checkpoints go to {tmp_path / 'again'}" in lines
     assert lines[-1] == f"stratagem: best checkpoint (loss_epoch 4.5): {saver.best_model_path}"
+
+
+def test_folders_below_the_working_folder_have_one_form_in_all_lines(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for given in ("saved", tmp_path / "saved"):
+        saver = ModelCheckpoint(given)
+        lines = said(
+            capsys, callbacks=saver, enable_checkpointing=True, logger=True, default_root_dir="."
+        )
+        assert "stratagem: checkpoints go to saved" in lines
+        assert any(line.startswith("stratagem: logs go to stratagem_logs/") for line in lines)
+        assert "stratagem: newest checkpoint: saved/epoch=0-step=3.ckpt" in lines
+        capsys.readouterr()
+        trainer_with(max_epochs=1).fit(Logs(), numbers(), ckpt_path=saver.best_model_path)
+        assert "resumed from saved/epoch=0-step=3.ckpt, at" in capsys.readouterr().err
+        shutil.rmtree("saved")
 
 
 def test_in_a_notebook_one_line_is_written_again_and_again(

@@ -108,8 +108,11 @@ def absolute(path: str | os.PathLike[str]) -> Location:
     return path.absolute() if isinstance(path, Path) else path
 
 
-def relative(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> str:
-    """Return `path` relative to `folder`, or unchanged if it lies outside of `folder`."""
+def relative(path: str | os.PathLike[str], folder: str | os.PathLike[str] = ".") -> str:
+    """Return `path` relative to `folder`, or its absolute form if it lies outside of `folder`.
+
+    Messages show paths relative to the working folder, which is the default.
+    """
     whole, beginning = str(absolute(path)), f"{absolute(folder)}/"
     return whole[len(beginning) :] if whole.startswith(beginning) else whole
 

@@ -114,10 +114,7 @@ def check_module(job: Job, *, makes_optimizers: bool = False) -> None:
         )
     remedy_of = _UNCALLED[stage]
     if uncalled := sorted(name for name in remedy_of if _is_defined(model, name)):
-        of_remedy: dict[str, list[str]] = {}
-        for name in uncalled:
-            of_remedy.setdefault(remedy_of[name], []).append(name)
-        remedies = (f"for {', '.join(names)}, {what}" for what, names in of_remedy.items())
+        remedies = (f"for {name}, {remedy_of[name]}" for name in uncalled)
         raise UserCodeError(
             f"{type(model).__name__} defines {', '.join(uncalled)}, which Stratagem does not "
             f"call, so training would differ silently: {'; '.join(remedies)}"

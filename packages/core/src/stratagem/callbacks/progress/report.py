@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
 
 from stratagem.discovery.installed import version_of
+from stratagem.storage.paths import relative
 
 if TYPE_CHECKING:
     from stratagem.module.module import Module
@@ -27,7 +28,7 @@ def beginning(trainer: Trainer) -> list[str]:
         lines.append(_parameters(run.module))
     if run.resume_point.path is not None:
         at = f"epoch {trainer.current_epoch}, step {trainer.global_step}"
-        lines.append(f"resumed from {run.resume_point.path}, at {at}")
+        lines.append(f"resumed from {relative(run.resume_point.path)}, at {at}")
     lines += _folders(trainer)
     lines += _advice(trainer)
     return [f"stratagem: {line}" for line in lines]
@@ -41,10 +42,10 @@ def ending(trainer: Trainer) -> list[str]:
         path, score = saver.best_model_path, saver.best_model_score
         if path:
             best = "" if score is None else f" ({saver.monitor} {score:.4g})"
-            lines.append(f"{'best' if best else 'newest'} checkpoint{best}: {path}")
+            lines.append(f"{'best' if best else 'newest'} checkpoint{best}: {relative(path)}")
     logs = [one.log_dir for one in trainer.loggers if one.log_dir]
     if logs and Path(logs[0], "metrics.csv").exists() and version_of("stratagem-extras"):
-        lines.append(f"to see its logs: stratagem report {logs[0]!r}")
+        lines.append(f"to see its logs: stratagem report {relative(logs[0])!r}")
     return [f"stratagem: {line}" for line in lines]
 
 
@@ -90,9 +91,9 @@ def short_count(number: int) -> str:
 
 
 def _folders(trainer: Trainer) -> list[str]:
-    logs = [logger.log_dir for logger in trainer.loggers if logger.log_dir]
-    saved = [str(saver.dirpath) for saver in trainer.checkpoint_callbacks if saver.dirpath]
-    if logs and saved == [str(Path(logs[0]) / "checkpoints")]:
+    logs = [relative(logger.log_dir) for logger in trainer.loggers if logger.log_dir]
+    saved = [relative(saver.dirpath) for saver in trainer.checkpoint_callbacks if saver.dirpath]
+    if logs and saved == [f"{logs[0]}/checkpoints"]:
         return [f"logs and checkpoints go to {', '.join(logs)}"]
     both = (("logs", logs), ("checkpoints", saved))
     return [f"{what} go to {', '.join(folders)}" for what, folders in both if folders]

@@ -133,9 +133,9 @@ def find_checkpoint(trainer: Trainer, requested: str | Path) -> paths.Location:
     for text in rejected:
         warnings.warn(f"ckpt_path='last': {text}", stacklevel=2)
     searches = trainer.is_global_zero and not (found or problem)
-    earlier = _of_earlier_runs(savers) if searches else ""
-    found, problem, earlier = trainer.ranks.broadcast([found, problem, earlier])
-    folders = ", ".join(str(c.dirpath) for c in savers if c.dirpath is not None)
+    advice = _advice_if_none(trainer, savers) if searches else ""
+    found, problem, advice = trainer.ranks.broadcast([found, problem, advice])
+    folders = ", ".join(paths.relative(c.dirpath) for c in savers if c.dirpath is not None)
     if problem:
         raise CheckpointNotFoundError(
             f"ckpt_path={str(requested)!r}: {folders} cannot be searched: {problem}"
@@ -145,8 +145,7 @@ def find_checkpoint(trainer: Trainer, requested: str | Path) -> paths.Location:
             f"ckpt_path={str(requested)!r}: no checkpoint has been saved yet"
             f"{f' in {folders}' if folders else ''}"
             f"{', since a fast_dev_run saves none' if trainer.options.fast_dev_run else ''}: "
-            f"{_way_to_an_earlier_run(earlier)}. A "
-            "new run saves in a new folder, unless ModelCheckpoint is given dirpath="
+            + advice
             if not rejected
             else f"ckpt_path='last': none of the {len(rejected)} checkpoint(s) in {folders} is "
             "whole"
@@ -165,25 +164,24 @@ def _of_a_later_run(candidates: list[paths.Entry], found: str) -> list[str]:
     if not run or not other or run == other or (step or 0) >= (highest or 0):
         return []
     return [
-        f"took {found!r}, which has the highest step. Another run has saved {str(newest)!r} later, "
-        f"at step {step}: to resume that run, pass this path. Give each run a folder of its own"
+        f"took {paths.relative(found)!r}, which has the highest step. Another run has saved "
+        f"{paths.relative(newest)!r} later, at step {step}: to resume that run, pass this path. "
+        "Give each run a folder of its own"
     ]
 
 
-def _way_to_an_earlier_run(checkpoint: str) -> str:
-    if not checkpoint:
-        return "fit first, or pass a path"
-    return f"the newest one of an earlier run is ckpt_path={checkpoint!r}"
-
-
-def _of_earlier_runs(savers: list[ModelCheckpoint]) -> str:
-    """Return the newest checkpoint beside the logs of other versions; "": there is none."""
-    own = [saver.dirpath for saver in savers if isinstance(saver.dirpath, Path)]
-    beside_logs = [folder for folder in own if folder.name == "checkpoints"]
-    others = {each for one in beside_logs for each in one.parent.parent.glob("*/checkpoints")}
-    found = find_all(sorted(others))
-    newest = max(found, key=lambda entry: entry.modified, default=None)
-    return "" if newest is None else str(newest.path)
+def _advice_if_none(trainer: Trainer, savers: list[ModelCheckpoint]) -> str:
+    """Return what to do if no checkpoint is found; beside logs, each run has its own folder."""
+    logs = [Path(logger.log_dir) for logger in trainer.loggers if logger.log_dir]
+    own = [saver.dirpath.parent for saver in savers if isinstance(saver.dirpath, Path)]
+    versions = {folder.parent for folder in own if folder in logs}
+    others = (each for folder in versions for each in folder.glob("*/checkpoints"))
+    newest = max(find_all(sorted(others)), key=lambda entry: entry.modified, default=None)
+    way = "fit first, or pass a path"
+    if newest is not None:
+        way = f"the newest one of an earlier run is ckpt_path={paths.relative(newest.path)!r}"
+    new = ". A new run saves in a new folder, unless ModelCheckpoint is given dirpath="
+    return way + (new if versions else "")
 
 
 def newest_checkpoint(trainer: Trainer) -> str | None:
