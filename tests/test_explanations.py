@@ -57,12 +57,16 @@ def test_the_command_prints_one_text_or_the_list(capsys: pytest.CaptureFixture[s
     assert lines[-1] == "Next: stratagem errors NAME"
 
 
-def test_an_unknown_name_is_told_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("name", "meant"), [("hangs", "; did you mean 'hang'?"), ("weather", "")])
+def test_an_unknown_name_is_told_which_there_are(
+    name: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
-        run_command(["errors", "hnag"])
-    said = capsys.readouterr().err
-    assert "'hnag'" in said
-    assert all(name in said for name in explanations())
+        run_command(["errors", name])
+    listed = ", ".join(explanations())
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"stratagem errors: error: no error has the name {name!r}: choose from {listed}{meant}"
+    )
 
 
 def test_the_last_line_of_an_error_about_a_checkpoint_stays_a_line() -> None:

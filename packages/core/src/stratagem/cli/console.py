@@ -23,18 +23,35 @@ _COLORS |= {"error": 31, "broken": 31, "incompatible": 31}
 Number = TypeVar("Number", int, float)
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Folds the paragraphs of a description, but none with an indented line, such as a command.
+
+    The width is explicit, since argparse would import shutil, bz2 and lzma to find it.
+    """
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=terminal_width() - 2)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.strip().split("\n\n")
+        return "\n\n".join(
+            each if "\n " in f"\n{each}" else "\n".join(_folded(each, min(width, 98)))
+            for each in paragraphs
+        )
+
+
 def parser_of(command: str, description: str, *, json: bool = True) -> argparse.ArgumentParser:
     """Return a parser for a command's arguments.
 
     Args:
         command: the name of the command.
-        description: the text of `--help`; its lines are not wrapped.
+        description: the text of `--help`; paragraphs without indented lines are folded.
         json: whether the command accepts `--json`.
     """
     parser = argparse.ArgumentParser(
         prog=f"stratagem {command}",
         description=description,
-        formatter_class=_formatter,
+        formatter_class=HelpFormatter,
         # A new option with the same prefix must not change the meaning of an abbreviation.
         allow_abbrev=False,
     )
@@ -63,11 +80,6 @@ def at_least(lowest: Number) -> Callable[[str], Number]:
         return value
 
     return number
-
-
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    """Return the help formatter; an explicit width avoids importing shutil, bz2 and lzma."""
-    return argparse.RawDescriptionHelpFormatter(prog, width=terminal_width() - 2)
 
 
 def terminal_width(otherwise: int = 80) -> int:
@@ -128,8 +140,8 @@ def aligned(rows: Sequence[Sequence[str]], width: int | None = None, *, color: b
     widths = [max(map(len, column)) for column in columns]
     if width is not None:
         words = [max(map(len, " ".join(column).split(" ")), default=0) for column in columns]
-        # Words stay whole while there is room; long ones, such as paths, need not.
-        for least in ([min(word, 16) for word in words], [8] * len(words)):
+        # Words stay whole while there is room, and then all but long ones, such as paths.
+        for least in (words, [min(word, 16) for word in words], [8] * len(words)):
             while sum(widths) + 2 * (len(widths) - 1) > width and any(map(gt, widths, least)):
                 widest = max(range(len(widths)), key=lambda n: (widths[n] > least[n], widths[n]))
                 widths[widest] -= 1

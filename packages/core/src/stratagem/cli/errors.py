@@ -23,8 +23,14 @@ def run(arguments: Sequence[str]) -> int:
     """
     texts = explanations()
     parser = parser_of("errors", _DESCRIPTION, json=False)
-    parser.add_argument("name", nargs="?", choices=texts, metavar="NAME", help=", ".join(texts))
+    parser.add_argument("name", nargs="?", metavar="NAME", help=", ".join(texts))
     name = parser.parse_args(arguments).name
+    if name is not None and name not in texts:
+        from stratagem.discovery.registry import nearest_of  # after failures only
+
+        near = nearest_of(name, list(texts))
+        meant = f"; did you mean {near!r}?" if near else ""
+        parser.error(f"no error has the name {name!r}: choose from {', '.join(texts)}{meant}")
     if name is None:
         print_table(("name", "explains"), [(n, t.splitlines()[0]) for n, t in texts.items()])
         print("\nNext: stratagem errors NAME")

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from stratagem import __version__
 from stratagem.cli import COMMANDS, Run
-from stratagem.cli.console import aligned
+from stratagem.cli.console import aligned, table_width
 from stratagem.discovery import Check, Command, registry as discovery
 from stratagem.discovery.entry_points import CORE
 from stratagem.discovery.installed import why_missing
@@ -144,15 +144,6 @@ def run_other(arguments: Sequence[str]) -> int:
         print(_help(group, summaries), file=sys.stdout if rest else sys.stderr)
         return 0 if rest else 2
     name = f"{group} {rest[0]}".strip()
-    owners = [plugin for plugin, check in failures if check.name == f"command {name!r}"]
-    if len(owners) > 1:
-        names = [owner.partition(" ")[0].partition(":")[0] for owner in owners]
-        print(
-            f"stratagem: error: the command {name!r} is provided by {' and '.join(names)}: "
-            "uninstall one of them",
-            file=sys.stderr,
-        )
-        return 2
     near = _MEANT.get(name) or nearest_of(name, list(summaries))
     parts = [
         f"stratagem: error: No such command {name!r}.",
@@ -168,7 +159,7 @@ def _help(group: str, summaries: Mapping[str, str]) -> str:
     """Return the list of all commands, or of commands with the first word `group`."""
     prefix = f"{group} " if group else ""
     rows = [(name, text) for name, text in summaries.items() if name.startswith(prefix)]
-    listed = f"commands:\n{indent(aligned(rows), '  ')}\n"
+    listed = f"commands:\n{indent(aligned(rows, table_width() - 2), '  ')}\n"
     if group:
         return f"usage: stratagem {prefix}COMMAND [arguments]\n\n{listed}\n{_MORE}"
     return f"""usage: stratagem COMMAND [arguments]

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from stratagem._platform import ENDING
-from stratagem.cli.console import at_least
+from stratagem.cli.console import HelpFormatter, at_least
 from stratagem.errors import StratagemError
 from stratagem.launch import network, rank
 from stratagem.launch.environment import rank_environment
@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="stratagem run",
         usage="stratagem run SCRIPT --devices N [options] [--] [arguments of the script]",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         # The script's arguments must not depend on options with the same prefix.
         allow_abbrev=False,
         # Without argparse's own help, since its -h would also match a script's "-hidden".

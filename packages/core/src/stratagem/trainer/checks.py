@@ -428,8 +428,8 @@ def check_folders_before_launch(trainer: Trainer, runtime: Runtime, stage: str) 
     is_elsewhere = plan.num_nodes > 1 or supports(plan.launcher, "devices_elsewhere")
     if runtime.is_launched or is_elsewhere or not supports(plan.launcher, "starts_ranks"):
         return
-    if trainer.is_global_zero:
-        _raise(_find_unwritable(trainer, stage))
+    if trainer.is_global_zero and (problem := _find_unwritable(trainer, stage)):
+        raise ConfigurationError(problem)
 
 
 def check_folders_on_ranks(trainer: Trainer, stage: str) -> None:
@@ -439,11 +439,7 @@ def check_folders_on_ranks(trainer: Trainer, stage: str) -> None:
         ConfigurationError: on every rank, if a folder cannot be created or written to.
     """
     found = _find_unwritable(trainer, stage) if trainer.is_global_zero else ""
-    _raise(trainer.ranks.broadcast(found))
-
-
-def _raise(problem: str) -> None:
-    if problem:
+    if problem := trainer.ranks.broadcast(found):
         raise ConfigurationError(problem)
 
 
