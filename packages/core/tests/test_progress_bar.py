@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
 
-from stratagem import Module, Trainer
+from stratagem import Callback, Module, Trainer
 from stratagem.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar, Timer
 
 HAS_EXTRAS = find_spec("stratagem_extras") is not None
@@ -187,6 +187,21 @@ def test_lines_of_a_log_come_every_so_often(capsys: pytest.CaptureFixture[str]) 
 def test_a_log_has_a_line_for_every_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     epochs = [line for line in said(capsys, max_epochs=50) if line.startswith("epoch")]
     assert [line.partition("  ")[0] for line in epochs] == [f"epoch {n}/49" for n in range(50)]
+
+
+def test_the_line_of_an_epoch_has_the_values_of_its_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Ends(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+            self.log("ended", float(trainer.current_epoch), prog_bar=True)
+
+    lines = said(capsys, callbacks=Ends(), max_epochs=2)
+    epochs = [line for line in lines if line.startswith("epoch")]
+    assert [re.findall(r"^epoch \d|ended \d", line) for line in epochs] == [
+        ["epoch 0", "ended 0"],
+        ["epoch 1", "ended 1"],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,23 @@ def test_parameters_without_gradients_are_named(hints: Hints) -> None:
     assert not net.trainer.run.require_prepared().optimizers[0]._optimizer_step_post_hooks
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_layers_in_a_list_are_said_after_the_first_step(hints: Hints, fast: bool) -> None:
+    class Listed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [nn.Linear(4, 1)]
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.layers[0](batch).square().mean()  # type: ignore[no-any-return]
+
+    assert hints(Listed(), fast_dev_run=fast) == [
+        "stratagem: none of the 4 parameters of the optimizer had a gradient in the first step, so "
+        "that the model does not train: keep layers of a list or a dict in nn.ModuleList or "
+        "nn.ModuleDict, and compute the loss from the model's output without detach()"
+    ]
+
+
 # -- loaders
 
 

@@ -262,6 +262,8 @@ class _Gradients:
             self._check_unheld()
         if self._without:
             self._without = {n: p for n, p in self._without.items() if p.grad is None}
+        if self.steps == 1:
+            self._check_none()
 
     def _check_unheld(self) -> None:
         names = [n for n, p in self._unheld.items() if p.requires_grad and p.grad is not None]
@@ -270,6 +272,16 @@ class _Gradients:
                 f"no optimizer holds {len(names)} of {len(self._named)} parameters that get "
                 f"gradients ({format_names(names)}), so that they do not train: pass them to the "
                 "optimizer in configure_optimizers, or set requires_grad=False"
+            )
+
+    def _check_none(self) -> None:
+        """Hint at a first step in which no parameter had a gradient."""
+        if self._without and len(self._without) == self._trained:
+            self._say(
+                f"none of the {self._trained} parameters of the optimizer had a gradient in the "
+                "first step, so that the model does not train: keep layers of a list or a dict in "
+                "nn.ModuleList or nn.ModuleDict, and compute the loss from the model's output "
+                "without detach()"
             )
 
     def check_missing(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,8 @@ class ProgressBar(Callback):
         [True]
     """
 
+    runs_after_metrics = True
+
     def __init__(
         self,
         *,
@@ -56,7 +59,7 @@ class ProgressBar(Callback):
         self._console = console
         self._enabled = True
         self._trainer: Trainer | None = None
-        self._due = float("inf")
+        self._due = inf
         """The time of the next refresh."""
         self._display: Display | None = None
         self._rows: list[Row] = []
@@ -65,13 +68,7 @@ class ProgressBar(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, without the run and the display."""
-        shown: dict[str, Any] = {
-            "_trainer": None,
-            "_display": None,
-            "_rows": [],
-            "_due": float("inf"),
-        }
-        return {**vars(self), **shown}
+        return {**vars(self), "_trainer": None, "_display": None, "_rows": [], "_due": inf}
 
     # -- for users to call and override
 
@@ -168,7 +165,7 @@ class ProgressBar(Callback):
             self._display.close()
         self._display = None
         self._rows.clear()
-        self._due = float("inf")
+        self._due = inf
 
     # -- training
 
@@ -297,5 +294,5 @@ def batches_to_evaluate(trainer: Trainer, what: str) -> list[float]:
         [3.0]
     """
     steps = trainer.options.num_sanity_val_steps if trainer.sanity_checking else -1
-    most = float("inf") if steps == -1 else steps
+    most = inf if steps == -1 else steps
     return [min(most, one.batches) for one in trainer.run.evaluation_loaders.get(what, [])]
