@@ -45,7 +45,8 @@ PUBLIC = {
     "run_packed pack_result unpack_result rank_failure run_as_rank",
     "stratagem.data": "map_items map_tensors",
     "stratagem.state": "named_state load_named_state matching_groups check_weights "
-    "check_safe_data find_offending_value to_bytes from_bytes",
+    "check_optimizer_state per_parameter_state state_without_wrapper check_safe_data "
+    "find_offending_value to_bytes from_bytes",
     "stratagem.storage": "check_is_new durable_replace read write",
     "stratagem.rng": "seed_devices_by",
     "stratagem.loggers": "Logger",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PROJECT = "stratagem"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
-hookimpl = pluggy.HookimplMarker(PROJECT)
+hookimpl: pluggy.HookimplMarker = pluggy.HookimplMarker(PROJECT)
 
 _COMMAND = re.compile(r"[a-z][a-z0-9_-]*( [a-z][a-z0-9_-]*)?")
 

@@ -378,6 +378,10 @@ class Registry:
             + ", ".join(repr(f"{holder.distribution}:{plain}") for holder in holders)
         )
 
+    def has(self, kind: str, name: str) -> bool:
+        """Return whether a component has a name, an alias, or a qualified form; see `find`."""
+        return (kind, name.rpartition(":")[2].casefold()) in self._candidates
+
     def _unknown(self, kind: str, name: str) -> str:
         known = self.names(kind)
         qualifier, _, plain = name.rpartition(":")

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from stratagem._platform import optional_module
-from stratagem.data.pytree import map_tensors, move_to_device
-from stratagem.discovery.specs import Availability
+from stratagem.accelerators import Accelerator, DeviceMemory
+from stratagem.data import map_tensors, move_to_device
+from stratagem.discovery import Availability
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.accelerator import Accelerator, DeviceMemory
 from stratagem.native.plugin import cpu_availability
 
 

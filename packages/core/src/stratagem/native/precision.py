@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from stratagem.accelerators import Accelerator
 from stratagem.data.pytree import convert_floats, convert_module_floats
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.accelerator import Accelerator
-from stratagem.interfaces.precision import Precision, default_dtype
+from stratagem.precision import Precision, default_dtype
 
 _DTYPES = {
     "64-true": torch.float64,

@@ -142,16 +142,8 @@ def sort_plugins(
 def _kind_of(plugin: Any) -> str | None:
     """Return which field of the request a plugin fills, or None."""
     if isinstance(plugin, str):
-        registry = get_registry()
-        for kind in _CLASSES:
-            if any(_is_called(candidate.spec, plugin) for candidate in registry.candidates(kind)):
-                return kind
-        return None
+        return next((kind for kind in _CLASSES if get_registry().has(kind, plugin)), None)
     return next((kind for kind, cls in _CLASSES.items() if isinstance(plugin, cls)), None)
-
-
-def _is_called(spec: Any, name: str) -> bool:
-    return name.casefold() in {n.casefold() for n in (spec.name, *spec.aliases)}
 
 
 def as_list(value: Any) -> list[Any]:

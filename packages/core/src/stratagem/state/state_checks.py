@@ -51,7 +51,7 @@ _ENTRIES = {
 _OPTIONS = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum", "grad_avg": "centered"}
 
 
-def check_entries(
+def check_optimizer_state(
     optimizer: Optimizer, parameters: Mapping[str, Tensor], state: Mapping[str, Any]
 ) -> None:
     """Check the saved entries of parameters against the optimizer's expected entries.
@@ -66,6 +66,14 @@ def check_entries(
 
     Raises:
         CheckpointMismatchError: names the parameter and the entry.
+
+    Example:
+        >>> import torch
+        >>> from stratagem.state import check_optimizer_state, named_state
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> parameters = dict(model.named_parameters())
+        >>> check_optimizer_state(optimizer, parameters, named_state(optimizer, model))
     """
     is_torchs = type(optimizer).__module__.startswith("torch.optim")
     kind = type(optimizer).__name__

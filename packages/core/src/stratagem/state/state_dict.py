@@ -25,7 +25,12 @@ from stratagem.errors import (
 )
 from stratagem.state.safe_data import check_safe_data
 from stratagem.state.shards import LazyTensor, read_whole
-from stratagem.state.state_checks import OPTIMIZER_FORM, as_mismatch, check_entries, check_kinds
+from stratagem.state.state_checks import (
+    OPTIMIZER_FORM,
+    as_mismatch,
+    check_kinds,
+    check_optimizer_state,
+)
 
 _WRAPPER = "_orig_mod."
 """What torch.compile(module) puts before the names of a module; models here have none of it."""
@@ -77,7 +82,7 @@ def load_named_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str
         _merged(optimizer, group, saved)
         for group, saved in zip(groups, matching_groups(own, state["param_groups"]), strict=True)
     ]
-    check_entries(optimizer, dict(module.named_parameters()), state)
+    check_optimizer_state(optimizer, dict(module.named_parameters()), state)
     saved = state["state"]
     entries = {index: saved[name] for index, name in names.items() if name in saved}
     with as_mismatch(type(optimizer).__name__):
@@ -86,12 +91,27 @@ def load_named_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str
         optimizer.load_state_dict({**other, "state": others | entries, "param_groups": matched})
 
 
-def require_of_parameters(optimizer: Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an optimizer's state (see `named_state`) for a strategy that divides it by parameters.
+def per_parameter_state(optimizer: Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an optimizer's state for a strategy that divides it by parameters.
+
+    The names are those without `torch.compile(module)` around modules.
+
+    Args:
+        optimizer: the optimizer, for the error.
+        state: its state (see `named_state`).
 
     Raises:
-        CheckpointMismatchError: it has entries of no parameter; names them.
+        CheckpointMismatchError: the state has entries of no parameter, or is no optimizer's state.
+
+    Example:
+        >>> import torch
+        >>> from stratagem.state import named_state, per_parameter_state
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> per_parameter_state(optimizer, named_state(optimizer, model))["state"]
+        {}
     """
+    state = optimizer_state_without_wrapper(state)
     if other := state.get(_OTHER):
         names = [*(key for key in other if key != "state"), *other.get("state", ())]
         raise CheckpointMismatchError(
@@ -213,17 +233,15 @@ def matching_groups(
     return found
 
 
-def without_wrapper(state: Mapping[str, Any]) -> Mapping[str, Any]:
+def state_without_wrapper(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return state by the names that it has without `torch.compile(module)` around modules.
 
     Example:
-        >>> from stratagem.state.state_dict import without_wrapper
-        >>> without_wrapper({"net._orig_mod.weight": 1})
+        >>> from stratagem.state import state_without_wrapper
+        >>> state_without_wrapper({"net._orig_mod.weight": 1})
         {'net.weight': 1}
     """
     require_form(state, {str: object}, "the state by names")
-    if not any(_WRAPPER in name for name in state):
-        return state
     return {name.replace(_WRAPPER, ""): value for name, value in state.items()}
 
 
@@ -250,7 +268,7 @@ def optimizer_state_without_wrapper(state: Mapping[str, Any]) -> Mapping[str, An
         return state
     return {
         **state,
-        "state": without_wrapper(state["state"]),
+        "state": state_without_wrapper(state["state"]),
         "param_groups": [
             {**group, "params": [name.replace(_WRAPPER, "") for name in group["params"]]}
             for group in groups
@@ -269,7 +287,7 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool = 
     Raises:
         CheckpointMismatchError: lists missing and unexpected names and differing shapes.
     """
-    own, state = module.state_dict(), without_wrapper(state)
+    own, state = module.state_dict(), state_without_wrapper(state)
     shapes = {n: tuple(value.shape) for n, value in own.items() if isinstance(value, Tensor)}
     check_weights(own, shapes, state, strict=strict)
     module.load_state_dict(dict(state), strict=strict)

@@ -94,7 +94,8 @@ class HangWatch:
             now = dict(survey.answers)
             if now == before and _is_deadlock(now, self.statuses.world_size):
                 self._end(number, survey)
-            if now == before and not is_said and self.statuses.rank == _first_waiting(now):
+            waiting = [rank for rank, own in now.items() if own.operation in COLLECTIVES]
+            if now == before and not is_said and self.statuses.rank == min(waiting, default=None):
                 _say(self._message(number, survey, "A second signal ends the ranks that wait"))
                 is_said = True
             before = now
@@ -136,11 +137,6 @@ def _is_deadlock(statuses: dict[int, RankStatus], world_size: int) -> bool:
     """Return whether all ranks wait in collectives, and not all in the same one."""
     operations = {status.operation for status in statuses.values()}
     return len(statuses) == world_size and len(operations) > 1 and operations <= COLLECTIVES
-
-
-def _first_waiting(statuses: dict[int, RankStatus]) -> int | None:
-    """Return the lowest rank that waits in a collective."""
-    return min((r for r, s in statuses.items() if s.operation in COLLECTIVES), default=None)
 
 
 def _say(message: str) -> None:

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -172,7 +173,7 @@ class CheckpointReader:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # To another process goes nothing that was read.
-        return _make_reader, (self._verify,)
+        return partial(CheckpointReader, verify=self._verify), ()
 
     def verify(self, path: str | os.PathLike[str]) -> None:
         """Raise if the checkpoint is damaged, so that `open` would fail.
@@ -230,10 +231,6 @@ class CheckpointReader:
         except (OSError, ValueError):
             return None  # a URL
         return verified if _identity(at_path) == identity else None
-
-
-def _make_reader(verify: bool) -> CheckpointReader:
-    return CheckpointReader(verify=verify)
 
 
 def _identity(state: os.stat_result) -> tuple[int, ...]:

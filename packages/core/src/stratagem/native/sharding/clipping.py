@@ -57,11 +57,8 @@ def global_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
     parts = []
     for groups, gradients in by_ranks.items():
         held = [gradient for gradient in gradients if gradient.numel()]
-        norm = (
-            _at_least_float32(nn.utils.get_total_norm(held, norm_type))
-            if held
-            else torch.zeros((), device=gradients[0].device)
-        )
+        norm = nn.utils.get_total_norm(held, norm_type) if held else gradients[0].new_zeros(())
+        norm = norm if norm.dtype is torch.float64 else norm.float()
         part = norm if largest else norm**norm_type
         for group in groups:
             dist.all_reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group)
@@ -70,10 +67,6 @@ def global_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
         return torch.zeros((), device=device)
     joined = torch.stack(parts)
     return joined.max() if largest else joined.sum() ** (1.0 / norm_type)
-
-
-def _at_least_float32(norm: Tensor) -> Tensor:
-    return norm if norm.dtype is torch.float64 else norm.float()
 
 
 def _ranks_of(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from stratagem.interfaces.accelerator import Accelerator
+from stratagem.accelerators import Accelerator
 
 WHOLE_BYTES = 64 * 2**20
 """Bytes of parameters that are whole at a time, or one parameter if that is larger."""

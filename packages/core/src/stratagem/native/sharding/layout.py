@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
+from stratagem.checkpoint import LazyTensor, Shards, read_whole
 from stratagem.errors import ConfigurationError
-from stratagem.state.shards import LazyTensor, Shards, read_whole
 
 
 def distribute_like(pattern: Tensor, whole: Tensor | LazyTensor) -> Tensor:

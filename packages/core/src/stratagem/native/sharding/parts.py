@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from stratagem.interfaces.prepared_model import StepModule
 from stratagem.native.sharding.layout import keep_whole
+from stratagem.strategies import StepModule
 
 
 def find_roots(module: nn.Module) -> list[nn.Module]:

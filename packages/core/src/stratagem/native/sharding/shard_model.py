@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stratagem.errors import UserCodeError
-from stratagem.interfaces.prepared_model import StepModule
 from stratagem.native.sharding.deferred import is_put_away, restore
 from stratagem.native.sharding.layout import (
     broadcast_from_first,
     is_replicated,
     keep_whole,
 )
+from stratagem.strategies import StepModule
 
 _SUCCESSOR = "_stratagem_successor"
 

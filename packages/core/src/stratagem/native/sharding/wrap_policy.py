@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.prepared_model import StepModule
+from stratagem.strategies import StepModule
 
 WrapPolicy = Callable[..., bool] | Collection[type[nn.Module]] | type[nn.Module] | int
 """Classes; a function of a module; or the smallest number of parameters of a group."""

@@ -15,15 +15,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from stratagem.distributed.parallel_strategy import ParallelStrategy
 from stratagem.errors import ConfigurationError, StratagemError, UserCodeError, with_explanation
-from stratagem.interfaces.components import Components
-from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.native.plugin import DDP
 from stratagem.native.sharding.layout import broadcast_from_first
 from stratagem.native.strategies.communication_hooks import CommHook, CommunicationHook, CommWrapper
 from stratagem.native.strategies.each_backward import EachBackward
-from stratagem.plan.memory import StepMemory
+from stratagem.strategies import Components, ParallelStrategy, PreparedModel, StepMemory
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.prepared_model import Optimizers, PreparedModel, make_optimizers
 from stratagem.native.strategies.ddp import DDPStrategy
-from stratagem.state.state_dict import (
+from stratagem.state import (
     load_named_state,
     named_state,
-    optimizer_state_without_wrapper,
-    require_of_parameters,
+    per_parameter_state,
 )
+from stratagem.strategies import Optimizers, PreparedModel, make_optimizers
 
 with warnings.catch_warnings():
     # The package compiles its functional optimizers, which torch itself calls deprecated.
@@ -84,8 +83,8 @@ class DDPShardedStrategy(DDPStrategy):
         if not isinstance(optimizer, ShardedOptimizer):
             return super().optimizer_state(prepared, optimizer)
         source = optimizer.source
-        groups = require_of_parameters(source, super().optimizer_state(prepared, source))
-        own = require_of_parameters(source, named_state(optimizer.optim, prepared.original))
+        groups = per_parameter_state(source, super().optimizer_state(prepared, source))
+        own = per_parameter_state(source, named_state(optimizer.optim, prepared.original))
         return {**groups, "state": self._gather_on_rank_0(own["state"])}
 
     def load_optimizer_state(
@@ -95,7 +94,7 @@ class DDPShardedStrategy(DDPStrategy):
         if not isinstance(optimizer, ShardedOptimizer):
             super().load_optimizer_state(prepared, optimizer, state)
             return
-        state = require_of_parameters(optimizer.source, optimizer_state_without_wrapper(state))
+        state = per_parameter_state(optimizer.source, state)
         # Checks the groups and takes their options, which schedulers and users see.
         super().load_optimizer_state(prepared, optimizer.source, {**state, "state": {}})
         optimizer.param_groups = optimizer.source.param_groups

@@ -18,18 +18,18 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from stratagem.distributed.activation_checkpointing import (
-    ActivationCheckpointing,
-    apply_activation_checkpointing,
-    check_activation_checkpointing,
-)
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.components import Components
 from stratagem.native.plugin import FSDP
 from stratagem.native.sharding.parts import find_roots
 from stratagem.native.sharding.reductions import Reductions
 from stratagem.native.sharding.wrap_policy import WrapPolicy, check_policy, find_groups
 from stratagem.native.strategies.sharded import ShardedStrategy
+from stratagem.strategies import (
+    ActivationCheckpointing,
+    Components,
+    apply_activation_checkpointing,
+    check_activation_checkpointing,
+)
 
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST")

@@ -10,17 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from stratagem.data.pytree import map_tensors
+from stratagem.data import map_tensors
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.interfaces.prepared_model import PreparedModel, user_module
-from stratagem.interfaces.ranks import DataSplit
-from stratagem.interfaces.stepping import TrainStep
 from stratagem.native.plugin import MODEL_PARALLEL
 from stratagem.native.sharding.deferred import DeferredBuild
 from stratagem.native.sharding.reductions import Reductions
 from stratagem.native.sharding.shard_model import give_values
 from stratagem.native.sharding.wrap_policy import WrapPolicy, check_policy, find_groups
 from stratagem.native.strategies.sharded import ShardedStrategy
+from stratagem.strategies import DataSplit, PreparedModel, TrainStep, user_module
 
 Size = int | Literal["auto"]
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module | None]

@@ -17,16 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from stratagem.distributed.allocator import return_freed_memory, use_huge_pages
-from stratagem.distributed.parallel_strategy import ParallelStrategy
+from stratagem.checkpoint import LazyTensor
 from stratagem.errors import ConfigurationError, StratagemError, UserCodeError
-from stratagem.interfaces.components import Components
-from stratagem.interfaces.prepared_model import (
-    Optimizers,
-    PreparedModel,
-    make_optimizers,
-    user_module,
-)
 from stratagem.native.sharding import clipping
 from stratagem.native.sharding.deferred import DeferredBuild
 from stratagem.native.sharding.following import announcing, follow, forget_evaluations
@@ -54,15 +46,22 @@ from stratagem.native.sharding.user_access import (
     read_whole_numbers,
     refuse_other_backward,
 )
-from stratagem.state.shards import LazyTensor
-from stratagem.state.state_checks import check_entries
-from stratagem.state.state_dict import (
+from stratagem.state import (
+    check_optimizer_state,
     load_named_state,
-    load_weights,
     named_state,
-    optimizer_state_without_wrapper,
-    require_of_parameters,
-    without_wrapper,
+    per_parameter_state,
+    state_without_wrapper,
+)
+from stratagem.strategies import (
+    Components,
+    Optimizers,
+    ParallelStrategy,
+    PreparedModel,
+    make_optimizers,
+    return_freed_memory,
+    use_huge_pages,
+    user_module,
 )
 
 STATE_DICT_TYPES = ("full", "sharded")
@@ -346,18 +345,18 @@ class ShardedStrategy(ParallelStrategy):
         """Load parameters; each rank takes, or reads, its shards of them."""
         assert isinstance(prepared, ShardedPrepared)
         prepared.reshard()
-        own, state = prepared.original.state_dict(), without_wrapper(state)
+        own, state = prepared.original.state_dict(), state_without_wrapper(state)
         shards = {
             name: distribute_like(own[name], value) if _fits(own.get(name), value) else value
             for name, value in state.items()
         }
-        load_weights(prepared.original, shards, strict=strict)
+        super().load_model_state(prepared, shards, strict=strict)
 
     def optimizer_state(self, prepared: PreparedModel, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state by parameter names, with tensors in the form of `model_state`."""
         assert isinstance(prepared, ShardedPrepared)
         prepared.reshard()
-        state = require_of_parameters(optimizer, named_state(optimizer, prepared.original))
+        state = per_parameter_state(optimizer, named_state(optimizer, prepared.original))
         saved = {name: self._to_save(entry) for name, entry in state["state"].items()}
         keeps = self.ranks.is_global_zero or self.checkpoint_io.supports_shards
         return {**state, "state": saved if keeps else {}}
@@ -369,8 +368,8 @@ class ShardedStrategy(ParallelStrategy):
         assert isinstance(prepared, ShardedPrepared)
         prepared.reshard()
         parameters = dict(prepared.original.named_parameters())
-        state = require_of_parameters(optimizer, optimizer_state_without_wrapper(state))
-        check_entries(optimizer, parameters, state)
+        state = per_parameter_state(optimizer, state)
+        check_optimizer_state(optimizer, parameters, state)
         shards = {
             name: distribute_state(entry, parameters[name]) if name in parameters else entry
             for name, entry in state["state"].items()

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.components import Components
-from stratagem.interfaces.strategy import Strategy
 from stratagem.native.plugin import DP, SINGLE_DEVICE, why_no_dp
+from stratagem.strategies import Components, Strategy
 
 
 class SingleDeviceStrategy(Strategy):

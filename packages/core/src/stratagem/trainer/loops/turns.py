@@ -51,7 +51,7 @@ class Turns:
         self._prepared = prepared
         self._ranks = strategy.ranks
         self._step = step
-        self._counts = [_counts_of(numbers) for numbers in _exchanged(loaders, self._ranks)]
+        self._counts = [n if min(n) >= 0 else None for n in _exchanged(loaders, self._ranks)]
         can = strategy.capabilities
         self._follows = not can.allows_uneven_eval and strategy.follows_evaluation
         self._needs_equal = not can.allows_uneven_eval and not strategy.follows_evaluation
@@ -177,10 +177,6 @@ def _is_counted(loader: EvaluationLoader) -> bool:
     one = loader.loader
     parts = one.flattened if isinstance(one, CombinedLoader) else [one]
     return loader.batches == 0 or (loader.batches != UNKNOWN and all(map(knows_length, parts)))
-
-
-def _counts_of(numbers: list[int]) -> list[int] | None:
-    return None if min(numbers) < 0 else numbers
 
 
 def _ranks_with(values: Any) -> tuple[int, ...]:
