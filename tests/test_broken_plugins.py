@@ -399,8 +399,11 @@ def start(folder: Path, command: str) -> subprocess.Popen[str]:
 HOSTILE = "\x1b]0;title\x07\x1b[2J\u202e"
 
 
-def test_no_text_of_a_plugin_reaches_the_terminal_as_it_is(tmp_path: Path) -> None:
+def test_no_text_of_a_plugin_reaches_the_terminal_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Control characters in metadata, summaries, errors and checks are escaped."""
+    monkeypatch.setenv("COLUMNS", "300")  # tables wrap no text
     install(tmp_path, "hostile", Plugin(returning(f'[spec("wanted", summary={HOSTILE!r})]')))
     install(tmp_path, "raises", Plugin(f"raise ImportError({HOSTILE!r} + 'x' * 1_000_000)"))
     checks = f"""
