@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 from stratagem import Lite, Module, Trainer
-from stratagem.errors import CheckpointMismatchError, ConfigurationError
+from stratagem.errors import CheckpointMismatchError, ConfigurationError, UserCodeError
 from stratagem_cuda.precision import BitsandbytesPrecision
 
 needs_bitsandbytes = pytest.mark.skipif(
@@ -198,6 +198,92 @@ def test_a_model_is_built_in_the_dtype_and_a_plain_checkpoint_loaded_before_set_
     assert (output - exact).norm() / exact.norm() < ERROR["nf4"]
 
 
+class AdaptedByPEFT(nn.Module):
+    """What PEFT makes of a layer: the frozen one, and adapters in attributes that it names."""
+
+    adapter_layer_names = ("lora_A", "lora_B", "lora_embedding_A")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(64, 64).requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"on": nn.Linear(64, 4), "off": nn.Linear(64, 4)})
+        self.lora_B = nn.ModuleDict({"on": nn.Linear(4, 64), "off": nn.Linear(4, 64)})
+        for part in (self.lora_A, self.lora_B):
+            part["off"].requires_grad_(False)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("mode", ["nf4", "int8", "int8-training"])
+def test_adapters_of_peft_and_layers_that_train_beside_frozen_ones_are_not_quantised(
+    mode: str,
+) -> None:
+    net = nn.Sequential(AdaptedByPEFT(), nn.Linear(64, 8))
+    trains = {name for name, parameter in net.named_parameters() if parameter.requires_grad}
+    launched(mode, ignore_modules=()).setup(net)
+    # This mode freezes nothing, so it takes the head as well.
+    converted = {"0.base_layer"} | ({"1"} if mode == "int8-training" else set())
+    assert {name for name, part in net.named_modules() if hasattr(part, "mode")} == converted
+    assert {name for name, parameter in net.named_parameters() if parameter.requires_grad} == trains
+
+
+@needs_bitsandbytes
+def test_a_model_of_peft_trains_its_adapters_alone() -> None:
+    peft = pytest.importorskip("peft")
+    module = Tuned()
+    lora = peft.LoraConfig(target_modules=["base"], modules_to_save=["head"])
+    module.net = peft.get_peft_model(Adapted(), lora)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    quantised = tuner("nf4", max_steps=3)
+    quantised.fit(module, batches())
+    changed = {
+        name.removeprefix("net.base_model.model.")
+        for name, value in module.state_dict().items()
+        if name in before and value.shape == before[name].shape
+        if not torch.equal(value.float(), before[name].bfloat16().float())
+    }
+    assert changed == {
+        "base.lora_A.default.weight",
+        "base.lora_B.default.weight",
+        "head.modules_to_save.default.weight",
+        "head.modules_to_save.default.bias",
+    }
+
+
+@needs_bitsandbytes
+def test_a_fit_in_which_all_is_frozen_is_refused_before_its_first_step() -> None:
+    module = Tuned()
+    module.net = nn.Linear(64, 8, bias=False)  # type: ignore[assignment]
+    frozen_by_the_precision = tuner("nf4", max_steps=3)
+    module.configure_optimizers = lambda: torch.optim.AdamW(  # type: ignore[method-assign]
+        module.parameters()
+    )
+    with pytest.raises(UserCodeError) as caught:
+        frozen_by_the_precision.fit(module, batches())
+    assert str(caught.value) == (
+        "no parameter of Tuned trains: requires_grad is False for each. Leave some to train. "
+        "Precisions such as 'nf4' freeze the layers that they quantise: add an adapter, name the "
+        "layers to train in ignore_modules, or freeze the others before, so that only those are "
+        "quantised"
+    )
+    assert module.losses == []
+
+
+def batches() -> DataLoader[Any]:
+    inputs: Any = torch.split(torch.randn(24, 64, generator=torch.Generator().manual_seed(6)), 4)
+    return DataLoader(inputs, batch_size=None)
+
+
+def tuner(mode: str, ignore_modules: Any = (), **options: Any) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        plugins=BitsandbytesPrecision(mode, ignore_modules=ignore_modules),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        **options,
+    )
+
+
 class Tuned(Module):
     def __init__(self) -> None:
         super().__init__()
@@ -218,16 +304,8 @@ class Tuned(Module):
 def fit(max_steps: int, ckpt_path: Path | None = None) -> tuple[Trainer, Tuned]:
     torch.manual_seed(5)
     module = Tuned()
-    trainer = Trainer(
-        accelerator="cpu",
-        plugins=BitsandbytesPrecision("nf4", ignore_modules={f"net.{name}" for name in ADAPTER}),
-        max_steps=max_steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
-    batches: Any = torch.split(torch.randn(24, 64, generator=torch.Generator().manual_seed(6)), 4)
-    trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)
+    trainer = tuner("nf4", {f"net.{name}" for name in ADAPTER}, max_steps=max_steps)
+    trainer.fit(module, batches(), ckpt_path=ckpt_path)
     return trainer, module
 
 

@@ -10,7 +10,12 @@ from torch import nn
 from stratagem.accelerators import Accelerator
 from stratagem.errors import ConfigurationError
 from stratagem.precision import TruePrecision
-from stratagem_cuda.precision.layers import as_names, find_layers, warn_unless_converted
+from stratagem_cuda.precision.layers import (
+    as_names,
+    find_adapters,
+    find_layers,
+    warn_unless_converted,
+)
 from stratagem_cuda.precision.requirement import BITSANDBYTES
 
 MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
@@ -21,7 +26,8 @@ class BitsandbytesPrecision(TruePrecision):
 
     The weights are frozen, and a quarter or half as large; what the model has besides, such as
     adapters (LoRA), is in `dtype` and trains. Only the class `torch.nn.Linear` itself is quantised;
-    layers that share their weight with another module are left as they are.
+    layers that share their weight with another module are left as they are. So are the adapters of
+    PEFT and, if some linear layers of the model are frozen before, the layers that train.
 
     Weights are quantised when the model is set up, from the values that they have then: load a
     plain checkpoint into the model before. A checkpoint holds what was quantised, bit for bit,
@@ -88,10 +94,19 @@ class BitsandbytesPrecision(TruePrecision):
         for part in module.modules():
             for parameter in part._parameters.values():
                 owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-        for layer in find_layers(module, nn.Linear, self.ignore_modules).values():
+        for layer in self._layers_to_quantize(module):
             if owners[id(layer.weight)] == 1:
                 quantize(layer, self.mode)
         warn_unless_converted(
             module, self.name, lambda part: isinstance(part, QuantizedLinear), "torch.nn.Linear"
         )
         return super().convert_module(module)
+
+    def _layers_to_quantize(self, module: nn.Module) -> list[nn.Linear]:
+        """Return the linear layers of a model, without those that the user lets train."""
+        adapters = set(find_adapters(module))
+        found = find_layers(module, nn.Linear, self.ignore_modules).values()
+        layers = [layer for layer in found if layer not in adapters]
+        frozen = [layer for layer in layers if not layer.weight.requires_grad]
+        # Without any, the user has chosen none: this precision freezes all.
+        return frozen if frozen and self.mode != "int8-training" else layers

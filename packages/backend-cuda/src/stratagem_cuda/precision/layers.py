@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch import nn
@@ -75,6 +75,21 @@ def find_float8_linear(module: nn.Module, ignore_modules: Collection[str]) -> li
         for layer in find_layers(module, nn.Linear, ignore_modules).values()
         if layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0
     ]
+
+
+def find_adapters(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that PEFT has added to a model, such as those of LoRA.
+
+    A layer of PEFT names the attributes that hold them in `adapter_layer_names`.
+
+    Args:
+        module: the model.
+    """
+    for part in module.modules():
+        for name in getattr(part, "adapter_layer_names", ()):
+            held = getattr(part, name, None)
+            if isinstance(held, nn.Module):
+                yield from held.modules()
 
 
 def become(layer: nn.Module, kind: type[Layer], state: Mapping[str, Any] | None = None) -> Layer:

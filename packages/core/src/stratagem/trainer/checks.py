@@ -358,7 +358,7 @@ def check_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None
 
 
 def new_parameter_check(run: Run) -> Callable[[], None]:
-    """Return a function that raises if the model has parameters unknown to the strategy.
+    """Return a function that raises if no parameter trains, or if some are unknown to the strategy.
 
     Gradients of parameters that were added after preparation would not be reduced over ranks.
 
@@ -366,13 +366,20 @@ def new_parameter_check(run: Run) -> Callable[[], None]:
         run: a fit whose model is prepared.
     """
     module, strategy = run.module, run.trainer.plan.strategy.name
-    if run.strategy.ranks.world_size == 1:
-        return lambda: None
+    steps = module.automatic_optimization and bool(run.optimizers)
+    is_alone = run.strategy.ranks.world_size == 1
     # A parameter may get another name later, for example by pruning.
     known = {each for name, p in module.named_parameters() for each in (name, id(p))}
 
     def check() -> None:
-        for name, parameter in module.named_parameters():
+        if steps and not any(parameter.requires_grad for parameter in module.parameters()):
+            raise UserCodeError(
+                f"no parameter of {type(module).__name__} trains: requires_grad is False for each. "
+                "Leave some to train. Precisions such as 'nf4' freeze the layers that they "
+                "quantise: add an adapter, name the layers to train in ignore_modules, or freeze "
+                "the others before, so that only those are quantised"
+            )
+        for name, parameter in () if is_alone else module.named_parameters():
             if name not in known and id(parameter) not in known:
                 raise UserCodeError(
                     f"the parameter {name!r} was added after the strategy {strategy!r} prepared "
