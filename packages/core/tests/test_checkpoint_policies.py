@@ -857,9 +857,9 @@ def test_ranks_save_after_the_same_steps_by_time_and_agree_on_the_last(
     # The other steps ask nobody for the time.
     assert free == count - len(steps)
     assert texts == [
-        "ModelCheckpoint(save_on_exception=True) saves nothing with 2 ranks: when one fails, the "
-        "others are elsewhere. Signals save in any case; train_time_interval limits what an error "
-        "costs"
+        "ModelCheckpoint(save_on_exception=True) saves nothing with 2 ranks: when an error or "
+        "Ctrl-C ends one, the others are elsewhere. SIGTERM saves in any case; train_time_interval "
+        "limits what an error costs"
     ]
     # Rank 0 looks for the last one, and says what it has passed over.
     assert (first, over) == (steps[-2], 1)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -898,6 +901,23 @@ def test_a_checkpoint_is_left_of_a_run_that_fails(tmp_path: Path) -> None:
     assert one.global_step == 6
     with pytest.raises(ConfigurationError, match="expected the name of a file"):
         OnExceptionCheckpoint(tmp_path, "")
+
+
+def test_no_checkpoint_is_saved_of_several_ranks_that_ctrl_c_ends(tmp_path: Path) -> None:
+    """Each rank may be in another step, or in a collective that a save would be mixed with."""
+    saver, saved = OnExceptionCheckpoint(tmp_path), list[str]()
+    run: Any = SimpleNamespace(stage="fit", prepared=True)
+    for ranks, expected in ((2, []), (1, [saver.ckpt_path])):
+        fit: Any = SimpleNamespace(world_size=ranks, run=run, save_checkpoint=saved.append)
+        text = (
+            f"OnExceptionCheckpoint saves nothing with {ranks} ranks: when an error or Ctrl-C ends "
+            "one, the others are elsewhere. With a ModelCheckpoint, SIGTERM saves in any case; its "
+            "train_time_interval limits what an error costs"
+        )
+        with pytest.warns(UserWarning, match=re.escape(text)) if ranks > 1 else nullcontext():
+            saver.on_fit_start(fit, Net())
+        saver.on_exception(fit, Net(), KeyboardInterrupt())
+        assert saved == expected
 
 
 @pytest.mark.parametrize(

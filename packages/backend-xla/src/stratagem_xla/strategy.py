@@ -136,10 +136,11 @@ class XLAStrategy(_XLAStrategy):
 
 
 class XLAFSDPStrategy(XLAStrategy):
-    """Trains as `XLAStrategy`, with parameters, gradients and optimizer state divided too.
+    """Trains as `XLAStrategy`, with parameters and optimizer state divided too.
 
     Each parameter is divided along its longest dim, as torch_xla's SpmdFullyShardedDataParallel
-    does; the compiler gathers it where it is used. Nothing wraps the model, so that names stay.
+    does; the compiler gathers it where it is used, and decides where gradients lie. Nothing wraps
+    the model, so that names stay.
 
     Args:
         blocks: what the compiler gathers and frees one after the other: classes of modules, or a

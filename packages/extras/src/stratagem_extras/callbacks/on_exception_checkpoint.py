@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from stratagem import storage
 from stratagem.callbacks import Callback
 from stratagem.errors import ConfigurationError
+from stratagem.launch import rank_zero_warn
 
 if TYPE_CHECKING:
     from stratagem.module import Module
@@ -15,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class OnExceptionCheckpoint(Callback):
-    """Saves a checkpoint when an error, or Ctrl-C, ends a fit.
+    """Saves a checkpoint when an error, or Ctrl-C, ends a fit in one process.
 
-    Several ranks save together, which they can only where all of them have ended by Ctrl-C: one
-    that fails alone would wait for the others, which still train. There the last checkpoint of a
-    ModelCheckpoint is what is left.
+    With several ranks it saves nothing, as `ModelCheckpoint(save_on_exception=True)`, and a warning
+    says so: ranks save together, and when an error or Ctrl-C ends one, the others are elsewhere.
+    With a ModelCheckpoint, SIGTERM saves a checkpoint of all ranks.
 
     Args:
         dirpath: where to.
@@ -49,8 +50,17 @@ class OnExceptionCheckpoint(Callback):
         """Where it goes."""
         return str(storage.join(self.dirpath, f"{self.filename}{self.FILE_EXTENSION}"))
 
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        """Warn if nothing can be saved."""
+        if trainer.world_size > 1:
+            rank_zero_warn(
+                f"OnExceptionCheckpoint saves nothing with {trainer.world_size} ranks: when an "
+                "error or Ctrl-C ends one, the others are elsewhere. With a ModelCheckpoint, "
+                "SIGTERM saves in any case; its train_time_interval limits what an error costs"
+            )
+
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
-        """Save, where all ranks can."""
-        together = trainer.world_size == 1 or isinstance(exception, KeyboardInterrupt)
-        if trainer.run.stage == "fit" and trainer.run.prepared is not None and together:
+        """Save, in a fit of one process."""
+        run = trainer.run
+        if run.stage == "fit" and run.prepared is not None and trainer.world_size == 1:
             trainer.save_checkpoint(self.ckpt_path)

@@ -266,8 +266,8 @@ class ModelCheckpoint(Callback):
         if self.save_on_exception and trainer.world_size > 1 and trainer.is_global_zero:
             warnings.warn(
                 f"ModelCheckpoint(save_on_exception=True) saves nothing with {trainer.world_size} "
-                "ranks: when one fails, the others are elsewhere. Signals save in any case; "
-                "train_time_interval limits what an error costs",
+                "ranks: when an error or Ctrl-C ends one, the others are elsewhere. SIGTERM saves "
+                "in any case; train_time_interval limits what an error costs",
                 stacklevel=2,
             )
 
