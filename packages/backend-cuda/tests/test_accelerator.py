@@ -24,6 +24,24 @@ def test_devices_have_an_index_and_are_not_the_host() -> None:
     assert accelerator.process_group_backend == "cpu:gloo,cuda:nccl"
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "index"),
+    [
+        ("CUDA_VISIBLE_DEVICES", "3", 0),
+        ("CUDA_VISIBLE_DEVICES", "GPU-aa", 0),
+        ("ROCR_VISIBLE_DEVICES", "0", 0),
+        ("CUDA_VISIBLE_DEVICES", "4,5", 1),
+        ("CUDA_VISIBLE_DEVICES", "", 1),
+    ],
+)
+def test_the_only_gpu_that_a_process_sees_is_its_device(
+    variable: str, value: str, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with SLURM's --gpus-per-task=1, for the task with the local rank 1."""
+    monkeypatch.setenv(variable, value)
+    assert CUDAAccelerator().device(1) == torch.device("cuda", index)
+
+
 def test_kernels_are_chosen_as_asked_until_the_end_of_a_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

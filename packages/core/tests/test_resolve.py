@@ -615,6 +615,24 @@ def test_devices_have_to_agree_with_the_ranks_that_are_there(refused: Callable[.
     assert "make the two agree, or leave devices='auto'" in text
 
 
+@pytest.mark.parametrize("asked", ["auto", 2, [0, 1]])
+def test_each_process_of_a_cluster_may_see_one_device_of_its_own(
+    asked: Any, registry: Registry
+) -> None:
+    def probe_one(accelerator: Any) -> Availability:
+        return Availability(1, "1 of 2 GPUs") if accelerator.name == "gpu" else probe(accelerator)
+
+    def make(environ: Mapping[str, str], devices: Any) -> RunPlan:
+        request = RunRequest(environ=environ, interactive=False, accelerator="gpu", devices=devices)
+        return resolve(request, registry, probe=probe_one)
+
+    assert make(ONE_NODE, asked).devices == (0, 1)
+    # One index is no number of devices, and without a cluster one process sees what there is.
+    for environ, devices in ((ONE_NODE, [1]), ({}, 2)):
+        with pytest.raises(ConfigurationError, match=r"gpu device 1, but there are 1 here"):
+            make(environ, devices)
+
+
 def test_nodes_have_to_agree_with_the_ranks_that_are_there(refused: Callable[..., str]) -> None:
     text = refused(environ=TORCHRUN, devices=2, num_nodes=3)
     assert "2 device(s) on each of 3 node(s) make 6 processes" in text

@@ -11,6 +11,7 @@ import torch
 from stratagem.accelerators import DeviceAccelerator, DeviceMemory
 from stratagem.errors import ConfigurationError
 from stratagem_cuda import nvml
+from stratagem_cuda.gpu import shows_one_gpu
 
 _FULL = (
     *("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
@@ -42,6 +43,14 @@ class CUDAAccelerator(DeviceAccelerator):
     process_group_backend = "cpu:gloo,cuda:nccl"
     sync_batchnorm_kernels = True
     data_parallel_kernels = True
+
+    def device(self, index: int) -> torch.device:
+        """Return the GPU with this index on the node, or the only one that this process may see.
+
+        The cluster may show each process a GPU of its own, as SLURM does with `--gpus-per-task=1`.
+        Each process then calls its GPU 0.
+        """
+        return super().device(0 if shows_one_gpu(os.environ) else index)
 
     def setup_device(self, device: torch.device) -> None:
         """Make it torch's current device, and take it; see `DeviceAccelerator.setup_device`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -54,6 +54,21 @@ def visible_gpus(gpus: Sequence[GPU], visible: str | None) -> list[GPU]:
             break
         seen += matching
     return _one_instance(seen)
+
+
+def shows_one_gpu(environ: Mapping[str, str]) -> bool:
+    """Return whether a variable of CUDA, HIP or ROCr shows this process one GPU only.
+
+    Args:
+        environ: environment variables.
+
+    Example:
+        >>> from stratagem_cuda.gpu import shows_one_gpu
+        >>> [shows_one_gpu({"CUDA_VISIBLE_DEVICES": value}) for value in ("3", "0,1")]
+        [True, False]
+    """
+    given = (environ.get(f"{kind}_VISIBLE_DEVICES", "") for kind in ("CUDA", "HIP", "ROCR"))
+    return any(value.strip() and "," not in value for value in given)
 
 
 def _one_instance(seen: list[GPU]) -> list[GPU]:

@@ -304,8 +304,10 @@ class DeepSpeedStrategy(ParallelStrategy):
         DeepSpeedStrategy._group = group
 
     def _quiet(self) -> AbstractContextManager[None]:
-        ranks = self.ranks
-        return quiet_rank(ranks.global_rank, ranks.local_rank, ranks.world_size)
+        # DeepSpeed takes the GPU of this index, which is the local rank only if all are used.
+        ranks, index = self.ranks, self.device.index
+        local_rank = ranks.local_rank if index is None else index
+        return quiet_rank(ranks.global_rank, local_rank, ranks.world_size)
 
     def teardown(self) -> None:
         """Free the engines, then release all other resources."""

@@ -82,11 +82,9 @@ class UserNames:
     @Replaceable
     def root_device(self) -> torch.device:
         """This rank's device; before the launch, the device that this process will have."""
-        if "device" in vars(self):
-            found: torch.device = vars(self)["device"]
-            return found
-        index = self.components.devices[self.ranks.local_rank]
-        found = self.accelerator.device(index)
+        found: torch.device | None = vars(self).get("device")
+        if found is None:
+            found = self.accelerator.device(self.components.devices[self.ranks.local_rank])
         return found
 
     @Replaceable

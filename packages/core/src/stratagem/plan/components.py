@@ -63,7 +63,9 @@ def choose_devices(
             return tuple(range(local)), f"as {cluster.name} says"
         return found.free[: found.auto_count], f"automatic for {accelerator.name}: {found.reason}"
     indices = parse_devices(asked, found, accelerator.name)
-    if found.indexed and max(indices) >= found.count:
+    # A cluster may show each of its processes one device of its own, which is the first there.
+    own = cluster.launched_this_process and found.count == 1 and indices == (*range(len(indices)),)
+    if found.indexed and max(indices) >= found.count and not own:
         raise ConfigurationError(
             f"devices={asked!r} asks for {accelerator.name} device {max(indices)}, but there "
             f"are {found.count} here ({found.reason}), counted from 0: "

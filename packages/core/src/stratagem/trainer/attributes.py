@@ -440,8 +440,7 @@ class TrainerAttributes(FrontEnd):
     def _numbers(self, what: str) -> list[float]:
         run = self._run_with_data
         found = [] if run is None else run.evaluation_loaders.get(what, [])
-        numbers = [number for one in found for number in one.each]
-        return [number if number == float("inf") else int(number) for number in numbers]
+        return [n if n == float("inf") else int(n) for one in found for n in one.each]
 
     # -- values, loggers, optimizers
 
