@@ -157,4 +157,4 @@ def test_once_uninstalled_its_name_is_unknown(
         environment.python("-W", "ignore", "-c", code)
     text = str(caught.value)
     assert "UnknownNameError: unknown strategy 'local_sgd'." in text
-    assert "Available here: ddp, " in text
+    assert "Installed: ddp, " in text

@@ -691,13 +691,13 @@ def test_an_unknown_name_gives_the_one_that_was_meant(name: str, meant: str) -> 
 
 def test_an_unknown_name_like_none_gives_those_that_there_are() -> None:
     text = unknown(discover(CORE), "galactic")
-    assert text.startswith("unknown strategy 'galactic'. Available here: ddp, ddp_fork, ")
+    assert text.startswith("unknown strategy 'galactic'. Installed: ddp, ddp_fork, ")
     assert "find_unused_parameters" not in text
 
 
 def test_an_unknown_name_among_none_says_so() -> None:
     text = unknown(discover(), "anything", "checkpoint_io")
-    assert text == "unknown checkpoint io 'anything'. Available here: none."
+    assert text == "unknown checkpoint io 'anything'. Installed: none."
 
 
 def test_an_unknown_qualifier_gives_those_who_have_the_name() -> None:
@@ -723,7 +723,7 @@ def test_a_known_name_says_what_to_install(kind: str, name: str, distribution: s
     text = unknown(discover(CORE), name, kind)
     assert text.startswith(
         f"{kind} {name!r} needs {distribution}, which is not installed: pip install {distribution}."
-        f" {'Installed' if kind == 'accelerator' else 'Available here'}: "
+        " Installed: "
     )
 
 

@@ -73,13 +73,13 @@ WITHOUT = {
         "ImportError: 'stratagem' has no 'LearningRateMonitor': import it from stratagem.callbacks"
     ),
     "from stratagem import Trainer; Trainer(logger='tensorboard')": (
-        f"UnknownNameError: logger 'tensorboard'{NEEDS} Available here: csv."
+        f"UnknownNameError: logger 'tensorboard'{NEEDS} Installed: csv."
     ),
     "from stratagem import Trainer; Trainer(profiler='simple')": (
-        f"UnknownNameError: profiler 'simple'{NEEDS} Available here: none."
+        f"UnknownNameError: profiler 'simple'{NEEDS} Installed: none."
     ),
     "from stratagem import Trainer; Trainer(callbacks='ema')": (
-        f"UnknownNameError: callback 'ema'{NEEDS} Available here: model_checkpoint, progress_bar."
+        f"UnknownNameError: callback 'ema'{NEEDS} Installed: model_checkpoint, progress_bar."
     ),
     "from stratagem import Module; Module().to_onnx('model.onnx')": (
         f"ImportError: 'stratagem.module' has no 'to_onnx'. {HINT}"
@@ -185,7 +185,7 @@ def test_a_guest_of_another_minor_version_says_what_to_upgrade(program: Program)
     assert error_of(program, code) == (
         "UnknownNameError: unknown callback 'mine'. next-sweep 1.5 is incompatible, and nothing "
         "that it provides is known: requires stratagem-core>=9, but stratagem-core 0.1.0 is "
-        "installed: pip install --upgrade next-sweep stratagem-core. Available here: "
+        "installed: pip install --upgrade next-sweep stratagem-core. Installed: "
         "model_checkpoint, progress_bar."
     )
 

@@ -943,6 +943,16 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     assert refused(lambda: lite.save({"a": 1})) == (
         "save() expects a path and a dict of state, received dict and NoneType"
     )
+    assert refused(lambda: lite.load(tmp_path / "x", model)) == (
+        "load() expects a path and a dict of state, received a LiteModule: "
+        'lite.load(path, {"model": model})'
+    )
+    assert refused(lambda: lite.backward(1.0)) == (  # type: ignore[arg-type]
+        "backward() expects the loss as a tensor, received a float"
+    )
+    assert refused(lambda: lite.setup_optimizers(optimizer)) == (
+        "setup() received an optimizer that was set up before: pass the optimizer itself"
+    )
     named = lite_on_cpu(callbacks=SimpleNamespace(on_epoch=3))
     assert refused(lambda: named.call("on_epoch")) == (
         "call('on_epoch'): SimpleNamespace.on_epoch is a int; expected a method"

@@ -679,7 +679,7 @@ def test_a_variable_chooses_the_cluster(plan: Plan) -> None:
 def test_an_unknown_cluster_of_a_variable_names_the_variable(refused: Callable[..., str]) -> None:
     text = refused(UnknownNameError, environ={"STRATAGEM_CLUSTER": "slurrm"})
     assert text.startswith("STRATAGEM_CLUSTER=slurrm: unknown cluster environment 'slurrm'.")
-    assert "Available here: Kubeflow, LSF, MPI, SLURM, TorchElastic, moon, moonbase, plain." in text
+    assert "Installed: Kubeflow, LSF, MPI, SLURM, TorchElastic, moon, moonbase, plain." in text
 
 
 def test_of_several_clusters_the_one_with_the_highest_priority_is_taken(plan: Plan) -> None:
@@ -1040,7 +1040,7 @@ def test_an_unknown_strategy_names_the_distribution_to_install(refused: Callable
     text = refused(UnknownNameError, strategy="deepspeed_stage_3_offload")
     assert text.startswith("strategy 'deepspeed_stage_3_offload' needs stratagem-backend-deepsp")
     assert "pip install stratagem-backend-deepspeed" in text
-    assert "Available here: by_fork, ddp, " in text
+    assert "Installed: by_fork, ddp, " in text
 
 
 # -- the plan

@@ -410,8 +410,7 @@ class Registry:
         else:
             candidates = self.candidates(kind)
             shown = sorted({c.spec.name for c in candidates if not says_its_preset(c.spec)})
-            label = "Installed" if kind == "accelerator" else "Available here"
-            parts.append(f"{label}: {', '.join(shown) or 'none'}.")
+            parts.append(f"Installed: {', '.join(shown) or 'none'}.")
         return " ".join(parts)
 
     def shadowed(self, candidate: Candidate, name: str) -> list[str]:

@@ -503,8 +503,13 @@ class Lite(FrontEnd):
             *args, **kwargs: the arguments of `Tensor.backward`.
 
         Raises:
-            ConfigurationError: no model was set up, or the model must be named.
+            ConfigurationError: the loss is no tensor, no model was set up, or the model must be
+                named.
         """
+        if not isinstance(loss, Tensor):
+            raise ConfigurationError(
+                f"backward() expects the loss as a tensor, received a {type(loss).__name__}"
+            )
         prepared = model.prepared if model is not None else self._only_prepared()
         check_backward(self.plan)
         if self._runtime.raise_errors is not None:
@@ -742,7 +747,13 @@ class Lite(FrontEnd):
         Raises:
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: the checkpoint
                 is missing, damaged, or does not match `state`.
+            ConfigurationError: `state` is no dict.
         """
+        if state is not None and not isinstance(state, dict):
+            raise ConfigurationError(
+                f"load() expects a path and a dict of state, received a {type(state).__name__}: "
+                'lite.load(path, {"model": model})'
+            )
         self._runtime.launched_strategy()
         checkpoint = self._runtime.checkpoint_writer.load(paths.parse_user_path(path))
         if state is not None:
@@ -895,7 +906,7 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     numbers = {}
     for name, value in metrics.items():
         try:
-            numbers[name] = float(value)
+            numbers[name] = float(value.detach() if isinstance(value, Tensor) else value)
         except (TypeError, ValueError, RuntimeError) as error:
             shape = getattr(value, "shape", None)
             received = repr(value) if shape is None else f"one of shape {tuple(shape)}"

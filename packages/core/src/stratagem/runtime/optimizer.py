@@ -115,6 +115,10 @@ def _itself(optimizer: Optimizer) -> Optimizer:
 def wrap_optimizer(optimizer: Optimizer, prepared: PreparedModel, strategy: Strategy) -> Any:
     """Return a `LiteOptimizer` that stands for the user's optimizer, under its class's name."""
     own = type(optimizer)
+    if issubclass(own, LiteOptimizer):
+        raise ConfigurationError(
+            "setup() received an optimizer that was set up before: pass the optimizer itself"
+        )
     # Nobody is to find it at a place of its own: command lines look for classes by name.
     place = f"wrap_optimizer.<locals>.{own.__qualname__}"
     names = {"__module__": __name__, "__qualname__": place, "__doc__": own.__doc__}
