@@ -10,6 +10,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from stratagem.loggers import Logger
 from stratagem_extras.loggers.sdk_logger import DummyExperiment, SDKLogger
 from stratagem_extras.loggers.tensorboard_logger import TensorBoardLogger
 from stratagem_extras.loggers.uploads import Upload, Uploads
+from stratagem_extras.loggers.wandb_logger import WandbLogger
 
 SESSION = "its SDK is not installed here; `nox -s loggers` runs this"
 
@@ -49,6 +51,26 @@ def test_a_missing_package_is_an_error_before_anything_runs() -> None:
     assert isinstance(caught.value, ImportError)
     assert isinstance(caught.value, ConfigurationError)
     require_package("it", "json", "tensorboard")
+
+
+@pytest.mark.parametrize(("last", "is_repeated"), [(7, True), (4, True), (3, False), (None, False)])
+def test_wandb_logger_warns_of_steps_that_its_run_has_already(
+    last: int | None, is_repeated: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    summary = {} if last is None else {"trainer/global_step": last}
+    run = SimpleNamespace(
+        id="abc", resumed=True, summary=summary, define_metric=lambda *_, **__: None
+    )
+    stub = SimpleNamespace(run=None, init=lambda **_: run, __spec__=None)
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        WandbLogger(save_dir=tmp_path).begin_run("abc", resumed_at=4)
+    assert [str(one.message) for one in caught] == is_repeated * [
+        f"WandbLogger: the run 'abc' has values up to step {last}, and the fit resumes at step 4. "
+        "W&B keeps them, so that the steps from there on will be there twice: pass id= for a run "
+        "of its own"
+    ]
 
 
 def test_loggers_import_no_sdk_and_trainer_imports_no_logger() -> None:

@@ -121,9 +121,21 @@ class WandbLogger(SDKLogger):
         else:
             options = {"dir": self.save_dir, "project": self.project, **self._init}
             run = wandb.init(id=self._id or self.fit_id or None, **options)
+            self._warn_of_repeated(run)
         run.define_metric(_STEP)
         run.define_metric("*", step_metric=_STEP, step_sync=True)
         return run
+
+    def _warn_of_repeated(self, run: Any) -> None:
+        """Warn of steps that the run has already, and that the resumed fit takes again."""
+        last = run.summary.get(_STEP) if self.resumed_at is not None and run.resumed else None
+        if isinstance(last, (int, float)) and last >= (self.resumed_at or 0):
+            warnings.warn(
+                f"WandbLogger: the run {run.id!r} has values up to step {last:.0f}, and the fit "
+                f"resumes at step {self.resumed_at}. W&B keeps them, so that the steps from there "
+                "on will be there twice: pass id= for a run of its own",
+                stacklevel=5,
+            )
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Take the values of one step."""
