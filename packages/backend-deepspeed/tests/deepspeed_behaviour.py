@@ -90,6 +90,31 @@ def unfrozen(lite: Lite) -> str:
     return ""
 
 
+def frozen(lite: Lite) -> str:
+    """Return what is said of a layer that is frozen once the engine is made."""
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    model, optimizer = lite.setup(net, torch.optim.Adam(net.parameters(), lr=0.1))
+    for freezes in (False, True):
+        net[0].weight.requires_grad_(not freezes)
+        lite.backward(model(torch.ones(1, 2)).sum(), model=model)
+        try:
+            optimizer.step()
+        except ConfigurationError as error:
+            return str(error)
+    return ""
+
+
+def shared(lite: Lite) -> str:
+    """Return what is said of one optimizer for two models."""
+    nets = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)]
+    optimizer = torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.1)
+    try:
+        lite.setup(*nets, optimizer)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
 class Experts(nn.Module):
     """Two layers of one size, of which a pass uses one."""
 
@@ -132,6 +157,8 @@ for name, strategy in {
         out[f"lite {name}, transposed"] = loop(lite, held=True, transposed=True)
         out[f"lite {name}, dropped"] = dropped(lite)
         out[f"lite {name}, unfrozen"] = unfrozen(lite)
+        out[f"lite {name}, frozen"] = frozen(lite)
+        out[f"lite {name}, shared"] = shared(lite)
         # DeepSpeed itself ends the process where stage 3 meets another order than before.
         out[f"lite {name}, routed"] = routed(lite, alike_before=name != "stage 3")
 

@@ -116,6 +116,28 @@ def test_a_layer_that_is_unfrozen_too_late_is_said_where_it_would_not_train(
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_layer_that_is_frozen_too_late_is_said_where_it_would_move_on(
+    stage: int, behaviour: Ranks
+) -> None:
+    for rank in behaviour:
+        assert rank[f"lite stage {stage}, frozen"] == (
+            "'0.weight' was frozen after its DeepSpeed engine was made, whose optimizer would move "
+            "it on (Adam's momentum, weight decay): freeze it before fit or setup, set the lr of "
+            "its parameter group to 0, or take fsdp or ddp"
+        )
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_optimizer_of_two_models_is_refused(stage: int, behaviour: Ranks) -> None:
+    for rank in behaviour:
+        assert rank[f"lite stage {stage}, shared"] == (
+            "a DeepSpeed engine steps an optimizer whose parameters are all in its model, received "
+            "SGD with 2 of 4 parameters of other models: make one optimizer for each model and "
+            "call lite.setup(model, optimizer) for each, or set up one module that holds all models"
+        )
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_that_use_different_parameters_are_refused_by_their_names(
     stage: int, behaviour: Ranks
 ) -> None:

@@ -47,6 +47,8 @@ class EngineModule(nn.Module):
         self.around: Callable[[], Any] = contextlib.nullcontext
         """Makes the context of each forward and backward."""
         self._watches: list[Any] = []
+        self._sharded: list[tuple[str, nn.Parameter]] = []
+        """The trained parameters, if the optimizer steps flat partitions (stages 1 to 3)."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's result."""
@@ -72,7 +74,18 @@ class EngineModule(nn.Module):
             self.__dict__["engine"].backward(loss, scale_wrt_gas=False, **kwargs)
 
     def step(self) -> bool:
-        """Let the engine clip, step and clear the gradients; return whether it stepped."""
+        """Let the engine clip, step and clear the gradients; return whether it stepped.
+
+        Raises:
+            ConfigurationError: a parameter was frozen since the engine was made.
+        """
+        for name, parameter in self._sharded:
+            if not parameter.requires_grad:
+                raise ConfigurationError(
+                    f"{name!r} was frozen after its DeepSpeed engine was made, whose optimizer "
+                    "would move it on (Adam's momentum, weight decay): freeze it before fit or "
+                    "setup, set the lr of its parameter group to 0, or take fsdp or ddp"
+                )
         engine = self.__dict__["engine"]
         engine.step()
         self.__dict__["has_gradients"] = False
@@ -125,6 +138,10 @@ class EngineModule(nn.Module):
         if ranks.world_size > 1 and hasattr(engine.optimizer, _EPILOGUE):
             _compare_reductions(engine.optimizer, names, ranks)
         self._watches = [watch_frozen(n, p) for n, p in frozen_in(self.module)]
+        if stage_of(config) > 0:
+            trained = {name for group in self.groups for name in group}
+            named = self.module.named_parameters()
+            self._sharded = [(n, p) for n, p in named if n in trained and p.requires_grad]
         if stage_of(config) == 3:
             _loosen(self.module)
 
@@ -138,7 +155,7 @@ class EngineModule(nn.Module):
         self.__dict__["engine"], self._linear = None, None
         for hook in self._watches:
             hook.remove()
-        self._watches = []
+        self._watches, self._sharded = [], []
         if engine is not None:
             _release(engine, self.module)
 

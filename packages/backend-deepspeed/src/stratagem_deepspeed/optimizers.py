@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from stratagem.errors import ConfigurationError
@@ -44,6 +45,24 @@ def only_one(optimizers: Sequence[Optimizer]) -> Optimizer | None:
             "strategy='fsdp', which takes several"
         )
     return optimizers[0] if optimizers else None
+
+
+def check_held(optimizer: Optimizer, model: nn.Module) -> None:
+    """Refuse an optimizer with parameters that its engine's model does not have.
+
+    Raises:
+        ConfigurationError: says how many, and to make an optimizer for each model.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    others = sum(id(parameter) not in own for parameter in held)
+    if others:
+        raise ConfigurationError(
+            "a DeepSpeed engine steps an optimizer whose parameters are all in its model, received "
+            f"{type(optimizer).__name__} with {others} of {len(held)} parameters of other models: "
+            "make one optimizer for each model and call lite.setup(model, optimizer) for each, or "
+            "set up one module that holds all models"
+        )
 
 
 def check_elementwise(optimizer: Optimizer, config: Mapping[str, Any]) -> None:

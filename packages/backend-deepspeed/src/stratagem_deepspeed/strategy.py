@@ -55,6 +55,7 @@ from stratagem_deepspeed.library import (
     simulated_sharding,
 )
 from stratagem_deepspeed.optimizers import (
+    check_held,
     only_one,
     suited,
     use_torchs_adam,
@@ -385,6 +386,7 @@ class DeepSpeedStrategy(ParallelStrategy):
                     f"config: optimizer={config['optimizer']!r}, and the model came with a "
                     f"{type(optimizer).__name__} as well: give one of the two"
                 )
+            check_held(optimizer, model)
             optimizer = suited(optimizer, config)
         if stage_of(config) == 3:
             check_elements(model)
