@@ -804,6 +804,15 @@ def test_what_ranks_cannot_do_alone_is_refused_on_each(run_script: RunScript) ->
         own = DataLoader(data(4), batch_sampler=Batches())
         attempt(lambda: trainer.fit(Net(), own))
         attempt(lambda: trainer.fit(Net(), DataLoader(data(3), batch_size=4, drop_last=True)))
+
+        class Mixes(Net):
+            def training_step(self, batch, batch_idx):
+                name = f"rank{self.global_rank}/x" if batch_idx else "rank0/x"
+                self.log(name, float("nan"), sync_dist=True, reduce_fx=fx)
+                return super().training_step(batch, batch_idx)
+
+        for fx in ("mean", "min"):
+            attempt(lambda: trainer.fit(Mixes(), loader()))
         """)
     )
     assert finished.stdout.splitlines() == [
@@ -815,6 +824,12 @@ def test_what_ranks_cannot_do_alone_is_refused_on_each(run_script: RunScript) ->
         "attribute num_replicas, or pass use_distributed_sampler=False",
         "UserCodeError: the training data loader is empty: expected at least one batch; its "
         "dataset has 3 samples for 2 rank(s), batch_size=4, drop_last=True",
+        *[
+            "UserCodeError: self.log(..., sync_dist=True) expected one name on all ranks, received "
+            "'rank0/x' and 'rank1/x', whose values it would mix: to log a value of each rank, log "
+            "every element of self.all_gather(value) under a name of its own"
+        ]
+        * 2,
     ]
 
 

@@ -90,27 +90,6 @@ class MetricAccumulator:
         suffix: of all its names: the evaluation loader's index, where there are several.
     """
 
-    __slots__ = (
-        "compiles_steps",
-        "epoch_name",
-        "is_restored",
-        "logger",
-        "metric",
-        "name",
-        "number",
-        "on_epoch",
-        "on_step",
-        "options",
-        "prog_bar",
-        "reduce_fx",
-        "step_name",
-        "sync_steps",
-        "total",
-        "values",
-        "weight",
-        "weights",
-    )
-
     def __init__(
         self,
         name: str,
