@@ -25,10 +25,10 @@ class Logger(ABC):
         1. `begin_run` when a fit begins, then `log_dir`. If the fit resumes "best" or "last", which
            may be in a folder beside `log_dir`, `begin_run` comes again with the run that is found.
         2. `log_hyperparams`, once, if the Module has hyperparameters, and `log_graph`.
-        3. `log_rows` with the rows of the last steps, every two seconds or every 256 rows, and at
-           the end of each epoch. By default it calls `log_metrics` for each row, in the order of
-           steps (an evaluation's batches are numbered from 0, through all evaluations of a run),
-           and then `save`.
+        3. `log_rows` with the rows of the last steps, every two seconds or every 256 rows, at the
+           end of each epoch and validation, and before each checkpoint. By default it calls
+           `log_metrics` for each row, in the order of steps (an evaluation's batches are numbered
+           from 0, through all evaluations of a run), and then `save`.
         4. `after_save_checkpoint` once a checkpoint of a ModelCheckpoint is durable.
         5. `finalize` when the run ends for any reason, after all rows.
 

@@ -79,8 +79,8 @@ class ModelCheckpoint(Callback):
             training. This works with a single rank only, since other ranks may be at another step.
 
     If weights are not finite, a warning says so once. Of such checkpoints only the newest is kept,
-    in addition to the finite ones. It counts neither as best nor as newest, and `last.ckpt` does
-    not move. A monitored value of NaN is the worst.
+    in addition to the finite ones; with `save_top_k=-1`, all are. It counts neither as best nor as
+    newest, and `last.ckpt` does not move. A monitored value of NaN is the worst.
 
     With `monitor`, an epoch without validation adds a best checkpoint only if its training logs the
     value, or if no epoch has validation. A value in `filename` that is not logged yet, such as one
