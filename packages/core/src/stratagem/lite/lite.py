@@ -579,11 +579,9 @@ class Lite(FrontEnd):
         if precision.scales_loss:
             precision.unscale_gradients(inner)
             error_if_nonfinite = False
-        clip = (
-            GradientClip(clip_val, "value")
-            if clip_val is not None
-            else GradientClip(max_norm or 0.0, "norm", norm_type, error_if_nonfinite)
-        )
+        clip = GradientClip(max_norm or 0.0, "norm", norm_type, error_if_nonfinite)
+        if clip_val is not None:
+            clip = GradientClip(clip_val, "value")
         return self.strategy.clip_gradients(module.prepared, inner, clip)
 
     def no_backward_sync(

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from stratagem.callbacks import Callback, ModelCheckpoint
+from stratagem.callbacks import Callback
 from stratagem.discovery.registry import nearest_of
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.contract_checks import misspelled_methods
@@ -476,9 +476,7 @@ def _folders(trainer: Trainer, stage: str) -> Iterator[tuple[paths.Location, str
         if logger.save_dir is not None:
             yield paths.to_location(logger.save_dir), f"{type(logger).__name__}: save_dir"
     saves = stage == "fit" and not trainer.options.fast_dev_run
-    for saver in trainer.callbacks if saves else ():
-        if not isinstance(saver, ModelCheckpoint):
-            continue
+    for saver in trainer.checkpoint_callbacks if saves else ():
         if saver.dirpath is not None:
             yield saver.dirpath, f"{type(saver).__name__}: dirpath"
         elif not trainer.loggers:  # with loggers, checkpoints go next to the logs

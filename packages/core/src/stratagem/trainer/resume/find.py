@@ -59,15 +59,14 @@ def find_resume_point(trainer: Trainer, job: Job) -> ResumePoint:
     root = paths.to_location(trainer.options.default_root_dir)
     restarts = Restarts(trainer.strategy, root, saves=bool(savers))
     requested = restarts.begin(requested)
-    path, run_id = None, ""
+    run_id = ""
     if requested in ("best", "last") and any(saver.dirpath is None for saver in savers):
         # These save beside the logs, whose folder is chosen first. A checkpoint that is found there
         # says which run goes on: loggers are told again.
         run_id = _begin_loggers(trainer, None)
         for saver in savers:
             saver.choose_folder(trainer)
-    if requested is not None:
-        path = find_checkpoint(trainer, requested)
+    path = None if requested is None else find_checkpoint(trainer, requested)
     if path is not None or not run_id:
         run_id = _begin_loggers(trainer, path, run_id)
     return ResumePoint(path, run_id, restarts)
