@@ -826,8 +826,8 @@ def test_what_ranks_cannot_do_alone_is_refused_on_each(run_script: RunScript) ->
         "dataset has 3 samples for 2 rank(s), batch_size=4, drop_last=True",
         *[
             "UserCodeError: self.log(..., sync_dist=True) expected one name on all ranks, received "
-            "'rank0/x' and 'rank1/x', whose values it would mix: to log a value of each rank, log "
-            "every element of self.all_gather(value) under a name of its own"
+            "'rank0/x' and 'rank1/x': to log a value of each rank, log every element of "
+            "self.all_gather(value) under a name of its own"
         ]
         * 2,
     ]

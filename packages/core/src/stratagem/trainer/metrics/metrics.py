@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from stratagem.trainer.metrics.batch_size import BatchSize
 from stratagem.trainer.metrics.log_buffer import LogBuffer
 
 _CHECKED = 64
-"""On a device, in so many exchanges of an epoch the names are compared, which waits for it."""
+"""For so many values of an epoch, ranks compare the names under which they reduce them."""
 
 
 class LatestMetrics:
@@ -41,8 +40,6 @@ class LatestMetrics:
         for_loggers: the names of values that go to the loggers.
         bar: the values for the progress bar, from the current run.
     """
-
-    __slots__ = ("bar", "batch_size", "evaluation_steps", "for_loggers", "values")
 
     def __init__(self) -> None:
         self.batch_size: Callable[[Any], int] = BatchSize()
@@ -121,7 +118,7 @@ class Metrics:
         self._steps = latest.evaluation_steps if of_evaluation else latest.values
         self._every = every_n_steps
         self._batch_size = latest.batch_size
-        self._exchanges = 0
+        self._compared = 0
         self._loader: int | None = None
         self._epoch = EpochMetrics({}, {}, {})
         """The metrics of this epoch that are already reduced."""
@@ -132,7 +129,7 @@ class Metrics:
 
     def begin_loader(self, index: int | None) -> None:
         """Log the following values for an evaluation loader; None if only one loader runs."""
-        self._loader = index
+        self._loader, self._compared = index, 0
         self._entries = self._of_loader.setdefault(index, {})
 
     def log(self, name: str, value: Any, options: LogOptions, batch_size: int | None) -> None:
@@ -201,7 +198,6 @@ class Metrics:
             if one.loader is not None:
                 self._epoch.loaders.setdefault(one.name, set()).add(one.loader)
                 self._epoch.loaders.setdefault(one.epoch_name, set()).add(one.loader)
-        self._exchanges = 0
         self._of_loader.clear()
         self.begin_loader(self._loader)
         self._latest.values.update(self._epoch.values)
@@ -279,32 +275,29 @@ class Metrics:
     def _reduced(self, entry: MetricAccumulator, value: Any) -> Any:
         op: ReduceOp = entry.reduce_fx if isinstance(entry.reduce_fx, str) else "mean"  # type: ignore[assignment]
         ranks = self._ranks
-        own = torch.as_tensor(value, dtype=torch.float32).reshape(1)
-        if len(ranks.members) > 1:
-            own = torch.cat([own, _marks(entry.name).to(own.device)])
+        self._compare_names(entry.name)
+        own = torch.as_tensor(value, dtype=torch.float32)
         count = len({ranks.data_splits[rank][0] for rank in ranks.members})
         if op in ("max", "min") or count == len(ranks.members):
-            reduced = ranks.all_reduce(own, op)
-        else:
-            # Ranks that share a part of the data count as one, however many they are.
-            index, _ = ranks.eval_split
-            reduced = ranks.all_reduce(own / len(ranks.data_groups[index]), "sum")
-            reduced = reduced / count if op == "mean" else reduced
-        self._compare_names(entry.name, reduced[1:] > 0)
-        return _read(entry.name, reduced[:1])
+            return _read(entry.name, ranks.all_reduce(own, op))
+        # Ranks that share a part of the data count as one, however many they are.
+        index, _ = ranks.eval_split
+        reduced = ranks.all_reduce(own / len(ranks.data_groups[index]), "sum")
+        return _read(entry.name, reduced / count if op == "mean" else reduced)
 
-    def _compare_names(self, name: str, marks: Tensor) -> None:
-        """Raise an error on all ranks if the ranks have reduced values of different names."""
-        self._exchanges += 1
-        bits, complements = marks.chunk(2)
-        # The same on every rank, since it follows from what was reduced.
-        if (marks.is_cpu or self._exchanges <= _CHECKED) and (bits == complements).any():
-            names = self._ranks.gather_objects(name)
-            other = next(each for each in names if each != names[0])
+    def _compare_names(self, name: str) -> None:
+        """Raise an error on all ranks if they are about to reduce values of different names."""
+        if self._ranks.world_size == 1 or self._compared == _CHECKED:
+            return
+        self._compared += 1
+        checksum = zlib.crc32(name.encode())
+        # The greatest checksum less the smallest one.
+        if sum(self._ranks.all_reduce_ints([checksum, -checksum], "max")):
+            own, other, *_ = sorted(set(self._ranks.gather_objects(name)))
             raise UserCodeError(
-                f"self.log(..., sync_dist=True) expected one name on all ranks, received "
-                f"{names[0]!r} and {other!r}, whose values it would mix: to log a value of each "
-                "rank, log every element of self.all_gather(value) under a name of its own"
+                f"self.log(..., sync_dist=True) expected one name on all ranks, received {own!r} "
+                f"and {other!r}: to log a value of each rank, log every element of "
+                "self.all_gather(value) under a name of its own"
             )
 
     def _declare(self, name: str, options: LogOptions) -> MetricAccumulator:
@@ -352,17 +345,6 @@ class Metrics:
             shown = ((entry.step_name, on_step), (entry.epoch_name, on_epoch))
             self._latest.for_loggers.update((one, None) for one, is_shown in shown if is_shown)
         return entry
-
-
-@lru_cache(256)
-def _marks(name: str) -> Tensor:
-    """Return the bits of a name's checksum, and their complements.
-
-    Reduced over ranks by any operation, exactly one of the two is positive if all have one name.
-    """
-    checksum = zlib.crc32(name.encode())
-    bits = torch.tensor([float(checksum >> place & 1) for place in range(32)])
-    return torch.cat([bits, 1 - bits])
 
 
 def _read(name: str, value: Tensor) -> Any:
