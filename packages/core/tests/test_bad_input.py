@@ -156,6 +156,20 @@ def test_the_loss_must_be_a_scalar_tensor_with_a_gradient() -> None:
     )
 
 
+def test_a_backward_of_the_users_own_is_to_be_removed() -> None:
+    class CallsBackward(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.layer(batch).square().mean()
+            loss.backward()
+            return loss
+
+    assert refusal(lambda: trainer().fit(CallsBackward(), loader())) == (
+        "CallsBackward.training_step: backward has run before through a part of the loss's graph. "
+        "The Trainer calls backward: remove loss.backward() from training_step, or set "
+        "self.automatic_optimization = False. Detach tensors of earlier batches"
+    )
+
+
 def test_the_users_own_runtime_error_stays_as_it_is() -> None:
     class Broken(Line):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

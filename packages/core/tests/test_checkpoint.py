@@ -894,7 +894,9 @@ def test_another_models_checkpoint_is_refused_and_the_difference_named(
             load()
         assert str(caught.value).startswith(
             f"'{saved}': the checkpoint belongs to another model: it lacks head.weight, "
-            "head.bias; it has net.3.weight, net.3.bias, which the model lacks. Build the model"
+            "head.bias; it has net.3.weight, net.3.bias, which the model lacks. Build the model "
+            "that it was saved from, or skip names: strict=False, or strict_loading = False in a "
+            "Module\n"
         )
     partly = Renamed.load_from_checkpoint(saved, strict=False)
     state = SingleFileCheckpointIO().load_checkpoint(saved)["state_dict"]
@@ -1338,6 +1340,25 @@ def test_a_value_that_is_monitored_must_be_logged(tmp_path: Path) -> None:
             f"{name}(monitor='val_lss'): no value of that name was logged; there is train_loss, "
             "train_loss_epoch, train_loss_step, val_loss. Did you mean 'val_loss'? Log it in the "
             "Module with self.log('val_lss', ...)"
+        )
+
+
+def test_a_value_of_validation_that_has_no_loader_is_told_of_the_loader(tmp_path: Path) -> None:
+    lost = {
+        "val_loss": "Net has validation_step, but there is no loader for validation: pass "
+        "val_dataloaders to fit()",
+        "train_los": "Did you mean 'train_loss'? Log it in the Module with "
+        "self.log('train_los', ...)",
+    }
+    for name, remedy in lost.items():
+        trainer = trainer_in(
+            tmp_path, max_epochs=1, callbacks=ModelCheckpoint(tmp_path, monitor=name)
+        )
+        with pytest.raises(UserCodeError) as caught:
+            trainer.fit(Net(), loader())
+        assert str(caught.value) == (
+            f"ModelCheckpoint(monitor={name!r}): no value of that name was logged; there is "
+            f"train_loss, train_loss_epoch, train_loss_step. {remedy}"
         )
 
 

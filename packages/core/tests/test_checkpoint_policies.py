@@ -678,6 +678,15 @@ def test_a_save_by_steps_waits_for_the_first_value_that_it_monitors(tmp_path: Pa
         fit_epochs(never, 2)
 
 
+def test_a_save_of_the_newest_that_has_no_value_yet_warns_of_nothing(tmp_path: Path) -> None:
+    # In tests a warning is an error.
+    saver = ModelCheckpoint(
+        tmp_path, "{step}", monitor="val_loss", every_n_train_steps=1, save_last=True
+    )
+    fit_epochs(saver, 1)
+    assert names(tmp_path) == ["last.ckpt", "step=2.ckpt"]
+
+
 def test_saves_after_validation_come_after_the_epoch_where_there_is_none(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=False)
     fit_epochs(saver, 2, validates=False)

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import platform
 import re
@@ -498,6 +499,19 @@ def test_explain_prints_the_plan_and_its_reasons(program: Program) -> None:
     assert row_of(said, "devices") == ["devices", "0, 1", "your argument"]
     # For a script, though this program's standard input is none.
     assert row_of(said, "launcher")[1] == "script"
+
+
+def test_explain_says_that_many_processes_share_the_cores(program: Program) -> None:
+    many = ("explain", "--accelerator", "cpu", "--devices")
+    line = program(*many, "9999").stdout.splitlines()[2]
+    assert re.fullmatch(
+        r"devices +0, 1, \.\.\., 9998 +your argument; so many processes share \d+ cores? and are "
+        "slow",
+        line,
+    )
+    rows = json.loads(program(*many, "9", "--json").stdout)
+    assert rows[2]["choice"] == "0, 1, 2, 3, 4, 5, 6, 7, 8"
+    assert program(*many, "2").stdout.splitlines()[2].endswith("your argument")
 
 
 def test_explain_shows_what_was_not_taken_if_asked(program: Program) -> None:

@@ -817,8 +817,9 @@ def test_what_ranks_cannot_do_alone_is_refused_on_each(run_script: RunScript) ->
     )
     assert finished.stdout.splitlines() == [
         "UserCodeError: Skips.training_step returned None for batch 0, which skips it; with 2 "
-        "ranks the others would wait for its gradients: return a loss on every rank, such as 0.0 "
-        "times the output for an input of zeros (0.0 times NaN is NaN)",
+        "ranks the others would wait for its gradients: end the method with `return loss`. To skip "
+        "a batch, return a loss on every rank, such as 0.0 times the output for an input of zeros "
+        "(0.0 times NaN is NaN)",
         "UserCodeError: the training data loader has a batch sampler of its own (Batches), which "
         "cannot be divided between ranks: let it yield this rank's batches only and give it the "
         "attribute num_replicas, or pass use_distributed_sampler=False",

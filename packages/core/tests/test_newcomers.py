@@ -695,6 +695,19 @@ def test_a_script_without_a_guard_is_told_of_it(run_script: RunScript) -> None:
 
 
 @pytest.mark.slow
+def test_a_worker_that_trains_when_it_imports_the_script_is_told_of_the_guard(
+    run_script: RunScript,
+) -> None:
+    call = "main('auto', num_workers=1, multiprocessing_context='spawn')"
+    done = run_script(f"{SPAWNS.replace('devices=2', 'devices=1')}\n{call}", expect=1)
+    assert (
+        "ConfigurationError: 'SpawnProcess-1', a process such as a DataLoader's worker, imports "
+        "the script, which trains when it is imported: put that code under "
+        "`if __name__ == '__main__':`\n"
+    ) in done.stderr
+
+
+@pytest.mark.slow
 def test_a_lambda_under_spawn_is_named(run_script: RunScript) -> None:
     done = run_script(
         f"{SPAWNS}\nif __name__ == '__main__':\n    main(collate_fn=lambda x: x)", expect=1

@@ -6,6 +6,7 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SubsetRandomSam
 from stratagem import Callback, Module, Trainer
 from stratagem.callbacks import EarlyStopping, ModelCheckpoint, RunHints
 from stratagem.launch import process
-from stratagem_extras.callbacks import data_wait
+from stratagem_extras.callbacks import data_wait, run_hints
 from stratagem_extras.callbacks.data_wait import DataWait
 from stratagem_extras.callbacks.run_hints import better_mode
 
@@ -197,6 +198,24 @@ def test_a_schedule_of_epochs_has_no_hint(hints: Hints) -> None:
     assert hints(Net(schedule=lambda o, _: CosineAnnealingLR(o, 100))) == []
     # One step is one epoch.
     assert hints(Net(schedule=CosineAnnealingLR), train=loader(4)) == []
+
+
+def test_more_processes_than_cores_are_said(
+    hints: Hints, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Ranks that share a core, as a run of 5 processes would have; here the plan alone has them.
+    monkeypatch.setattr(run_hints, "available_cores", lambda: 2)
+    found = trainer()
+    found.runtime.plan = replace(found.plan, devices=(0, 1, 2, 3, 4))
+    hint = RunHints(print)
+    hint._check_cores(found)
+    assert capsys.readouterr().out == (
+        "devices=5 starts that many processes on 2 CPU cores, which slow each other down: pass "
+        "devices=2 or fewer\n"
+    )
+    found.runtime.plan = replace(found.plan, devices=(0, 1, 2, 3))
+    hint._check_cores(found)
+    assert capsys.readouterr().out == ""
 
 
 # -- parameters

@@ -338,8 +338,7 @@ def format_value(value: object) -> str:
     """
     if isinstance(value, (str, bytes)):
         return repr(value[:_SHOWN]) + ("..." if len(value) > _SHOWN else "")
-    if value is None or type(value) in (bool, float):
-        return repr(value)
-    if type(value) is int and abs(value) < 1 << 64:
+    is_short = type(value) is int and abs(value) < 1 << 64
+    if value is None or type(value) in (bool, float) or is_short:
         return repr(value)
     return f"a {type(value).__name__}"

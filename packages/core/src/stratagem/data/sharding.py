@@ -177,10 +177,9 @@ def shard_loader(
 def with_equal_batches(loader: Any) -> Any:
     """Return a loader of an evaluation with `EqualBatches`, if its samples are divided uneven."""
     batches = getattr(loader, "batch_sampler", None)
-    part = getattr(batches, "sampler", None)
-    if type(batches) is not BatchSampler or batches.drop_last:
-        return loader
-    if not isinstance(part, ShardedSampler) or part.even or part.count == 1:
+    part: Any = getattr(batches, "sampler", None)
+    is_uneven = isinstance(part, ShardedSampler) and not part.even and part.count > 1
+    if type(batches) is not BatchSampler or batches.drop_last or not is_uneven:
         return loader
     loader = copy.copy(loader)
     loader.__dict__["_iterator"] = None

@@ -94,12 +94,8 @@ def check_overrides(kind: type, base: type, *, by_name: bool = False) -> None:
 def _overridden(kind: type, base: type) -> Iterator[tuple[str, FunctionType, Any]]:
     for name in dir(base):
         expected = inspect.getattr_static(base, name)
-        if name.startswith("_") or not isinstance(expected, FunctionType):
-            continue
-        if hasattr(expected, "for_users"):
-            continue
-        own = getattr(kind, name)
-        if own is not expected:
+        is_called = isinstance(expected, FunctionType) and not hasattr(expected, "for_users")
+        if is_called and not name.startswith("_") and (own := getattr(kind, name)) is not expected:
             yield name, expected, own
 
 

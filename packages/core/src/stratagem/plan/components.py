@@ -71,7 +71,10 @@ def choose_devices(
             f"are {found.count} here ({found.reason}), counted from 0: "
             "name those, or pass devices=-1 for all"
         )
-    return _usable(asked, indices, found, accelerator.name), "your argument"
+    why = "your argument"
+    if not found.indexed and len(indices) > 2 * found.count and not cluster.launched_this_process:
+        why += f"; so many processes share {found.reason} and are slow"
+    return _usable(asked, indices, found, accelerator.name), why
 
 
 def _usable(

@@ -276,9 +276,16 @@ class RunPlan:
         Args:
             why: also say which cluster environments were not taken, and why not.
         """
-        rows = [row for row in self.rows() if why or not row[0].startswith(" ")]
+        shown = (row for row in self.rows() if why or not row[0].startswith(" "))
+        rows = [(row[0], _shortened(row[1]), *row[2:]) for row in shown]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         return "\n".join(
             "  ".join(text.ljust(width) for text, width in zip(row, [*widths, 0], strict=True))
             for row in rows
         )
+
+
+def _shortened(choice: str) -> str:
+    """Return a list of many devices with its ends only."""
+    ends = choice.split(", ")
+    return f"{ends[0]}, {ends[1]}, ..., {ends[-1]}" if len(ends) > 8 else choice

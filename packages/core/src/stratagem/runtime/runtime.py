@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import multiprocessing
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -294,6 +295,13 @@ class Runtime:
             RankFailedError: another rank failed; shows its traceback.
         """
         open_standard_streams()
+        process = multiprocessing.current_process()
+        # Our own ranks see this in their launcher, and their parent raises the error.
+        if getattr(process, "_inheriting", False) and not process.name.startswith("stratagem-rank"):
+            raise ConfigurationError(
+                f"{process.name!r}, a process such as a DataLoader's worker, imports the script, "
+                "which trains when it is imported: put that code under `if __name__ == '__main__':`"
+            )
         remote = self.plan.remote
         if this_rank.is_launched and remote and function is not None:
             # This process is already a rank of the launch that this call belongs to.

@@ -214,9 +214,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_float_tensor(value: Any) -> bool:
-    if not isinstance(value, (Tensor, LazyTensor)):
-        return False
-    return value.dtype.is_floating_point or value.dtype.is_complex
+    is_tensor = isinstance(value, (Tensor, LazyTensor))
+    return is_tensor and (value.dtype.is_floating_point or value.dtype.is_complex)
 
 
 def _mismatch(value: Any, what: str, expected: str) -> CheckpointMismatchError:

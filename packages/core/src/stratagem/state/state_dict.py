@@ -326,11 +326,10 @@ def check_weights(
     if differing:
         problems.append(f"these have another shape: {format_names(differing)}")
     if problems:
-        skips = "" if differing else ", or load with strict=False to skip names that do not match"
-        message = (
-            f"the checkpoint belongs to another model: {'; '.join(problems)}. Build the model that "
-            f"it was saved from{skips}"
-        )
+        advice = "Build the model that it was saved from"
+        if not differing:
+            advice += ", or skip names: strict=False, or strict_loading = False in a Module"
+        message = f"the checkpoint belongs to another model: {'; '.join(problems)}. {advice}"
         raise CheckpointMismatchError(
             with_explanation(message, "checkpoint-mismatch"),
             missing if strict else (),

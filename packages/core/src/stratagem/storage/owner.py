@@ -62,10 +62,8 @@ class Owner:
 
     def runs(self) -> bool | None:
         """Return whether the owner's process runs; None if this process cannot see it."""
-        if (self.boot, self.namespace) != _here():
-            return None
-        if sys.platform == "win32":
-            return None  # os.kill(pid, 0) would be Ctrl-C
+        if (self.boot, self.namespace) != _here() or sys.platform == "win32":
+            return None  # on Windows os.kill(pid, 0) would be Ctrl-C
         try:
             os.kill(self.pid, 0)
         except (ProcessLookupError, OverflowError):

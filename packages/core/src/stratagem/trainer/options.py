@@ -167,9 +167,7 @@ def check_limit(name: str, limit: int | float | None) -> int | float:
         raise ConfigurationError(
             f"{name}={limit!r}: expected a number of batches (int) or a fraction (float)"
         )
-    if isinstance(limit, int) and limit >= 0:
-        return limit
-    if isinstance(limit, float) and 0.0 <= limit <= 1.0:
+    if 0 <= limit <= 1 or (isinstance(limit, int) and limit > 1):
         return limit
     if isinstance(limit, float) and limit > 1.0 and limit.is_integer():
         return int(limit)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stratagem.callbacks.callback import LOGGED
+from stratagem.callbacks.progress.report import unused_validation
 from stratagem.discovery.absent import explain_missing
 from stratagem.discovery.registry import nearest_of
 from stratagem.errors import ConfigurationError, UserCodeError
@@ -574,11 +575,14 @@ class Run:
         values = self.trainer.callback_metrics
         if name not in values:
             logged = ", ".join(sorted(values)) or "nothing"
-            near = nearest_of(name, list(values))
+            remedy = f"Log it in the Module with self.log({name!r}, ...)"
+            if name.startswith("val") and (problem := unused_validation(self)):
+                remedy = problem
+            elif near := nearest_of(name, list(values)):
+                remedy = f"Did you mean {near!r}? {remedy}"
             raise UserCodeError(
                 f"{who}(monitor={name!r}): no value of that name was logged; there is {logged}. "
-                + (f"Did you mean {near!r}? " if near else "")
-                + f"Log it in the Module with self.log({name!r}, ...)"
+                + remedy
             )
         value: Tensor = values[name]
         of_ranks = self.strategy.ranks.all_gather(value)

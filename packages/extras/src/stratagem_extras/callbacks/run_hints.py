@@ -96,6 +96,7 @@ class RunHints(Callback):
             for config in trainer.run.schedulers.configs:
                 self._check_length(trainer, config)
         self._check_order("val_dataloaders", trainer.val_dataloaders)
+        self._check_cores(trainer)
         self._begin_wait(trainer)
 
     def _check_length(self, trainer: Trainer, config: SchedulerConfig) -> None:
@@ -115,6 +116,17 @@ class RunHints(Callback):
                 f"{type(config.scheduler).__name__}({name}={length}) is stepped once an epoch, so "
                 f"that this fit takes {taken} of its {length} steps: return {{'scheduler': ..., "
                 f"'interval': 'step'}} from configure_optimizers, or pass {name}={taken}"
+            )
+
+    def _check_cores(self, trainer: Trainer) -> None:
+        """Hint at more processes than the cores of the CPU that they share."""
+        plan, cores = trainer.plan, available_cores()
+        # A cluster may bind each process to cores of its own.
+        is_bound = plan.cluster_environment.name != "plain"
+        if plan.accelerator.name == "cpu" and not is_bound and len(plan.devices) > 2 * cores:
+            self._say(
+                f"devices={len(plan.devices)} starts that many processes on {cores} CPU cores, "
+                f"which slow each other down: pass devices={cores} or fewer"
             )
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:

@@ -447,12 +447,12 @@ class ModelCheckpoint(Callback):
             return position
         if trainer.run.is_metric_pending(name):
             self._waits = True
-            self._warn_once(
-                trainer,
-                f"ModelCheckpoint(monitor={name!r}): there is no value yet",
-                "Saves are deferred until it is logged; to keep the newest checkpoint in any case, "
-                "set keep_latest_k=1",
-            )
+            if not self._keeps_latest:
+                self._warn_once(
+                    trainer,
+                    f"ModelCheckpoint(monitor={name!r}): there is no value yet",
+                    "Saves are deferred until it is logged; keep_latest_k=1 saves in any case",
+                )
             return None
         value = self.current_score = float(trainer.run.metric(name, "ModelCheckpoint"))
         if math.isnan(value):

@@ -75,11 +75,9 @@ class Display(ABC):
 
     interval: float
 
-    @abstractmethod
     def begin(self, row: Row) -> None:
         """Show one more row."""
 
-    @abstractmethod
     def update(self, row: Row) -> None:
         """Store a row's progress for the next refresh."""
 
@@ -185,12 +183,6 @@ class Lines(Display):
         self._stream = stream
         self._rewrites = rewrites
         self._width = 0
-
-    def begin(self, row: Row) -> None:
-        """Do nothing: the first refresh shows the row."""
-
-    def update(self, row: Row) -> None:
-        """Do nothing: the row itself holds its progress."""
 
     def refresh(self, row: Row) -> None:
         """Write a line."""

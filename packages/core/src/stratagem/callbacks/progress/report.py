@@ -14,6 +14,7 @@ from stratagem.storage.paths import relative
 if TYPE_CHECKING:
     from stratagem.module.module import Module
     from stratagem.trainer import Trainer
+    from stratagem.trainer.run import Run
 
 
 def beginning(trainer: Trainer) -> list[str]:
@@ -30,8 +31,8 @@ def beginning(trainer: Trainer) -> list[str]:
         at = f"epoch {trainer.current_epoch}, step {trainer.global_step}"
         lines.append(f"resumed from {relative(run.resume_point.path)}, at {at}")
     lines += _folders(trainer)
-    lines += _advice(trainer)
-    return [f"stratagem: {line}" for line in lines]
+    lines.append(unused_validation(trainer.run))
+    return [f"stratagem: {line}" for line in lines if line]
 
 
 def ending(trainer: Trainer) -> list[str]:
@@ -83,11 +84,10 @@ def short_count(number: int) -> str:
         >>> short_count(1234567)
         '1.2 M'
     """
-    for unit in ("", " K", " M", " B", " T"):
-        if number < 1000 or unit == " T":
-            return f"{number:.1f}{unit}" if unit else str(number)
-        number = number / 1000  # type: ignore[assignment]
-    raise AssertionError
+    if number < 1000:
+        return str(number)
+    power = min((len(str(number)) - 1) // 3, 4)
+    return f"{number / 1000**power:.1f} {' KMBT'[power]}"
 
 
 def _folders(trainer: Trainer) -> list[str]:
@@ -99,21 +99,21 @@ def _folders(trainer: Trainer) -> list[str]:
     return [f"{what} go to {', '.join(folders)}" for what, folders in both if folders]
 
 
-def _advice(trainer: Trainer) -> list[str]:
-    """Return advice about unused validation code and unused loaders."""
-    run, advice = trainer.run, []
+def unused_validation(run: Run) -> str:
+    """Return which of validation code and loader a fit lacks, if it has the other; else ""."""
+    name, has_step = type(run.module).__name__, run.module.defines("validation_step")
     has_loader = run.job.val_loaders is not None or run.module.defines("val_dataloader")
-    if has_loader and not run.module.defines("validation_step"):
-        advice.append(
-            f"there is a loader for validation, but {type(run.module).__name__} has no "
-            "validation_step, so there is no validation"
+    if has_loader and not has_step:
+        return (
+            f"there is a loader for validation, but {name} has no validation_step, so there is no "
+            "validation"
         )
-    elif not has_loader and run.module.defines("validation_step") and run.datamodule is None:
-        advice.append(
-            f"{type(run.module).__name__} has validation_step, but there is no loader for "
-            "validation: pass val_dataloaders to fit()"
+    if has_step and not has_loader and run.datamodule is None:
+        return (
+            f"{name} has validation_step, but there is no loader for validation: pass "
+            "val_dataloaders to fit()"
         )
-    return advice
+    return ""
 
 
 def _reason(trainer: Trainer) -> str:

@@ -88,9 +88,7 @@ class Interruption:
                 return False
             return self._decide(self._received, self.is_time_up())
         self._steps += 1
-        if self._steps < self._interval:
-            return False
-        return self._decide(*self._of_all_ranks())
+        return self._steps >= self._interval and self._decide(*self._of_all_ranks())
 
     def check_between_epochs(self) -> bool:
         """Return whether the fit has to end before the next epoch; the same on every rank.

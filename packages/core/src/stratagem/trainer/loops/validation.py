@@ -122,14 +122,10 @@ class Validation:
     def run_if_time(self, prepared: PreparedModel) -> None:
         """Run validation if its time interval has passed; called on every rank after each step."""
         assert self.seconds is not None
-        agreed_time = self._run.interruption.agreed_time
+        now = self._run.interruption.agreed_time()
         if not self._knows_since:
-            now = agreed_time()
             self._knows_since, self._since = now != self._since, now
-        elif (
-            self.is_in_epoch(self._run.progress.epoch)
-            and agreed_time() - self._since >= self.seconds
-        ):
+        elif now - self._since >= self.seconds and self.is_in_epoch(self._run.progress.epoch):
             self.run(prepared)
             self.start_clock()
 

@@ -311,13 +311,15 @@ class Step(TrainStep):
         if outputs is None:
             world_size = self._run.strategy.ranks.world_size
             returned = f"{type(self._module).__name__}.training_step returned None"
+            remedy = "end the method with `return loss`. To skip a batch, "
             if self._batch is None:
-                returned = "train_dataloader yielded None"
+                returned, remedy = "train_dataloader yielded None", ""
             if world_size > 1:
                 raise UserCodeError(
                     f"{returned} for batch {self.batch_idx}, which skips it; with {world_size} "
-                    "ranks the others would wait for its gradients: return a loss on every rank, "
-                    "such as 0.0 times the output for an input of zeros (0.0 times NaN is NaN)"
+                    f"ranks the others would wait for its gradients: {remedy}return a loss on "
+                    "every rank, such as 0.0 times the output for an input of zeros (0.0 times NaN "
+                    "is NaN)"
                 )
             if self._batch is None:
                 rank_zero_warn(f"{returned}: the batch is skipped, without a training_step")
@@ -365,6 +367,12 @@ class Step(TrainStep):
                 f"{who} returned a loss without a gradient; expected one that depends on the "
                 "parameters: do not detach it, do not compute it under no_grad, and check that "
                 "some parameters require gradients"
+            )
+        if self._module.automatic_optimization and "backward through the graph a" in str(error):
+            return UserCodeError(
+                f"{who}: backward has run before through a part of the loss's graph. The Trainer "
+                "calls backward: remove loss.backward() from training_step, or set "
+                "self.automatic_optimization = False. Detach tensors of earlier batches"
             )
         return None
 
