@@ -59,7 +59,7 @@ for command in sys.argv[1:]:
 
 
 def test_a_resumed_run_appends_as_the_page_has_it(tmp_path: Path) -> None:
-    (script,) = blocks(LOGGERS, "python")
+    script = blocks(LOGGERS, "python")[0]
     run(["-c", script], tmp_path)
     rows = (tmp_path / "logs" / "line" / "version_0" / "metrics.csv").read_text().splitlines()
     assert list(dict.fromkeys(row.split(",")[0] for row in rows)) == ["step", *"01234567"]
@@ -72,12 +72,13 @@ def test_the_command_lines_of_the_page_run(tmp_path: Path) -> None:
     lines = "".join(blocks(COMMAND_LINE, "console")).splitlines()
     commands = [line.removeprefix("$ ") for line in lines]
     said = run(["-c", IN_ONE_PROCESS, *commands, "python program.py fit"], tmp_path)
-    first, longer, printed, asked, own, by_variable, _ = said.split("\n---\n")
+    first, longer, printed, asked, own, linked, by_variable, _ = said.split("\n---\n")
     assert "steps 4, epochs 1" in first
     assert "steps 4, epochs 2" in longer
     assert "class_path: mine.Line" in printed
     assert "gradient_clip_val: null" in printed
     assert "--trainer.max_epochs" in asked
     assert "steps 4, epochs 1" in own
+    assert "steps 4, epochs 2" in linked
     assert "steps 12, epochs 3" in by_variable
     assert (tmp_path / "stratagem_logs" / "version_0" / "config.yaml").exists()
