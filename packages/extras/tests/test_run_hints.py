@@ -152,7 +152,8 @@ def test_the_name_of_a_metric_says_which_values_are_better() -> None:
 
 def test_a_value_that_was_never_logged_is_said(hints: Hints) -> None:
     stopping = EarlyStopping("val_los", strict=False)
-    assert hints(Net(metrics=("val_loss",)), stopping, max_epochs=1) == [
+    unchecked = {"max_epochs": 1, "num_sanity_val_steps": 0}
+    assert hints(Net(metrics=("val_loss",)), stopping, **unchecked) == [
         "stratagem: EarlyStopping(monitor='val_los') had no effect, because no value of that name "
         "was logged; there is val_loss: log it with self.log('val_los', ...), or monitor another "
         "value"
@@ -198,6 +199,24 @@ def test_a_schedule_of_epochs_has_no_hint(hints: Hints) -> None:
     assert hints(Net(schedule=lambda o, _: CosineAnnealingLR(o, 100))) == []
     # One step is one epoch.
     assert hints(Net(schedule=CosineAnnealingLR), train=loader(4)) == []
+
+
+@pytest.mark.parametrize("monitor", ["val_los", "vq_loss", "val_loss"])
+def test_a_monitor_that_is_nearly_a_name_of_the_sanity_check_is_said_before_training(
+    hints: Hints, monitor: str
+) -> None:
+    class Both(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if monitor != "val_loss":
+                self.log(monitor, 1.0)
+            return super().training_step(batch, batch_idx)
+
+    said = hints(Both(metrics=("val_loss",)), EarlyStopping(monitor))
+    assert said == [
+        f"stratagem: EarlyStopping(monitor={monitor!r}): the sanity check logged no value of that "
+        f"name, but 'val_loss': pass monitor='val_loss', unless training logs {monitor!r}"
+        for _ in range(monitor == "val_los")
+    ]
 
 
 def test_more_processes_than_cores_are_said(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from math import ceil, isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,8 @@ _LENGTHS = ("total_steps", "T_max", "T_0", "total_iters")
 """Attributes of torch's schedulers: the number of steps that their schedule is made for."""
 _FEW_STEPS = 10
 """A shorter schedule may be as long as a tiny fit by chance."""
+_NEAR = 0.85
+"""The least likeness of a monitored name to another, by difflib, to be taken for a slip."""
 _MEASURED_EPOCHS = 2
 _MANY_STEPS = 100
 """An epoch that ends early is judged after this number of steps."""
@@ -149,6 +152,18 @@ class RunHints(Callback):
                 f"{argument}: a loader has shuffle=True, so that samples come in another order "
                 "each time, and a limit of batches leaves out others: pass shuffle=False"
             )
+
+    def on_sanity_check_end(self, trainer: Trainer, module: Module) -> None:
+        """Hint at misspelled names of monitored values."""
+        logged = trainer.run.validation.names_of_check
+        for who in _monitors(trainer):
+            near = get_close_matches(who.monitor, logged, n=1, cutoff=_NEAR)
+            if near and near[0] != who.monitor and near[0][0] == who.monitor[0]:
+                self._say(
+                    f"{who.name}(monitor={who.monitor!r}): the sanity check logged no value of "
+                    f"that name, but {near[0]!r}: pass monitor={near[0]!r}, unless training logs "
+                    f"{who.monitor!r}"
+                )
 
     # -- measured in the first epochs
 

@@ -28,13 +28,14 @@ class Validation:
         batches_of_epoch: the number of validation batches in that epoch.
         last_batches: the number of batches in the last validation.
         is_sanity_check: whether the sanity check before training is running.
+        names_of_check: the names of the values that the sanity check has logged.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self.last_epoch = -1
         self.batches_of_epoch = self.last_batches = 0
-        self.is_sanity_check = False
+        self.is_sanity_check, self.names_of_check = False, list[str]()
         interval = run.trainer.options.val_check_interval
         self._counts_over_epochs = run.trainer.options.check_val_every_n_epoch is None
         self.seconds = interval.total_seconds() if isinstance(interval, timedelta) else None
@@ -175,7 +176,8 @@ class Validation:
         try:
             # Training draws the same random numbers, with this check and without it.
             with preserve_rng_state(run.strategy.accelerator, run.strategy.device):
-                evaluate(run, prepared, few, "validation", is_sanity_check=True)
+                epoch = evaluate(run, prepared, few, "validation", is_sanity_check=True)
+            self.names_of_check = list(epoch.values)
             run.evaluation.batches = 0
             run.hooks.call("on_sanity_check_end")
         finally:
