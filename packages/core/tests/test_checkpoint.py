@@ -1222,7 +1222,7 @@ def test_a_path_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
         with pytest.raises(CheckpointNotFoundError) as caught:
             trainer.fit(Net(), loader(), ckpt_path=asked)
         assert str(caught.value) == (
-            f"ckpt_path={asked!r}: no checkpoint has been saved yet in {tmp_path / 'none'}: fit "
+            f"ckpt_path={asked!r}: this Trainer has saved no checkpoint yet in {tmp_path / 'none'}: fit "
             "first, or pass a path"
         )
     for version in (0, 1):  # the second fit saves in a folder of its own
@@ -1231,7 +1231,7 @@ def test_a_path_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError) as caught:
         trainer_in(tmp_path, logger=True).fit(Net(), loader(), ckpt_path="last")
     assert str(caught.value) == (
-        "ckpt_path='last': no checkpoint has been saved yet in "
+        "ckpt_path='last': this Trainer has saved no checkpoint yet in "
         f"{tmp_path / 'stratagem_logs/version_2/checkpoints'}: the newest one of an earlier run is "
         f"ckpt_path={str(saved)!r}. A new run saves in a new folder, unless ModelCheckpoint is "
         "given dirpath="
@@ -1240,7 +1240,7 @@ def test_a_path_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError) as caught:
         trainer_in(tmp_path / "stratagem_logs/new").fit(Net(), loader(), ckpt_path="last")
     assert str(caught.value).endswith("new/checkpoints: fit first, or pass a path")
-    with pytest.raises(CheckpointNotFoundError, match="has been saved yet: fit first, or pass a"):
+    with pytest.raises(CheckpointNotFoundError, match="no checkpoint yet: fit first, or pass a"):
         trainer_in(tmp_path).validate(Net(), loader(), ckpt_path="best")
     without = trainer_in(tmp_path, enable_checkpointing=False)
     with pytest.raises(CheckpointNotFoundError) as caught:

@@ -141,7 +141,7 @@ def find_checkpoint(trainer: Trainer, requested: str | Path) -> paths.Location:
         )
     if not found:
         raise CheckpointNotFoundError(
-            f"ckpt_path={str(requested)!r}: no checkpoint has been saved yet"
+            f"ckpt_path={str(requested)!r}: this Trainer has saved no checkpoint yet"
             f"{f' in {folders}' if folders else ''}"
             f"{', since a fast_dev_run saves none' if trainer.options.fast_dev_run else ''}: "
             + advice
