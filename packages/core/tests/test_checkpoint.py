@@ -1222,8 +1222,8 @@ def test_a_path_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
         with pytest.raises(CheckpointNotFoundError) as caught:
             trainer.fit(Net(), loader(), ckpt_path=asked)
         assert str(caught.value) == (
-            f"ckpt_path={asked!r}: this Trainer has saved no checkpoint yet in {tmp_path / 'none'}: "
-            "fit first, or pass a path"
+            f"ckpt_path={asked!r}: this Trainer has saved no checkpoint yet in "
+            f"{tmp_path / 'none'}: fit first, or pass a path"
         )
     for version in (0, 1):  # the second fit saves in a folder of its own
         trainer_in(tmp_path, logger=True, max_epochs=1).fit(Net(), loader())
