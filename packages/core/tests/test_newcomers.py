@@ -572,21 +572,21 @@ def test_methods_with_an_old_or_a_misspelled_name_get_a_hint(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     module = _with_methods(
-        Validates, "val_step validaton_step test_steps configure_optimizer on_epoch_end"
+        Validates, "eval_step validaton_step test_steps configure_optimizer on_epoch_end"
     )
     callback = _with_methods(Callback, "on_batch_end on_keyboard_interrupt")
-    datamodule = _with_methods(Data, "set_up validation_dataloader")
+    datamodule = _with_methods(Data, "prepare_datas validation_dataloader")
     trainer(callbacks=callback).fit(module, datamodule)
     said = re.findall(
         r"(\S+) overrides nothing, and nothing calls it. (.*)", capsys.readouterr().err
     )
     assert dict(said) == {
-        "OldValidates.val_step": "Override validation_step",
+        "OldValidates.eval_step": "Override validation_step",
         "OldValidates.validaton_step": "Did you mean validation_step?",
         "OldValidates.test_steps": "Did you mean test_step?",
         "OldValidates.configure_optimizer": "Did you mean configure_optimizers?",
         "OldValidates.on_epoch_end": "Override on_train_epoch_end or on_validation_epoch_end",
-        "OldData.set_up": "Did you mean setup?",
+        "OldData.prepare_datas": "Did you mean prepare_data?",
         "OldData.validation_dataloader": "Override val_dataloader",
         "OldCallback.on_batch_end": "Override on_train_batch_end",
         "OldCallback.on_keyboard_interrupt": "Override on_exception",

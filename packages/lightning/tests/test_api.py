@@ -749,7 +749,7 @@ def test_a_strategy_tells_of_its_ranks_and_its_device() -> None:
     assert told == [torch.device("cpu"), 1, 0, True, {"a": 1}]
     with pytest.raises(AttributeError, match="no attribute 'ranks'"):
         _ = SingleDeviceStrategy().world_size
-    with pytest.raises(AttributeError, match="no attribute 'components'"):
+    with pytest.raises(AttributeError, match="no attribute 'accelerator'"):
         _ = SingleDeviceStrategy().root_device
 
 
