@@ -36,6 +36,7 @@ class Runs:
             if not name.startswith(("STRATAGEM_", "TORCHELASTIC_"))
             and name not in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
         }
+        kept["STRATAGEM_HINTS"] = "0"  # these loops read no loader
         process = subprocess.Popen(
             [sys.executable, "-m", "stratagem", "run", *arguments],
             cwd=self.folder,

@@ -176,10 +176,10 @@ class TrainLoader:
             return self._lazy_steps(accumulate)
         return self._read_ahead_steps(accumulate)
 
-    def check_end(self, done: int) -> None:
+    def check_end(self, done: int, *, took_all: bool = True) -> None:
         """Check the number of batches at the end of `steps`; `done` is the number in this epoch.
 
-        Warn if there are fewer than the length said.
+        Warn if there are fewer than the length said and the steps `took_all` that there were.
 
         Raises:
             UserCodeError: nothing, or fewer than the length said that other ranks rely on.
@@ -191,7 +191,7 @@ class TrainLoader:
                 f"{NAME} yielded no batch; expected at least one in each epoch: a generator can be "
                 "read only once, so pass a DataLoader or a list"
             )
-        if done < self.end != UNKNOWN:
+        if took_all and done < self.end != UNKNOWN:
             rank_zero_warn(
                 f"{NAME} yielded {done} batches, but its length promised {int(self.end)}: the "
                 "epoch ends after those. Let __len__ return the number that __iter__ yields, or "

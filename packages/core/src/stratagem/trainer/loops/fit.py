@@ -158,8 +158,8 @@ def _train_steps(
         except EndOfEpoch as end:
             # The current step is dropped; the epoch may have ended with the end of its data.
             step.abandon()
-            if end.data_has_ended:
-                loader.check_end(progress.batches)
+            if end.data_has_ended:  # within a step, which may have read some of its batches
+                loader.check_end(progress.batches, took_all=False)
             return True, end.data_has_ended
 
     return run.profiling.wrap("run_training_epoch", until_the_end)
