@@ -63,8 +63,10 @@ if __name__ == "__main__":
         lite.launch()
         module = Line()
         model, optimizer = lite.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
-        lite.backward(model(torch.ones(4, 1)).sum())
-        optimizer.step()
+        data = torch.utils.data.DataLoader(torch.ones(16, 1), 4)
+        for batch in lite.setup_dataloaders(data):
+            lite.backward(model(batch).sum())
+            optimizer.step()
     else:
         trainer = Trainer(
             max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
