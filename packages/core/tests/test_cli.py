@@ -894,13 +894,12 @@ def test_a_command_that_two_plugins_have_is_refused_and_both_are_named(greeting:
     done = greeting("greet", "you", code=2)
     assert done.stdout == ""
     lines = done.stderr.splitlines()
-    assert sorted(lines[:2]) == [
+    assert sorted(lines) == [
         f"stratagem: {one}:plug: command 'greet': {other}:plug has the command 'greet', so that "
         "neither can be called: give one of them another name. To go without this plugin, set "
         f"STRATAGEM_DISABLE_PLUGINS={one}"
         for one, other in (("greeting", "saluting"), ("saluting", "greeting"))
     ]
-    assert lines[2].startswith("stratagem: error: No such command 'greet'.")
     assert len(greeting.json("doctor", code=1)["problems"]) == 2
     assert greeting("checkpoint", "greet").stdout == "imported\nhello hello\n"
     greeting.variables["STRATAGEM_DISABLE_PLUGINS"] = "saluting"

@@ -162,7 +162,8 @@ def _compile(part: nn.Module, compile: Callable[..., Any]) -> None:
         part.__dict__[_MARK] = forward, "forward_to_repeat", inner
         forward.forward_to_repeat = _Compiled(compile(_framed(inner, part)), inner)
         return
-    if not _is_torchs(part):
+    is_torchs = str(getattr(type(part).forward, "__module__", "")).startswith("torch.")
+    if not is_torchs:
         call = compile(part._call_impl)
     elif part._forward_pre_hooks or part._forward_hooks:
         # The hooks of a group gather its parameters; they stay outside of the graph.
@@ -213,10 +214,6 @@ class _Hooked:
             return self._part._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         finally:
             own.pop("forward", None)
-
-
-def _is_torchs(part: nn.Module) -> bool:
-    return str(getattr(type(part).forward, "__module__", "")).startswith("torch.")
 
 
 def _framed(call: Callable[..., Any], part: nn.Module) -> Callable[..., Any]:

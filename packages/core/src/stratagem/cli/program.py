@@ -144,6 +144,8 @@ def run_other(arguments: Sequence[str]) -> int:
         print(_help(group, summaries), file=sys.stdout if rest else sys.stderr)
         return 0 if rest else 2
     name = f"{group} {rest[0]}".strip()
+    if any(check.name == f"command {name!r}" for _, check in failures):
+        return 2  # the lines above say why it cannot be called
     near = _MEANT.get(name) or nearest_of(name, list(summaries))
     parts = [
         f"stratagem: error: No such command {name!r}.",

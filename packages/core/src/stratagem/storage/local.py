@@ -284,7 +284,8 @@ class DurableDirectory:
 
     def __init__(self, path: Path, *, may_replace: Callable[[Path], bool] | None = None) -> None:
         self.path = path
-        if _holds_files(path) and not (may_replace is not None and may_replace(path)):
+        holds_files = path.is_dir() and not path.is_symlink() and any(path.iterdir())
+        if holds_files and not (may_replace is not None and may_replace(path)):
             raise FileExistsError(
                 errno.EEXIST,
                 "it is a directory with other things in it, which a save would remove: expected a "
@@ -342,10 +343,6 @@ class DurableDirectory:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
-
-
-def _holds_files(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink() and any(path.iterdir())
 
 
 def _exchange(first: Path, second: Path) -> None:
