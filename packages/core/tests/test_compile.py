@@ -9,7 +9,6 @@ import pickle
 import re
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from stratagem import Callback, Lite, Module, Trainer, compile as compiling
-from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.strategies import DDPStrategy, SingleDeviceStrategy
+from stratagem import Callback, Lite, Module, Trainer
+from stratagem.errors import ConfigurationError
+from stratagem.strategies import DDPStrategy
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TOLERANCE = 1e-5
@@ -245,13 +244,6 @@ def test_lite_compiles_what_it_sets_up(graphs: Graphs) -> None:
     assert len(graphs.made) == 1
 
 
-def test_lite_has_no_step_to_compile() -> None:
-    lite = Lite(accelerator="cpu")
-    lite.launch()
-    with pytest.raises(ConfigurationError, match=r"the step is yours: pass compile=True"):
-        lite.setup(nn.Linear(1, 1), compile={"step": True})
-
-
 # ---------------------------------------------------------------- what the user has compiled
 
 
@@ -408,13 +400,13 @@ def test_torch_logs_why_a_smaller_last_batch_is_compiled_again(tmp_path: Path) -
     [
         ("reduce-overhead", r"did you mean compile=\{'mode': 'reduce-overhead'\}"),
         ("inductor", r"did you mean compile=\{'backend': 'inductor'\}"),
-        ("steps", "did you mean compile='step'"),
-        (3, "expected True, False, 'step', or a dict of torch.compile's arguments"),
+        ("step", r"compile='step': a whole step is no longer compiled .*: pass compile=True or"),
+        ({"step": True, "mode": "default"}, r"compile=\{'step': True, .* no longer compiled"),
+        (3, "expected True, False, or a dict of torch.compile's arguments"),
         ({"modes": 1}, "has modes; expected some of backend, dynamic, fullgraph, mode, options"),
         ({"backend": "none"}, "there is no backend 'none'; expected one of"),
         ({"mode": "fastest"}, "torch.compile refuses it: .*fastest"),
         ({"mode": "default", "options": {"trace.enabled": True}}, "torch.compile refuses it"),
-        ({"step": 1}, "expected True or False"),
     ],
 )
 def test_what_is_no_request_is_refused_at_once(given: Any, message: str) -> None:
@@ -433,8 +425,8 @@ def test_inductor_without_a_compiler_is_refused_at_once(
 
 
 def test_strategies_that_cannot_are_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match="which the strategy 'ddp' does not allow"):
-        trainer(strategy="ddp", devices=2, compile="step")
+    with pytest.raises(ConfigurationError, match="the strategy 'dp' cannot be compiled by torch"):
+        trainer(strategy="dp", compile=True)
     small = DDPStrategy(bucket_cap_mb=0.5)
     with pytest.raises(ConfigurationError, match=r"received bucket_cap_mb=0\.5: pass 1 or more"):
         trainer(strategy=small, devices=2, compile=True)
@@ -489,237 +481,3 @@ def test_ranks_compiled_in_other_ways(ranks: dict[str, Any], name: str) -> None:
     assert found["own graphs"]
     assert found["names"]
     assert close(found["handed over"], found["expected"])
-
-
-# ---------------------------------------------------------------- the whole step
-
-needs_whole_steps = pytest.mark.skipif(
-    not compiling.takes_whole_steps(), reason="this torch.compile takes no backward into the graph"
-)
-
-
-def test_a_torch_that_takes_no_whole_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "takes_whole_steps", lambda: False)
-    needs = f"into the graph (2.11 does), received {torch.__version__}: pass compile=True, or"
-    with pytest.raises(ConfigurationError, match=re.escape(needs)):
-        fit(compile="step")
-
-
-class AdamNet(Net):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
-
-
-@needs_whole_steps
-def test_what_a_backend_has_raised_is_said() -> None:
-    def backend(graph: Any, inputs: Any) -> Any:
-        raise ValueError("this graph has no code")
-
-    with pytest.raises(UserCodeError, match=r"raised: ValueError: this graph has no code"):
-        fit(compile={"step": True, "backend": backend})
-
-
-def step_of(graphs: Any) -> dict[str, Any]:
-    return {"compile": {"step": True, "backend": graphs}}
-
-
-OPTIONS = [
-    {},
-    {"gradient_clip_val": 0.1},
-    {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    {"accumulate_grad_batches": 2},
-]
-
-
-@needs_whole_steps
-@pytest.mark.parametrize("kind", [Net, AdamNet])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_whole_step_has_the_numbers_of_eager(
-    graphs: Graphs, kind: type[Net], options: dict[str, Any]
-) -> None:
-    eager, expected_net, expected = fit(kind(), **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        runs, net, losses = fit(kind(), **options, **step_of(graphs))
-    assert len(graphs.made) == 1
-    targets = {str(node.target) for node in graphs.made[0].graph.nodes}
-    assert any("function grad" in target for target in targets)
-    assert close(losses, expected)
-    for name, value in expected_net.state_dict().items():
-        torch.testing.assert_close(net.state_dict()[name], value, rtol=0, atol=TOLERANCE)
-    assert runs.global_step == eager.global_step
-    for name, value in eager.callback_metrics.items():
-        torch.testing.assert_close(runs.callback_metrics[name], value, rtol=0, atol=TOLERANCE)
-    assert all(p.grad is None for p in net.parameters())
-    (group,), (expected_group,) = (r.optimizers[0].param_groups for r in (runs, eager))
-    assert group["lr"] == expected_group["lr"]
-    assert isinstance(group["lr"], float)
-
-
-@needs_whole_steps
-def test_inductor_takes_a_whole_step() -> None:
-    _, _, expected = fit(AdamNet(), precision="bf16-mixed")
-    _, _, losses = fit(AdamNet(), precision="bf16-mixed", compile="step")
-    assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=0, atol=1e-2)
-
-
-@needs_whole_steps
-def test_whole_steps_resume_exactly_and_their_checkpoints_load_in_eager(tmp_path: Path) -> None:
-    compiled = step_of("aot_eager")
-    _, whole, expected = fit(AdamNet(), **compiled)
-    runs, _, _ = fit(AdamNet(), max_epochs=1, **compiled)
-    runs.save_checkpoint(tmp_path / "half.ckpt")
-    _, net, losses = fit(AdamNet(), ckpt_path=tmp_path / "half.ckpt", **compiled)
-    assert losses == expected[4:]
-    assert all(map(torch.equal, net.state_dict().values(), whole.state_dict().values()))
-    _, _, losses = fit(AdamNet(), ckpt_path=tmp_path / "half.ckpt")
-    assert close(losses, expected[4:])
-
-
-@needs_whole_steps
-def test_a_whole_step_calls_hooks_and_logs_in_order(graphs: Graphs) -> None:
-    class Notes(Callback):
-        def __init__(self) -> None:
-            self.calls: list[Any] = []
-
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
-            self.calls.append(("start", index))
-
-        def on_train_batch_end(
-            self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int
-        ) -> None:
-            logged = float(trainer.callback_metrics["loss_step"])
-            assert logged == outputs["loss"].item()
-            self.calls.append(("end", index, trainer.global_step))
-
-    notes = Notes()
-    fit(max_epochs=1, accumulate_grad_batches=2, callbacks=[notes], **step_of(graphs))
-    # The first step runs as it is; in the graph, all batches of a step begin together.
-    assert notes.calls == [
-        *[("start", 0), ("end", 0, 0), ("start", 1), ("end", 1, 1)],
-        *[("start", 2), ("start", 3), ("end", 2, 1), ("end", 3, 2)],
-    ]
-
-
-@needs_whole_steps
-def test_a_whole_step_stays_one_graph_with_validation_and_dropout(graphs: Graphs) -> None:
-    net = Net()
-    net.net.append(nn.Dropout(0.5))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trainer(**step_of(graphs)).fit(net, loader(), loader())
-    assert len(graphs.made) == 1
-
-
-@needs_whole_steps
-def test_the_compilers_setting_for_whole_steps_ends_with_the_steps_of_an_epoch(
-    graphs: Graphs,
-) -> None:
-    class Looks(Callback):
-        def __init__(self) -> None:
-            self.seen: dict[str, set[bool]] = {}
-
-        def look(self, where: str) -> None:
-            found = self.seen.setdefault(where, set())
-            found.add(torch._dynamo.config.trace_autograd_ops)
-
-        def on_train_batch_end(self, *arguments: Any) -> None:
-            self.look("step")
-
-        def on_train_epoch_start(self, *arguments: Any) -> None:
-            self.look("before")
-
-        def on_train_epoch_end(self, *arguments: Any) -> None:
-            self.look("after")
-
-    looks = Looks()
-    trainer(callbacks=[looks], **step_of(graphs)).fit(Net(), loader())
-    assert looks.seen == {"before": {False}, "step": {True}, "after": {False}}
-    assert len(graphs.made) == 1
-
-
-@needs_whole_steps
-def test_whole_steps_of_ever_new_shapes_go_on_uncompiled(graphs: Graphs) -> None:
-    sizes = [torch.ones(n, 5) for n in (2, 2, 3, 4, 5, 6)]
-    batches = [(x, x[:, :1]) for x in sizes]
-    eager, net = trainer(), AdamNet()
-    eager.fit(net, batches)
-    runs, compiled = trainer(compile={"step": True, "backend": graphs, "dynamic": False}), AdamNet()
-    with torch._dynamo.config.patch(recompile_limit=2):
-        runs.fit(compiled, batches)
-    assert runs.global_step == 12
-    for name, value in net.state_dict().items():
-        torch.testing.assert_close(compiled.state_dict()[name], value, rtol=0, atol=TOLERANCE)
-
-
-class OneCycle(AdamNet):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters())
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-@needs_whole_steps
-def test_whole_steps_whose_optimizer_changes_go_on_quietly(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with torch._dynamo.config.patch(recompile_limit=2):
-        fit(OneCycle(), **step_of("aot_eager"))
-    limits = [r for r in caplog.records if "hit config.recompile_limit" in r.getMessage()]
-    assert len(limits) <= 1, "once, and not in every step after it"
-
-
-class Hooked(Callback):
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        pass
-
-
-class Manual(Net):
-    automatic_optimization = False
-
-
-class Fused(Net):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), fused=True)
-
-
-class Breaks(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return loss if loss.item() > -1 else None
-
-
-class Skips(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) if batch_idx == 0 else None
-
-
-class Counting(SingleDeviceStrategy):
-    def optimizer_step(self, prepared: Any, optimizer: Any, closure: Any = None) -> Any:
-        return super().optimizer_step(prepared, optimizer, closure)
-
-
-@needs_whole_steps
-@pytest.mark.parametrize(
-    ("net", "arguments", "message"),
-    [
-        (Net, {"callbacks": [Hooked()]}, "on_before_optimizer_step would be called in the middle"),
-        (Net, {"strategy": Counting()}, "Counting has optimizer_step of its own"),
-        (Net, {"detect_anomaly": True}, "detect_anomaly=True looks at each loss"),
-        (Net, {"precision": "bf16-true"}, "'bf16-true' changes torch's default dtype within it"),
-        (Manual, {}, "there is no step that compile="),
-        (Fused, {}, r"AdamW\(fused=True\) is a kernel that is not traced"),
-        (Breaks, {}, "cannot take this step of Breaks with SGD into one graph: .*data-dependent"),
-        (Skips, {}, "return a loss for every batch"),
-    ],
-)
-def test_what_a_whole_step_leaves_no_place_for_is_refused(
-    graphs: Graphs, net: type[Net], arguments: dict[str, Any], message: str
-) -> None:
-    with pytest.raises((ConfigurationError, UserCodeError), match=message):
-        fit(net(), **step_of(graphs), **arguments)

@@ -15,7 +15,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
-from stratagem import Callback, Module, Trainer, compile as compiling
+from stratagem import Callback, Module, Trainer
 from stratagem.errors import ConfigurationError, PluginError, UserCodeError
 from stratagem.strategies import SingleDeviceStrategy
 
@@ -435,19 +435,10 @@ def test_lbfgs_has_the_numbers_of_a_loop_with_a_closure() -> None:
     assert trainer.callback_metrics["loss_epoch"].item() == pytest.approx(sum(losses) / 6)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches has several batches in a step"),
-        ({"compile": "step"}, "compile='step' makes one graph of each step"),
-    ],
-)
-def test_lbfgs_is_refused_where_the_loss_cannot_be_computed_again(
-    arguments: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiling, "takes_whole_steps", lambda: True)  # which torch 2.9 refuses
+def test_lbfgs_is_refused_where_the_loss_cannot_be_computed_again() -> None:
+    text = "accumulate_grad_batches has several batches in a step"
     with pytest.raises(ConfigurationError, match=f"LBFGS computes the loss several .*{text}"):
-        quiet(**arguments).fit(Searches(), loader())
+        quiet(accumulate_grad_batches=2).fit(Searches(), loader())
 
 
 def test_an_optimizer_of_ones_own_is_handed_the_closure() -> None:
@@ -556,9 +547,6 @@ def test_a_hook_that_could_not_be_called_is_refused_before_training(
         f"Own overrides {hook}, and the strategy 'Whole' takes each step as a whole, so that it "
         "would not be called: leave out one of the two"
     )
-    monkeypatch.setattr(compiling, "takes_whole_steps", lambda: True)  # which torch 2.9 refuses
-    with pytest.raises(ConfigurationError, match=f"overrides {hook}, and compile='step' makes one"):
-        quiet(compile="step").fit(model, loader())
 
 
 def test_a_strategy_that_forgets_a_modules_backward_is_named() -> None:

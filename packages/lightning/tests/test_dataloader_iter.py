@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from stratagem import Module, compile as compiling
+from stratagem import Module
 from stratagem.callbacks import StochasticWeightAveraging
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.trainer import TrainLoader
@@ -190,15 +190,13 @@ class Searches(Pairs):
     ("kind", "options", "why"),
     [
         (Pairs, {"accumulate_grad_batches": 2}, "accumulate_grad_batches counts batches that"),
-        (Pairs, {"compile": "step"}, "takes the whole step into one graph: leave that out"),
         (Overrides, {}, "it overrides optimizer_step: leave that out, let training_step take b"),
         (Searches, {}, "its optimizer computes the loss several times in a step: leave"),
     ],
 )
 def test_what_needs_a_batch_before_it_is_read_is_refused(
-    kind: type[Pairs], options: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+    kind: type[Pairs], options: dict[str, Any], why: str
 ) -> None:
-    monkeypatch.setattr(compiling, "takes_whole_steps", lambda: True)  # which torch 2.9 refuses
     with pytest.raises(ConfigurationError, match=rf"training_step takes dataloader_iter, .*{why}"):
         quiet(limit_val_batches=0, **options).fit(kind(), numbers(4))
 

@@ -3304,9 +3304,15 @@ class EstimatesNothing(DDPStrategy):
 
 
 class SaysCompiles(DDPStrategy):
-    """compiles a whole step, which several ranks cannot."""
+    """compiles=("model",), and a class that refuses it."""
 
-    capabilities = replace(DDPStrategy.capabilities, compiles=("model", "step"))
+    def prepare(
+        self, module: nn.Module, optimizers: Any = (), *, move_to_device: bool = True
+    ) -> PreparedModel:
+        step = self.components.step
+        if step is not None and step.compilation is not None:
+            raise ConfigurationError("this class cannot have compile=...")
+        return super().prepare(module, optimizers, move_to_device=move_to_device)
 
 
 class SaysNoClipping(DDPStrategy):

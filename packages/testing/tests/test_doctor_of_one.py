@@ -357,7 +357,7 @@ OTHER_KINDS = {
     "compiles": (
         "StrategySpec(name='compiles', target='averaging_classes:Compiles', api_version=1,"
         " capabilities=Capabilities(compiles=('models',)))",
-        "strategy 'compiles': it names 'models' in compiles; expected some of 'model', 'step'",
+        "strategy 'compiles': it names 'models' in compiles; expected 'model' or nothing",
     ),
     "one_process": (
         "StrategySpec(name='one_process', target='averaging_classes:Many', api_version=1,"

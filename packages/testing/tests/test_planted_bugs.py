@@ -19,8 +19,7 @@ FILE = Path(__file__).with_name("planted_strategies.py")
 
 # The class, the check that fails, and what it says.
 PLANTED = [
-    # First, since what others leave behind would stop torch.compile.
-    ("SaysCompiles", "capabilities/compiles", "take compile='step' ('step' in compiles)"),
+    ("SaysCompiles", "capabilities/compiles", "take compile=True ('model' in compiles)"),
     ("NotAveraged", "steps/gradient", "gradients are not averaged over ranks"),
     ("NotAveraged", "losses/embedding", "was not that of the mean gradient over all ranks"),
     ("Summed", "steps/gradient", "gradients are summed over ranks instead of averaged"),

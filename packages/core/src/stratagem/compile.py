@@ -56,16 +56,6 @@ def check_compilation(compilation: Compilation, *, on_host: bool) -> None:
                 importlib.import_module("torch._inductor.compile_fx")
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         raise ConfigurationError(f"{compilation}: torch.compile refuses it: {error}") from error
-    if compilation.whole_step and not takes_whole_steps():
-        raise ConfigurationError(
-            f"{compilation} needs a torch whose torch.compile takes backward into the graph "
-            f"(2.11 does), received {torch.__version__}: pass compile=True, or upgrade torch"
-        )
-
-
-def takes_whole_steps() -> bool:
-    """Whether this torch takes backward into a graph, as compile="step" wants: 2.9 does not."""
-    return hasattr(torch._dynamo.config, "trace_autograd_ops")
 
 
 def _nothing() -> None:

@@ -61,8 +61,8 @@ class Capabilities:
         follows_evaluation: a rank without a batch follows the collectives of the other ranks'
             evaluation steps (`Strategy.follow_evaluation_step`). If this and `allows_uneven_eval`
             are False, ranks repeat samples to run the same number of evaluation batches.
-        compiles: the values that `compile=...` accepts: "model" (the forward of a model and its
-            parts), "step" (a whole step as one graph).
+        compiles: what `compile=...` may compile: ("model",), the forward of a model and its parts;
+            or (), nothing.
 
     Raises:
         PluginError: a field has the wrong type, such as a string instead of a tuple of names.

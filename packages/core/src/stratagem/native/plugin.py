@@ -20,7 +20,7 @@ from stratagem.discovery import (
     hookimpl,
 )
 
-SINGLE_DEVICE = Capabilities(compiles=("model", "step"))
+SINGLE_DEVICE = Capabilities()
 """What one process on one device can do."""
 
 DDP = Capabilities.parallel()

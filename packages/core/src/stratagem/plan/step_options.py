@@ -14,7 +14,7 @@ from stratagem.errors import ConfigurationError
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """The modes that torch documents; it may know more."""
-_KNOWN = ("backend", "dynamic", "fullgraph", "mode", "options", "step")
+_KNOWN = ("backend", "dynamic", "fullgraph", "mode", "options")
 
 
 @final
@@ -23,19 +23,16 @@ class Compilation:
     """How torch.compile is used on a model.
 
     Attributes:
-        whole_step: forward, backward, clipping and the optimizer's step are one graph; False: the
-            forward of the model and of its parts.
         arguments: torch.compile's own: `mode`, `backend`, `dynamic`, `fullgraph`, `options`.
 
     Example:
         >>> from stratagem.strategies import Compilation
         >>> Compilation.parse({"dynamic": True})
-        Compilation(whole_step=False, arguments={'dynamic': True})
-        >>> Compilation.parse("step").whole_step, Compilation.parse(False)
-        (True, None)
+        Compilation(arguments={'dynamic': True})
+        >>> Compilation.parse(False) is None
+        True
     """
 
-    whole_step: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -43,21 +40,25 @@ class Compilation:
         """Return the compilation that `compile=given` requests, or None.
 
         Args:
-            given: False or None; True; "step"; or torch.compile's arguments, and with them
-                `"step": True` for the whole step.
+            given: False or None; True; or torch.compile's arguments.
 
         Raises:
             ConfigurationError: it is something else.
         """
         if given is None or given is False:
             return None
-        if given is True or given == "step":
-            return cls(whole_step=given == "step")
+        if given is True:
+            return cls()
         if isinstance(given, Compilation):
             return given
+        if isinstance(given, str | Mapping) and "step" in given:
+            raise ConfigurationError(
+                f"compile={given!r}: a whole step is no longer compiled into one graph: pass "
+                "compile=True or a dict of torch.compile's arguments, which compile the model"
+            )
         if not isinstance(given, Mapping):
             raise ConfigurationError(
-                f"compile={given!r}: expected True, False, 'step', or a dict of torch.compile's "
+                f"compile={given!r}: expected True, False, or a dict of torch.compile's "
                 f"arguments{_meant(given)}"
             )
         if unknown := sorted(map(str, given.keys() - set(_KNOWN))):
@@ -65,11 +66,7 @@ class Compilation:
                 f"compile={dict(given)!r} has {', '.join(unknown)}; expected some of "
                 f"{', '.join(_KNOWN)}"
             )
-        arguments = {name: value for name, value in given.items() if name != "step"}
-        whole_step = given.get("step", False)
-        if not isinstance(whole_step, bool):
-            raise ConfigurationError(f"compile={{'step': {whole_step!r}}}: expected True or False")
-        return cls(whole_step=whole_step, arguments=arguments)
+        return cls(arguments=dict(given))
 
     @property
     def needs_compiler(self) -> bool:
@@ -78,39 +75,26 @@ class Compilation:
 
     def __str__(self) -> str:
         """The argument as it is typed."""
-        if not self.arguments:
-            return "compile='step'" if self.whole_step else "compile=True"
-        step = {"step": True} if self.whole_step else {}
-        return f"compile={ {**step, **self.arguments}!r}"
+        return f"compile={dict(self.arguments) or True!r}"
 
 
 def check_compiles(strategy: str, capabilities: Capabilities, compilation: Compilation) -> None:
-    """Check that a strategy can have its model, or its whole step, compiled.
+    """Check that a strategy can have its model compiled.
 
     Raises:
         ConfigurationError: it cannot.
     """
-    what = "step" if compilation.whole_step else "model"
-    if what in capabilities.compiles:
-        return
-    if capabilities.compiles:
+    if "model" not in capabilities.compiles:
         raise ConfigurationError(
-            f"{compilation} takes forward, backward and the optimizer's step into one graph, which "
-            f"the strategy {strategy!r} does not allow: pass compile=True, which compiles the "
-            "model, or strategy='single_device' with devices=1"
+            f"{compilation}: a model under the strategy {strategy!r} cannot be compiled by "
+            "torch.compile: leave compile out, or use another strategy such as 'ddp' or 'fsdp'"
         )
-    raise ConfigurationError(
-        f"{compilation}: a model under the strategy {strategy!r} cannot be compiled by "
-        "torch.compile: leave compile out, or use another strategy such as 'ddp' or 'fsdp'"
-    )
 
 
 def _meant(given: Any) -> str:
     """Return what a string may have been meant for."""
     if not isinstance(given, str):
         return ""
-    if given.strip().casefold() in ("step", "steps", "one_step", "whole_step"):
-        return "; did you mean compile='step'?"
     what = "mode" if given in MODES else "backend"
     return f"; did you mean compile={ {what: given}!r}?"
 

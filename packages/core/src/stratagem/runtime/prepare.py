@@ -73,7 +73,7 @@ def prepare(
             vars(optimizer)["add_param_group"] = partial(_refuse_group, type(strategy).__name__)
     if compilation is None and strategy.components.step is not None:
         compilation = strategy.components.step.compilation
-    if compilation and not compilation.whole_step:
+    if compilation:
         prepared.compile(compilation)
     return prepared
 
@@ -189,11 +189,6 @@ def compilation_of_setup(
         compilation = strategy.components.step.compilation
     if compilation is None:
         return False
-    if compilation.whole_step:
-        raise ConfigurationError(
-            f"{compilation} compiles the Trainer's step, and in a loop of your own the step is "
-            "yours: pass compile=True, which compiles the model; or use the Trainer"
-        )
     check_compiles(plan.strategy.name, plan.capabilities, compilation)
     check_compilation(compilation, on_host=strategy.accelerator.is_host)
     return compilation

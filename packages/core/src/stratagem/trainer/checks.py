@@ -322,11 +322,6 @@ def check_manual_optimization(
             "so gradient_clip_val and accumulate_grad_batches do nothing: clip and accumulate in "
             "training_step"
         )
-    elif options.compilation is not None and options.compilation.whole_step:
-        problem = (
-            f"so there is no step that {options.compilation} could take into one graph: pass "
-            "compile=True, which compiles the model"
-        )
     elif strategy.join_uneven_inputs:
         problem = (
             "so the Trainer cannot weight its gradients as join_uneven_inputs=True needs: give "

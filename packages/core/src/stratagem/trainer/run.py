@@ -251,7 +251,7 @@ class Run:
         trainer, module, strategy = self.trainer, self.module, self.strategy
         options = trainer.options
         checks.check_manual_optimization(module, trainer.plan, strategy, options.step_options)
-        check_step_hooks(module, strategy, trainer.plan, options.step_options)
+        check_step_hooks(module, strategy, trainer.plan)
         checks.give_hints(strategy)
         data = self.open_fit_data()
         strategy.set_batch_size(data.loader.batch_size)

@@ -98,8 +98,8 @@ class Trainer(TrainerAttributes):
             fit always runs under `torch.no_grad`.
         use_distributed_sampler: split the data over the ranks.
         sync_batchnorm: compute the statistics of batch norm layers over all ranks.
-        compile: True: compile the model with `torch.compile`. "step": compile the whole training
-            step. A dict: arguments of `torch.compile`. See docs/guides/compiling.md.
+        compile: True: compile the model with `torch.compile`. A dict: arguments of
+            `torch.compile`. See docs/guides/compiling.md.
         detect_anomaly: check each loss and each backward pass for NaN; slow.
         detect_divergence: compare the step and the parameters of all ranks every n optimizer steps
             (True: 100).
@@ -177,7 +177,7 @@ class Trainer(TrainerAttributes):
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
         sync_batchnorm: bool = False,
-        compile: bool | Literal["step"] | Mapping[str, Any] = False,
+        compile: bool | Mapping[str, Any] = False,
         detect_anomaly: bool = False,
         detect_divergence: bool | int = False,
         enable_checkpointing: bool = True,

@@ -169,9 +169,7 @@ class RunHints(Callback):
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         """Watch which parameters get gradients in the first epoch."""
-        compilation = trainer.options.step_options.compilation
-        is_graph = compilation is not None and compilation.whole_step
-        if not trainer.plan.capabilities.engine_steps and not is_graph:
+        if not trainer.plan.capabilities.engine_steps:
             optimizers = trainer.run.require_prepared().optimizers
             self._gradients = _Gradients(module, optimizers, self._say)
 

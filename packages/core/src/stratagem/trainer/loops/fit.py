@@ -70,8 +70,7 @@ def fit(run: Run, prepared: PreparedModel, step: Step) -> None:
             before = replace(progress)
             # What follows sees the epoch as finished: a checkpoint that is saved from here on
             # resumes with the epoch's end. A stop in the middle leaves it unfinished.
-            with step.epoch_context():
-                progress.epoch_is_done, may_validate = train_steps(interval)
+            progress.epoch_is_done, may_validate = train_steps(interval)
             if progress.epoch_is_done:
                 run.schedulers.step("epoch", epoch + 1)
                 if may_validate and validation.is_missing(data.loader.batches):

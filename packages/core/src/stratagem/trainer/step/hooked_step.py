@@ -57,15 +57,13 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is closure.empty
 
 
-def check_step_hooks(
-    module: Module, strategy: Strategy, plan: RunPlan, options: StepOptions
-) -> None:
+def check_step_hooks(module: Module, strategy: Strategy, plan: RunPlan) -> None:
     """Check that a Module's overridden step hooks can be called, before training.
 
     With manual optimization, uncalled hooks are only a warning.
 
     Raises:
-        ConfigurationError: if the strategy or compile="step" runs the step as a whole.
+        ConfigurationError: if the strategy runs the step as a whole.
     """
     own = step_hooks_of(module)
     if not module.automatic_optimization:
@@ -77,7 +75,7 @@ def check_step_hooks(
                 stacklevel=2,
             )
         own = [name for name in own if name == "backward"]
-    problem = _taken_as_a_whole(strategy, plan, options)
+    problem = _taken_as_a_whole(strategy, plan)
     can = plan.capabilities
     if not problem and (can.engine_clips or can.engine_steps):
         engines = {
@@ -104,7 +102,7 @@ def check_closure(
     """
     if not needs_closure(optimizer):
         return
-    problem = _taken_as_a_whole(strategy, plan, options)
+    problem = _taken_as_a_whole(strategy, plan)
     if problem:
         pass
     elif strategy.precision.scales_loss:
@@ -120,12 +118,10 @@ def check_closure(
         )
 
 
-def _taken_as_a_whole(strategy: Strategy, plan: RunPlan, options: StepOptions) -> str:
-    kind, compilation = type(strategy), options.compilation
+def _taken_as_a_whole(strategy: Strategy, plan: RunPlan) -> str:
+    kind = type(strategy)
     if any(getattr(kind, n) is not getattr(Stepping, n) for n in ("train_step", "accumulate_all")):
         return f"the strategy {plan.strategy.name!r} takes each step as a whole"
-    if compilation is not None and compilation.whole_step:
-        return f"{compilation} makes one graph of each step"
     return ""
 
 
@@ -351,12 +347,6 @@ def make_step(run: Run, prepared: PreparedModel) -> Step:
         UserCodeError: `training_step` takes `dataloader_iter`.
     """
     refuse_dataloader_iter(run.module.training_step)
-    compilation = run.trainer.options.step_options.compilation
-    if compilation is not None and compilation.whole_step and run.optimizers:
-        # It is a Step itself, and only those who ask for it import what makes graphs.
-        from stratagem.trainer.step.graph_step import GraphStep
-
-        return GraphStep(run, prepared, compilation)
     own = step_hooks_of(run.module)
     if not run.module.automatic_optimization:
         if "backward" in own:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -164,10 +164,6 @@ class Step(TrainStep):
         self._logged.row = {}
         for optimizer in self._run.optimizers:
             optimizer.zero_grad()
-
-    def epoch_context(self) -> AbstractContextManager[Any]:
-        """Return the context in which an epoch's steps are taken."""
-        return nullcontext()
 
     def step_function(self) -> Callable[..., None]:
         """Return the step function: it takes the model, this step and its micro-batches."""

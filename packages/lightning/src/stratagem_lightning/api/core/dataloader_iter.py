@@ -174,9 +174,7 @@ def _check(run: Run, prepared: PreparedModel) -> None:
     options, module = run.trainer.options.step_options, run.module
     loader = run.train_loader
     problem = ""
-    if options.compilation is not None and options.compilation.whole_step:
-        problem = f"{options.compilation} takes the whole step into one graph"
-    elif options.most_micro_batches > 1:
+    if options.most_micro_batches > 1:
         problem = "accumulate_grad_batches counts batches that the Trainer reads"
     elif loader is not None and loader.compares_ranks:
         problem = "ranks that may have different numbers of batches compare theirs before each step"

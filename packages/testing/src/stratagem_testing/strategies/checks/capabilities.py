@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from statistics import mean
 from typing import Any
 
@@ -403,30 +402,22 @@ class _Losses(Callback):
 
 @check("capabilities/compiles", reference=True)
 def _compiles(probe: Probe) -> dict[str, Any]:
-    """A compiled model or step has the losses of single_device, if `compiles` lists it."""
+    """A compiled model has the losses of single_device, if `compiles` lists "model"."""
 
-    def train(whole_step: bool) -> dict[str, Any]:
+    def train() -> dict[str, Any]:
         noted, module = _Losses(), _Pure()
         # The graphs are run as they are: nothing is generated, which takes long.
-        trainer = probe.trainer(
-            compile={"backend": "eager", "step": whole_step}, callbacks=[noted], max_epochs=1
-        )
+        trainer = probe.trainer(compile={"backend": "eager"}, callbacks=[noted], max_epochs=1)
         trainer.fit(module, probe.loader(32))
         return {"shard": list(trainer.ranks.data_split), "losses": noted.losses, "own": {}}
 
-    return {
-        what: probe.attempt(lambda what=what: train(what == "step"))  # type: ignore[misc]
-        for what in ("model", "step")
-    }
+    return probe.attempt(train)
 
 
 @judge_of(_compiles)
 def _judge_compiles(found: Result) -> None:
-    for what, reference in found.reference.items():
-        one = replace(found, ranks=[told[what] for told in found.ranks], reference=reference)
-        asked = "compile='step'" if what == "step" else "compile=True"
-        if what not in found.capabilities.compiles:
-            judge_refused(one, asked, f"no {what!r} in compiles", "compile")
-            continue
-        judge_accepted(one, f"{asked} ({what!r} in compiles)")
-        judge_losses(one)
+    if "model" not in found.capabilities.compiles:
+        judge_refused(found, "compile=True", "no 'model' in compiles", "compile")
+        return
+    judge_accepted(found, "compile=True ('model' in compiles)")
+    judge_losses(found)

@@ -1,6 +1,6 @@
-"""What a training step costs, compiled, beside raw eager and raw torch.compile.
+"""What a training step of a compiled model costs, beside raw eager and raw torch.compile.
 
-    python benchmarks/compile_step.py [cpu | cuda] [--rounds 5] [--steps 500]
+    python benchmarks/compiled_model.py [cpu | cuda] [--rounds 5] [--steps 500]
 
 A tiny MLP (32-64-64-2), batch 4, AdamW, one thread. Every variant runs in every round, in an order
 that changes; compiling is done before the clock starts. A figure is the median over rounds of the
@@ -110,7 +110,6 @@ VARIANTS: dict[str, Callable[[int, str], float]] = {
     "raw PyTorch, model and optimizer.step": lambda s, d: raw(s, d, model=True, optimizer=True),
     "Trainer": trainer,
     "Trainer(compile=True)": lambda s, d: trainer(s, d, compile=True),
-    "Trainer(compile='step')": lambda s, d: trainer(s, d, compile="step"),
 }
 
 
