@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from stratagem import Trainer
-from stratagem.cli import doctor
 from stratagem.discovery import AcceleratorSpec, PrecisionSpec
 from stratagem.discovery.registry import Candidate
 from stratagem.errors import UnknownNameError
+from stratagem_extras.commands import doctor
 
 # entry point: plugin module
 PLUGINS = {"cuda": "stratagem_cuda.plugin"}

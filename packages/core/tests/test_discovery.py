@@ -17,7 +17,7 @@ import pytest
 import stratagem.discovery.registry as registries
 import stratagem.native.plugin
 from stratagem import StrategyRegistry, __version__
-from stratagem.cli.doctor import examine
+from stratagem.cli.doctor import misplaced_checks, problems_of
 from stratagem.discovery import (
     AcceleratorSpec,
     Capabilities,
@@ -166,9 +166,7 @@ def test_nothing_on_the_path_takes_the_place_of_core(
         f"stratagem: entry points: stratagem-core 9.9 lies in {str(place.folder)!r}, but "
         f"{__version__} runs: remove it there, or reinstall stratagem-core."
     )
-    # Checks of plugins ask for this process's registry.
-    monkeypatch.setattr("stratagem.discovery.registry._registry", registry)
-    assert told in examine(registry, {}).problems()
+    assert told in problems_of(registry.reports, {}, misplaced_checks(registry))
 
 
 def test_a_version_is_read_from_metadata_of_each_form(tmp_path: Path) -> None:
@@ -521,7 +519,9 @@ def installed_with(
         with pytest.raises(UnknownNameError) as caught:
             registry.find("strategy", "stranger")
         assert registry.reports[-1].reason in str(caught.value)
-        assert any(registry.reports[-1].reason in line for line in examine(registry, {}).problems())
+        assert any(
+            registry.reports[-1].reason in line for line in problems_of(registry.reports, {}, ())
+        )
     else:
         assert registry.find("strategy", "mine").distribution == "stranger"
     return registry.reports[-1]

@@ -66,6 +66,14 @@ NAMES = (
         "callbacks.prediction_writer:BasePredictionWriter",
         "",
     ),
+    ("stratagem.cli.doctor_report", "commands.doctor:doctor", "the full form of a command"),
+    ("stratagem.cli.listed_component", "commands.doctor:listed_component", ""),
+    ("stratagem.cli.SLOW_IMPORT", "commands.doctor:SLOW_IMPORT", ""),
+    (
+        "stratagem.cli.strategies_report",
+        "commands.strategies:strategies",
+        "the full form of a command",
+    ),
     ("stratagem.cli.accelerate_config", "cli.accelerate_config:read_config", ""),
     ("stratagem.cli.LRSchedulerCallable", "cli.parser:LRSchedulerCallable", ""),
     ("stratagem.cli.OptimizerCallable", "cli.parser:OptimizerCallable", ""),
@@ -82,6 +90,7 @@ NAMES = (
 
 
 COMMANDS = (
+    ("explain", "commands.explain:explain", "Show what a request would use, and why."),
     ("plan", "planner.command:plan", "Show which strategies a model would fit with."),
     ("report", "report.command:report", "Draw the logs of one or several runs as one HTML file."),
     ("fit", "cli.commands:fit", "Train a model that a config file describes."),

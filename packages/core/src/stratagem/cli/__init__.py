@@ -17,15 +17,26 @@ if TYPE_CHECKING:
     from stratagem.cli.console import (
         at_least as at_least,
         parser_of as parser_of,
+        print_reasons as print_reasons,
         print_table as print_table,
+        table_width as table_width,
     )
     from stratagem.cli.doctor import (
-        SLOW_IMPORT as SLOW_IMPORT,
-        listed_component as listed_component,
+        ambiguous_names as ambiguous_names,
+        misplaced_checks as misplaced_checks,
+        problems_of as problems_of,
+    )
+    from stratagem.cli.program import (
+        ask_plugins as ask_plugins,
+        failed_commands as failed_commands,
         plugins_checks as plugins_checks,
     )
-    from stratagem.cli.program import failed_commands as failed_commands
-    from stratagem.cli.strategies import why_not as why_not
+    from stratagem.cli.strategies import (
+        asked_once as asked_once,
+        environ_of_machine as environ_of_machine,
+        print_failed_plugins as print_failed_plugins,
+        why_not as why_not,
+    )
 
     def __getattr__(name: str) -> Any: ...  # names that installed distributions add
 else:
@@ -47,7 +58,6 @@ Run = Callable[[Sequence[str]], int]
 COMMANDS = {
     "run": ("stratagem.cli.run:run", "Run a script in several processes, one for each device."),
     "strategies": ("stratagem.cli.strategies:run", "List strategies, and what is usable here."),
-    "explain": ("stratagem.cli.explain:run", "Show what a request would use, and why."),
     "doctor": ("stratagem.cli.doctor:run", "Show what is installed and what is wrong with it."),
     "errors": ("stratagem.cli.errors:run", "Explain an error that a message names."),
 }
@@ -57,7 +67,8 @@ Weights-only-safe data, like the commands of plugins (`stratagem.discovery.Comma
 before pluggy is imported."""
 
 _SHORT = ("strategies", "explain", "doctor")
-"""Commands that mostly import modules, so that garbage collection finds nothing to free."""
+"""Commands that mostly import modules, so that garbage collection finds nothing to free. A plugin
+that ends or hangs one of them is named."""
 
 
 def main() -> int:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from textwrap import indent
 from typing import TypeVar
 
 from stratagem import __version__
 from stratagem.cli import COMMANDS, Run
-from stratagem.cli.console import aligned, table_width
+from stratagem.cli.console import aligned, parser_of, table_width
 from stratagem.discovery import Check, Command, registry as discovery
 from stratagem.discovery.entry_points import CORE
 from stratagem.discovery.installed import why_missing
 from stratagem.discovery.registry import Registry, get_registry, nearest_of
 from stratagem.discovery.specs import load_target
-from stratagem.errors import MissingPackageError, PluginError, format_text
+from stratagem.errors import MissingPackageError, PluginError, StratagemError, format_text
 
 Item = TypeVar("Item")
 
@@ -102,6 +101,45 @@ def failed_commands(registry: Registry) -> list[tuple[str, Check]]:
     return failures
 
 
+def plugins_checks(registry: Registry) -> list[tuple[str, Check]]:
+    """Return the plugins' checks of themselves, as (plugin, check)."""
+    return list(ask_plugins(registry, "stratagem_doctor", Check))
+
+
+def full_form(command: str, arguments: Sequence[str]) -> int | None:
+    """Run the full form of one of core's commands; return its exit code.
+
+    It is the function `stratagem.cli.COMMAND_report`, which stratagem-extras provides. Without one
+    that can be imported, None is returned, and core prints its short form.
+
+    Args:
+        command: "doctor" or "strategies".
+        arguments: the command's arguments.
+    """
+    registry, name = get_registry(), f"stratagem.cli.{command}_report"
+    if name not in registry.names("name"):
+        return None
+    try:
+        run: Run = registry.find("name", name).spec.load()
+    except StratagemError as error:
+        print(f"stratagem {command}: {error}", file=sys.stderr)
+        return None
+    return run(arguments)
+
+
+def parse_short_form(command: str, summary: str, arguments: Sequence[str]) -> None:
+    """Parse the arguments of a command's short form, which has none.
+
+    Raises:
+        SystemExit: there are arguments (exit code 2; one line says what to install), or `--help`.
+    """
+    more = "This is the short form. In full, with --json: pip install stratagem-extras"
+    parser = parser_of(command, f"{summary}\n\n{more}", json=False)
+    _, rest = parser.parse_known_args(arguments)
+    if rest:
+        parser.error(f"{rest[0]} needs the full form: pip install stratagem-extras")
+
+
 _HELP = ("--help", "-h")
 _MEANT = {"checkpoint show": "checkpoint inspect", "train": "fit", "list": "strategies"}
 """Names that users may try, and the matching commands."""
@@ -159,6 +197,8 @@ def run_other(arguments: Sequence[str]) -> int:
 
 def _help(group: str, summaries: Mapping[str, str]) -> str:
     """Return the list of all commands, or of commands with the first word `group`."""
+    from textwrap import indent  # only the list of commands needs it
+
     prefix = f"{group} " if group else ""
     rows = [(name, text) for name, text in summaries.items() if name.startswith(prefix)]
     listed = f"commands:\n{indent(aligned(rows, table_width() - 2), '  ')}\n"

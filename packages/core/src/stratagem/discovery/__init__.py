@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         GROUP as GROUP,
         PluginEntry as PluginEntry,
         core_range as core_range,
+        fits as fits,
         installed_entries as installed_entries,
         misplaced_entries as misplaced_entries,
         normalise as normalise,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     )
     from stratagem.discovery.hints import (
         distribution_of as distribution_of,
+        gpus as gpus,
         installation_hint as installation_hint,
         names_by_distribution as names_by_distribution,
     )
@@ -55,11 +57,13 @@ if TYPE_CHECKING:
         why_missing as why_missing,
     )
     from stratagem.discovery.registry import (
+        RUN_TIME as RUN_TIME,
         Candidate as Candidate,
         PluginReport as PluginReport,
         Registry as Registry,
         get_registry as get_registry,
         nearest_of as nearest_of,
+        says_its_preset as says_its_preset,
     )
     from stratagem.discovery.specs import (
         PLUGIN_API_VERSION as PLUGIN_API_VERSION,

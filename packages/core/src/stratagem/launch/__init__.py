@@ -51,7 +51,10 @@ if TYPE_CHECKING:
         rank_failure as rank_failure,
         run_packed as run_packed,
     )
-    from stratagem.launch.process import available_cores as available_cores
+    from stratagem.launch.process import (
+        available_cores as available_cores,
+        host_memory as host_memory,
+    )
     from stratagem.launch.rank import (
         LISTEN_FD_VARIABLE as LISTEN_FD_VARIABLE,
         run_as_rank as run_as_rank,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from stratagem.cli.console import parser_of
-from stratagem.discovery.registry import get_registry
+from stratagem.cli import parser_of
+from stratagem.discovery import get_registry
 from stratagem.errors import StratagemError
-from stratagem.plan.plan import RunRequest
-from stratagem.plan.resolution import resolve
+from stratagem.launch import RunRequest
+from stratagem.plan import resolve
 
 SUMMARY = "Show what a request would use, and why."
 
@@ -20,7 +20,7 @@ One that cannot be met ends with its error and exit code 2.
 """
 
 
-def run(arguments: Sequence[str]) -> int:
+def explain(arguments: Sequence[str]) -> int:
     """Resolve the request that the arguments make, and print the plan; return the exit code.
 
     Raises:

@@ -1,0 +1,1 @@
+"""Commands that describe an installation: their full forms; core has short ones."""
