@@ -28,6 +28,7 @@ from stratagem.distributed.diagnosis import rank_status
 from stratagem.distributed.diagnosis.rank_status import COLLECTIVES, is_communication_error
 from stratagem.distributed.runs import GroupRuns, close_connections, event_loops
 from stratagem.errors import CommunicationError, DivergenceError
+from stratagem.launch.rank import this_rank
 from stratagem.trainer.loops.divergence import DivergenceCheck
 from stratagem.trainer.loops.interruption import Interruption
 
@@ -326,8 +327,20 @@ def test_a_rank_that_stops_alone_says_so(
 class Environment:
     preemption_signals = ()
 
-    def requeue(self) -> bool:
+    def requeues_upon(self, number: int) -> bool:
         return False
+
+
+def interruption_of(
+    ranks: TwoRanks, stops: list[str], max_time: float | None = None
+) -> Interruption:
+    return Interruption(
+        ranks,  # type: ignore[arg-type]
+        Environment(),  # type: ignore[arg-type]
+        None,
+        stop=lambda: stops.append("stop"),
+        save=lambda: stops.append("save"),
+    )
 
 
 class TwoRanks:
@@ -355,23 +368,37 @@ def test_ranks_ask_one_another_less_often_the_shorter_their_steps_are(
     clock_of_runs = SimpleNamespace(monotonic=lambda: now)
     monkeypatch.setattr("stratagem.trainer.loops.interruption.time", clock_of_runs)
     ranks = TwoRanks([])
-    interruption = Interruption(ranks, Environment(), None)  # type: ignore[arg-type]
+    stops: list[str] = []
+    interruption = interruption_of(ranks, stops)
     for _ in range(2000):
         now += 0.001
-        assert not interruption.check()
+        interruption.end_if_due()
+    assert stops == []
     # 2 s of steps of 1 ms: after 1, 4, 16, 64, 256 steps, and then each 500.
     assert 5 <= ranks.asked <= 9
 
 
-def test_a_signal_on_another_rank_ends_this_one_at_the_next_look() -> None:
+def test_a_signal_on_another_rank_ends_this_one_at_the_next_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(this_rank, "interrupted", False)
     ten = 10_000_000
     ranks = TwoRanks([[0, 0, ten, ten], [int(signal.SIGTERM), 0, ten, 2 * ten]])
-    interruption = Interruption(ranks, Environment(), None)  # type: ignore[arg-type]
-    assert not interruption.check()
-    assert interruption.agreed_time() == 10.0
-    assert interruption.check()
-    assert interruption.agreed_time() == 20.0
+    stops: list[str] = []
+    interruption = interruption_of(ranks, stops)
+    interruption.end_if_due()
+    assert (interruption.agreed_time(), stops) == (10.0, [])
+    with pytest.raises(SystemExit) as ended:
+        interruption.end_if_due()
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert (interruption.agreed_time(), stops) == (20.0, ["save"])
     assert interruption.signal is signal.SIGTERM
+
+
+def test_max_time_of_another_rank_stops_this_one() -> None:
+    stops: list[str] = []
+    interruption_of(TwoRanks([[0, 1, 0, 0]]), stops).end_if_due()
+    assert stops == ["stop"]
 
 
 # -- divergence

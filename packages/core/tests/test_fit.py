@@ -30,8 +30,8 @@ from stratagem.errors import (
 from stratagem.plan.step_options import GradientClip
 from stratagem.precision import TruePrecision
 from stratagem.runtime.prepare import release
+from stratagem.trainer.context import RunState
 from stratagem.trainer.hooks import HOOKS
-from stratagem.trainer.progress import RunState
 
 Batch = tuple[Tensor, ...]
 MakeOptimizer = Callable[[Any], Optimizer]
@@ -1049,7 +1049,7 @@ class Marks(Callback):
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
         if not trainer.sanity_checking:
-            self.at.append((trainer.current_epoch, trainer.run.progress.batches))
+            self.at.append((trainer.current_epoch, trainer.run.state.batches))
 
 
 @pytest.mark.parametrize(

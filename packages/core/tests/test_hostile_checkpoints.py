@@ -30,7 +30,7 @@ from stratagem.checkpoint import (
 )
 from stratagem.checkpoint.catalog import find_all
 from stratagem.errors import CheckpointContentError, CheckpointCorruptError
-from stratagem.trainer.progress import Progress
+from stratagem.trainer.context import FitState
 
 MANIFEST = b'{"format_version":2,"piece_size":67108864,"stratagem":"0","torch":"2","contents":[]}'
 CONTENTS = {"weights": torch.arange(50.0)}
@@ -516,7 +516,7 @@ def test_a_part_of_another_kind_of_numbers_is_refused(directory: Path) -> None:
 
 WHOLE: dict[str, Any] = {
     "state_dict": {},
-    "progress": Progress().state_dict(),
+    "progress": FitState().state_dict(),
     "optimizer_states": [],
     "lr_schedulers": [],
     "precision": {},
@@ -536,7 +536,7 @@ WHOLE: dict[str, Any] = {
         ("format_version", "2", "format_version is '2', expected a number from 0 on"),
         (
             "progress",
-            {**Progress().state_dict(), "batches": -3},
+            {**FitState().state_dict(), "batches": -3},
             "progress['batches'] is -3, expected a number from 0 on",
         ),
     ],

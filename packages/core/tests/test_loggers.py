@@ -171,7 +171,7 @@ def test_loggers_are_told_of_run_graph_rows_and_checkpoints(tmp_path: Path) -> N
     one, two = Sends(), Sends()
     trainer = trainer_in(tmp_path, [one, two])
     trainer.fit(Learner(), numbers())
-    run_id = trainer.run.run_id
+    run_id = trainer.run.resume_point.run_id
     assert one.told == two.told
     assert one.told[:2] == [("begin", run_id, None), ("graph", "Learner")]
     assert one.told.count(("saved", True)) == 1

@@ -125,14 +125,14 @@ class EarlyStopping(Callback):
                 self.wait_count = waited
                 self._stop(trainer, kind, reason)
                 why = f"stratagem: {self.stopping_reason_message}. This ended the resumed run"
-                if trainer.run.should_stop():
+                if trainer.run.limits.may_stop(trainer.run.state):
                     trainer.print(f"{why}, and ends this one: to train on, change the arguments")
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         """Check the value, if validation runs within epochs."""
         at_epoch_end = self.check_on_train_epoch_end
         if at_epoch_end is None:
-            at_epoch_end = not trainer.run.validates_within_epochs
+            at_epoch_end = not trainer.run.validation.runs_within_epochs
         if trainer.run.stage == "fit" and not trainer.sanity_checking and not at_epoch_end:
             self._check(trainer)
 
@@ -140,15 +140,16 @@ class EarlyStopping(Callback):
         """Check the value, if the epoch's values are complete only now."""
         at_epoch_end, run = self.check_on_train_epoch_end, trainer.run
         if at_epoch_end is None:
-            is_complete = run.has_validated and not run.validates_within_epochs
-            at_epoch_end = is_complete or not run.has_validation
+            is_complete = run.state.validated > 0 and not run.validation.runs_within_epochs
+            at_epoch_end = is_complete or not run.validation.loaders
         if at_epoch_end:
             self._check(trainer)
 
     def _check(self, trainer: Trainer) -> None:
         if not self.strict and self.monitor not in trainer.callback_metrics:
             return
-        score, best = float(trainer.run.metric(self.monitor, "EarlyStopping")), self.best_score
+        score = float(trainer.run.monitor.mean_over_ranks(self.monitor, "EarlyStopping"))
+        best = self.best_score
         kind, reason = self.judge(score)
         if kind == "non_finite_metric" and trainer.is_global_zero:
             warnings.warn(

@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING
 from stratagem._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from stratagem.trainer.context import (
+        FitContext as FitContext,
+        FitState as FitState,
+        RunState as RunState,
+        StepPolicy as StepPolicy,
+    )
     from stratagem.trainer.hooks import is_users as is_users
     from stratagem.trainer.loaders.train_loader import TrainLoader as TrainLoader
     from stratagem.trainer.metrics.metrics import Metrics as Metrics
     from stratagem.trainer.options import TrainerOptions as TrainerOptions
-    from stratagem.trainer.progress import Progress as Progress, RunState as RunState
     from stratagem.trainer.run import Run as Run
     from stratagem.trainer.step.batches import (
         BatchFeed as BatchFeed,

@@ -17,9 +17,9 @@ from stratagem.plan.plan import RunPlan
 from stratagem.runtime.checkpoint_writer import CheckpointWriter
 from stratagem.runtime.runtime import FrontEnd, Runtime
 from stratagem.storage.paths import Location
+from stratagem.trainer.context import FitState, RunState
 from stratagem.trainer.metrics.metrics import LatestMetrics
 from stratagem.trainer.options import Limit, TrainerOptions
-from stratagem.trainer.progress import Progress, RunState
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,7 +91,7 @@ class TrainerAttributes(FrontEnd):
     callbacks: list[Callback]
     loggers: list[Logger]
     _state: RunState
-    _progress: Progress
+    _fit_state: FitState
     _latest: LatestMetrics
     _profiler: Profiler | None
     _run: Run | None
@@ -276,12 +276,12 @@ class TrainerAttributes(FrontEnd):
     @property
     def current_epoch(self) -> int:
         """The current epoch, counted from 0."""
-        return self._progress.epoch
+        return self._fit_state.epoch
 
     @property
     def global_step(self) -> int:
         """The number of optimizer steps taken so far."""
-        return self._progress.global_step
+        return self._fit_state.global_step
 
     @property
     def is_within_step(self) -> bool:
@@ -343,10 +343,10 @@ class TrainerAttributes(FrontEnd):
         False if the loader's length is unknown.
         """
         run = self._run
-        if run is None or run.train_loader is None:
+        if run is None or run.fit_data is None:
             return False
-        batch_idx = self._progress.batches - 1 if run.step is None else run.step.last_batch_idx
-        return batch_idx + 1 >= run.train_loader.end
+        batch_idx = self._fit_state.batches - 1 if run.step is None else run.step.last_batch_idx
+        return batch_idx + 1 >= run.fit_data.loader.end
 
     @property
     def estimated_stepping_batches(self) -> float:
@@ -358,8 +358,8 @@ class TrainerAttributes(FrontEnd):
         Raises:
             ConfigurationError: outside of a fit.
         """
-        options, loader = self.options, self.run.train_loader
-        batches = 0 if loader is None else loader.batches
+        options, data = self.options, self.run.fit_data
+        batches = 0 if data is None else data.loader.batches
         limit = float("inf") if options.max_steps == -1 else options.max_steps
         if options.max_epochs == -1 or batches == float("inf"):
             return limit
@@ -375,8 +375,7 @@ class TrainerAttributes(FrontEnd):
     def train_dataloader(self) -> Any:
         """The training loader of this rank, or None."""
         run = self._run_with_data
-        loader = None if run is None else run.train_loader
-        return None if loader is None else loader.loader
+        return None if run is None or run.fit_data is None else run.fit_data.loader.loader
 
     @property
     def val_dataloaders(self) -> Any:
@@ -403,14 +402,14 @@ class TrainerAttributes(FrontEnd):
     def enable_validation(self) -> bool:
         """Whether a fit would validate."""
         run = self._run
-        return self.limit_val_batches != 0 and (run is None or run.has_validation)
+        return self.limit_val_batches != 0 and (run is None or bool(run.validation.loaders))
 
     @property
     def num_training_batches(self) -> float:
         """The number of training batches of this rank in an epoch; infinity if it is unknown."""
         run = self._run_with_data
-        loader = None if run is None else run.train_loader
-        batches = float("inf") if loader is None else loader.batches
+        data = None if run is None else run.fit_data
+        batches = float("inf") if data is None else data.loader.batches
         return batches if batches == float("inf") else int(batches)
 
     @property

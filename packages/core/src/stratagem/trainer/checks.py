@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from stratagem.plan.plan import RunPlan, supports
 from stratagem.plan.step_options import StepOptions
 from stratagem.runtime.runtime import Runtime, launch_arguments
 from stratagem.storage import paths
-from stratagem.trainer.progress import Progress, RunState
+from stratagem.trainer.context import RunState
 
 if TYPE_CHECKING:
     from stratagem.trainer.job import Job
@@ -137,41 +137,6 @@ def check_module(job: Job, *, makes_optimizers: bool = False) -> None:
             "several optimizers set self.automatic_optimization = False and step those of "
             "self.optimizers() in training_step; for one, remove the argument"
         )
-
-
-def check_steps_of_epoch(run: Run, before: Progress) -> None:
-    """Warn after an epoch without an optimizer step; raise if the fit would never end.
-
-    Args:
-        run: a fit.
-        before: its progress at the start of the epoch, or at the point of resuming.
-
-    Raises:
-        UserCodeError: if `training_step` has no loss, and only `max_steps` limits the fit.
-    """
-    options, progress, step = run.trainer.options, run.progress, run.step
-    count, name = progress.batches - before.batches, type(run.module).__name__
-    took_none = progress.global_step == before.global_step and count > 0
-    if not took_none or not run.module.automatic_optimization or step is None:
-        return
-    if step.has_loss:
-        rank_zero_warn(
-            f"the gradients of all steps in an epoch of {count} batches overflowed, so loss "
-            "scaling skipped the steps and nothing was optimized. The scale falls with each; if "
-            "it does not help, look for NaN with detect_anomaly=True, or pass "
-            "precision='bf16-mixed'"
-        )
-        return
-    why = f"{name}.training_step returned None for all {count} batches of an epoch"
-    if not run.optimizers:
-        why = f"{name}.configure_optimizers() returned None"
-    if options.max_epochs == -1 and options.max_time is None and options.max_steps != -1:
-        raise UserCodeError(
-            f"{why}, and only max_steps={options.max_steps}, which counts optimizer steps, would "
-            "end this fit: return a loss and an optimizer, or pass max_epochs"
-        )
-    if run.optimizers:
-        rank_zero_warn(f"{why}, so nothing was optimized: end the method with `return loss`")
 
 
 def log_hyperparameters(run: Run) -> None:
@@ -290,7 +255,7 @@ def hint_at_log_interval(trainer: Trainer, batches: float) -> None:
     every = trainer.options.log_every_n_steps
     if not trainer.loggers or trainer.options.fast_dev_run or not trainer.is_global_zero:
         return
-    if every > batches > 0 and not trainer._warns_of_log_interval:
+    if every > batches > 0 and trainer.policy.hints_at_log_interval:
         print_hint_once(
             f"loggers are given the values of every {every}th step (log_every_n_steps), and an "
             f"epoch has {batches:.0f} training batches: pass a smaller number to see more of them"
@@ -352,37 +317,80 @@ def check_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None
             )
 
 
-def new_parameter_check(run: Run) -> Callable[[], None]:
-    """Return a function that raises if no parameter trains, or if some are unknown to the strategy.
-
-    Gradients of parameters that were added after preparation would not be reduced over ranks.
+class EpochChecks:
+    """Checks the parameters at the start of each epoch, and the steps at its end.
 
     Args:
         run: a fit whose model is prepared.
     """
-    module, strategy = run.module, run.trainer.plan.strategy.name
-    steps = module.automatic_optimization and bool(run.optimizers)
-    is_alone = run.strategy.ranks.world_size == 1
-    # A parameter may get another name later, for example by pruning.
-    known = {each for name, p in module.named_parameters() for each in (name, id(p))}
 
-    def check() -> None:
-        if steps and not any(parameter.requires_grad for parameter in module.parameters()):
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._strategy = run.trainer.plan.strategy.name
+        self._steps = run.module.automatic_optimization and bool(run.optimizers)
+        self._is_alone = run.strategy.ranks.world_size == 1
+        # A parameter may get another name later, for example by pruning.
+        named = run.module.named_parameters()
+        self._known = {each for name, p in named for each in (name, id(p))}
+        self._began: tuple[int, int] | None = None
+        """The batches and the optimizer steps before this epoch's first step in this run."""
+
+    def begin_epoch(self) -> None:
+        """Raise if no parameter trains, or if some are unknown to the strategy.
+
+        Gradients of parameters that were added after preparation would not be reduced over ranks.
+
+        Raises:
+            UserCodeError: names the parameter.
+        """
+        module, state = self._run.module, self._run.state
+        self._began = state.batches, state.global_step
+        if self._steps and not any(parameter.requires_grad for parameter in module.parameters()):
             raise UserCodeError(
                 f"no parameter of {type(module).__name__} trains: requires_grad is False for each. "
                 "Leave some to train. Precisions such as 'nf4' freeze the layers that they "
                 "quantise: add an adapter, name the layers to train in ignore_modules, or freeze "
                 "the others before, so that only those are quantised"
             )
-        for name, parameter in () if is_alone else module.named_parameters():
-            if name not in known and id(parameter) not in known:
+        for name, parameter in () if self._is_alone else module.named_parameters():
+            if name not in self._known and id(parameter) not in self._known:
                 raise UserCodeError(
-                    f"the parameter {name!r} was added after the strategy {strategy!r} prepared "
-                    "the model, so that its gradients would stay on each rank: add it in __init__ "
-                    "or configure_model"
+                    f"the parameter {name!r} was added after the strategy {self._strategy!r} "
+                    "prepared the model, so that its gradients would stay on each rank: add it in "
+                    "__init__ or configure_model"
                 )
 
-    return check
+    def end_epoch(self) -> None:
+        """Warn after an epoch without an optimizer step; raise if the fit would never end.
+
+        Raises:
+            UserCodeError: if `training_step` has no loss, and only `max_steps` limits the fit.
+        """
+        run, began = self._run, self._began
+        if began is None or run.step is None or not run.module.automatic_optimization:
+            return
+        options, count = run.trainer.options, run.state.batches - began[0]
+        if run.state.global_step != began[1] or count == 0:
+            return
+        if run.step.has_loss:
+            rank_zero_warn(
+                f"the gradients of all steps in an epoch of {count} batches overflowed, so loss "
+                "scaling skipped the steps and nothing was optimized. The scale falls with each; "
+                "if it does not help, look for NaN with detect_anomaly=True, or pass "
+                "precision='bf16-mixed'"
+            )
+            return
+        name = type(run.module).__name__
+        why = f"{name}.training_step returned None for all {count} batches of an epoch"
+        if not run.optimizers:
+            why = f"{name}.configure_optimizers() returned None"
+        if options.max_epochs == -1 and options.max_time is None and options.max_steps != -1:
+            raise UserCodeError(
+                f"{why}, and only max_steps={options.max_steps}, which counts optimizer steps, "
+                "would end this fit: return a loss and an optimizer, or pass max_epochs"
+            )
+        if run.optimizers:
+            rank_zero_warn(f"{why}, so nothing was optimized: end the method with `return loss`")
 
 
 def check_launch_arguments(plan: RunPlan, options: StepOptions) -> None:

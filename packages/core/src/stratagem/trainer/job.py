@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from stratagem.interfaces.checkpoint_io import CheckpointIO
     from stratagem.interfaces.ranks import Ranks
     from stratagem.module.module import Module
+    from stratagem.trainer.context import FitState
     from stratagem.trainer.metrics.metrics import LatestMetrics
-    from stratagem.trainer.progress import Progress
     from stratagem.trainer.run import Run
     from stratagem.trainer.trainer import Trainer
 
@@ -101,6 +101,22 @@ class Job:
         if self.datamodule is not None:
             self.datamodule.trainer = trainer
 
+    def unused_validation(self) -> str:
+        """Return which of validation code and loader a fit lacks, if it has the other; else ""."""
+        name, has_step = type(self.model).__name__, self.model.defines("validation_step")
+        has_loader = self.val_loaders is not None or self.model.defines("val_dataloader")
+        if has_loader and not has_step:
+            return (
+                f"there is a loader for validation, but {name} has no validation_step, so there "
+                "is no validation"
+            )
+        if has_step and not has_loader and self.datamodule is None:
+            return (
+                f"{name} has validation_step, but there is no loader for validation: pass "
+                "val_dataloaders to fit()"
+            )
+        return ""
+
     def prepare_data(self, ranks: Ranks) -> None:
         """Call `prepare_data` on rank 0 of each node, or on global rank 0; other ranks wait."""
         own = [self.model] if self.model.defines("prepare_data") else []
@@ -127,7 +143,7 @@ def collect_result(run: Run, result: Any) -> dict[str, Any]:
         "callback_metrics": run.trainer.callback_metrics,
         "logged_metrics": run.trainer.logged_metrics,
         "callbacks": {key: state for key, state in states.items() if state},
-        "progress": run.progress.state_dict(),
+        "progress": run.state.state_dict(),
     }
 
 
@@ -147,7 +163,7 @@ def load_result(
     trainer: Trainer,
     *,
     latest: LatestMetrics,
-    progress: Progress,
+    state: FitState,
 ) -> Any:
     """Load the state from `collect_result` in the launching process; return the run's result."""
     adopt_compiled(model)  # as on each rank, so that the keys match
@@ -165,5 +181,5 @@ def load_result(
     for callback in trainer.callbacks:
         if callback.state_key in states:
             callback.load_remote_state(states[callback.state_key])
-    progress.load_state_dict(outcome["progress"])
+    state.load_state_dict(outcome["progress"])
     return outcome["result"]

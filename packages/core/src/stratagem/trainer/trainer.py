@@ -30,9 +30,9 @@ from stratagem.trainer.checks import (
     check_not_running,
     warn_on_refit,
 )
+from stratagem.trainer.context import FitState, RunState, StepPolicy
 from stratagem.trainer.hooks import find_callbacks, make_callbacks, merge_callbacks
 from stratagem.trainer.job import Job, Stage, collect_result, load_result
-from stratagem.trainer.loops.divergence import DEFAULT_INTERVAL
 from stratagem.trainer.metrics.metrics import LatestMetrics
 from stratagem.trainer.options import (
     Interval,
@@ -44,7 +44,6 @@ from stratagem.trainer.options import (
     none_means_default,
     root_folder,
 )
-from stratagem.trainer.progress import Progress, RunState
 
 if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import PreparedModel
@@ -54,6 +53,9 @@ if TYPE_CHECKING:
     from stratagem.trainer.step.step import Step
 
 TrainerType = TypeVar("TrainerType", bound="Trainer")
+
+_DIVERGENCE_INTERVAL = 100
+"""The number of optimizer steps between two comparisons with `detect_divergence=True`."""
 
 
 class Trainer(TrainerAttributes):
@@ -137,8 +139,8 @@ class Trainer(TrainerAttributes):
         'single_device'
     """
 
-    _reads_before_hooks = _warns_of_log_interval = False
-    """Whether loaders are asked for iterators before the hooks that start a loop, not after."""
+    policy = StepPolicy()
+    """How the loop and the steps differ from the default; a subclass may have another policy."""
     _gives_hints = True
     """Whether RunHints measures the runs; False: a short extra run, such as a trial."""
 
@@ -221,7 +223,7 @@ class Trainer(TrainerAttributes):
             use_distributed_sampler=use_distributed_sampler,
             detect_anomaly=detect_anomaly,
             detect_divergence=check_switch(
-                "detect_divergence", detect_divergence, unit="steps", on=DEFAULT_INTERVAL
+                "detect_divergence", detect_divergence, unit="steps", on=_DIVERGENCE_INTERVAL
             ),
             enable_autolog_hparams=enable_autolog_hparams,
             overfit_batches=overfit,
@@ -259,19 +261,18 @@ class Trainer(TrainerAttributes):
     @property
     def should_stop(self) -> bool:
         """Whether training ends after the current step and the minimum of training."""
-        return bool(self._stops)
+        return bool(self._fit_state.stop_requests)
 
     @should_stop.setter
     def should_stop(self, ends: bool) -> None:
+        requests = self._fit_state.stop_requests
         if ends:
-            self._stops.add(None)
+            requests.add(None)
         else:
-            self._stops.clear()
+            requests.clear()
 
     def _forget_runs(self) -> None:
-        self._stops: set[object] = set()
-        """The callbacks that end training; None stands for whoever set `should_stop`."""
-        self._state, self._progress, self._latest = RunState(), Progress(), self._new_metrics()
+        self._state, self._fit_state, self._latest = RunState(), FitState(), self._new_metrics()
         self._run = self._opened = self._remote_model = None
 
     def with_options(
@@ -427,7 +428,7 @@ class Trainer(TrainerAttributes):
             CheckpointContentError: if the checkpoint contains a value that is not
                 weights-only-safe. The error names the value.
         """
-        self.run.save(paths.parse_user_path(filepath), weights_only=weights_only)
+        self.run.saves.save(paths.parse_user_path(filepath), weights_only=weights_only)
 
     def _extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add a subclass's entries to a checkpoint; called on every rank before the hooks."""
@@ -477,7 +478,7 @@ class Trainer(TrainerAttributes):
         outcome = self.runtime.launch(self._run_and_report, job)
         if outcome is None:
             return None  # rank 0 has ended itself, by sys.exit()
-        result = load_result(outcome, job.model, self, latest=self._latest, progress=self._progress)
+        result = load_result(outcome, job.model, self, latest=self._latest, state=self._fit_state)
         self._remote_model = job.model
         return result
 
@@ -492,20 +493,22 @@ class Trainer(TrainerAttributes):
             self.callbacks = merge_callbacks(self.callbacks, added)
         if job.stage == "fit":
             warn_on_refit(self._run, job)
-            self.should_stop = False
             # Without a checkpoint, every fit starts from the beginning, and callbacks wait for
             # values of this fit.
-            self._progress, self._latest = Progress(), self._new_metrics()
+            self._fit_state, self._latest = FitState(), self._new_metrics()
         self._opened = None
-        self._run = self._make_run(job, before=self._run)
-        return self._run.execute()
+        run = self._run = self._make_run(job, before=self._run)
+        from stratagem.trainer.run import STAGES, set_up
+
+        with set_up(run):
+            return STAGES[job.stage](run)
 
     def _make_run(self, job: Job, before: Run | None = None) -> Run:
         # Only runs need this module, which takes a quarter of the Trainer's import time.
         from stratagem.trainer.run import Run
 
         return Run(
-            self, self.runtime, job, progress=self._progress, latest=self._latest, before=before
+            self, self.runtime, job, state=self._fit_state, latest=self._latest, before=before
         )
 
     def open_data(

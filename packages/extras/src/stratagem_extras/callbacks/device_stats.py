@@ -73,7 +73,7 @@ class DeviceStatsMonitor(Callback):
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the figures after a batch."""
-        self._log(trainer, "on_train_batch_end", trainer.run.progress.logged_step)
+        self._log(trainer, "on_train_batch_end", trainer.run.state.logged_step)
 
     def on_validation_batch_start(
         self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -116,7 +116,7 @@ class DeviceStatsMonitor(Callback):
 
     def _log_evaluation(self, trainer: Trainer, when: str) -> None:
         if not trainer.sanity_checking:
-            progress, batch = trainer.run.progress, trainer.run.evaluation.batches
+            progress, batch = trainer.run.state, trainer.run.evaluation.batches
             if figures := self._figures(trainer, when, batch):
                 row = {**figures, "step": batch}
                 trainer.run.rows.add(row, progress.logged_step, progress.epoch)

@@ -94,7 +94,7 @@ class LearningRateMonitor(Callback):
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
         """Log before an epoch."""
         # A run that resumes within an epoch begins it a second time.
-        if self.logging_interval == "step" or trainer.run.progress.batches:
+        if self.logging_interval == "step" or trainer.run.state.batches:
             return
         values = self._read(trainer, "epoch")
         trainer.run.rows.write(values, trainer.global_step, trainer.current_epoch)

@@ -171,7 +171,7 @@ class ModelPruning(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
         """Prune; a run that resumes in a cut epoch does so at its end."""
-        if self._after_training and trainer.run.progress.epoch_is_done:
+        if self._after_training and trainer.run.state.epoch_is_done:
             self._prune(trainer)
 
     def on_validation_epoch_end(self, trainer: Trainer, module: Module) -> None:

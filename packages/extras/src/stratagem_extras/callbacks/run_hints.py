@@ -76,13 +76,13 @@ class RunHints(Callback):
         """Compare the samples of an optimizer step with those of the resumed run."""
         run, saved = trainer.run, _samples_of_saved_step(checkpoint)
         is_constant = len(trainer.options.step_options.accumulation) == 1
-        size = None if run.train_loader is None else run.train_loader.batch_size
+        size = None if run.fit_data is None else run.fit_data.loader.batch_size
         if size is None or saved is None or not is_constant or not module.automatic_optimization:
             return
         batches, count = trainer.num_training_batches, run.strategy.ranks.data_split[1]
         if batches in (0, float("inf")):
             return
-        accumulated = run.accumulation(0)
+        accumulated = run.limits.accumulation(0)
         # Both are means over an epoch, whose last step may have fewer batches.
         own = size * count * batches / ceil(batches / accumulated)
         if not 2 / 3 < own / saved < 3 / 2:
@@ -108,7 +108,7 @@ class RunHints(Callback):
         name, length = _length_of(config.scheduler)
         if config.interval != "epoch" or not name or not isfinite(steps) or not isfinite(batches):
             return
-        of_epoch = ceil(batches / trainer.run.accumulation(0))
+        of_epoch = ceil(batches / trainer.run.limits.accumulation(0))
         if not of_epoch:
             return
         epochs = ceil(steps / of_epoch)
@@ -190,7 +190,7 @@ class RunHints(Callback):
         if gradients is None:
             return
         gradients.detach()
-        progress = trainer.run.progress
+        progress = trainer.run.state
         is_whole = progress.epoch_is_done or gradients.steps >= _MANY_STEPS
         if module.automatic_optimization and is_whole and not trainer.options.fast_dev_run:
             gradients.check_missing()
@@ -240,8 +240,8 @@ class RunHints(Callback):
         """Say which monitored values were never logged; their callbacks have had no effect."""
         trainer.run.profiling.watch_reads(None)
         logged = trainer.callback_metrics
-        for who in _monitors(trainer) if trainer.run.has_ended_epoch else ():
-            if who.monitor not in logged and not trainer.run.is_metric_pending(who.monitor):
+        for who in _monitors(trainer) if trainer.run.state.has_ended_epoch else ():
+            if who.monitor not in logged and not trainer.run.monitor.is_pending(who.monitor):
                 self._say(
                     f"{who.name}(monitor={who.monitor!r}) had no effect, because no value of that "
                     f"name was logged; there is {format_names(sorted(logged)) or 'nothing'}: log "

@@ -188,7 +188,7 @@ class StochasticWeightAveraging(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
         """Anneal the learning rate; a run that resumes in a cut epoch does so at its end."""
-        if self._schedule is not None and trainer.run.progress.epoch_is_done:
+        if self._schedule is not None and trainer.run.state.epoch_is_done:
             self._schedule.step()
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:

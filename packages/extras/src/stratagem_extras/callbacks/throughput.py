@@ -269,7 +269,7 @@ class ThroughputMonitor(Callback):
         return {f"{stage}{self.separator}{name}": value for name, value in values.items()}
 
     def _write(self, trainer: Trainer, stage: str) -> None:
-        progress = trainer.run.progress
+        progress = trainer.run.state
         trainer.run.rows.write(self._compute(stage), progress.logged_step, progress.epoch)
         self._throughput[stage].reset()
 

@@ -218,7 +218,7 @@ class WeightAveraging(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
         """Take the weights in; a run that resumes in a cut epoch does so at its end."""
-        is_whole = trainer.run.progress.epoch_is_done
+        is_whole = trainer.run.state.epoch_is_done
         if is_whole and self.should_update(epoch_idx=trainer.current_epoch):
             self._update(module)
 

@@ -135,7 +135,7 @@ class Snapshot(Callback):
         if self._weights is None:
             self._weights = {
                 name: value.detach().clone() if isinstance(value, Tensor) else value
-                for name, value in trainer.run.weights().state.items()
+                for name, value in trainer.run.saves.weights().state.items()
             }
             self._buffers = {
                 name: buffer.detach().clone() for name, buffer in module.named_buffers()

@@ -21,6 +21,7 @@ from stratagem.launch import rank_zero_info, rank_zero_warn
 from stratagem.loggers import Logger
 from stratagem.profilers import Profiler
 from stratagem.strategies import StepOptions
+from stratagem.trainer import StepPolicy
 from stratagem_extras.callbacks.gradient_accumulation import GradientAccumulationScheduler
 from stratagem_extras.callbacks.prediction_writer import BasePredictionWriter
 from stratagem_lightning.api.accelerators.connector import TrainerConnector
@@ -35,21 +36,16 @@ from stratagem_lightning.api.core.loops import (
     refuse_own_loop,
 )
 from stratagem_lightning.api.core.numbers import (
-    FinishedProgress,
+    FinishedFitState,
     ask_for_iterator,
     cast_each_time,
     check_manual_outputs,
-    clear_before_backward,
-    count_batches_for_schedulers,
-    divide_by_whole_window,
-    divide_loss_in_hook,
-    draw_at_reload,
     in_order_of_distributed_sampler,
     pass_none_without_batch,
     reset_seed,
+    say_that_a_stop_waits,
     seed_workers_once,
     shard_for_one_rank,
-    validate_at_stop,
 )
 from stratagem_lightning.api.core.overrides import check_dataloader_idx, refuse_uncalled_overrides
 from stratagem_lightning.api.core.shorthands import expand_shorthands, replace_half_on_cpu
@@ -123,6 +119,18 @@ class _MaxEpochs(_Option):
         super().__set__(of, value)
 
 
+_POLICY = StepPolicy(
+    counts_each_loss=True,
+    divides_by_window=True,
+    clears_before_backward=True,
+    divides_loss_in_hooks=True,
+    schedulers_count_batches=True,
+    validates_at_stop=True,
+    draws_at_reload=True,
+    hints_at_log_interval=False,
+)
+
+
 def _taking_arguments_of(base: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Show the signature of whom the arguments are handed on to, for command lines."""
     taken = inspect.signature(base.__init__)  # type: ignore[misc]
@@ -174,18 +182,19 @@ class Trainer(trainer.Trainer):
         50
     """
 
-    _warns_of_log_interval = True
     barebones: bool
 
     @property
-    def _reads_before_hooks(self) -> bool:  # type: ignore[override]
-        """Whether iterators are made before the hooks that start a loop, as in Lightning.
+    def policy(self) -> StepPolicy:  # type: ignore[override]
+        """The conventions of Lightning's loop.
 
-        Torch draws a number for each iterator, and such hooks may draw others. A prediction writer
-        notes from its hook on which samples are read.
+        Torch draws a number for each iterator, and hooks may draw others. So iterators are made
+        before the hooks that start a loop. But a prediction writer notes from its hook on which
+        samples are read.
         """
         writes = any(isinstance(callback, BasePredictionWriter) for callback in self.callbacks)
-        return not (writes and self._state.stage == "predict")
+        reads = not (writes and self._state.stage == "predict")
+        return replace(_POLICY, reads_before_hooks=reads)
 
     @_taking_arguments_of(trainer.Trainer)
     @in_lightnings_words
@@ -283,7 +292,7 @@ class Trainer(trainer.Trainer):
         self._max_epochs_is_open = self._is_past_epoch = False
         with self._exiting_on_interrupt():
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, path)
-        self._is_past_epoch = self._progress.batches > 0 and not self._progress.epoch_is_done
+        self._is_past_epoch = self._fit_state.batches > 0 and not self._fit_state.epoch_is_done
 
     @in_lightnings_words
     def validate(  # type: ignore[override]  # in Lightning's order
@@ -381,7 +390,7 @@ class Trainer(trainer.Trainer):
     def _extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the entries that scripts read: Lightning's version, and the loops' progress."""
         checkpoint[MARK] = LIGHTNING_VERSION
-        checkpoint["loops"] = loops_of(self._progress.state_dict())
+        checkpoint["loops"] = loops_of(self._fit_state.state_dict())
 
     def _begin(self, model: Any, datamodule: Any) -> None:
         """Do what Lightning does at the start of a run, and refuse what it alone would call."""
@@ -399,18 +408,14 @@ class Trainer(trainer.Trainer):
         advice.warn_of_log_interval(run)
         advice.warn_of_workers_that_start_again(run)
         advice.warn_of_unused_schedules(run)
-        count_batches_for_schedulers(run)
-        draw_at_reload(run)
         if dataloader_iter.takes_dataloader_iter(run.module.training_step):
             self._fit_step = dataloader_iter.ReadingStep(run, prepared)
             return call_around_backward(self._fit_step, run)
         self._fit_step = step = super().make_train_step(run, prepared)
-        step.counts_each_loss = True
         check_manual_outputs(step, run)
         pass_none_without_batch(step)
-        call_around_backward(divide_loss_in_hook(step, run), run)
-        clear_before_backward(step, run, prepared)
-        return validate_at_stop(divide_by_whole_window(step, run), run, prepared)
+        call_around_backward(step, run)
+        return say_that_a_stop_waits(step, run)
 
     def make_sharded_loader(
         self, loader: Any, index: int, count: int, *, even: bool, name: str, what: str
@@ -454,7 +459,7 @@ class Trainer(trainer.Trainer):
         call_at_load(self.strategy)
         if job.stage != "fit":
             self._latest = self._new_metrics()
-            self._progress = FinishedProgress(**vars(self._progress))
+            self._fit_state = FinishedFitState(**vars(self._fit_state))
         else:
             advice.warn_of_validation(job)
             advice.warn_of_default_epochs(self._arguments)
@@ -669,7 +674,7 @@ class Trainer(trainer.Trainer):
     @property
     def current_epoch(self) -> int:
         """The epoch, counted from 0; after a fit, the number of epochs that it has begun."""
-        return self._progress.epoch + self._is_past_epoch
+        return self._fit_state.epoch + self._is_past_epoch
 
     @property
     def ckpt_path(self) -> str | None:
@@ -722,7 +727,7 @@ class Trainer(trainer.Trainer):
     @property
     def batches_that_trained(self) -> int:
         """The number of batches of this epoch that were trained on."""
-        return self._progress.batches
+        return self._fit_state.batches
 
     # -- its data
 
@@ -770,7 +775,7 @@ def _check_resumed_epoch(run: Run) -> None:
     Raises:
         ConfigurationError: there is nothing to train.
     """
-    epoch, most = run.progress.epoch + run.progress.epoch_is_done, run.trainer.options.max_epochs
+    epoch, most = run.state.epoch + run.state.epoch_is_done, run.trainer.options.max_epochs
     if run.resume_point.path is not None and -1 < most < epoch:
         raise ConfigurationError(
             f"You restored a checkpoint with current_epoch={epoch}, but you have set "

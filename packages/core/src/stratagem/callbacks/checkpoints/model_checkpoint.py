@@ -294,7 +294,7 @@ class ModelCheckpoint(Callback):
             >= interval.total_seconds()
         ):
             # The validation that follows computes the value for exactly these weights.
-            self._waits = self._monitors_logged and trainer.run.validates_next
+            self._waits = self._monitors_logged and trainer.run.validation.is_next
             if not self._waits:
                 self._save(trainer)
 
@@ -313,8 +313,8 @@ class ModelCheckpoint(Callback):
         elif self._after_training_epoch(trainer) and self._epoch_is_due(trainer):
             # The monitored value may be from an earlier epoch, or not logged yet.
             run = trainer.run
-            known = run.has_validated or not run.has_validation
-            known |= self.monitor in run.logged_in_epoch
+            known = run.state.validated > 0 or not run.validation.loaders
+            known |= self.monitor in run.state.logged_in_epoch
             if not self._monitors_logged:
                 # A limit may end a fit before the validation of its epoch.
                 known |= run.validation.is_in_epoch(trainer.current_epoch)
@@ -350,8 +350,8 @@ class ModelCheckpoint(Callback):
 
     def _after_training_epoch(self, trainer: Trainer) -> bool:
         if self.save_on_train_epoch_end is None:
-            return not trainer.run.validates_within_epochs
-        return self.save_on_train_epoch_end or not trainer.run.has_validation
+            return not trainer.run.validation.runs_within_epochs
+        return self.save_on_train_epoch_end or not trainer.run.validation.loaders
 
     @property
     def _monitors_logged(self) -> bool:
@@ -361,7 +361,7 @@ class ModelCheckpoint(Callback):
         """Return whether a save waits for a value that is now available, and stop waiting."""
         is_saved = trainer.global_step == self._last_step_saved and self._keeps_latest
         name = self.monitor
-        if not self._waits or name is None or is_saved or trainer.run.is_metric_pending(name):
+        if not self._waits or name is None or is_saved or trainer.run.monitor.is_pending(name):
             return False
         self._waits = False
         return True
@@ -430,7 +430,7 @@ class ModelCheckpoint(Callback):
 
     def _save_file(self, trainer: Trainer, path: str, weights: Weights) -> None:
         only = self.save_weights_only
-        trainer.run.save(paths.to_location(path), weights_only=only, weights=weights)
+        trainer.run.saves.save(paths.to_location(path), weights_only=only, weights=weights)
 
     def _link_file(self, trainer: Trainer, target: str, path: str) -> bool:
         return trainer.checkpoint_writer.link(target, path)
@@ -445,7 +445,7 @@ class ModelCheckpoint(Callback):
         if name in positions and (self.monitor is None or name not in trainer.callback_metrics):
             position = self.current_score = float(positions[name])
             return position
-        if trainer.run.is_metric_pending(name):
+        if trainer.run.monitor.is_pending(name):
             self._waits = True
             if not self._keeps_latest:
                 self._warn_once(
@@ -454,7 +454,8 @@ class ModelCheckpoint(Callback):
                     "Saves are deferred until it is logged; keep_latest_k=1 saves in any case",
                 )
             return None
-        value = self.current_score = float(trainer.run.metric(name, "ModelCheckpoint"))
+        mean = trainer.run.monitor.mean_over_ranks(name, "ModelCheckpoint")
+        value = self.current_score = float(mean)
         if math.isnan(value):
             self._warn_once(
                 trainer,
@@ -466,7 +467,7 @@ class ModelCheckpoint(Callback):
 
     def _weights(self, trainer: Trainer) -> Weights:
         """Return the weights to save; warn if they are not finite."""
-        weights = trainer.run.weights()
+        weights = trainer.run.saves.weights()
         if weights.nonfinite:
             self._warn_once(
                 trainer,
@@ -493,7 +494,7 @@ class ModelCheckpoint(Callback):
         if not self.save_weights_only:
             self._kept.add_to_resume_from(path)
         weights = self._weights(trainer)
-        trainer.run.save(paths.to_location(path), weights_only=False, weights=weights)
+        trainer.run.saves.save(paths.to_location(path), weights_only=False, weights=weights)
         self._names.release()
         return path
 
@@ -520,7 +521,7 @@ class ModelCheckpoint(Callback):
         self, filename: str, values: Mapping[str, Any], trainer: Trainer
     ) -> dict[str, Any]:
         """Return "none" for the values in a file name that are not logged yet, but may come."""
-        pending = trainer.run.is_metric_pending
+        pending = trainer.run.monitor.is_pending
         absent = [name for name in names_in(filename) if name not in values and pending(name)]
         for name in absent:
             self._warn_once(
@@ -590,7 +591,8 @@ class ModelCheckpoint(Callback):
             return
         if trainer.is_global_zero:
             run = trainer.run
-            there = ResumedCheckpoints(self._folder, run.resume_point.path, run.run_id)
+            point = run.resume_point
+            there = ResumedCheckpoints(self._folder, point.path, point.run_id)
             self._kept.load_state_dict(state, there.locate)
             self.last_model_path = there.locate_last(state.get("last_model_path"))
             # The user may run the same command again, so keep the checkpoint that it names.

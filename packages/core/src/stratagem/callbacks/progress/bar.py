@@ -179,7 +179,7 @@ class ProgressBar(Callback):
         """Show the epoch."""
         epochs = trainer.options.max_epochs
         last = "" if epochs == -1 else f"/{epochs - 1}"
-        done = trainer.run.progress.batches
+        done = trainer.run.state.batches
         self._begin(f"epoch {trainer.current_epoch}{last}", batches_to_train(trainer), done)
 
     def on_train_batch_end(
@@ -193,7 +193,7 @@ class ProgressBar(Callback):
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
         """Leave a line for the epoch."""
         if self._display is not None:
-            self._rows[-1].done = trainer.run.progress.batches
+            self._rows[-1].done = trainer.run.state.batches
             self._read_values(trainer)
             self._end(leave=True)
 
@@ -208,7 +208,7 @@ class ProgressBar(Callback):
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
         """Show a bar for the validation."""
         if self._rows and self._display is not None:
-            self._rows[-1].done = trainer.run.progress.batches
+            self._rows[-1].done = trainer.run.state.batches
             self._display.update(self._rows[-1])
         is_check = trainer.sanity_checking
         self._begin_evaluation(trainer, "sanity check" if is_check else "validation")
@@ -270,8 +270,8 @@ def batches_to_train(trainer: Trainer) -> float:
     max_steps, epoch = trainer.options.max_steps, trainer.current_epoch
     if max_steps == -1 or model is None or not model.automatic_optimization:
         return batches
-    left = (max_steps - trainer.global_step) * trainer.run.accumulation(epoch)
-    return min(batches, trainer.run.progress.batches + left)
+    left = (max_steps - trainer.global_step) * trainer.run.limits.accumulation(epoch)
+    return min(batches, trainer.run.state.batches + left)
 
 
 def batches_to_evaluate(trainer: Trainer, what: str) -> list[float]:

@@ -14,7 +14,6 @@ from stratagem.storage.paths import relative
 if TYPE_CHECKING:
     from stratagem.module.module import Module
     from stratagem.trainer import Trainer
-    from stratagem.trainer.run import Run
 
 
 def beginning(trainer: Trainer) -> list[str]:
@@ -31,7 +30,7 @@ def beginning(trainer: Trainer) -> list[str]:
         at = f"epoch {trainer.current_epoch}, step {trainer.global_step}"
         lines.append(f"resumed from {relative(run.resume_point.path)}, at {at}")
     lines += _folders(trainer)
-    lines.append(unused_validation(trainer.run))
+    lines.append(run.job.unused_validation())
     return [f"stratagem: {line}" for line in lines if line]
 
 
@@ -99,23 +98,6 @@ def _folders(trainer: Trainer) -> list[str]:
     return [f"{what} go to {', '.join(folders)}" for what, folders in both if folders]
 
 
-def unused_validation(run: Run) -> str:
-    """Return which of validation code and loader a fit lacks, if it has the other; else ""."""
-    name, has_step = type(run.module).__name__, run.module.defines("validation_step")
-    has_loader = run.job.val_loaders is not None or run.module.defines("val_dataloader")
-    if has_loader and not has_step:
-        return (
-            f"there is a loader for validation, but {name} has no validation_step, so there is no "
-            "validation"
-        )
-    if has_step and not has_loader and run.datamodule is None:
-        return (
-            f"{name} has validation_step, but there is no loader for validation: pass "
-            "val_dataloaders to fit()"
-        )
-    return ""
-
-
 def _reason(trainer: Trainer) -> str:
     options, step = trainer.options, trainer.run.step
     has_begun = step is not None and step.last_batch_idx >= 0
@@ -132,5 +114,5 @@ def _reason(trainer: Trainer) -> str:
         return f"max_time={options.max_time:g} seconds"
     if trainer.num_training_batches == 0:
         return "there is no batch to train on"
-    when = " before the minimum of training" if trainer.run.progress.stop_delayed else ""
+    when = " before the minimum of training" if trainer.run.state.stop_delayed else ""
     return f"Trainer.should_stop was set{when}"

@@ -13,8 +13,6 @@ from stratagem.errors import DivergenceError, with_explanation
 if TYPE_CHECKING:
     from stratagem.interfaces.ranks import Ranks
 
-DEFAULT_INTERVAL = 100
-
 _COMPARED = (
     "the optimizer step",
     "whether training_step has a loss",

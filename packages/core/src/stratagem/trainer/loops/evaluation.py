@@ -68,7 +68,7 @@ def evaluate(
             run.validation.end()
             run.schedulers.note_validation(epoch.values)
         # At the last optimizer step, as the values of a training epoch.
-        metrics.rows.write(epoch.for_loggers, run.progress.logged_step, run.progress.epoch)
+        metrics.rows.write(epoch.for_loggers, run.state.logged_step, run.state.epoch)
         with module.logging_to(None):
             hooks.call(f"on_{what}_end")
     return epoch
@@ -101,12 +101,15 @@ def run_training_data_without_grad(run: Run) -> None:
 
     This updates the statistics that a forward pass changes, such as those of batch norm.
     """
-    loader, prepared = run.train_loader, run.require_prepared()
-    assert loader is not None
+    data, prepared = run.fit_data, run.require_prepared()
+    assert data is not None
+    # Training is over: a checkpoint has the RNG states and the position of before.
+    data.rank_state.keep(**data.rank_state.state())
+    loader = data.loader
     metrics = Metrics(run.strategy, LogBuffer((), run.strategy.accelerator), run.latest.emptied())
     metrics.in_step = True
     convert = batch_converter(run.strategy, run.module, run.datamodule)
-    step, epoch = run.module.training_step, run.progress.epoch
+    step, epoch = run.module.training_step, run.state.epoch
     takes = 2 if positional_parameters(step).most > 1 else 1
     context = run.strategy.precision.forward_context() or nullcontext()
     loader.set_epoch(epoch)
@@ -159,7 +162,7 @@ def _run_batches(
                 hook(output, batch, batch_idx, loader_idx)
             if metrics.row:
                 metrics.row.setdefault("step", run.evaluation.batches)
-                metrics.end_step(run.progress.logged_step, run.progress.epoch)
+                metrics.end_step(run.state.logged_step, run.state.epoch)
             run.evaluation.batches += 1
             yield loader_idx, output
             del output  # before the next one is computed
@@ -171,8 +174,8 @@ def _run_batches(
 def _begin_reading(run: Run, loaders: list[EvaluationLoader]) -> Iterator[Any] | None:
     """Hand the epoch to the loaders; return the first one's iterator if hooks come after it."""
     for loader in loaders:
-        set_epoch_of(loader.loader, run.progress.epoch)
-    before_hooks = loaders and run.trainer._reads_before_hooks
+        set_epoch_of(loader.loader, run.state.epoch)
+    before_hooks = loaders and run.policy.reads_before_hooks
     return _batches_of(loaders[0].loader) if before_hooks else None
 
 

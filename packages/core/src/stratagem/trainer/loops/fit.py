@@ -1,228 +1,272 @@
-"""The training loop, from the first epoch to the last; it reads top to bottom."""
+"""The training loop.
+
+fit
+ |- finish_interrupted_epoch     after a resume: the rest, or only the end, of the saved epoch
+ `- each epoch
+     |- begin_epoch              new loaders if they are due, the order of samples, hooks
+     |- train_epoch
+     |   `- each step
+     |       |- take_step        forward and backward of each micro-batch, clip, optimizer step
+     |       |- validate         if it is due here
+     |       `- after_step       what was asked for: signals, a time limit, divergence, ...
+     `- end_epoch                the last validation, reduced metrics, hooks, checkpoints
+
+`FitContext` does not change during a fit; `FitState` does, and a checkpoint holds it.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from stratagem.trainer.checks import check_steps_of_epoch, new_parameter_check
-from stratagem.trainer.loops.divergence import DivergenceCheck
-from stratagem.trainer.step.step import EndOfEpoch, Step
+from stratagem.trainer.step.step import EndOfEpoch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from stratagem.interfaces.prepared_model import PreparedModel
-    from stratagem.trainer.loaders.train_loader import TrainLoader
+    from stratagem.trainer.context import FitContext, FitState
+    from stratagem.trainer.loops.divergence import DivergenceCheck
     from stratagem.trainer.run import Run
 
 
-def fit(run: Run, prepared: PreparedModel, step: Step) -> None:
-    """Train until a limit is reached or `Trainer.should_stop` is set.
+def fit(context: FitContext, state: FitState) -> None:
+    """Train until a limit is reached or a stop is requested."""
+    start_training(context, state)
+    finish_interrupted_epoch(context, state)
+    run_epoch = context.profiling.wrap("run_training_epoch", train_epoch)
+    while context.data.loader.batches > 0 and not is_finished(context, state):
+        begin_epoch(context, state)
+        run_epoch(context, state)
+        end_epoch(context, state)
+    if not (context.limits.has_all_steps(state) or context.limits.has_all_epochs(state)):
+        stop_together(context, state)
+    context.strategy.end_training(context.prepared)
+    with context.module.logging_to(None):
+        context.hooks.call("on_train_end")
 
-    Args:
-        run: a fit with open data.
-        prepared: the prepared model.
-        step: the optimizer step.
-    """
-    data = run.fit_data
-    assert data is not None
-    module, progress, hooks, validation = run.module, run.progress, run.hooks, run.validation
-    train_steps = _train_steps(run, prepared, step, data.loader)
-    # Submodules of a model in training mode keep theirs: they may be frozen.
-    if not module.training:
-        module.train()
-    is_fresh = not (progress.epoch or progress.batches or progress.epoch_is_done)
-    is_begun = run.trainer._reads_before_hooks and is_fresh and data.loader.batches > 0
-    if is_begun:
-        data.loader.set_epoch(0)
-        data.loader.begin_epoch(0, 0)
-    hooks.call("on_train_start")
-    validation.start_clock()
-    data.rank_state.begin_training()
-    check_parameters = new_parameter_check(run)
+
+def train_epoch(context: FitContext, state: FitState) -> None:
+    """Take the optimizer steps of the epoch, from the current batch on."""
+    loader, step, limits = context.data.loader, context.step, context.limits
+    interval = context.validation.interval_in(state.epoch, loader.batches)
     try:
-        if progress.epoch_is_done:
-            # Resumed from a checkpoint that was saved in or after the epoch's last validation.
-            if validation.is_missing(data.loader.batches):
-                validation.run(prepared)
-            _end_epoch(run)
-            progress.next_epoch()
-        # No batch at all was asked for with limit_train_batches=0.
-        while data.loader.batches > 0 and not _is_finished(run):
-            epoch = progress.epoch
-            if _reloads_data(run):
-                data = run.reopen_training()
-                train_steps = _train_steps(run, prepared, step, data.loader)
-            if not is_begun:
-                data.loader.set_epoch(epoch)
-            validates = validation.is_in_epoch(epoch)
-            interval = validation.interval(data.loader.batches) if validates else 0
-            hooks.call("on_train_epoch_start")
-            check_parameters()
-            run.metrics.in_step = True
-            if not is_begun:
-                data.rank_state.begin_epoch()
-            is_begun = progress.end_begun = False
-            before = replace(progress)
-            # What follows sees the epoch as finished: a checkpoint that is saved from here on
-            # resumes with the epoch's end. A stop in the middle leaves it unfinished.
-            progress.epoch_is_done, may_validate = train_steps(interval)
-            if progress.epoch_is_done:
-                run.schedulers.step("epoch", epoch + 1)
-                if may_validate and validation.is_missing(data.loader.batches):
-                    validation.run(prepared)
-            _end_epoch(run)
-            if not progress.epoch_is_done:
-                break
-            check_steps_of_epoch(run, before)
-            progress.next_epoch()
-        if not (_has_all_steps(run) or _has_all_epochs(run)):
-            _stop_together(run)
-        run.strategy.end_training(prepared)
-        with module.logging_to(None):
-            hooks.call("on_train_end")
-    except RuntimeError as error:
-        explained = step.explain(error) or run.strategy.explain(prepared, error)
-        if explained is None:
-            raise
-        raise explained from error
-
-
-def _end_epoch(run: Run) -> None:
-    """Take the last step of schedulers that wait for a value, and end the epoch.
-
-    A signal that came in its validation ends the fit here, before the next epoch's first step.
-    """
-    run.schedulers.step_after_step(run.is_metric_pending)
-    run.end_train_epoch()
-    if run.interruption.check_between_epochs():
-        run.interrupt()
-
-
-def _train_steps(
-    run: Run, prepared: PreparedModel, step: Step, loader: TrainLoader
-) -> Callable[[float], tuple[bool, bool]]:
-    """Return a function that takes the optimizer steps of an epoch.
-
-    The function's argument is the number of batches between two validations (0: no validation). It
-    returns whether the epoch is done, and whether it may end with a validation.
-    """
-    trainer, progress, validation = run.trainer, run.progress, run.validation
-    take_step = run.profiling.wrap("run_training_batch", step.step_function())
-    ends_here = _check_after_step(run, prepared, loader)
-    divergence = _divergence_check(run, prepared)
-
-    def train_steps(interval: float) -> tuple[bool, bool]:
-        accumulate = run.accumulation(progress.epoch)
-        end = loader.end
-        # A checkpoint is saved before the validation of its step, and before the step of schedulers
-        # that wait for a value: a resumed run begins with both.
-        if progress.validated < progress.batches < end and validation.is_due(interval):
-            validation.run(prepared)
-        if 0 < progress.batches < end:
-            run.schedulers.step_after_step(run.is_metric_pending)
-            if run.should_stop() or _has_all_steps(run):
-                return False, False
-        for micro_batches in step.micro_batches(loader, accumulate):
-            progress.last_step = count = len(micro_batches)
-            step.start(count, loader.weights)
-            take_step(prepared, step, micro_batches)
-            step.finish()
-            if run.deferred_saves:
-                run.flush_deferred_saves()
-            if progress.batches < end and validation.is_due(interval):
-                validation.run(prepared)
-            if divergence is not None:
-                divergence.check(progress.global_step, step.has_loss)
-            if ends_here():
-                run.interrupt()
-            if progress.global_step >= trainer.options.max_steps >= 0:
-                break
-            if trainer.should_stop and run.should_stop():
-                if progress.batches < end:
-                    _stop_together(run)
+        for micro_batches in step.micro_batches(loader, limits.accumulation(state.epoch)):
+            take_step(context, state, micro_batches)
+            if interval and state.batches < loader.end and context.validation.is_due(interval):
+                context.validation.run(context.prepared)
+            for check in context.after_step:
+                check()
+            if limits.has_all_steps(state) or (state.stop_requests and stops(context, state)):
+                state.epoch_is_done = state.batches >= loader.end
                 break
         else:
-            loader.check_end(progress.batches)
-            return True, True
-        return progress.batches >= end, True
-
-    def until_the_end(interval: float) -> tuple[bool, bool]:
-        try:
-            return train_steps(interval)
-        except EndOfEpoch as end:
-            # The current step is dropped; the epoch may have ended with the end of its data.
-            step.abandon()
-            if end.data_has_ended:  # within a step, which may have read some of its batches
-                loader.check_end(progress.batches, took_all=False)
-            return True, end.data_has_ended
-
-    return run.profiling.wrap("run_training_epoch", until_the_end)
+            loader.check_end(state.batches)
+            state.epoch_is_done = True
+    except EndOfEpoch as end:
+        drop_step(context, state, data_has_ended=end.data_has_ended)
+    if state.epoch_is_done:
+        context.schedulers.step("epoch", state.epoch + 1)
 
 
-def _stop_together(run: Run) -> None:
-    """Wait until all ranks stop here: a rank that goes on would wait for this one in vain."""
-    run.strategy.ranks.end_together(
-        f"stops after step {run.progress.global_step} (Trainer.should_stop="
-        f"{run.trainer.should_stop})"
+def take_step(context: FitContext, state: FitState, micro_batches: Collection[Any]) -> None:
+    """Take one optimizer step: the strategy runs it, and `context.step` counts it."""
+    step = context.step
+    state.last_step = count = len(micro_batches)
+    step.start(count, context.data.loader.weights)
+    context.run_step(context.prepared, step, micro_batches)
+    step.finish()
+    if context.saves.deferred:
+        context.saves.flush_deferred()
+
+
+def stops(context: FitContext, state: FitState) -> bool:
+    """Return whether a requested stop ends the epoch after this step; then ranks meet here."""
+    if not context.limits.has_minimum(state):
+        context.limits.note_delayed_stop(state)
+        return False
+    if state.batches < context.data.loader.end:
+        stop_together(context, state)
+    return True
+
+
+def stop_together(context: FitContext, state: FitState) -> None:
+    """Wait until all ranks stop here; otherwise the others hang in the next collective."""
+    context.strategy.ranks.end_together(
+        f"stops after step {state.global_step} (Trainer.should_stop={bool(state.stop_requests)})"
     )
 
 
-def _check_after_step(run: Run, prepared: PreparedModel, loader: TrainLoader) -> Callable[[], bool]:
-    """Return a function that checks after each step whether the fit is interrupted.
+def drop_step(context: FitContext, state: FitState, *, data_has_ended: bool) -> None:
+    """End the epoch within a step, for which there are no data or which a hook has refused."""
+    context.step.abandon()
+    if data_has_ended:  # the step may have read some of its batches
+        context.data.loader.check_end(state.batches, took_all=False)
+    state.epoch_is_done, state.ended_by_hook = True, not data_has_ended
 
-    If needed, it also validates by time, and steps schedulers that wait for a value.
+
+def is_finished(context: FitContext, state: FitState) -> bool:
+    """Return whether no further epoch is due."""
+    limits = context.limits
+    # If a limit or a stop has ended the last epoch before its last batch, `end_begun` stays set.
+    return state.end_begun or limits.is_reached(state) or limits.has_all_epochs(state)
+
+
+# -- the start, and the ends of epochs
+
+
+def start_training(context: FitContext, state: FitState) -> None:
+    """Call the hooks of the start, and restore the random numbers of a resumed run."""
+    # Submodules of a model in training mode keep theirs: they may be frozen.
+    if not context.module.training:
+        context.module.train()
+    if begins_before_hooks(context, state):
+        context.data.loader.set_epoch(0)
+        context.data.loader.begin_epoch(0, 0)
+    context.hooks.call("on_train_start")
+    context.validation.start_clock()
+    context.data.rank_state.begin_training()
+
+
+def begins_before_hooks(context: FitContext, state: FitState) -> bool:
+    """Return whether the fit has yet to begin, and reads before the hooks by its policy."""
+    is_fresh = not (state.epoch or state.batches or state.epoch_is_done)
+    return context.policy.reads_before_hooks and is_fresh and context.data.loader.batches > 0
+
+
+def finish_interrupted_epoch(context: FitContext, state: FitState) -> None:
+    """Finish the epoch within which the resumed checkpoint was saved, if there is one."""
+    limits = context.limits
+    limits.note_delayed_stop(state)
+    if state.epoch_is_done:
+        # Saved in or after the epoch's last validation.
+        end_epoch(context, state)
+    elif state.batches > 0 and context.data.loader.batches > 0 and not limits.has_all_epochs(state):
+        if state.end_begun and limits.is_reached(state):
+            return  # the run that saved it has ended the epoch here
+        begin_epoch(context, state)
+        context.profiling.wrap("run_training_epoch", finish_steps)(context, state)
+        end_epoch(context, state)
+
+
+def finish_steps(context: FitContext, state: FitState) -> None:
+    """Do what was due after the saved step, and take the remaining steps of the epoch.
+
+    A checkpoint is saved before the validation of its step, and before the step of schedulers that
+    wait for a value.
     """
-    ends_here, progress, validation = run.interruption_check(), run.progress, run.validation
-    by_time, by_value = validation.seconds is not None, run.schedulers.have_values_by_steps
-    if not by_time and not by_value:
-        return ends_here
-
-    def check() -> bool:
-        if by_time:
-            validation.run_if_time(prepared)
-        # After an epoch's last step, validation has not run yet.
-        if by_value and progress.batches < loader.end:
-            run.schedulers.step_after_step(run.is_metric_pending)
-        return ends_here()
-
-    return check
+    loader, validation, limits = context.data.loader, context.validation, context.limits
+    if state.batches < loader.end:
+        interval = validation.interval_in(state.epoch, loader.batches)
+        if state.validated < state.batches and validation.is_due(interval):
+            validation.run(context.prepared)
+        context.schedulers.step_after_step()
+        if limits.is_reached(state):
+            return
+    train_epoch(context, state)
 
 
-def _divergence_check(run: Run, prepared: PreparedModel) -> DivergenceCheck | None:
-    """Return the comparison of ranks, if it was requested."""
-    every, ranks = run.trainer.options.detect_divergence, run.strategy.ranks
-    compares = every and ranks.world_size > 1
-    return DivergenceCheck(ranks, prepared.original, every) if compares else None
+def begin_epoch(context: FitContext, state: FitState) -> None:
+    """Create the training loader again if that is due, call the hooks, and begin reading."""
+    data, has_begun = context.data, begins_before_hooks(context, state)
+    if data.reloads_training():
+        data.reopen_training(draws=context.policy.draws_at_reload)
+    if not has_begun:
+        data.loader.set_epoch(state.epoch)
+    context.hooks.call("on_train_epoch_start")
+    context.checks.begin_epoch()
+    context.metrics.in_step = True
+    if not has_begun:
+        data.rank_state.begin_epoch()
+    state.end_begun = state.ended_by_hook = False
 
 
-def _has_all_steps(run: Run) -> bool:
-    return 0 <= run.trainer.options.max_steps <= run.progress.global_step
+def end_epoch(context: FitContext, state: FitState) -> None:
+    """Validate if that is left, reduce the logged values, and call the hooks.
+
+    What happens here sees the epoch as finished: a checkpoint that is saved here resumes with the
+    epoch's end. After a stop in the middle the epoch stays unfinished.
+    """
+    validation, batches = context.validation, context.data.loader.batches
+    if state.epoch_is_done and not state.ended_by_hook and validation.is_missing(batches):
+        validation.run(context.prepared)
+    context.schedulers.step_after_step()
+    end_metrics(context, state)
+    # A signal that came in the validation ends the fit before the next epoch's first step.
+    context.interruption.end_between_epochs_if_due()
+    if state.epoch_is_done:
+        context.checks.end_epoch()
+        state.next_epoch()
+    context.limits.note_delayed_stop(state)
 
 
-def _has_all_epochs(run: Run) -> bool:
-    return 0 <= run.trainer.options.max_epochs <= run.progress.epoch
+def end_metrics(context: FitContext, state: FitState) -> None:
+    """Reduce the epoch's logged values, and call the hooks of its end."""
+    metrics, rank_state = context.metrics, context.data.rank_state
+    metrics.in_step = False
+    state.end_begun = True
+    if not state.epoch_is_done:
+        # A run that resumes in this epoch continues from the values before this early end.
+        rank_state.keep(epoch=rank_state.epoch.state())
+    entries = metrics.entries
+    names = {name for e in entries.values() for name in (e.name, e.step_name, e.epoch_name)}
+    try:
+        metrics.reduce_epoch()
+        context.hooks.call_before_metrics("on_train_epoch_end")
+    except BaseException:
+        # A run that resumes from a checkpoint saved now ends the epoch again.
+        state.end_begun, metrics.entries = False, entries
+        raise
+    epoch = metrics.end_epoch()
+    # Loggers receive the epoch's values at its last step, with the epoch's number.
+    metrics.rows.write(epoch.for_loggers, state.logged_step, state.epoch)
+    state.has_ended_epoch, state.logged_in_epoch = True, names | epoch.values.keys()
+    context.schedulers.step_after_epoch()
+    context.hooks.call_after_metrics("on_train_epoch_end")
 
 
-def _is_finished(run: Run) -> bool:
-    progress = run.progress
-    # The run that saved the checkpoint of a last step had yet to end its epoch.
-    has_no_end = progress.batches > 0 and not progress.end_begun
-    is_over = (_has_all_steps(run) or run.should_stop()) and not has_no_end
-    return is_over or _has_all_epochs(run)
+# -- what is done after a step
 
 
-def _reloads_data(run: Run) -> bool:
-    """Return whether the loaders have to be created again before the current epoch."""
-    every, progress = run.trainer.options.reload_dataloaders_every_n_epochs, run.progress
-    is_first = progress.batches > 0 or not run.has_ended_epoch
-    return every > 0 and not is_first and progress.epoch % every == 0
+def functions_after_step(run: Run, prepared: PreparedModel) -> tuple[Callable[[], None], ...]:
+    """Return the functions to call after each step, in this order.
+
+    A plain fit has one of them, which looks for signals and `max_time`.
+    """
+    strategy, validation = run.strategy, run.validation
+    functions: list[Callable[[], None]] = []
+    if run.policy.validates_at_stop:
+        functions.append(partial(_validate_at_stop, run, prepared))
+    every = run.trainer.options.detect_divergence
+    if every and strategy.ranks.world_size > 1:
+        from stratagem.trainer.loops.divergence import DivergenceCheck
+
+        divergence = DivergenceCheck(strategy.ranks, prepared.original, every)
+        functions.append(partial(_compare_ranks, run, divergence))
+    if validation.seconds is not None:
+        functions.append(partial(validation.run_if_time, prepared))
+    if run.schedulers.have_values_by_steps:
+        functions.append(partial(_step_schedulers, run))
+    if strategy.checkpoint_io.asynchronous:
+        functions.append(strategy.checkpoint_io.raise_errors)
+    return (*functions, run.interruption.end_if_due)
 
 
-def anomaly_detection(enabled: bool) -> AbstractContextManager[Any]:
-    """Return torch's anomaly detection, or a context that does nothing."""
-    return torch.autograd.set_detect_anomaly(True, check_nan=True) if enabled else nullcontext()
+def _validate_at_stop(run: Run, prepared: PreparedModel) -> None:
+    """Validate where a stop ends the epoch before its last batch."""
+    state, validation = run.state, run.validation
+    if not run.limits.may_stop(state) or run.fit_data is None:
+        return
+    batches = run.fit_data.loader.batches
+    is_within = state.validated < state.batches < batches and validation.is_in_epoch(state.epoch)
+    if is_within and not validation.is_due(validation.interval(batches)):
+        validation.run(prepared)
+
+
+def _compare_ranks(run: Run, divergence: DivergenceCheck) -> None:
+    divergence.check(run.state.global_step, run.step is not None and run.step.has_loss)
+
+
+def _step_schedulers(run: Run) -> None:
+    """Step schedulers that wait for a value; after the epoch's last step validation runs first."""
+    if run.fit_data is not None and run.state.batches < run.fit_data.loader.end:
+        run.schedulers.step_after_step()

@@ -33,11 +33,21 @@ class Interruption:
         ranks: the ranks that end together.
         environment: the cluster environment, which knows the signals of preemption.
         max_time: the time limit of the fit in seconds. None: no limit.
+        stop: ends training after the current step.
+        save: saves a checkpoint before a signal ends the process, and returns its path, if any.
     """
 
     def __init__(
-        self, ranks: Ranks, environment: ClusterEnvironment, max_time: float | None
+        self,
+        ranks: Ranks,
+        environment: ClusterEnvironment,
+        max_time: float | None,
+        *,
+        stop: Callable[[], None],
+        save: Callable[[], str | None],
     ) -> None:
+        self._stop = stop
+        self._save = save
         self.signal: signal.Signals | None = None
         """The signal that ends this run, after all ranks have agreed."""
         self._ranks = ranks
@@ -81,26 +91,42 @@ class Interruption:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = number
 
-    def check(self) -> bool:
-        """Return whether the fit has to end after the current step; the same on every rank."""
-        if self.is_alone:
-            if not self._received and self._deadline is None:
-                return False
-            return self._decide(self._received, self.is_time_up())
-        self._steps += 1
-        return self._steps >= self._interval and self._decide(*self._of_all_ranks())
+    def end_if_due(self) -> None:
+        """End the fit after the current step, on every rank, if it is interrupted.
 
-    def check_between_epochs(self) -> bool:
-        """Return whether the fit has to end before the next epoch; the same on every rank.
-
-        Ranks always exchange here: the validation before may have taken any time.
+        Raises:
+            SystemExit: a signal ends it.
         """
         if self.is_alone:
-            return self.check()
+            if self._received or self._deadline is not None:
+                self._end_if(self._received, self.is_time_up())
+            return
+        self._steps += 1
+        if self._steps >= self._interval:
+            self._end_if(*self._of_all_ranks())
+
+    def end_between_epochs_if_due(self) -> None:
+        """End the fit before the next epoch, on every rank, if it is interrupted.
+
+        Ranks always exchange here: the validation before may have taken any time.
+
+        Raises:
+            SystemExit: a signal ends it.
+        """
+        if self.is_alone:
+            self.end_if_due()
+            return
         interval = self._interval
-        ends = self._decide(*self._of_all_ranks())
+        of_all = self._of_all_ranks()
         self._interval = interval  # the time of a validation says nothing about steps
-        return ends
+        self._end_if(*of_all)
+
+    def _end_if(self, received: int, is_time_up: bool) -> None:
+        if received:
+            self.signal = signal.Signals(received)
+            self._end_process(self.signal)
+        if is_time_up:
+            self._stop()
 
     def is_time_up(self) -> bool:
         """Return whether `max_time` has passed on this rank."""
@@ -120,11 +146,6 @@ class Interruption:
         self._checked_at, self._steps = now, 0
         return most[0], bool(most[1])
 
-    def _decide(self, received: int, is_time_up: bool) -> bool:
-        if received:
-            self.signal = signal.Signals(received)
-        return bool(received) or is_time_up
-
     def end_within(self, seconds: float) -> None:
         """End the fit after this number of seconds at the latest."""
         deadline = time.monotonic() + seconds
@@ -137,21 +158,20 @@ class Interruption:
         """
         return time.monotonic() - self._began if self.is_alone else self._agreed
 
-    def end(self, save: Callable[[], str | None]) -> None:
-        """End this process in order, after a signal: save, let the cluster start it again, exit.
+    def _end_process(self, received: signal.Signals) -> None:
+        """End this process in order: save, let the cluster start it again, exit.
 
         Raises:
             SystemExit: always, with 128 and the signal's number.
         """
-        assert self.signal is not None
         environment = self._environment
-        saved = save()
-        text = f"stratagem: {self.signal.name}: training ends here"
+        saved = self._save()
+        text = f"stratagem: {received.name}: training ends here"
         if self._ranks.is_global_zero:
             if saved:
                 text += f", saved as {saved}"
-            if environment.requeues_upon(self.signal) and environment.requeue():
+            if environment.requeues_upon(received) and environment.requeue():
                 text += "; the job is queued again"
             print(printable(text), flush=True)
         this_rank.interrupted = True
-        raise SystemExit(128 + self.signal)
+        raise SystemExit(128 + received)

@@ -50,10 +50,27 @@ class Validation:
         data = self._run.fit_data
         return [] if data is None else data.validation
 
+    @property
+    def runs_within_epochs(self) -> bool:
+        """Whether validation also runs within epochs, not only after their last batch."""
+        return bool(self.loaders) and self._run.trainer.options.val_check_interval != 1.0
+
+    @property
+    def is_next(self) -> bool:
+        """Whether validation runs before the next training batch; False if this is unknown."""
+        epoch, batches = self._run.state.epoch, self._run.trainer.num_training_batches
+        if not self.is_in_epoch(epoch) or batches == UNKNOWN:
+            return False
+        return self.is_due(self.interval(batches))
+
     def is_in_epoch(self, epoch: int) -> bool:
         """Return whether validation runs in an epoch."""
         every = self._run.trainer.options.check_val_every_n_epoch
         return bool(self.loaders) and (every is None or (epoch + 1) % every == 0)
+
+    def interval_in(self, epoch: int, batches: float) -> float:
+        """Return the `interval` in an epoch; 0 if validation does not run in it."""
+        return self.interval(batches) if self.is_in_epoch(epoch) else 0
 
     def interval(self, batches: float) -> float:
         """Return the number of training batches between validations; infinity: an epoch.
@@ -92,11 +109,11 @@ class Validation:
         """
         if interval == 0:
             return False
-        progress, batches = self._run.progress, self._run.progress.batches
+        state, batches = self._run.state, self._run.state.batches
         if self._counts_over_epochs:
-            batches += progress.batches_before
+            batches += state.batches_before
         # Older checkpoints lack the number of batches of their last step.
-        return batches % interval < (progress.last_step or self._run.accumulation(progress.epoch))
+        return batches % interval < (state.last_step or self._run.limits.accumulation(state.epoch))
 
     def is_missing(self, batches: float) -> bool:
         """Return whether the epoch, whose batches are finished, lacks its last validation.
@@ -104,14 +121,14 @@ class Validation:
         Args:
             batches: see `interval`.
         """
-        progress = self._run.progress
-        if progress.validated >= progress.batches or not self.is_in_epoch(progress.epoch):
+        state = self._run.state
+        if state.validated >= state.batches or not self.is_in_epoch(state.epoch):
             return False
         interval = self.interval(batches)
         if interval == UNKNOWN or self.is_due(interval):
             return True
         # The data may end before the last validation that their length promised.
-        ends_early = progress.batches < batches and not self._counts_over_epochs
+        ends_early = state.batches < batches and not self._counts_over_epochs
         return ends_early and interval > 0 and batches % interval == 0
 
     def start_clock(self) -> None:
@@ -126,30 +143,21 @@ class Validation:
         now = self._run.interruption.agreed_time()
         if not self._knows_since:
             self._knows_since, self._since = now != self._since, now
-        elif now - self._since >= self.seconds and self.is_in_epoch(self._run.progress.epoch):
+        elif now - self._since >= self.seconds and self.is_in_epoch(self._run.state.epoch):
             self.run(prepared)
             self.start_clock()
-
-    def _reloads(self) -> bool:
-        """Return whether the loaders have to be created again before the next validation."""
-        progress, options = self._run.progress, self._run.trainer.options
-        every, epoch = options.reload_dataloaders_every_n_epochs, progress.epoch
-        if not every or progress.validated:
-            return False
-        validated_every = options.check_val_every_n_epoch or 1
-        last = max(0, epoch // validated_every * validated_every - 1)
-        return epoch // every > last // every
 
     def run(self, prepared: PreparedModel) -> None:
         """Run validation between two training steps, or at the end of an epoch."""
         run = self._run
         run.rows.flush()
-        if self._reloads():
-            run.reopen_validation()
-        if self.last_epoch != run.progress.epoch:
-            self.last_epoch, self.batches_of_epoch = run.progress.epoch, 0
-        before, rank_state = run.evaluation.batches, run.rank_state
-        assert rank_state is not None
+        data = run.fit_data
+        assert data is not None
+        if data.reloads_validation():
+            data.reopen_validation()
+        if self.last_epoch != run.state.epoch:
+            self.last_epoch, self.batches_of_epoch = run.state.epoch, 0
+        before, rank_state = run.evaluation.batches, data.rank_state
         # A run that resumes from a checkpoint that is saved within it validates again.
         rank_state.keep(**rank_state.values(warns=False))
         run.module.on_validation_model_zero_grad()
@@ -159,10 +167,10 @@ class Validation:
 
     def end(self) -> None:
         """Note that all batches are evaluated; called before schedulers and callbacks use them."""
-        progress, rank_state = self._run.progress, self._run.rank_state
+        state, rank_state = self._run.state, self._run.rank_state
         assert rank_state is not None
         rank_state.keep()
-        progress.validated = progress.batches
+        state.validated = state.batches
 
     def check_sanity(self, prepared: PreparedModel) -> None:
         """Run a few validation batches before training, so that errors appear early."""

@@ -223,14 +223,17 @@ class MetricAccumulator:
         entry.weights = [1.0] * len(entry.values)
         return entry
 
-    def takes(self, options: LogOptions) -> bool:
-        """Return whether the options match; after a resume, take the function from them.
-
-        A function that is written in the call is another object each time.
-        """
+    def restore_function(self, options: LogOptions) -> None:
+        """Take the function from the options after a resume: a checkpoint holds no function."""
         if not self.options.reduce_fx and callable(options.reduce_fx):
             self.options = self.options._replace(reduce_fx=options.reduce_fx)
             self.reduce_fx = options.reduce_fx
+
+    def has_options(self, options: LogOptions) -> bool:
+        """Return whether the options match.
+
+        A function that is written in the call is another object each time.
+        """
         return all(
             a == b or getattr(a, "__code__", a) == getattr(b, "__code__", b)
             for a, b in zip(self.options, options, strict=True)

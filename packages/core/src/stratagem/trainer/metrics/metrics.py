@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from stratagem.discovery.registry import nearest_of
 from stratagem.errors import UserCodeError
-from stratagem.interfaces.ranks import ReduceOp
+from stratagem.interfaces.ranks import Ranks, ReduceOp
 from stratagem.interfaces.strategy import Strategy
 from stratagem.module.module import LogOptions
 from stratagem.trainer.metrics.accumulator import (
@@ -25,6 +26,11 @@ from stratagem.trainer.metrics.accumulator import (
 )
 from stratagem.trainer.metrics.batch_size import BatchSize
 from stratagem.trainer.metrics.log_buffer import LogBuffer
+
+if TYPE_CHECKING:
+    from stratagem.trainer.context import FitState
+    from stratagem.trainer.job import Job
+    from stratagem.trainer.loops.validation import Validation
 
 _CHECKED = 64
 """For so many values of an epoch, ranks compare the names under which they reduce them."""
@@ -59,6 +65,66 @@ class LatestMetrics:
         known = self.values | self.evaluation_steps
         there = (name for name in self.for_loggers if name in known)
         return {name: torch.as_tensor(known[name]) for name in there}
+
+
+class Monitor:
+    """Reads the latest logged values for callbacks and schedulers that monitor them.
+
+    Args:
+        latest: the latest values.
+        state: the state of the training loop.
+        ranks: the ranks, whose values may differ.
+        validation: the validation of the fit.
+        job: the request, for the advice if a value is missing.
+    """
+
+    def __init__(
+        self, latest: LatestMetrics, state: FitState, ranks: Ranks, validation: Validation, job: Job
+    ) -> None:
+        self._latest = latest
+        self._state = state
+        self._ranks = ranks
+        self._validation = validation
+        self._job = job
+
+    def is_pending(self, name: str) -> bool:
+        """Return whether a value that has not been logged yet may be logged later.
+
+        Values may come at the end of this fit's first epoch, or by validation in a later epoch.
+        """
+        validation = self._validation
+        comes_later = bool(validation.loaders) and validation.last_epoch == -1
+        may_come = comes_later or not self._state.has_ended_epoch
+        return may_come and name not in self._latest.values
+
+    def mean_over_ranks(self, name: str, who: str) -> Tensor:
+        """Return the latest logged value of a name, the same on all ranks. All ranks call this.
+
+        Where values differ between ranks, such as those of a single step, it is their mean.
+
+        Args:
+            name: the name of the value.
+            who: the name of the class that needs the value, for the error.
+
+        Raises:
+            UserCodeError: if no value has this name. The error lists the logged names.
+        """
+        values = self._latest.values
+        if name not in values:
+            logged = ", ".join(sorted(values)) or "nothing"
+            remedy = f"Log it in the Module with self.log({name!r}, ...)"
+            if name.startswith("val") and (problem := self._job.unused_validation()):
+                remedy = problem
+            elif near := nearest_of(name, list(values)):
+                remedy = f"Did you mean {near!r}? {remedy}"
+            raise UserCodeError(
+                f"{who}(monitor={name!r}): no value of that name was logged; there is {logged}. "
+                + remedy
+            )
+        value = torch.as_tensor(values[name])
+        of_ranks = self._ranks.all_gather(value)
+        # The mean of equal values may be rounded.
+        return value if bool((of_ranks == value).all()) else of_ranks.double().mean()
 
 
 class EpochMetrics(NamedTuple):
@@ -303,8 +369,10 @@ class Metrics:
     def _declare(self, name: str, options: LogOptions) -> MetricAccumulator:
         """Return the entry of a name that is logged for the first time in this epoch."""
         known = self._entries.get(name)
-        if known is not None and known.takes(options):
-            return known
+        if known is not None:
+            known.restore_function(options)
+            if known.has_options(options):
+                return known
         if known is not None and known.is_restored:
             warnings.warn(
                 f"self.log({name!r}, ...) is called with other options than in the run that saved "

@@ -47,6 +47,7 @@ from stratagem.state.rank_states import RankStates, gather_states
 from stratagem.state.safe_data import find_offending_value
 from stratagem.state.state_checks import as_mismatch, check_kinds
 from stratagem.state.state_dict import with_names
+from stratagem.storage import paths
 from stratagem.trainer.resume.rank_state import FORM as RANK_FORM, state_of_rank
 
 if TYPE_CHECKING:
@@ -69,6 +70,65 @@ class Weights(NamedTuple):
 
     state: dict[str, Any]
     nonfinite: str
+
+
+class Saves:
+    """Saves the checkpoints of a run.
+
+    Args:
+        run: what is saved.
+
+    Attributes:
+        deferred: the checkpoints to save after the current optimizer step.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.deferred: list[paths.Location] = []
+
+    def save(
+        self, path: paths.Location, *, weights_only: bool, weights: Weights | None = None
+    ) -> None:
+        """Save a checkpoint; within an optimizer step, save it after the step.
+
+        Args:
+            path: the file or folder of the checkpoint.
+            weights_only: if True, save at once, without the state of the training.
+            weights: the model's state, if the caller already has it.
+        """
+        run = self._run
+        if run.is_within_step and not weights_only:
+            self.deferred.append(path)
+            return
+        # A run that resumes from this checkpoint does not write these rows again.
+        run.rows.flush()
+        weights = weights or self.weights()
+        checkpoint = collect_checkpoint(run, weights, weights_only=weights_only)
+        save = run.profiling.wrap("save_checkpoint", run.runtime.checkpoint_writer.save)
+        save(checkpoint, path)
+        restarts = run.resume_point.restarts
+        if restarts is not None and not weights_only:
+            run.strategy.checkpoint_io.when_durable(lambda: restarts.saved(path))
+
+    def weights(self) -> Weights:
+        """Return the model's state for a checkpoint; called on every rank."""
+        return collect_weights(self._run)
+
+    def flush_deferred(self) -> None:
+        """Save the checkpoints that were requested within the last optimizer step."""
+        deferred, self.deferred = self.deferred, []
+        for path in dict.fromkeys(deferred):
+            self.save(path, weights_only=False)
+
+    def save_interrupted(self) -> str | None:
+        """Save a checkpoint before a signal ends the run; return its path."""
+        trainer = self._run.trainer
+        saver = trainer.checkpoint_callback
+        if saver is None or saver.dirpath is None or trainer.options.fast_dev_run:
+            return None
+        path = saver.save_to_resume_from(trainer, "interrupted")
+        trainer.checkpoint_writer.finish()
+        return path
 
 
 def collect_weights(run: Run) -> Weights:
@@ -97,11 +157,11 @@ def collect_checkpoint(run: Run, weights: Weights, *, weights_only: bool) -> dic
     checkpoint: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "stratagem_version": __version__,
-        "run": run.run_id,
+        "run": run.resume_point.run_id,
         "strategy": trainer.plan.strategy.name,
         "world_size": strategy.ranks.world_size,
-        "epoch": run.progress.epoch,
-        "global_step": run.progress.global_step,
+        "epoch": run.state.epoch,
+        "global_step": run.state.global_step,
         "state_dict": weights.state,
         **_hyper_parameters(module, ""),
         **({} if run.datamodule is None else _hyper_parameters(run.datamodule, "datamodule_")),
@@ -119,9 +179,9 @@ def collect_checkpoint(run: Run, weights: Weights, *, weights_only: bool) -> dic
         callbacks = {c.state_key: c.state_dict() for c in trainer.callbacks}
         for key, state in callbacks.items():
             _require_plain(state, f"the state of the callback {key}")
-        run.should_stop()  # brings the progress up to date
+        run.limits.note_delayed_stop(run.state)
         checkpoint.update(
-            progress=run.progress.state_dict(),
+            progress=run.state.state_dict(),
             optimizer_states=[
                 strategy.optimizer_state(prepared, optimizer) for optimizer in prepared.optimizers
             ],
@@ -225,12 +285,12 @@ def restore_training(
     if run.datamodule is not None and "datamodule" in checkpoint:
         with naming(path), as_mismatch("the DataModule"):
             run.datamodule.load_state_dict(checkpoint["datamodule"])
-    progress, every = run.progress, run.trainer.options.reload_dataloaders_every_n_epochs
-    progress.load_state_dict(checkpoint["progress"])
-    run.trainer.should_stop |= progress.stop_delayed
-    if every and progress.epoch >= every:
+    state, every = run.state, run.trainer.options.reload_dataloaders_every_n_epochs
+    state.load_state_dict(checkpoint["progress"])
+    run.trainer.should_stop |= state.stop_delayed
+    if every and state.epoch >= every and run.fit_data is not None:
         # The loaders of the resumed epoch were made in an earlier one.
-        run.reopen_fit_data(progress.epoch - progress.epoch % every)
+        run.fit_data.reopen(state.epoch - state.epoch % every)
     if "ranks" in checkpoint and run.rank_state is not None:
         with naming(path), as_mismatch("the data, the random numbers or the epoch of a rank"):
             run.rank_state.resume(RankStates(checkpoint["ranks"], RANK_FORM))

@@ -70,7 +70,7 @@ class EpochState:
         self._ranks, self._module, self._metrics = run.strategy.ranks, run.module, run.metrics
         self._compiles_steps = run.strategy.accelerator.compiles_steps
         self._latest, self._schedulers = run.latest, run.schedulers
-        self._evaluation, self._progress = run.evaluation, run.progress
+        self._evaluation, self._state = run.evaluation, run.state
         self._resumed: Mapping[str, Any] | None = None
         self._warns, self._warned = True, set[str]()
 
@@ -148,7 +148,7 @@ class EpochState:
         self._evaluation.batches = own["validated"]
         if row := own.get("row"):
             self._metrics.row = dict(row)
-            self._metrics.end_step(self._progress.global_step - 1, self._progress.epoch)
+            self._metrics.end_step(self._state.global_step - 1, self._state.epoch)
         if len(states) != ranks.world_size or own["split"] != list(ranks.eval_split):
             own["logged"], own["metrics"] = _of_other_ranks(states, ranks)
         else:

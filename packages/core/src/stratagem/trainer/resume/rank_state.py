@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from stratagem.interfaces.ranks import Ranks
     from stratagem.module import Module
     from stratagem.state.rank_states import RankStates
+    from stratagem.trainer.context import FitState
     from stratagem.trainer.loaders.train_loader import TrainLoader
-    from stratagem.trainer.progress import Progress
     from stratagem.trainer.run import Run
 
 
@@ -49,7 +49,7 @@ class RankState:
 
     Attributes:
         ranks: the ranks of the run.
-        progress: the progress of the run.
+        fit_state: the state of the training loop.
         loader: this rank's training loader.
         validation: this rank's validation loaders, for the states of their generators and
             persistent workers.
@@ -59,7 +59,7 @@ class RankState:
     """
 
     ranks: Ranks
-    progress: Progress
+    fit_state: FitState
     loader: TrainLoader
     validation: Sequence[Any]
     epoch: EpochState
@@ -73,7 +73,7 @@ class RankState:
 
     def state(self) -> dict[str, Any]:
         """Return the state that differs between ranks, as weights-only-safe data."""
-        loader = self.loader.state(within_epoch=not self.progress.epoch_is_done)
+        loader = self.loader.state(within_epoch=not self.fit_state.epoch_is_done)
         return {**self.values(), "loader": loader, **self._kept}
 
     def values(self, *, warns: bool = True) -> dict[str, Any]:
@@ -97,25 +97,25 @@ class RankState:
         self._kept = parts
 
     def resume(self, states: RankStates) -> None:
-        """Restore the states of the saving ranks; the checkpoint's progress is restored before.
+        """Restore the states of the saving ranks; the checkpoint's `FitState` is restored before.
 
         If this run has more ranks, the additional ranks keep their own RNG states.
         """
-        progress, rank = self.progress, self.ranks.global_rank
+        state, rank = self.fit_state, self.ranks.global_rank
         self._resumed = states[rank] if rank < len(states) else None
         if self._resumed is not None:
             generators = generators_of(*self.module.modules())
             try_rng_state(self._resumed["random"], generators, self._resumed.get("module", ()))
             self._resume_validation(self._resumed.get("validation", []))
-        self._within_epoch = progress.batches > 0 and not progress.epoch_is_done
-        before = progress.batches
+        self._within_epoch = state.batches > 0 and not state.epoch_is_done
+        before = state.batches
         batches = self.loader.resume(states.of("loader"), before if self._within_epoch else 0)
         if "epoch" in states[0]:
             self.epoch.resume(states.of("epoch", EPOCH_FORM))
         if self._within_epoch:
-            progress.batches = batches
-            progress.validated = progress.validated * progress.batches // before
-            progress.batches_before = progress.batches_before * progress.batches // before
+            state.batches = batches
+            state.validated = state.validated * state.batches // before
+            state.batches_before = state.batches_before * state.batches // before
 
     def _resume_validation(self, states: list[list[Any]]) -> None:
         for loader, (had_workers, *generators) in zip(self.validation, states, strict=False):
@@ -128,14 +128,14 @@ class RankState:
 
     def begin_training(self) -> None:
         """Restore the RNG states and values of a checkpoint from the end of an epoch."""
-        if self.progress.epoch_is_done:
+        if self.fit_state.epoch_is_done:
             self.epoch.restore_epoch()
         if not self._within_epoch:
             self._restore_rng()
 
     def begin_epoch(self) -> None:
         """Begin the current epoch after its finished batches."""
-        self.loader.begin_epoch(self.progress.epoch, self.progress.batches)
+        self.loader.begin_epoch(self.fit_state.epoch, self.fit_state.batches)
         if self._within_epoch:
             # Not before: the hook of the epoch's start has reset and logged what it does.
             self.epoch.restore_epoch()

@@ -201,12 +201,12 @@ class HookedStep(Step):
 
     def _take_last(self, micro_batch: Any) -> None:
         """Let the Module step the optimizer, around the last micro-batch's forward and backward."""
-        module, progress = self._module, self._progress
+        module, state = self._module, self._state
         self.begin(micro_batch)
         self._last = (micro_batch,)
         counts = self._logged.counts
         try:
-            module.optimizer_step(progress.epoch, self.batch_idx, self._optimizer, self._closure)
+            module.optimizer_step(state.epoch, self.batch_idx, self._optimizer, self._closure)
         finally:
             self._last = None
             self._logged.counts = counts
@@ -241,7 +241,7 @@ class HookedStep(Step):
                     "there: leave out accumulate_grad_batches, or call the closure once"
                 )
             self._has_cleared = False
-            self._logged.counts &= self.counts_each_loss
+            self._logged.counts &= self._policy.counts_each_loss
         with torch.enable_grad():
             self._strategy.accumulate(self._prepared, self, self._last[0], self._expected)
         if self._has_own_backward and self.has_loss and not self._ran_backward:
@@ -303,7 +303,7 @@ class HookedStep(Step):
             self._has_cleared = True
             for hook in self._before_clearing:
                 hook(self._inner)
-            epoch, batch_idx = self._progress.epoch, self.batch_idx
+            epoch, batch_idx = self._state.epoch, self.batch_idx
             self._module.optimizer_zero_grad(epoch, batch_idx, self._optimizer)
         super().before_backward(loss)
 

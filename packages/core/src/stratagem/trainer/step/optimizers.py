@@ -15,7 +15,7 @@ from stratagem.launch.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from stratagem.module.module import Module
-    from stratagem.trainer.progress import Progress
+    from stratagem.trainer.context import FitState
 
 _EXPECTED = (
     "expected an optimizer, a list of optimizers, (optimizers, schedulers), or a dict with "
@@ -94,18 +94,18 @@ def configure(module: Module) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     return optimizers, configs
 
 
-def count_steps(optimizer: Any, progress: Progress) -> None:
+def count_steps(optimizer: Any, state: FitState) -> None:
     """Count the steps of user code, except steps that loss scaling skips.
 
     Args:
         optimizer: a `LiteOptimizer`.
-        progress: counts them.
+        state: counts them.
     """
     step, precision = optimizer.step, optimizer.strategy.precision
 
     def count(closure: Any = None, **arguments: Any) -> Any:
         result = step(closure, **arguments)
-        progress.global_step += not precision.step_was_skipped
+        state.global_step += not precision.step_was_skipped
         return result
 
     optimizer.step = count

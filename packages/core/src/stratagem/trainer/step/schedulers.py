@@ -6,35 +6,36 @@ import warnings
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from stratagem.errors import UserCodeError
 from stratagem.state.state_checks import load_scheduler_state
 from stratagem.trainer.step.optimizers import SchedulerConfig
 
 if TYPE_CHECKING:
     from stratagem.module.module import Module
-    from stratagem.trainer.progress import Progress
+    from stratagem.trainer.context import FitState
+    from stratagem.trainer.metrics.metrics import Monitor
 
 
 class Schedulers:
     """The learning rate schedulers of a run.
 
     Args:
-        progress: the progress of the run.
-        metric: a function that takes a name and the class that needs the value, and returns the
-            latest logged value or raises.
+        state: the state of the training loop.
+        monitor: reads the logged values.
         module: the Module, whose `lr_scheduler_step` steps the schedulers. With manual
             optimization, the user's code steps them.
+        counts_batches: schedulers with the interval "step" count the batches of the epoch, not the
+            optimizer steps.
     """
 
     def __init__(
-        self, progress: Progress, metric: Callable[[str, str], Tensor], module: Module
+        self, state: FitState, monitor: Monitor, module: Module, *, counts_batches: bool
     ) -> None:
         self.configs: list[SchedulerConfig] = []
         self._automatic = module.automatic_optimization
-        self._progress = progress
-        self._metric = metric
+        self._state = state
+        self._monitor = monitor
+        self._counts_batches = counts_batches
         self._take_step = module.lr_scheduler_step
         self._names_of_validation: set[str] = set()
         self._seen = -1
@@ -46,7 +47,7 @@ class Schedulers:
 
     def steps(self) -> int:
         """Return the step count for schedulers with the interval "step"."""
-        return self._progress.global_step
+        return self._state.batches if self._counts_batches else self._state.global_step
 
     def step(self, interval: str, count: int) -> None:
         """Step the schedulers that are due after the `count`-th epoch or step, without a value."""
@@ -60,19 +61,18 @@ class Schedulers:
         """Note the names that validation has logged."""
         self._names_of_validation.update(names)
 
-    def step_after_epoch(self, is_metric_pending: Callable[[str], bool]) -> None:
+    def step_after_epoch(self) -> None:
         """Step the schedulers with a monitored value that are due after an epoch.
 
         A value of validation counts only in an epoch with a validation.
-
-        Args:
-            is_metric_pending: a function that returns whether a missing value may be logged later.
         """
-        if not self._automatic or not self._progress.epoch_is_done:
+        if not self._automatic or not self._state.epoch_is_done:
             return
-        old = () if self._progress.validated else self._names_of_validation
+        old = () if self._state.validated else self._names_of_validation
         self._step_with_values(
-            "epoch", self._progress.epoch + 1, lambda name: name in old or is_metric_pending(name)
+            "epoch",
+            self._state.epoch + 1,
+            lambda name: name in old or self._monitor.is_pending(name),
         )
 
     @property
@@ -82,18 +82,15 @@ class Schedulers:
             config.reduce_on_plateau and config.interval == "step" for config in self.configs
         )
 
-    def step_after_step(self, is_metric_pending: Callable[[str], bool]) -> None:
+    def step_after_step(self) -> None:
         """Step the schedulers with a monitored value that are due after an optimizer step.
 
         A validation after the optimizer step runs first.
-
-        Args:
-            is_metric_pending: see `step_after_epoch`.
         """
-        if self._progress.global_step == self._seen or not self.have_values_by_steps:
+        if self._state.global_step == self._seen or not self.have_values_by_steps:
             return
-        self._seen = self._progress.global_step
-        self._step_with_values("step", self.steps(), is_metric_pending)
+        self._seen = self._state.global_step
+        self._step_with_values("step", self.steps(), self._monitor.is_pending)
 
     def _step_with_values(
         self, interval: str, count: int, is_pending: Callable[[str], bool]
@@ -106,7 +103,9 @@ class Schedulers:
 
     def _step_with_value(self, config: SchedulerConfig) -> None:
         try:
-            value = self._metric(str(config.monitor), type(config.scheduler).__name__)
+            value = self._monitor.mean_over_ranks(
+                str(config.monitor), type(config.scheduler).__name__
+            )
         except UserCodeError as error:
             if config.strict:
                 raise

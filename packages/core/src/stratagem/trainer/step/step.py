@@ -42,9 +42,6 @@ class Step(TrainStep):
     `finish`, which checks that the strategy has called what it must.
     """
 
-    counts_each_loss = False
-    """Whether each loss of a batch counts in the epoch's values, not only the first."""
-
     def __init__(self, run: Run, prepared: PreparedModel) -> None:
         module, strategy, hooks = run.module, run.strategy, run.hooks
         self.batch_idx = 0
@@ -59,9 +56,14 @@ class Step(TrainStep):
         self._loss: Tensor | None = None
         self._clear: Callable[[], None] | None = None
         """Clears the gradients once the hooks at the end of a step were called."""
+        self._clear_first: Callable[[], None] | None = None
+        """Clears the gradients before the first backward of the next step, by the policy."""
+        self._clears_next = False
+        self._policy = run.policy
+        self._limits = run.limits
         self._run = run
         self._module = module
-        self._progress = run.progress
+        self._state = run.state
         self._logged = run.metrics
         self._schedulers = run.schedulers
         called = _training_step(module, prepared)
@@ -86,6 +88,7 @@ class Step(TrainStep):
         self._on_batch_start = hooks.of("on_train_batch_start")
         self._on_batch_end = hooks.of("on_train_batch_end")
         self._on_before_backward = hooks.of("on_before_backward")
+        self._divides_loss = run.policy.divides_loss_in_hooks and bool(self._on_before_backward)
         self._on_after_backward = hooks.of("on_after_backward")
         self._on_before_optimizer_step = hooks.of("on_before_optimizer_step")
         self._on_before_zero_grad = hooks.of("on_before_zero_grad")
@@ -103,7 +106,25 @@ class Step(TrainStep):
 
     def keep_gradients(self, prepared: PreparedModel) -> None:
         """Keep a step's gradients until `on_train_batch_end` was called, which may read them."""
-        self._clear, prepared.clear_gradients[0] = prepared.clear_gradients[0], clear_nothing
+        clear, prepared.clear_gradients[0] = prepared.clear_gradients[0], clear_nothing
+        if not self._policy.clears_before_backward:
+            self._clear = clear
+            return
+        hooks = self._run.hooks.of("on_before_zero_grad")
+        self._on_before_zero_grad = self._on_before_zero_grad[: -len(hooks) or None]
+
+        def call_and_clear() -> None:
+            for hook in hooks:
+                hook(prepared.optimizers[0])
+            clear()
+
+        self._clear_first = call_and_clear
+
+    def clear_first(self) -> None:
+        """Clear the gradients of the last step, if its policy has left that to this backward."""
+        if self._clears_next and self._clear_first is not None:
+            self._clears_next = False
+            self._clear_first()
 
     # -- called by the loop
 
@@ -113,10 +134,17 @@ class Step(TrainStep):
 
     def start(self, micro_batches: int, weights: list[float] | None = None) -> None:
         """Begin a step with this number of batches and their weights; None: equal weights."""
-        self.batch_idx = self._progress.batches
+        self.batch_idx = self._state.batches
         self._micro_batches = self._expected = micro_batches
         self._begun = self._ended = 0
         self._weights = weights
+        self._clears_next = True
+        if self._policy.divides_by_window:
+            window = self._limits.accumulation(self._state.epoch)
+            if micro_batches < window:
+                share = micro_batches / window
+                weights = weights or [1.0] * micro_batches
+                self._weights = [share * weight for weight in weights]
         self._stepped, self._left_out, self._has_loss = False, False, None
         self._logged.counts = True
 
@@ -155,7 +183,7 @@ class Step(TrainStep):
             self._clear()
         self._batch = None
         if stepped and self._logged.row:
-            self._logged.end_step(self._progress.global_step - 1, self._progress.epoch)
+            self._logged.end_step(self._state.global_step - 1, self._state.epoch)
 
     def abandon(self) -> None:
         """Drop the current step without taking it, because the epoch ends here."""
@@ -175,16 +203,16 @@ class Step(TrainStep):
     ) -> None:
         """Take the place of `Strategy.train_step` where user code steps the optimizers, if any."""
         for micro_batch in micro_batches:
-            before = self._progress.global_step
+            before = self._state.global_step
             with self._run.strategy.backward_in_forward(prepared):
                 self.loss(self.begin(micro_batch), converted=True)
-            self._stepped = self._progress.global_step > before
+            self._stepped = self._state.global_step > before
             self._count_batches()
             self._has_loss = False  # as for `finish`: user code takes its steps
             self.end(micro_batch)
 
     def _count_batches(self) -> None:
-        self._progress.batches += self._micro_batches
+        self._state.batches += self._micro_batches
         self._micro_batches = 0
 
     def _end_batch(self) -> None:
@@ -265,6 +293,10 @@ class Step(TrainStep):
 
     def before_backward(self, loss: Tensor) -> None:
         """Call the hooks."""
+        if self._clear_first is not None:
+            self.clear_first()
+        if self._divides_loss and self._expected > 1:
+            loss = loss / self._expected
         for hook in self._on_before_backward:
             hook(loss)
 
@@ -286,7 +318,7 @@ class Step(TrainStep):
         """
         if self._stepped:
             self._check.explain_counted_twice()
-        self._progress.global_step += 1
+        self._state.global_step += 1
         self._count_batches()
         self._stepped = True
         if self._schedulers.configs:
@@ -319,7 +351,7 @@ class Step(TrainStep):
                 )
             if self._batch is None:
                 rank_zero_warn(f"{returned}: the batch is skipped, without a training_step")
-            elif self._progress.epoch == self._progress.global_step == self.batch_idx == 0:
+            elif self._state.epoch == self._state.global_step == self.batch_idx == 0:
                 rank_zero_warn(
                     f"{returned} for the first batch, which skips it: without a loss the model "
                     "does not train. End the method with `return loss`, or ignore this warning if "
@@ -337,8 +369,8 @@ class Step(TrainStep):
     def _check_finite(self, loss: Tensor) -> None:
         if not bool(loss.detach().isfinite().all()):
             message = (
-                f"the loss of batch {self.batch_idx} in epoch {self._progress.epoch} (after "
-                f"{self._progress.global_step} optimizer steps) is {loss.detach().tolist()}; "
+                f"the loss of batch {self.batch_idx} in epoch {self._state.epoch} (after "
+                f"{self._state.global_step} optimizer steps) is {loss.detach().tolist()}; "
                 "expected a finite number: look at the batch, the learning rate and divisions by 0"
             )
             raise NonFiniteLossError(with_explanation(message, "nan"))

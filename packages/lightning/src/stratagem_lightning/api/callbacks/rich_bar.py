@@ -83,7 +83,7 @@ class RichProgressBar(progress_bar_names.RichProgressBar, ProgressBar):
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
         """Leave a line of the epoch."""
-        self.train_progress_bar.completed = trainer.run.progress.batches
+        self.train_progress_bar.completed = trainer.run.state.batches
         super().on_train_epoch_end(trainer, module)
 
     def _text(self, value: Any) -> str:

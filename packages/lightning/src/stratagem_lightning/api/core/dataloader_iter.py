@@ -139,7 +139,7 @@ class ReadingStep(Step):
 
     def micro_batches(self, loader: TrainLoader, accumulate: int) -> Iterator[Collection[Any]]:
         """Yield the iterator over the epoch's batches for each step, as long as it has any."""
-        done = self._progress.batches
+        done = self._state.batches
         batches = training_batches(loader, self._convert, self._logged, done)
         source = DataLoaderIter(batches, loader.end - done)
         while not source.done:
@@ -172,7 +172,7 @@ def _check(run: Run, prepared: PreparedModel) -> None:
         ConfigurationError: says what needs it.
     """
     options, module = run.trainer.options.step_options, run.module
-    loader = run.train_loader
+    loader = None if run.fit_data is None else run.fit_data.loader
     problem = ""
     if options.most_micro_batches > 1:
         problem = "accumulate_grad_batches counts batches that the Trainer reads"

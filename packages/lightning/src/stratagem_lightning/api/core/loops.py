@@ -167,18 +167,18 @@ class ValidationLoop(EvaluationLoop):
     @property
     def _data_source(self) -> DataSource:
         run = self.trainer._run
-        if run is not None and run.stage == "fit" and not run.has_validation:
+        if run is not None and run.stage == "fit" and not run.validation.loaders:
             return DataSource(None, "")  # also if limit_val_batches=0 leaves it out
         return DataConnector(self.trainer)._val_dataloader_source
 
     @property
     def _has_run(self) -> bool:
-        return self.trainer._run is not None and self.trainer._run.has_validated
+        return self.trainer._run is not None and self.trainer._run.state.validated > 0
 
     @property
     def batch_progress(self) -> Progress:
         """The numbers of batches of the last validation, and of all validations in this epoch."""
-        run, progress = self.trainer._run, self.trainer._progress
+        run, progress = self.trainer._run, self.trainer._fit_state
         if run is None or run.stage != "fit":
             return _progress(0, 0)
         own = run.validation
@@ -228,7 +228,7 @@ class EpochLoop(_View):
     @property
     def total_batch_idx(self) -> int:
         """The index over all epochs of the present or last training batch; -1 before the first."""
-        return int(self.trainer._progress.batches_before) + self._position
+        return int(self.trainer._fit_state.batches_before) + self._position
 
     @property
     def _position(self) -> int:
@@ -244,7 +244,7 @@ class EpochLoop(_View):
     def batch_progress(self) -> Progress:
         """The numbers of training batches in this epoch, and in all epochs."""
         count = self.trainer.batches_that_trained
-        return _progress(count, self.trainer._progress.batches_before + count)
+        return _progress(count, self.trainer._fit_state.batches_before + count)
 
     @property
     def _batches_that_stepped(self) -> int:
@@ -253,7 +253,7 @@ class EpochLoop(_View):
         # The hooks of a batch's end see the step before it is counted, as in Lightning.
         ends_batch = run is not None and run.step is not None and run.metrics.in_step
         if ends_batch and not run.step.is_under_way:
-            return int(self.trainer._progress.logged_step)
+            return int(self.trainer._fit_state.logged_step)
         return int(self.trainer.global_step)
 
     @property
@@ -437,7 +437,7 @@ class FitLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the form that Lightning's checkpoints contain."""
-        found: dict[str, Any] = loops_of(self.trainer._progress.state_dict())["fit_loop"]
+        found: dict[str, Any] = loops_of(self.trainer._fit_state.state_dict())["fit_loop"]
         return found
 
     @property
@@ -458,7 +458,8 @@ class FitLoop:
     @property
     def _combined_loader(self) -> CombinedLoader | None:
         run = self.trainer._run
-        loader = None if run is None or run.train_loader is None else run.train_loader.loader
+        data = None if run is None else run.fit_data
+        loader = None if data is None else data.loader.loader
         return combined_loader(loader, "max_size_cycle")
 
     @property

@@ -20,7 +20,6 @@ from torch.utils.data import (
 
 from stratagem import seed_everything
 from stratagem.data import (
-    CombinedLoader,
     ShardedSampler,
     divides_data,
     sampler_of,
@@ -30,7 +29,7 @@ from stratagem.errors import UserCodeError
 from stratagem.launch import rank_zero_info
 from stratagem.rng import SEED_VARIABLE, SeededOnce, chosen_seed, seeds_workers
 from stratagem.strategies import ParallelStrategy, Strategy
-from stratagem.trainer import Progress
+from stratagem.trainer import FitState
 from stratagem_lightning.api.utilities.samplers import DistributedSamplerWrapper
 from stratagem_lightning.api.utilities.seed import pl_worker_init_function
 
@@ -41,8 +40,8 @@ if TYPE_CHECKING:
     from stratagem.trainer import Run, Step
 
 
-class FinishedProgress(Progress):
-    """The progress of a fit that has ended, during an evaluation of its own.
+class FinishedFitState(FitState):
+    """The state of a fit that has ended, during an evaluation of its own.
 
     With Lightning, values of an evaluation after a fit have the number of optimizer steps as their
     step, and values of a validation within a fit the index of the last one.
@@ -123,7 +122,7 @@ def ask_for_iterator(loader: Any, what: str, run: Run) -> None:
         return
     begins = run.stage == "fit" and run.prepared is None
     # A resumed fit checks nothing.
-    has_check = run.progress.epoch == 0 and run.trainer.options.num_sanity_val_steps != 0
+    has_check = run.state.epoch == 0 and run.trainer.options.num_sanity_val_steps != 0
     if begins and what == "train" and has_check and run.resume_point.path is None:
         check_sanity = run.validation.check_sanity
 
@@ -167,68 +166,6 @@ def seed_workers_once(loader: Any, rank: int) -> Any:
     return loader
 
 
-def divide_by_whole_window(step: Step, run: Run) -> Step:
-    """Let a step divide its losses by `accumulate_grad_batches` where it has fewer batches.
-
-    Lightning does so in an epoch's last step. Our own Trainer divides by the number of batches.
-    """
-    start = step.start
-
-    def start_window(micro_batches: int, weights: list[float] | None = None) -> None:
-        window = run.accumulation(run.progress.epoch)
-        if micro_batches < window:
-            share = micro_batches / window
-            weights = [share * weight for weight in weights or [1.0] * micro_batches]
-        start(micro_batches, weights)
-
-    step.start = start_window  # type: ignore[method-assign]
-    return step
-
-
-def clear_before_backward(step: Step, run: Run, prepared: PreparedModel) -> Step:
-    """Let a step clear gradients, and call the hook for it, before the first backward of the next.
-
-    Lightning does so; hooks between two steps then see the gradients of the first one. A step that
-    clears there already, or whose engine does, is left as it is.
-    """
-    clear, step._clear = step._clear, None
-    if clear is None:
-        return step
-    hooks = run.hooks.of("on_before_zero_grad")
-    step._on_before_zero_grad = step._on_before_zero_grad[: -len(hooks) or None]
-    start, before_backward = step.start, step.before_backward
-    is_cleared = False
-
-    def start_uncleared(micro_batches: int, weights: list[float] | None = None) -> None:
-        nonlocal is_cleared
-        is_cleared = False
-        start(micro_batches, weights)
-
-    def clear_first(loss: torch.Tensor) -> None:
-        nonlocal is_cleared
-        if not is_cleared:
-            is_cleared = True
-            for hook in hooks:
-                hook(prepared.optimizers[0])
-            clear()
-        before_backward(loss)
-
-    step.start, step.before_backward = start_uncleared, clear_first  # type: ignore[method-assign]
-    return step
-
-
-def divide_loss_in_hook(step: Step, run: Run) -> Step:
-    """Let `on_before_backward` get the loss that backward runs from, as with Lightning."""
-    before_backward = step.before_backward
-
-    def divided(loss: torch.Tensor) -> None:
-        before_backward(loss if step._expected == 1 else loss / step._expected)
-
-    if run.hooks.of("on_before_backward"):
-        step.before_backward = divided  # type: ignore[method-assign]
-    return step
-
-
 def check_manual_outputs(step: Step, run: Run) -> Step:
     """Let a step refuse wrong results of `training_step` in manual optimization."""
     finish = step.finish
@@ -258,63 +195,26 @@ def pass_none_without_batch(step: Step) -> None:
     step._on_batch_end = (call,) if hooks else ()
 
 
-def validate_at_stop(step: Step, run: Run, prepared: PreparedModel) -> Step:
-    """Let a fit validate where `should_stop` ends it within an epoch, as Lightning does.
-
-    If `should_stop` has to wait for a minimum of training, say so once.
-    """
+def say_that_a_stop_waits(step: Step, run: Run) -> Step:
+    """Say once if `should_stop` has to wait for a minimum of training."""
     finish = step.finish
-    waits = False
+    is_said = False
 
-    def finish_and_validate() -> None:
-        nonlocal waits
+    def finish_and_say() -> None:
+        nonlocal is_said
         finish()
-        if not run.trainer.should_stop or run.fit_data is None:
+        if is_said or not run.trainer.should_stop or run.limits.has_minimum(run.state):
             return
-        if not run.should_stop():
-            if not waits:
-                options = run.trainer.options
-                rank_zero_info(
-                    "Trainer was signaled to stop but the required "
-                    f"`min_epochs={options.min_epochs or None}` or "
-                    f"`min_steps={options.min_steps or None}` has not been met. Training will "
-                    "continue until it is"
-                )
-            waits = True
-            return
-        batches, validation = run.fit_data.loader.batches, run.validation
-        done, interval = run.progress.batches, run.validation.interval(batches)
-        # Otherwise it follows anyway.
-        is_within = done < batches and done > run.progress.validated
-        in_epoch = validation.is_in_epoch(run.progress.epoch)
-        if is_within and in_epoch and not validation.is_due(interval):
-            validation.run(prepared)
+        is_said, options = True, run.trainer.options
+        rank_zero_info(
+            "Trainer was signaled to stop but the required "
+            f"`min_epochs={options.min_epochs or None}` or "
+            f"`min_steps={options.min_steps or None}` has not been met. Training will "
+            "continue until it is"
+        )
 
-    step.finish = finish_and_validate  # type: ignore[method-assign]
+    step.finish = finish_and_say  # type: ignore[method-assign]
     return step
-
-
-def count_batches_for_schedulers(run: Run) -> None:
-    """Let schedulers that step by steps count the batches of the epoch, as in Lightning."""
-    run.schedulers.steps = lambda: run.progress.batches  # type: ignore[method-assign]
-
-
-def draw_at_reload(run: Run) -> None:
-    """Draw a number for each training loader that is made anew, as Lightning does.
-
-    It asks a new loader for an iterator once more than it reads it, and torch's loaders draw the
-    seed of their workers for each iterator.
-    """
-
-    def reopen(make: Callable[[], Any]) -> Any:
-        data = make()
-        loader = data.loader.loader
-        for one in loader.flattened if isinstance(loader, CombinedLoader) else [loader]:
-            if isinstance(one, DataLoader):
-                torch.empty((), dtype=torch.int64).random_(generator=one.generator)
-        return data
-
-    run.reopen_training = partial(reopen, run.reopen_training)  # type: ignore[method-assign]
 
 
 def cast_each_time(strategy: Strategy) -> None:

@@ -140,6 +140,7 @@ def call_around_backward(step: Step, run: Run) -> Step:
 
     def call_before(loss: Tensor) -> None:
         divided = loss if step._expected == 1 else loss / step._expected
+        step.clear_first()
         scaled[:] = [_scaled(strategy, divided)]
         strategy.pre_backward(divided)
         before(loss)

@@ -88,7 +88,7 @@ class _SetUpAgain(NamedTuple):
                 "strategy.setup_optimizers() works within a fit on one device, received "
                 f"{type(trainer.strategy).__name__}: parameters must stay the same there"
             )
-        for own, fresh in zip(run.prepared.optimizers, run._make_optimizers(), strict=True):
+        for own, fresh in zip(run.prepared.optimizers, run.make_optimizers(), strict=True):
             if type(own) is not type(fresh):
                 raise ConfigurationError(
                     f"configure_optimizers() returned a {type(fresh).__name__} in the place of a "
