@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shutil
 import signal
@@ -15,13 +16,13 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
 
 from stratagem import Callback, Module, Trainer
-from stratagem.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar, Timer
+from stratagem.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar, Row, Timer
+from stratagem.callbacks.progress.display import Lines
 
 HAS_EXTRAS = find_spec("stratagem_extras") is not None
 """Whether a command draws logs, so that the end of a fit names it."""
@@ -66,64 +67,6 @@ def trainer_with(**arguments: Any) -> Trainer:
             **arguments,
         }
     )
-
-
-def test_the_progress_bar_is_drawn_in_the_encoding_of_its_terminal() -> None:
-    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    console = Console(file=screen, force_terminal=True, width=150)
-    model = Logs(lambda m, batch, i: m.log("Verlust_ü[/x]", 0.5, prog_bar=True))
-    bar = ProgressBar(refresh_seconds=0.0, console=console)
-    trainer_with(enable_progress_bar=True, callbacks=bar).fit(model, numbers())
-    screen.seek(0)
-    assert "Verlust_\\xfc[/x] 0.5" in screen.read()
-
-
-def test_the_progress_bar_shows_the_values_that_ask_for_it() -> None:
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=150)
-    model = Logs(
-        lambda m, batch, i: m.log("loss", batch.mean(), prog_bar=True, on_epoch=True),
-        lambda m, batch, i: m.log("val_acc", 0.875, prog_bar=True),
-    )
-    trainer = trainer_with(
-        callbacks=ProgressBar(refresh_seconds=0.0, console=console),
-        max_epochs=2,
-    )
-    trainer.fit(model, numbers(), numbers())
-    shown = screen.getvalue()
-    for text in (
-        "epoch 0/1",
-        "epoch 1/1",
-        "3/3",
-        " it/s",
-        "left 0:0",
-        "loss_step 8.5",
-        "loss_epoch 4.5",
-        "val_acc 0.875",
-    ):
-        assert text in shown, text
-    assert trainer.progress_bar_metrics == {
-        "loss_step": 8.5,
-        "loss_epoch": pytest.approx(4.5),
-        "val_acc": 0.875,
-    }
-
-
-@pytest.mark.parametrize("width", [50, 80, 120])
-def test_a_narrow_terminal_shows_what_goes_on_and_cuts_no_value_in_silence(width: int) -> None:
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=width, color_system=None)
-    model = Logs(lambda m, batch, i: m.log("a_long_name_of_a_loss", 0.123456, prog_bar=True))
-    bar = ProgressBar(refresh_seconds=0.0, console=console)
-    trainer_with(callbacks=bar, max_epochs=2).fit(model, numbers())
-    drawn = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
-    lines = [line for line in re.split(r"[\r\n]+", drawn) if re.search(r"[━╸╺ ] [12]/3  ", line)]
-    assert len(lines) >= 4
-    for line in lines:
-        assert line.startswith(("epoch 0/1    ", "epoch 1/1    "))
-        assert line.rstrip().endswith(("a_long_name_of_a_loss 0.1235", "…"))
-        assert len(line) <= width
-    assert any("…" in line for line in lines) == (width < 120)
 
 
 def test_a_run_of_which_nothing_is_to_be_seen_is_silent(
@@ -309,28 +252,77 @@ def test_in_a_notebook_one_line_is_written_again_and_again(
     assert out.splitlines()[-2].startswith("epoch 0/0  3/3")
 
 
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_evaluation_has_a_bar_of_its_own(stage: str) -> None:
-    screen = io.StringIO()
-    bar = ProgressBar(
-        refresh_seconds=0.0, console=Console(file=screen, force_terminal=True, width=150)
+ON_A_TERMINAL = """
+import torch
+from torch import nn
+from stratagem import Module, Trainer
+from stratagem.callbacks import ProgressBar
+
+class Net(Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+    def training_step(self, batch, batch_idx):
+        self.log("a_long_name_of_a_loss", 0.123456, prog_bar=True)
+        return self.net(batch).sum()
+    def test_step(self, batch, batch_idx):
+        self.log("test_[bold]_ü", 0.5)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, logger=False,
+    enable_checkpointing=False, callbacks=ProgressBar(refresh_seconds=0.0))
+trainer.fit(Net(), torch.ones(3, 1, 1))
+trainer.test(dataloaders=torch.ones(3, 1, 1))
+"""
+
+
+def test_a_terminal_without_extras_has_a_line_that_fits_its_width(tmp_path: Path) -> None:
+    command, terminal = os.openpty()
+    ended = subprocess.run(
+        [sys.executable, "-c", ON_A_TERMINAL.replace("refresh_seconds=0.0", "refresh_seconds=0.5")],
+        env={
+            **os.environ,
+            "STRATAGEM_DISABLE_PLUGINS": "stratagem-extras",
+            "PYTHONIOENCODING": "ascii",
+            "COLUMNS": "50",
+        },
+        stdout=terminal,
+        stderr=subprocess.PIPE,
+        cwd=tmp_path,
+        timeout=120,
+        check=False,
     )
-    model: Any = Logs(validate=lambda m, batch, i: None)
-    model.test_step = model.predict_step = lambda batch, batch_idx: None
-    getattr(trainer_with(callbacks=bar), stage)(model, numbers())
-    assert {"validate": "validation"}.get(stage, stage) in screen.getvalue()
-    assert "3/3  " in screen.getvalue()
+    os.close(terminal)
+    assert ended.returncode == 0, ended.stderr
+    shown = os.read(command, 100_000).decode()
+    os.close(command)
+    lines = shown.replace("\r\n", "\n").split("\n")
+    (epoch,) = [line for line in lines if line.startswith("epoch 0/0  3/3  ")]
+    assert epoch.endswith("a_long_name_of_a_loss 0.1235")
+    assert lines[-3:] == ["test:", "  test_[bold]_\\xfc  0.5", ""]
 
 
-def test_the_progress_bar_gives_the_terminal_back_after_an_error() -> None:
-    class Interrupted(Logs):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            raise KeyboardInterrupt
+def test_a_line_that_is_overwritten_is_no_wider_than_the_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
 
-    bar = ProgressBar(console=Console(file=io.StringIO(), force_terminal=True))
-    with pytest.raises(KeyboardInterrupt):
-        trainer_with(callbacks=bar).fit(Interrupted(), numbers())
-    assert bar._display is None
+    monkeypatch.setenv("COLUMNS", "20")
+    shown = Lines(0.5, screen := Screen(), rewrites=True)
+    shown.refresh(Row("epoch 0/2", total=40, values="loss 0.5"))
+    assert screen.getvalue() == "epoch 0/2  0/40  -…"
+    shown.say("stays, however long it is")
+    assert screen.getvalue().endswith("\rstays, however long it is\n")
+
+
+def test_a_console_without_extras_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stratagem.discovery.exports._offers", lambda module, kind: [])
+    bar = ProgressBar(console=object())  # type: ignore[arg-type]
+    with pytest.raises(ImportError, match="has no 'TerminalDisplay'"):
+        trainer_with(callbacks=bar).fit(Logs(), numbers())
 
 
 SCRIPT = """

@@ -60,6 +60,11 @@ NAMES = (
     ("stratagem.Tuner", "tuner:Tuner", "find a batch size or a learning rate"),
     ("stratagem.callbacks.BaseFinetuning", "callbacks.finetuning:BaseFinetuning", ""),
     ("stratagem.callbacks.RunHints", "callbacks.run_hints:RunHints", ""),
+    (
+        "stratagem.callbacks.TerminalDisplay",
+        "callbacks.terminal:TerminalDisplay",
+        "the progress bars of a terminal",
+    ),
     ("stratagem.callbacks.summarize", "callbacks.model_summary:summarize", ""),
     (
         "stratagem.callbacks.BasePredictionWriter",

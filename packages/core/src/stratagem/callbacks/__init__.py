@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         batches_to_evaluate as batches_to_evaluate,
         batches_to_train as batches_to_train,
     )
+    from stratagem.callbacks.progress.display import Display as Display, Row as Row
     from stratagem.callbacks.progress.report import (
         full_numel as full_numel,
         short_count as short_count,

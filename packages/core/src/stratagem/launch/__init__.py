@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from stratagem.launch.process import (
         available_cores as available_cores,
         host_memory as host_memory,
+        printable as printable,
     )
     from stratagem.launch.rank import (
         LISTEN_FD_VARIABLE as LISTEN_FD_VARIABLE,

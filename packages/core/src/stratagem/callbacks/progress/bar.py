@@ -23,10 +23,11 @@ class ProgressBar(Callback):
 
     A bar shows the epoch, its batches, their speed, the elapsed and remaining time, and the values
     logged with `prog_bar=True`. Validation, testing and predicting have their own bars. A line
-    remains for each epoch. In a notebook the bar is a line of text. If stdout is not a terminal (a
-    pipe, the log of SLURM, of a container or of CI), a line is written to stderr every
-    `line_seconds`, and at the end of each epoch. The bar also prints the devices, the folders of
-    logs and checkpoints, the reason why training ended, and the best checkpoint.
+    remains for each epoch. In a notebook, and without `stratagem-extras`, the bar is a line of
+    text. If stdout is not a terminal (a pipe, the log of SLURM, of a container or of CI), a line is
+    written to stderr every `line_seconds`, and at the end of each epoch. The bar also prints the
+    devices, the folders of logs and checkpoints, the reason why training ended, and the best
+    checkpoint.
     `Trainer(enable_progress_bar=False)` disables all of this output.
 
     Values are read from the device only at a refresh. To show other values, override `get_metrics`.
@@ -35,7 +36,8 @@ class ProgressBar(Callback):
     Args:
         refresh_seconds: the time between two refreshes; a refresh takes 0.4 ms.
         line_seconds: the time between two lines without a terminal.
-        console: a rich console for the output; None for standard output.
+        console: a rich console for the output, which needs `stratagem-extras`; None for standard
+            output.
 
     Example:
         >>> from stratagem import Trainer

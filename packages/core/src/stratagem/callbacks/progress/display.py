@@ -5,20 +5,15 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from shutil import get_terminal_size
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from stratagem.launch.process import printable
 from stratagem.plan.plan import is_interactive
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-_NAME = 12
-"""The minimum width of a row's name, in columns of the terminal."""
-_BAR = 4, 20
-"""The minimum and maximum width of the bar, in columns."""
 
 
 @dataclass
@@ -98,84 +93,13 @@ class Display(ABC):
         """End the display, without clearing it."""
 
 
-class Terminal(Display):
-    """Bars on a terminal, drawn by rich, which is imported only here.
-
-    On a narrow terminal the bar is shortened first, then the end of the text is replaced by "…".
-    The name of the row is always shown.
-    """
-
-    def __init__(self, interval: float, console: Console | None) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn
-        from rich.table import Column
-
-        self.interval = interval
-        name = Column(min_width=_NAME, no_wrap=True)
-        self._bar = BarColumn(bar_width=_BAR[1])
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False, table_column=name),
-            self._bar,
-            # Do not read brackets in a name as rich's markup.
-            TextColumn("{task.fields[text]}", markup=False),
-            console=console,
-            auto_refresh=False,
-        )
-        self._tasks: dict[int, Any] = {}
-        self._rows: dict[int, str] = {}
-        """The last text of each row, in full."""
-        self._progress.start()
-
-    def _text(self, text: str) -> str:
-        return printable(text, self._progress.console.encoding)
-
-    def begin(self, row: Row) -> None:
-        """Add a bar."""
-        total = None if row.total == float("inf") else row.total
-        self._tasks[id(row)] = self._progress.add_task(row.what, total=total, text="")
-
-    def update(self, row: Row) -> None:
-        """Set the bar; the next refresh draws it."""
-        self._rows[id(row)] = self._text(row.text())
-        names = [len(task.description) for task in self._progress.tasks]
-        room = self._progress.console.width - max(_NAME, *names) - 2
-        longest = max(len(text) for text in self._rows.values())
-        self._bar.bar_width = min(max(room - longest, _BAR[0]), _BAR[1])
-        text = self._rows[id(row)]
-        if len(text) > (most := max(room - self._bar.bar_width, 1)):
-            text = self._text(f"{text[: most - 1]}…")
-        self._progress.update(self._tasks[id(row)], completed=row.done, text=text)
-
-    def refresh(self, row: Row) -> None:
-        """Draw all bars."""
-        self.update(row)
-        self._progress.refresh()
-
-    def end(self, row: Row, *, leave: bool) -> None:
-        """Remove the bar; with `leave`, its line stays above the others."""
-        self._progress.remove_task(self._tasks.pop(id(row)))
-        self._rows.pop(id(row), None)
-        self._progress.refresh()
-        if leave:
-            self.say(f"{row.what}  {row.text()}")
-
-    def say(self, text: str) -> None:
-        """Print a line above the bars."""
-        self._progress.console.print(
-            self._text(text), markup=False, highlight=False, soft_wrap=True
-        )
-
-    def close(self) -> None:
-        """Release the terminal."""
-        self._progress.stop()
-
-
 class Lines(Display):
     """Lines of text.
 
     Args:
         interval: the time between two lines of a row, in seconds.
         stream: the stream to write to.
-        rewrites: whether to overwrite a single line, as in a notebook.
+        rewrites: whether to overwrite a single line, as in a notebook or on a terminal.
     """
 
     def __init__(self, interval: float, stream: TextIO, *, rewrites: bool = False) -> None:
@@ -203,6 +127,9 @@ class Lines(Display):
             self._write("", stays=True)
 
     def _write(self, text: str, *, stays: bool) -> None:
+        if not stays and self._stream.isatty():
+            columns = get_terminal_size().columns - 1  # a line that wraps cannot be overwritten
+            text = text if len(text) <= columns else f"{text[: columns - 1]}…"
         text = printable(text, getattr(self._stream, "encoding", None))
         start = "\r" if self._width else ""
         # Overwrite the rest of a longer line.
@@ -214,13 +141,26 @@ class Lines(Display):
 def display_here(refresh_seconds: float, line_seconds: float, console: Console | None) -> Display:
     """Return the display for this process.
 
+    The bars of a terminal are those of stratagem-extras. Without it, a line is overwritten.
+
     Args:
         refresh_seconds: the time between two refreshes of a terminal or a notebook.
         line_seconds: the time between two lines of a log.
         console: a rich console for the output.
+
+    Raises:
+        ImportError: `console` was passed, and stratagem-extras is missing.
     """
-    if console is not None or sys.stdout.isatty():
-        return Terminal(refresh_seconds, console)
-    if is_interactive():
+    is_terminal = sys.stdout.isatty()
+    if console is not None or is_terminal:
+        try:
+            from stratagem.callbacks import TerminalDisplay
+        except ImportError:
+            if console is not None:
+                raise
+        else:
+            bars: Display = TerminalDisplay(refresh_seconds, console)
+            return bars
+    if is_terminal or is_interactive():
         return Lines(max(refresh_seconds, 0.5), sys.stdout, rewrites=True)
     return Lines(line_seconds, sys.stderr)

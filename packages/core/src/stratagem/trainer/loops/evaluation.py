@@ -271,16 +271,8 @@ def _inference(run: Run) -> AbstractContextManager[Any]:
 
 
 def print_values(stage: str, values: Mapping[str, float]) -> None:
-    """Print a table of the values of an evaluation."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(file=sys.stdout)
-    table = Table(title=stage)
-    table.add_column("metric")
-    table.add_column("value", justify="right")
-    for name, value in values.items():
-        # As Text, so that brackets in a name are not read as rich's markup.
-        table.add_row(Text(printable(name, console.encoding)), f"{value:.6g}")
-    console.print(table)
+    """Print the values of an evaluation, a line for each."""
+    names = [printable(name, sys.stdout.encoding) for name in values]
+    width = max(map(len, names), default=0)
+    lines = [f"{n:<{width}}  {value:.6g}" for n, value in zip(names, values.values(), strict=True)]
+    print("\n  ".join([f"{stage}:", *lines]))
