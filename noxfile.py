@@ -19,6 +19,7 @@ nox.options.error_on_missing_interpreters = True
 TORCH = "torch==2.13.0"
 PACKAGES = [
     "packages/core",
+    "packages/backend-torch",
     "packages/backend-cuda",
     "packages/backend-deepspeed",
     "packages/backend-xla",
@@ -31,9 +32,20 @@ PACKAGES = [
     "packages/stratagem",
 ]
 # What is typed for macOS and Windows too.
-ON_ANY_SYSTEM = ["core", "extras", "lightning", "backend-cuda", "backend-mps", "backend-xpu"]
+ON_ANY_SYSTEM = [
+    "core",
+    "backend-torch",
+    "extras",
+    "lightning",
+    "backend-cuda",
+    "backend-mps",
+    "backend-xpu",
+]
 # What Lightning's names stand on, for the sessions beside Lightning itself.
-AS_LIGHTNING = [f"./packages/{name}" for name in ("core", "extras", "lightning", "backend-cuda")]
+AS_LIGHTNING = [
+    f"./packages/{name}"
+    for name in ("core", "backend-torch", "extras", "lightning", "backend-cuda")
+]
 # What builds a package of ours; installed once, so that no build fetches it again.
 BUILD_TOOLS = ["build==1.6.1", "editables==0.6", "hatchling==1.33.0"]
 # Pinned, so that CI does not break by itself.
@@ -93,20 +105,25 @@ NEWEST = "torch>=2.14.1,<2.16"
 TORCH_VERSIONS = ["2.9.1", "2.11.0", "2.13.0", "2.15.0"]
 # What leans on the insides of torch, in some minutes: what CI runs with the oldest and the newest.
 TORCH_TESTS = [
-    "packages/core/tests/test_changes_between_steps.py",
-    "packages/core/tests/test_ddp_options.py",
-    "packages/core/tests/test_ddp_sharded.py",
-    "packages/core/tests/test_directory.py",
-    "packages/core/tests/test_end_of_rank.py",
+    "packages/backend-torch/tests/test_changes_between_steps.py",
+    "packages/backend-torch/tests/test_ddp_options.py",
+    "packages/backend-torch/tests/test_ddp_sharded.py",
+    "packages/backend-torch/tests/test_directory.py",
+    "packages/backend-torch/tests/test_end_of_rank.py",
     "packages/core/tests/test_examples.py",
-    "packages/core/tests/test_fsdp.py",
-    "packages/core/tests/test_fsdp_manual.py",
+    "packages/backend-torch/tests/test_fsdp.py",
+    "packages/backend-torch/tests/test_fsdp_manual.py",
     "packages/core/tests/test_lite.py",
     "packages/core/tests/test_saved_before.py",
     "packages/extras/tests/test_planner.py",
     "tests/test_readme.py",
 ]
-WHEEL_TESTS = ["tests/test_broken_plugins.py", "tests/test_third_party.py", "tests/test_wheels.py"]
+WHEEL_TESTS = [
+    "tests/test_broken_plugins.py",
+    "tests/test_core_alone.py",
+    "tests/test_third_party.py",
+    "tests/test_wheels.py",
+]
 # What the session `cluster` brings clusters up with.
 DEBIAN = ["slurmctld", "slurmd", "slurm-client", "openmpi-bin", "iproute2", "util-linux"]
 # What the example plugins stand on, in the order in which it is installed. Each plugin's
@@ -203,7 +220,7 @@ def install_core(session: nox.Session, *torch: str) -> None:
     """A torch, what TORCH_TESTS need, and core with extras, kits and XLA backend, editable."""
     session.install(*torch)
     session.install(*BUILD_TOOLS, *tools("numpy", "pytest", "pytest-xdist", "safetensors"))
-    names = ("core", "extras", "testing", "backend-xla")
+    names = ("core", "backend-torch", "extras", "testing", "backend-xla")
     editable = [argument for name in names for argument in ("-e", f"./packages/{name}")]
     session.install("--no-build-isolation", *editable)
 
@@ -265,9 +282,9 @@ def run_xla(session: nox.Session, *options: str) -> None:
 
 
 def run_script(session: nox.Session, script: str, *needed: str) -> None:
-    """A script beside core alone, with this session's further arguments."""
+    """A script beside core and the torch backend, with this session's further arguments."""
     session.install(TORCH)
-    session.install("./packages/core", *needed)
+    session.install("./packages/core", "./packages/backend-torch", *needed)
     session.run("python", script, *session.posargs)
 
 
@@ -335,7 +352,9 @@ def wheels(session: nox.Session) -> None:
     """Builds the wheels and installs each alone in an empty environment."""
     session.install(TORCH)
     session.install(*BUILD_TOOLS, *tools("numpy", "pytest", "scikit-learn"))
-    session.install("--no-build-isolation", "-e", "./packages/core", "-e", "./packages/testing")
+    names = ("core", "backend-torch", "testing")
+    editable = [argument for name in names for argument in ("-e", f"./packages/{name}")]
+    session.install("--no-build-isolation", *editable)
     run_pytest(session, "wheels", *WHEEL_TESTS)
 
 
@@ -376,7 +395,7 @@ def ray(session: nox.Session) -> None:
     names = ("hatchling==", "editables==", "numpy==", "pytest==")
     tools = [tool for tool in (*BUILD_TOOLS, *TEST_TOOLS) if tool.startswith(names)]
     session.install(*tools, RAY)
-    packages = ("core", "backend-cuda", "testing")
+    packages = ("core", "backend-torch", "backend-cuda", "testing")
     folders = (*(f"./packages/{name}" for name in packages), "./examples/plugins/stratagem-ray")
     session.install("--no-build-isolation", *(part for path in folders for part in ("-e", path)))
     root = hasattr(os, "geteuid") and os.geteuid() == 0
@@ -395,7 +414,7 @@ def third_parties(session: nox.Session, plugin: str) -> None:
     session.install(*BUILD_TOOLS, *tools("numpy", "pytest"))
     for arguments in THIRD_PARTIES[plugin]:
         session.install(*arguments, env={"CUDA_EXT": "0"})
-    ours = ("-e", "./packages/core", "-e", "./packages/testing")
+    ours = ("-e", "./packages/core", "-e", "./packages/backend-torch", "-e", "./packages/testing")
     session.install("--no-build-isolation", *ours)
     session.install("--no-build-isolation", "--no-deps", "-e", f"./{folder}")
     session.chdir(folder)  # whose own settings of pytest hold: their warnings are not ours
@@ -578,7 +597,7 @@ def scale(session: nox.Session) -> None:
 def durability(session: nox.Session) -> None:
     """200 kills of writers while they save, and bad disks; not in CI, where 20 are."""
     session.install(TORCH)
-    session.install("./packages/core", "./packages/testing")
+    session.install("./packages/core", "./packages/backend-torch", "./packages/testing")
     directory = session.create_tmp()
     session.run(
         "stratagem", "checkpoint", "durability", directory, "--kills", "200", *session.posargs
@@ -600,7 +619,12 @@ def resumes(session: nox.Session) -> None:
 def fuzz(session: nox.Session) -> None:
     """10,000 checkpoints made to harm, others each time, and all changed entries of two runs."""
     session.install(TORCH)
-    session.install("./packages/core", "./packages/extras", *tools("hypothesis", "numpy", "pytest"))
+    session.install(
+        "./packages/core",
+        "./packages/backend-torch",
+        "./packages/extras",
+        *tools("hypothesis", "numpy", "pytest"),
+    )
     files = [
         f"packages/core/tests/test_{name}.py" for name in ("fuzz_checkpoints", "hostile_progress")
     ]

@@ -29,15 +29,15 @@ import torch
 import torch.distributed as dist
 
 from stratagem.accelerators import CPUAccelerator
-from stratagem.distributed.diagnosis import status_exchange
-from stratagem.distributed.diagnosis.rank_status import RankStatuses
-from stratagem.distributed.process_group import ProcessGroupRanks
-from stratagem.distributed.uneven_inputs import UnevenInputs
 from stratagem.environments import PlainEnvironment
-from stratagem.launch.network import allow_connections
 from stratagem.module.module import LogOptions
+from stratagem.runtime.uneven_inputs import UnevenInputs
 from stratagem.trainer.metrics.log_buffer import LogBuffer
 from stratagem.trainer.metrics.metrics import LatestMetrics, Metrics
+from stratagem_torch.distributed.diagnosis import status_exchange
+from stratagem_torch.distributed.diagnosis.rank_status import RankStatuses
+from stratagem_torch.distributed.process_group import ProcessGroupRanks
+from stratagem_torch.launch.network import allow_connections
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

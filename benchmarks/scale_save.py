@@ -22,16 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stratagem.checkpoint import DirectoryCheckpointIO, Shards
-from stratagem.distributed.process_group import _padded, _unpadded
-from stratagem.native.checkpoint.sharded.directory import _Save
-from stratagem.native.checkpoint.sharded.exchange import StoreExchange
-from stratagem.native.checkpoint.sharded.layout import encode_layout
-from stratagem.native.checkpoint.sharded.save_plan import GlobalPlan, Held
-from stratagem.native.checkpoint.sharded.shard_writer import file_of
 from stratagem.rng import rng_state
 from stratagem.state import safe_data
 from stratagem.state.rank_states import RankStates, gather_states
 from stratagem.strategies import Ranks
+from stratagem_torch.checkpoint.sharded.directory import _Save
+from stratagem_torch.checkpoint.sharded.exchange import StoreExchange
+from stratagem_torch.checkpoint.sharded.layout import encode_layout
+from stratagem_torch.checkpoint.sharded.save_plan import GlobalPlan, Held
+from stratagem_torch.checkpoint.sharded.shard_writer import file_of
+from stratagem_torch.distributed.process_group import _padded, _unpadded
 
 TENSORS = 1000
 RECORD = {"files": {"__1234_0.distcp": [123456789, "0" * 32]}, "places": None}

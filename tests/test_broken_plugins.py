@@ -604,7 +604,7 @@ from stratagem.discovery import AcceleratorSpec, hookimpl
 
 @hookimpl
 def stratagem_components():
-    target = "stratagem.native.accelerators:CPUAccelerator"
+    target = "stratagem.one_device.accelerators:CPUAccelerator"
     probe = "module_of_probe:look"
     return [AcceleratorSpec(name="probe", target=target, probe=probe, api_version=1)]
 """

@@ -92,7 +92,7 @@ def test_it_loads_nothing_that_it_does_not_use(program: str) -> None:
 
 
 def test_importing_the_library_discovers_nothing() -> None:
-    assert "stratagem.native.plugin" not in loaded("import stratagem")
+    assert "stratagem.one_device.plugin" not in loaded("import stratagem")
 
 
 def test_200_plugins_load_nothing_heavy_either(plugins: Path) -> None:

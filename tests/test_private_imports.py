@@ -29,5 +29,5 @@ def test_a_guest_imports_public_names_only(package: Path) -> None:
 
 def test_the_public_modules_are_the_rooms_that_list_names() -> None:
     assert {"stratagem", "stratagem.strategies", "stratagem.errors"} <= set(public_modules())
-    assert not {"stratagem.native", "stratagem.interfaces"} & set(public_modules())
+    assert not {"stratagem.one_device", "stratagem.interfaces"} & set(public_modules())
     assert all(module.count(".") <= 1 for module in public_modules())

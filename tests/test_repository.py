@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 CORE = "stratagem-core"
 GUESTS = [
+    "stratagem-backend-torch",
     "stratagem-backend-cuda",
     "stratagem-backend-deepspeed",
     "stratagem-backend-hpu-ipu",
@@ -77,9 +78,9 @@ def project_of(package: Path) -> dict[str, Any]:
 PROJECTS = {project["name"]: project for project in map(project_of, PACKAGES)}
 
 
-def test_the_packages_are_the_eleven_distributions() -> None:
+def test_the_packages_are_the_twelve_distributions() -> None:
     assert PROJECTS.keys() == {CORE, *GUESTS}
-    assert len(PROJECTS) == 11
+    assert len(PROJECTS) == 12
 
 
 @pytest.mark.parametrize("name", GUESTS)
@@ -122,8 +123,8 @@ def test_the_extras_of_core_bring_the_distribution_and_its_library() -> None:
 
 def test_stratagem_brings_core_the_extras_and_the_gpus_of_each_system() -> None:
     brought = {Requirement(text).name for text in PROJECTS["stratagem"]["dependencies"]}
-    gpus = {f"stratagem-backend-{name}" for name in ("cuda", "mps", "xpu")}
-    assert brought == {CORE, "stratagem-extras", "numpy", *gpus}
+    backends = {f"stratagem-backend-{name}" for name in ("torch", "cuda", "mps", "xpu")}
+    assert brought == {CORE, "stratagem-extras", "numpy", *backends}
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)

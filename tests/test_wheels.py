@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.wheels, pytest.mark.slow]
 
 IMPORT_NAMES = {
     "stratagem-core": "stratagem",
+    "stratagem-backend-torch": "stratagem_torch",
     "stratagem-backend-cuda": "stratagem_cuda",
     "stratagem-backend-deepspeed": "stratagem_deepspeed",
     "stratagem-backend-xla": "stratagem_xla",
@@ -29,11 +30,14 @@ IMPORT_NAMES = {
     "stratagem-testing": "stratagem_testing",
     "stratagem": "stratagem",
 }
-# What each brings of ours, with itself; the others bring core.
+TORCH = {"stratagem-core", "stratagem-backend-torch"}
+# What each brings of ours, with itself; the others bring core and the torch backend.
 BROUGHT = {
-    "stratagem-lightning": {"stratagem-lightning", "stratagem-extras", "stratagem-core"},
+    "stratagem-core": {"stratagem-core"},
+    "stratagem-extras": {"stratagem-core", "stratagem-extras"},
+    "stratagem-lightning": {"stratagem-lightning", "stratagem-extras", *TORCH},
     "stratagem": {
-        *("stratagem", "stratagem-core", "stratagem-extras", "stratagem-backend-cuda"),
+        *("stratagem", "stratagem-extras", "stratagem-backend-cuda", *TORCH),
         "stratagem-backend-xpu",  # and on macOS, stratagem-backend-mps
     },
 }
@@ -78,7 +82,7 @@ def test_two_builds_are_the_same_bytes(
 def test_what_is_installed_is_complete_and_compatible(installed: tuple[str, Environment]) -> None:
     name, environment = installed
     assert "No broken requirements found" in environment.pip("check")
-    expected = BROUGHT.get(name, {name, "stratagem-core"})
+    expected = BROUGHT.get(name, {name, *TORCH})
     listed = environment.pip("list", "--format=freeze").splitlines()
     ours = {line.partition("==")[0] for line in listed if line.startswith("stratagem")}
     assert ours == expected

@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.cluster
 
-LISTENING = Path(__file__).parents[2] / "packages/core/tests/scripts/listening.py"
+LISTENING = Path(__file__).parents[2] / "packages/backend-torch/tests/scripts/listening.py"
 
 Train = Callable[..., list[str]]
 Results = Callable[..., list[dict[str, Any]]]

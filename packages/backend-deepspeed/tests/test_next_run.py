@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fixtures import run_script as run_script, script_environment as script_environment
 
-SCRIPT = Path(__file__).parents[2] / "core" / "tests" / "scripts" / "failure_next_run.py"
+SCRIPT = Path(__file__).parents[2] / "backend-torch" / "tests" / "scripts" / "failure_next_run.py"
 
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 

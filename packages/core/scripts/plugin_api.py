@@ -26,32 +26,57 @@ SNAPSHOT = ROOT / "packages/core/tests/data/plugin_api_2.txt"
 GUIDE = ROOT / "docs/extend/plugin-api.md"
 
 PUBLIC = {
-    "stratagem.discovery": "PLUGIN_API_VERSION hookimpl Capabilities ComponentSpec StrategySpec "
-    "AcceleratorSpec PrecisionSpec CheckpointIOSpec ClusterEnvironmentSpec LauncherSpec "
-    "LoggerSpec CallbackSpec ProfilerSpec NameSpec Availability Check Command TorchBuild "
-    "torch_build version_of read_text require_package",
-    "stratagem.strategies": "Strategy ParallelStrategy SingleDeviceStrategy DDPStrategy TrainStep "
-    "PreparedModel Optimizers Ranks ProcessGroupRanks Components StepOptions GradientClip "
-    "StepMemory "
-    "Compilation StepModule user_module make_optimizers ActivationCheckpointing "
-    "apply_activation_checkpointing check_activation_checkpointing use_huge_pages "
-    "return_freed_memory",
+    "stratagem.discovery": (
+        "PLUGIN_API_VERSION hookimpl Capabilities ComponentSpec StrategySpec AcceleratorSpec "
+        "PrecisionSpec CheckpointIOSpec ClusterEnvironmentSpec LauncherSpec LoggerSpec "
+        "CallbackSpec ProfilerSpec NameSpec Availability Check Command TorchBuild torch_build "
+        "version_of read_text require_package START_METHODS get_registry nearest_of "
+        "with_former_names"
+    ),
+    "stratagem.strategies": (
+        "Strategy ParallelStrategy SingleDeviceStrategy DDPStrategy TrainStep PreparedModel "
+        "Optimizers Ranks ProcessGroupRanks Components StepOptions GradientClip StepMemory "
+        "Compilation StepModule user_module make_optimizers ActivationCheckpointing "
+        "apply_activation_checkpointing check_activation_checkpointing use_huge_pages "
+        "return_freed_memory DataSplit ReduceOp"
+    ),
     "stratagem.accelerators": "Accelerator CPUAccelerator DeviceAccelerator DeviceMemory",
     "stratagem.precision": "Precision EnginePrecision TruePrecision MixedPrecision default_dtype",
-    "stratagem.checkpoint": "CheckpointIO Shards LazyTensor SingleFileCheckpointIO "
-    "DirectoryCheckpointIO read_whole",
+    "stratagem.checkpoint": (
+        "CheckpointIO Shards LazyTensor SingleFileCheckpointIO DirectoryCheckpointIO read_whole "
+        "Checksum LAYOUT MANIFEST Manifest MappedFile Refused STATE SavedFile StoredCheckpointIO "
+        "encode_manifest has_shards is_directory_checkpoint manifest_of open_archive open_member "
+        "read_directory size_of_member verify_files write_archive"
+    ),
     "stratagem.environments": "ClusterEnvironment",
-    "stratagem.launch": "Launcher RunPlan RunRequest Selection rank_environment free_port pack "
-    "run_packed pack_result unpack_result rank_failure run_as_rank",
+    "stratagem.launch": (
+        "Launcher RunPlan RunRequest Selection rank_environment free_port pack run_packed "
+        "pack_result unpack_result rank_failure run_as_rank COMMUNICATING ERROR_FILE_VARIABLE "
+        "LAUNCH_VARIABLE LISTEN_FD_VARIABLE LOOPBACK_INTERFACE OWNER_VARIABLE PARENT_VARIABLE "
+        "STARTED_IN STORE_VARIABLE at_end_of_rank crash_file die_with_parent end_rank "
+        "exit_with_error explained forget_foreign_variables forget_parent has_parent "
+        "line_in_traceback open_standard_streams operation own_variables owns_variables "
+        "record_failure this_rank threads_per_rank users_line"
+    ),
     "stratagem.data": "map_items map_tensors",
-    "stratagem.state": "named_state load_named_state matching_groups check_weights "
-    "check_optimizer_state per_parameter_state state_without_wrapper check_safe_data "
-    "find_offending_value to_bytes from_bytes",
-    "stratagem.storage": "check_is_new durable_replace read write",
+    "stratagem.state": (
+        "named_state load_named_state matching_groups check_weights check_optimizer_state "
+        "per_parameter_state state_without_wrapper check_safe_data find_offending_value to_bytes "
+        "from_bytes SafeUnpickler bytes_of check_dims decode encode why_refused"
+    ),
+    "stratagem.storage": (
+        "check_is_new durable_replace read write DurableDirectory StreamedFile is_name to_location"
+    ),
     "stratagem.rng": "seed_devices_by",
     "stratagem.loggers": "Logger",
     "stratagem.callbacks": "Callback",
     "stratagem.profilers": "Profiler",
+    "stratagem.lazy": "lazy_names",
+    "stratagem.system": "*",
+    "stratagem.cli": "HelpFormatter at_least",
+    "stratagem_torch.parallel": "join_process_group synchronize_batch_norm",
+    "stratagem_torch.sharding": "*",
+    "stratagem_torch.launch": "Command Failure Output RankProcesses Watch",
     "stratagem.errors": "*",
 }
 """What the plugin API holds, by the module that authors import it from."""
@@ -62,12 +87,13 @@ NAMED_IN_SIGNATURES = ("stratagem",)
 
 def public_names() -> dict[str, Any]:
     """Return what authors may import of core, by its plain name."""
-    registry = importlib.import_module("stratagem.discovery.registry").get_registry()
+    registries = importlib.import_module("stratagem.discovery.registry")
+    registry, first = registries.get_registry(), registries.FIRST
     of_others = {
         candidate.spec.class_name
         for kind in ("strategy", "accelerator", "precision", "checkpoint_io", "cluster_environment")
         for candidate in registry.candidates(kind)
-        if candidate.distribution != "stratagem-core"
+        if candidate.distribution not in first
     }
     found: dict[str, Any] = {}
     for name in (*PUBLIC, *NAMED_IN_SIGNATURES):
@@ -516,7 +542,8 @@ def _names_of_checkers(names: Mapping[str, Any]) -> dict[str, Any]:
     """Return what modules import for type checkers only."""
     torch = importlib.import_module("torch")
     optimizer = torch.optim.Optimizer
-    return {**names, "torch": torch, "Tensor": torch.Tensor, "Optimizer": optimizer}
+    theirs = {"torch": torch, "Tensor": torch.Tensor, "Optimizer": optimizer, "Path": Path}
+    return {**names, **theirs}
 
 
 def _annotated_objects() -> Iterator[tuple[str, Any]]:

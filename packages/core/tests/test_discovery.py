@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 import stratagem.discovery.registry as registries
-import stratagem.native.plugin
+import stratagem.one_device.plugin
+import stratagem_torch.plugin
 from stratagem import StrategyRegistry, __version__
 from stratagem.cli.doctor import misplaced_checks, problems_of
 from stratagem.discovery import (
@@ -65,7 +66,8 @@ def entry_of(
     return PluginEntry(name, "nowhere", distribution, "1.0", requires_core, lambda: plugin)
 
 
-CORE = entry_of(stratagem.native.plugin, "stratagem-core")
+CORE = entry_of(stratagem.one_device.plugin, "stratagem-core")
+TORCH = entry_of(stratagem_torch.plugin, "stratagem-backend-torch")
 
 
 def discover(*entries: PluginEntry, **environ: str) -> Registry:
@@ -115,10 +117,10 @@ def site(tmp_path: Path) -> Site:
 
 def test_core_and_the_backends_of_this_environment_are_found() -> None:
     entries = {(entry.distribution, entry.name): entry for entry in installed_entries()}
-    core = entries["stratagem-core", "native"]
-    assert (core.value, core.version) == ("stratagem.native.plugin", __version__)
+    core = entries["stratagem-core", "one_device"]
+    assert (core.value, core.version) == ("stratagem.one_device.plugin", __version__)
     assert core.requires_core == ""
-    assert core.load() is stratagem.native.plugin
+    assert core.load() is stratagem.one_device.plugin
     assert list(entries) == sorted(entries)
     for (distribution, _), entry in entries.items():
         if distribution.startswith("stratagem-backend-"):
@@ -130,9 +132,9 @@ def test_core_and_the_backends_of_this_environment_are_found() -> None:
     ("group", "entry", "refused"),
     [
         ("stratagem.backends", "native = evil.plugin", True),
-        ("stratagem.backends", "native = stratagem.native.plugin:evil", True),
-        ("stratagem.backends", "other = stratagem.native.plugin", True),
-        ("stratagem.backends", "native = stratagem.native.plugin", False),
+        ("stratagem.backends", "one_device = stratagem.one_device.plugin:evil", True),
+        ("stratagem.backends", "other = stratagem.one_device.plugin", True),
+        ("stratagem.backends", "one_device = stratagem.one_device.plugin", False),
         ("console_scripts", "stratagem = evil:main", False),
     ],
 )
@@ -145,18 +147,18 @@ def test_nothing_on_the_path_takes_the_place_of_core(
     )
     monkeypatch.syspath_prepend(str(place.folder))
     registry = Registry.discover(environ={})
-    found = registry.find("strategy", "ddp")
+    found = registry.find("strategy", "single_device")
     assert (found.distribution, found.version) == ("stratagem-core", __version__)
-    assert found.spec == discover(CORE).find("strategy", "ddp").spec
+    assert found.spec == discover(CORE).find("strategy", "single_device").spec
     reports = [report for report in registry.reports if report.distribution == "stratagem-core"]
     assert {(r.entry_point, r.status, r.reason) for r in reports} == {
-        ("native", "loaded", ""),
+        ("one_device", "loaded", ""),
         *(
             (
                 entry.partition(" ")[0],
                 "incompatible",
                 f"a distribution in {str(place.folder)!r} calls itself stratagem-core too; core's "
-                "own plugin is 'stratagem.native.plugin' of the package that runs: remove that "
+                "own plugin is 'stratagem.one_device.plugin' of the package that runs: remove that "
                 "distribution",
             )
             for _ in range(refused)
@@ -514,7 +516,7 @@ def installed_with(
         sys.modules, "plugin_module", plugin_of(strategy("mine", api_version=api_version))
     )
     site.install("stranger", *requirements)
-    registry = discover(CORE, *site.entries())
+    registry = discover(CORE, TORCH, *site.entries())
     if registry.reports[-1].status != "loaded":
         with pytest.raises(UnknownNameError) as caught:
             registry.find("strategy", "stranger")
@@ -618,6 +620,7 @@ def test_names_are_found_whatever_their_case_and_by_alias() -> None:
 def two_claimants() -> Registry:
     return discover(
         CORE,
+        TORCH,
         entry_of(plugin_of(strategy("wanted"), strategy("only_first")), "first"),
         entry_of(plugin_of(strategy("x", aliases=("wanted",)), strategy("ddp")), "second"),
     )
@@ -642,7 +645,7 @@ def test_both_claimants_are_listed() -> None:
     listed = [c.qualified_name for c in candidates if c.spec.name in names]
     assert listed == [
         "second:ddp",
-        "stratagem-core:ddp",
+        "stratagem-backend-torch:ddp",
         "first:only_first",
         "stratagem-core:single_device",
         "first:wanted",
@@ -650,19 +653,24 @@ def test_both_claimants_are_listed() -> None:
     ]
 
 
-def test_a_name_of_core_stays_with_core() -> None:
+def test_a_reserved_name_stays_with_its_distribution() -> None:
     registry = two_claimants()
-    assert registry.find("strategy", "ddp").distribution == "stratagem-core"
+    assert registry.find("strategy", "ddp").distribution == "stratagem-backend-torch"
     assert registry.find("strategy", "second:ddp").distribution == "second"
     assert registry.reports[-1].notes == (
-        "the strategy name 'ddp' is reserved for stratagem-core: reach this one as second:ddp",
+        "the strategy name 'ddp' is reserved for stratagem-backend-torch: reach this one as "
+        "second:ddp",
     )
 
 
 def test_core_comes_first_whatever_the_order_of_entries() -> None:
-    registry = discover(entry_of(plugin_of(strategy("ddp")), "aaa"), CORE)
-    assert registry.find("strategy", "ddp").distribution == "stratagem-core"
-    assert [len(report.notes) for report in registry.reports] == [0, 1]
+    registry = discover(entry_of(plugin_of(strategy("ddp")), "aaa"), TORCH, CORE)
+    assert registry.find("strategy", "ddp").distribution == "stratagem-backend-torch"
+    assert [report.distribution for report in registry.reports[:2]] == [
+        "stratagem-core",
+        "stratagem-backend-torch",
+    ]
+    assert [len(report.notes) for report in registry.reports] == [0, 0, 1]
 
 
 def unknown(registry: Registry, name: str, kind: str = "strategy") -> str:
@@ -683,14 +691,14 @@ def unknown(registry: Registry, name: str, kind: str = "strategy") -> str:
     ],
 )
 def test_an_unknown_name_gives_the_one_that_was_meant(name: str, meant: str) -> None:
-    assert unknown(discover(CORE), name) == (
+    assert unknown(discover(CORE, TORCH), name) == (
         f"unknown strategy {name!r}. Did you mean {meant!r}? "
         "`stratagem strategies` lists all that there are."
     )
 
 
 def test_an_unknown_name_like_none_gives_those_that_there_are() -> None:
-    text = unknown(discover(CORE), "galactic")
+    text = unknown(discover(CORE, TORCH), "galactic")
     assert text.startswith("unknown strategy 'galactic'. Installed: ddp, ddp_fork, ")
     assert "find_unused_parameters" not in text
 
@@ -720,7 +728,7 @@ def test_an_unknown_qualifier_gives_those_who_have_the_name() -> None:
     ],
 )
 def test_a_known_name_says_what_to_install(kind: str, name: str, distribution: str) -> None:
-    text = unknown(discover(CORE), name, kind)
+    text = unknown(discover(CORE, TORCH), name, kind)
     assert text.startswith(
         f"{kind} {name!r} needs {distribution}, which is not installed: pip install {distribution}."
         " Installed: "
@@ -728,14 +736,14 @@ def test_a_known_name_says_what_to_install(kind: str, name: str, distribution: s
 
 
 def test_a_name_of_a_known_third_party_says_so() -> None:
-    text = unknown(discover(CORE), "colossalai")
+    text = unknown(discover(CORE, TORCH), "colossalai")
     assert "install a distribution that wraps the package 'colossalai'" in text
     assert "entry point in the group 'stratagem.backends'" in text
 
 
 def test_what_is_installed_already_has_to_be_upgraded() -> None:
     installed = entry_of(plugin_of(), "stratagem-backend-deepspeed")
-    text = unknown(discover(CORE, installed), "deepspeed_stage_1")
+    text = unknown(discover(CORE, TORCH, installed), "deepspeed_stage_1")
     assert (
         "stratagem-backend-deepspeed 1.0 is installed and provides no such name; if a later" in text
     )
@@ -747,7 +755,7 @@ def test_a_plugin_that_failed_is_named_before_anything_is_installed() -> None:
         raise OSError("libcuda.so.1: cannot open shared object file")
 
     failed = dataclasses.replace(entry_of(distribution="stratagem-backend-deepspeed"), load=load)
-    text = unknown(discover(CORE, failed), "deepspeed_stage_3")
+    text = unknown(discover(CORE, TORCH, failed), "deepspeed_stage_3")
     assert "stratagem-backend-deepspeed 1.0 might provide it but is broken" in text
     assert "OSError: libcuda.so.1: cannot open shared object file" in text
     assert "pip install" not in text
@@ -755,7 +763,7 @@ def test_a_plugin_that_failed_is_named_before_anything_is_installed() -> None:
 
 def test_a_disabled_plugin_is_named_too() -> None:
     disabled = entry_of(distribution="someones-local-sgd")
-    registry = discover(CORE, disabled, STRATAGEM_DISABLE_PLUGINS="someones-local-sgd")
+    registry = discover(CORE, TORCH, disabled, STRATAGEM_DISABLE_PLUGINS="someones-local-sgd")
     text = unknown(registry, "local_sgd")
     assert "someones-local-sgd 1.0 might provide it but is disabled" in text
     assert "disabled by STRATAGEM_DISABLE_PLUGINS" in text
@@ -767,7 +775,7 @@ def test_a_disabled_plugin_is_named_too() -> None:
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Registry:
     """A registry with core's backend alone in the place of this process's."""
-    registry = discover(CORE)
+    registry = discover(CORE, TORCH)
     monkeypatch.setattr(registries, "_registry", registry)
     return registry
 
@@ -905,7 +913,7 @@ def test_a_class_of_a_distribution_that_is_missing_says_what_to_install() -> Non
 
 def serve(monkeypatch: pytest.MonkeyPatch, **plugins: object) -> None:
     entries = [entry_of(plugin, distribution) for distribution, plugin in plugins.items()]
-    monkeypatch.setattr(registries, "_registry", discover(*entries, CORE))
+    monkeypatch.setattr(registries, "_registry", discover(*entries, CORE, TORCH))
 
 
 def test_a_class_of_core_is_cores(monkeypatch: pytest.MonkeyPatch) -> None:

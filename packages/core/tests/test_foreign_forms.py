@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-import stratagem.native.plugin
+import stratagem.one_device.plugin
 from stratagem import Module, Trainer
-from stratagem.cli import run
 from stratagem.discovery import PluginEntry, Registry, hookimpl, registry
 from stratagem.errors import (
     CheckpointCorruptError,
@@ -26,6 +25,7 @@ from stratagem.errors import (
     PluginError,
 )
 from stratagem_extras.checkpoints.weights import convert
+from stratagem_torch.launch import run
 
 INSTALL = "pip install stratagem-lightning"
 Read = Callable[[dict[str, Any], str], Any]
@@ -57,7 +57,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Registry]:
     """Leave this process with core and the given plugins."""
 
     def install(*entries: PluginEntry) -> Registry:
-        core = entry("stratagem-core", stratagem.native.plugin)
+        core = entry("stratagem-core", stratagem.one_device.plugin)
         found = Registry.discover((core, *entries), {})
         monkeypatch.setattr(registry, "_registry", found)
         return found

@@ -21,13 +21,13 @@ import pytest
 import torch
 from fixtures import RunScript
 
-from stratagem import _platform
+from stratagem import system
 from stratagem.checkpoint import SingleFileCheckpointIO
 from stratagem.errors import ConfigurationError
-from stratagem.launch import network
-from stratagem.launch.supervisor import Output, RankProcesses
 from stratagem.storage import local
 from stratagem.storage.owner import Owner
+from stratagem_torch.launch import network
+from stratagem_torch.launch.supervisor import Output, RankProcesses
 
 ELSEWHERE = Path(__file__).parent / "shared/elsewhere"
 
@@ -196,15 +196,15 @@ def test_cores_own_tests_pass(name: str) -> None:
 def test_without_affinity_the_machines_cores_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
-    assert _platform.available_cores() == 12
+    assert system.available_cores() == 12
 
 
 def test_without_locks_an_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fcntl", None)
     with (tmp_path / "file").open("wb") as file:
         with pytest.raises(OSError, match="this system has no flock"):
-            _platform.lock(file.fileno())
-        _platform.unlock(file.fileno())
+            system.lock(file.fileno())
+        system.unlock(file.fileno())
     with local.DurableFile(tmp_path / "saved") as saved:
         saved.write(memoryview(b"text"))
         saved.commit()
@@ -217,9 +217,7 @@ def test_without_paths_of_descriptors_a_checkpoint_is_mapped(
     io = SingleFileCheckpointIO()
     weights = torch.arange(1000.0)
     io.save_checkpoint({"weights": weights}, tmp_path / "a.ckpt")
-    monkeypatch.setattr(
-        "stratagem.native.checkpoint.archive_io.descriptor_path", lambda descriptor: None
-    )
+    monkeypatch.setattr("stratagem.one_device.archive_io.descriptor_path", lambda descriptor: None)
     loaded = io.load_checkpoint(tmp_path / "a.ckpt")["weights"]
     assert loaded.equal(weights)
     loaded.zero_()  # a private copy
@@ -232,7 +230,7 @@ def test_without_process_groups_the_process_alone_gets_the_signal(
     sent = []
     monkeypatch.delattr(os, "killpg")
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
-    _platform.send_signal(7, signal.SIGTERM, group=True)
+    system.send_signal(7, signal.SIGTERM, group=True)
     assert sent == [(7, signal.SIGTERM)]
 
 
@@ -241,7 +239,7 @@ def test_a_process_that_has_ended_gets_no_signal() -> None:
     ended.wait()
     with pytest.raises(ProcessLookupError):
         os.kill(ended.pid, signal.SIGTERM)
-    _platform.send_signal(ended.pid, signal.SIGTERM, group=False)
+    system.send_signal(ended.pid, signal.SIGTERM, group=False)
 
 
 def test_without_thread_signals_the_main_thread_is_interrupted(
@@ -249,21 +247,21 @@ def test_without_thread_signals_the_main_thread_is_interrupted(
 ) -> None:
     monkeypatch.delattr(signal, "pthread_kill")
     called = []
-    before = signal.signal(_platform.PEER_FAILED, lambda number, frame: called.append(number))
+    before = signal.signal(system.PEER_FAILED, lambda number, frame: called.append(number))
     try:
-        threading.Thread(target=_platform.interrupt_main_thread).start()
+        threading.Thread(target=system.interrupt_main_thread).start()
         deadline = time.monotonic() + 10
         while not called and time.monotonic() < deadline:
             time.sleep(0.01)
     finally:
-        signal.signal(_platform.PEER_FAILED, before)
-    assert called == [_platform.PEER_FAILED]
+        signal.signal(system.PEER_FAILED, before)
+    assert called == [system.PEER_FAILED]
 
 
 def test_without_prctl_ranks_are_started_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_platform, "c_library", lambda: None)
-    assert _platform.parent_death_signal() is None
-    assert _platform.swap_paths("a", "b") != 0
+    monkeypatch.setattr(system, "c_library", lambda: None)
+    assert system.parent_death_signal() is None
+    assert system.swap_paths("a", "b") != 0
 
 
 def test_without_named_pipes_a_prefix_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

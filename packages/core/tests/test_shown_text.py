@@ -12,11 +12,11 @@ from program import Program
 from torch import nn
 
 from stratagem.checkpoint import CheckpointIO
-from stratagem.distributed.diagnosis import status_exchange
-from stratagem.distributed.diagnosis.status_exchange import RankStatus, Survey
 from stratagem.errors import CheckpointError, CheckpointMismatchError
 from stratagem.lite import Lite
 from stratagem.state.state_dict import load_named_state, load_weights, named_state
+from stratagem_torch.distributed.diagnosis import status_exchange
+from stratagem_torch.distributed.diagnosis.status_exchange import RankStatus, Survey
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\r\nstratagem: all is well\u202e"
 LONG = "x" * 5_000_000

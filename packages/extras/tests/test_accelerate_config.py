@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from stratagem.cli.run import parse
 from stratagem.errors import ConfigurationError
 from stratagem_extras.cli.accelerate_config import read_config
+from stratagem_torch.launch.run import parse
 
 # As `accelerate config` writes it for two processes on one machine without a GPU.
 WRITTEN = """

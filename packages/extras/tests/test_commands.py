@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from program import CORE, Program
+from program import CORE, TORCH, Program
 
 from stratagem import __version__
 from stratagem.cli import run_command
@@ -109,7 +109,7 @@ def test_strategies_as_json(program: Program) -> None:
     listed = {row["name"]: row for row in program.json("strategies")}
     assert {"single_device", "ddp"} <= set(listed)
     assert listed["ddp"]["usable"] is True
-    assert listed["ddp"]["distribution"] == CORE
+    assert listed["ddp"]["distribution"] == TORCH
     assert listed["ddp"]["version"] == __version__
     assert listed["ddp"]["accelerators"] is None
 
@@ -206,7 +206,7 @@ def test_strategies_names_broken_plugins_and_points_to_doctor(program: Program) 
 
 def test_explain_prints_the_plan_and_its_reasons(program: Program) -> None:
     said = program("explain", "--strategy", "ddp", "--accelerator", "cpu", "--devices", "2").stdout
-    provider = f"{CORE} {__version__}"
+    provider = f"{TORCH} {__version__}"
     assert row_of(said, "strategy") == ["strategy", "ddp", provider, "your argument"]
     assert row_of(said, "devices") == ["devices", "0, 1", "your argument"]
     # For a script, though this program's standard input is none.

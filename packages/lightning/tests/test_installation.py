@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import stratagem
-from stratagem.cli.run import run
 from stratagem.errors import ConfigurationError
 from stratagem_lightning_plugin import installed
 from stratagem_lightning_plugin.installed import check_installation
+from stratagem_torch.launch.run import run
 
 CASES = [
     (

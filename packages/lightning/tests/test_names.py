@@ -21,10 +21,10 @@ import stratagem
 import stratagem.strategies
 from stratagem.accelerators import Accelerator
 from stratagem.callbacks import EarlyStopping
-from stratagem.cli.run import parse
 from stratagem.errors import ConfigurationError
 from stratagem.strategies import Strategy
 from stratagem_lightning.api.plugins.collectives import TorchCollective
+from stratagem_torch.launch.run import parse
 
 ROOTS = ("lightning", "pytorch_lightning", "lightning_fabric")
 OURS = "stratagem_lightning"

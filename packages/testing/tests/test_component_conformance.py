@@ -216,7 +216,7 @@ def test_a_class_of_an_editable_installation_is_imported_and_not_read_from_its_f
 ) -> None:
     """Whose folder would hide what other modules are called, such as an SDK of the same name."""
     monkeypatch.setattr("importlib.metadata.packages_distributions", dict)
-    assert place_of(DDPStrategy) == "stratagem.native.strategies.ddp:DDPStrategy"
+    assert place_of(DDPStrategy) == "stratagem_torch.strategies.ddp:DDPStrategy"
 
 
 def test_two_files_of_one_name_are_two_modules(

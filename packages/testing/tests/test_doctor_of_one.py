@@ -530,7 +530,7 @@ def test_former_names_in_the_sources_are_problems_though_nothing_can_be_imported
 def test_an_import_that_is_not_public_is_a_warning_and_names_what_is(program: Program) -> None:
     program.install("averaging", GOOD, requires=RANGE)
     private = (
-        "from stratagem.native.strategies.ddp import DDPStrategy\n"
+        "from stratagem_torch.strategies.ddp import DDPStrategy\n"
         "import stratagem.plan.resolution\n"
         "from stratagem.launch import Launcher, supervisor\n"
         "from stratagem import errors, discovery\n"
@@ -539,7 +539,7 @@ def test_an_import_that_is_not_public_is_a_warning_and_names_what_is(program: Pr
     may = "is not public, and may change in any release"
     found = program.json("doctor", "averaging")
     assert [c["detail"] for c in found["checks"] if c["name"] == "imports"] == [
-        f"averaging_classes.py, line 1: stratagem.native.strategies.ddp DDPStrategy {may}: import "
+        f"averaging_classes.py, line 1: stratagem_torch.strategies.ddp DDPStrategy {may}: import "
         "DDPStrategy from stratagem.strategies",
         f"averaging_classes.py, line 2: stratagem.plan.resolution {may}",
         f"averaging_classes.py, line 3: stratagem.launch supervisor {may}",

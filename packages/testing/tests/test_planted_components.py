@@ -380,7 +380,7 @@ from stratagem.discovery import LauncherSpec, StrategySpec, hookimpl
 
 @hookimpl
 def stratagem_components():
-    target = "stratagem.native.strategies.single_device:SingleDeviceStrategy"
+    target = "stratagem.one_device.strategy:SingleDeviceStrategy"
     return [StrategySpec(name="mine", target=target, api_version=1, summary="Mine")]
 """
 REQUIRES = "stratagem-core>=0.1,<0.2"
@@ -418,7 +418,7 @@ PLUGINS = {
     ),
     "function": (
         "api_version=1",
-        "api_version=1, incompatible_because='stratagem.native.precision:TruePrecision'",
+        "api_version=1, incompatible_because='stratagem.one_device.precision:TruePrecision'",
         REQUIRES,
         "import/light",
         "a function that a spec names runs while a request is resolved",

@@ -9,10 +9,10 @@ from stratagem_testing.author.spec_checks import check_spec
 def test_an_objection_that_is_not_there_is_found_without_a_run() -> None:
     spec = PrecisionSpec(
         name="fp9",
-        target="stratagem.native.precision:TruePrecision",
+        target="stratagem.one_device.precision:TruePrecision",
         api_version=1,
-        incompatible_because="stratagem.native.plugin:nobody",
+        incompatible_because="stratagem.one_device.plugin:nobody",
     )
     assert list(check_spec(spec, get_registry())) == [
-        "its incompatible_because's module stratagem.native.plugin defines no 'nobody'"
+        "its incompatible_because's module stratagem.one_device.plugin defines no 'nobody'"
     ]

@@ -18,18 +18,12 @@ from torch.optim import Optimizer
 
 from stratagem.errors import CommunicationError, ConfigurationError
 from stratagem.strategies import (
-    ActivationCheckpointing,
     Components,
     GradientClip,
     Optimizers,
-    ParallelStrategy,
     PreparedModel,
     StepMemory,
-    apply_activation_checkpointing,
-    check_activation_checkpointing,
     make_optimizers,
-    return_freed_memory,
-    use_huge_pages,
 )
 from stratagem_deepspeed.config import (
     Facts,
@@ -74,6 +68,14 @@ from stratagem_deepspeed.preparation import (
     share_start,
 )
 from stratagem_deepspeed.state import EngineState
+from stratagem_torch.parallel import (
+    ActivationCheckpointing,
+    ParallelStrategy,
+    apply_activation_checkpointing,
+    check_activation_checkpointing,
+    return_freed_memory,
+    use_huge_pages,
+)
 
 
 class DeepSpeedStrategy(ParallelStrategy):

@@ -17,7 +17,6 @@ from stratagem.strategies import (
     DDPStrategy,
     Optimizers,
     PreparedModel,
-    ProcessGroupRanks,
     Ranks,
     SingleDeviceStrategy,
     StepModule,
@@ -25,6 +24,7 @@ from stratagem.strategies import (
 )
 from stratagem_hpu_ipu.hpu_library import load_sdk
 from stratagem_hpu_ipu.hpu_plugin import HPU_PARALLEL, HPU_SINGLE
+from stratagem_torch.parallel import ProcessGroupRanks
 
 
 class HPUSteps(Strategy):

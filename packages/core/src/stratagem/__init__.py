@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from stratagem._lazy import lazy_names
+from stratagem.lazy import lazy_names
 
 __version__ = "0.1.0"
 """The version, which is the same for all distributions of Stratagem."""

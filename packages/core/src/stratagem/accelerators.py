@@ -12,7 +12,7 @@ if TYPE_CHECKING:
         Accelerator as Accelerator,
         DeviceMemory as DeviceMemory,
     )
-    from stratagem.native.accelerators import (
+    from stratagem.one_device.accelerators import (
         CPUAccelerator as CPUAccelerator,
         DeviceAccelerator as DeviceAccelerator,
     )

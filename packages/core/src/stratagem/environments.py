@@ -8,12 +8,12 @@ from stratagem.discovery.exports import exporter
 
 if TYPE_CHECKING:
     from stratagem.interfaces.cluster_environment import ClusterEnvironment as ClusterEnvironment
-    from stratagem.native.environments.lsf import LSFEnvironment as LSFEnvironment
-    from stratagem.native.environments.mpi import MPIEnvironment as MPIEnvironment
-    from stratagem.native.environments.slurm import SLURMEnvironment as SLURMEnvironment
-    from stratagem.native.environments.variables import (
+    from stratagem.one_device.environment import PlainEnvironment as PlainEnvironment
+    from stratagem_torch.environments.lsf import LSFEnvironment as LSFEnvironment
+    from stratagem_torch.environments.mpi import MPIEnvironment as MPIEnvironment
+    from stratagem_torch.environments.slurm import SLURMEnvironment as SLURMEnvironment
+    from stratagem_torch.environments.variables import (
         KubeflowEnvironment as KubeflowEnvironment,
-        PlainEnvironment as PlainEnvironment,
         TorchElasticEnvironment as TorchElasticEnvironment,
     )
 else:

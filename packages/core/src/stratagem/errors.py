@@ -54,6 +54,7 @@ __all__ = [
     "format_size",
     "format_text",
     "format_value",
+    "with_explanation",
 ]
 
 

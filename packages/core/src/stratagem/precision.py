@@ -12,7 +12,7 @@ if TYPE_CHECKING:
         Precision as Precision,
         default_dtype as default_dtype,
     )
-    from stratagem.native.precision import (
+    from stratagem.one_device.precision import (
         MixedPrecision as MixedPrecision,
         TruePrecision as TruePrecision,
     )

@@ -10,17 +10,6 @@ if TYPE_CHECKING:
     from stratagem.compile import adopt_compiled as adopt_compiled, own_module as own_module
     from stratagem.discovery.capabilities import Capabilities as Capabilities
     from stratagem.discovery.registry import StrategyRegistry as StrategyRegistry
-    from stratagem.distributed.activation_checkpointing import (
-        ActivationCheckpointing as ActivationCheckpointing,
-        apply_activation_checkpointing as apply_activation_checkpointing,
-        check_activation_checkpointing as check_activation_checkpointing,
-    )
-    from stratagem.distributed.allocator import (
-        return_freed_memory as return_freed_memory,
-        use_huge_pages as use_huge_pages,
-    )
-    from stratagem.distributed.parallel_strategy import ParallelStrategy as ParallelStrategy
-    from stratagem.distributed.process_group import ProcessGroupRanks as ProcessGroupRanks
     from stratagem.interfaces.checkpoint_io import CheckpointIO as CheckpointIO
     from stratagem.interfaces.components import Components as Components
     from stratagem.interfaces.contract_checks import (
@@ -44,26 +33,37 @@ if TYPE_CHECKING:
     )
     from stratagem.interfaces.stepping import TrainStep as TrainStep
     from stratagem.interfaces.strategy import Strategy as Strategy
-    from stratagem.native.strategies.communication_hooks import (
-        CommHook as CommHook,
-        CommWrapper as CommWrapper,
-    )
-    from stratagem.native.strategies.ddp import DDPStrategy as DDPStrategy
-    from stratagem.native.strategies.ddp_sharded import DDPShardedStrategy as DDPShardedStrategy
-    from stratagem.native.strategies.fsdp import FSDPStrategy as FSDPStrategy
-    from stratagem.native.strategies.model_parallel import (
-        ModelParallelStrategy as ModelParallelStrategy,
-    )
-    from stratagem.native.strategies.single_device import (
-        DataParallelStrategy as DataParallelStrategy,
-        SingleDeviceStrategy as SingleDeviceStrategy,
-    )
+    from stratagem.one_device.strategy import SingleDeviceStrategy as SingleDeviceStrategy
     from stratagem.plan.memory import StepMemory as StepMemory
     from stratagem.plan.step_options import (
         Compilation as Compilation,
         GradientClip as GradientClip,
         StepOptions as StepOptions,
         seconds as seconds,
+    )
+    from stratagem_torch.distributed.activation_checkpointing import (
+        ActivationCheckpointing as ActivationCheckpointing,
+        apply_activation_checkpointing as apply_activation_checkpointing,
+        check_activation_checkpointing as check_activation_checkpointing,
+    )
+    from stratagem_torch.distributed.allocator import (
+        return_freed_memory as return_freed_memory,
+        use_huge_pages as use_huge_pages,
+    )
+    from stratagem_torch.distributed.parallel_strategy import ParallelStrategy as ParallelStrategy
+    from stratagem_torch.distributed.process_group import ProcessGroupRanks as ProcessGroupRanks
+    from stratagem_torch.strategies.communication_hooks import (
+        CommHook as CommHook,
+        CommWrapper as CommWrapper,
+    )
+    from stratagem_torch.strategies.data_parallel import (
+        DataParallelStrategy as DataParallelStrategy,
+    )
+    from stratagem_torch.strategies.ddp import DDPStrategy as DDPStrategy
+    from stratagem_torch.strategies.ddp_sharded import DDPShardedStrategy as DDPShardedStrategy
+    from stratagem_torch.strategies.fsdp import FSDPStrategy as FSDPStrategy
+    from stratagem_torch.strategies.model_parallel import (
+        ModelParallelStrategy as ModelParallelStrategy,
     )
 else:
     __getattr__, __dir__ = exporter(__name__, "strategy")

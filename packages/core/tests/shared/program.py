@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 CORE = "stratagem-core"
+TORCH = "stratagem-backend-torch"
 GUESTS = ("stratagem-extras", "stratagem-testing")
 """Distributions that add commands."""
 
@@ -20,7 +21,7 @@ class Program:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.plugins = [CORE, *GUESTS]
+        self.plugins = [CORE, TORCH, *GUESTS]
         self.variables: dict[str, str] = {}
 
     def install(self, name: str, code: str, *, requires: str = "") -> Path:

@@ -10,8 +10,9 @@ from typing import Any
 from torch import nn
 
 from stratagem.errors import ConfigurationError
-from stratagem.strategies import Optimizers, ParallelStrategy, PreparedModel
+from stratagem.strategies import Optimizers, PreparedModel
 from stratagem_bagua.plugin import BAGUA
+from stratagem_torch.parallel import ParallelStrategy
 
 _ALGORITHMS = {
     "gradient_allreduce": ("gradient_allreduce", "GradientAllReduceAlgorithm"),

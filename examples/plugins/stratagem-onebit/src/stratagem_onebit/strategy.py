@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.errors import ConfigurationError
-from stratagem.strategies import ParallelStrategy, PreparedModel, StepMemory, user_module
+from stratagem.strategies import PreparedModel, StepMemory, user_module
 from stratagem_onebit.plugin import CAPABILITIES
+from stratagem_torch.parallel import ParallelStrategy
 
 
 class OneBitStrategy(ParallelStrategy):

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import ray
 
 from stratagem.errors import CommunicationError
-from stratagem.launch import pack_result, run_packed
+from stratagem.launch import pack_result
 from stratagem_ray import environment
+from stratagem_torch.launch import run_packed
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from stratagem.errors import ConfigurationError
-from stratagem.launch import Launcher, RunPlan, pack, rank_failure, unpack_result
+from stratagem.launch import Launcher, RunPlan, unpack_result
 from stratagem_ray.cluster import connection
+from stratagem_torch.launch import pack, rank_failure
 
 _PLACEMENTS = ("SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK")
 _RAYS_NAMES = {"cpu": None, "cuda": "GPU", "gpu": "GPU", "hpu": "HPU", "tpu": "TPU"}

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
 
 from stratagem.errors import CommunicationError, ConfigurationError
-from stratagem.strategies import ParallelStrategy, PreparedModel, Ranks, TrainStep
+from stratagem.strategies import PreparedModel, Ranks, TrainStep
+from stratagem_torch.parallel import ParallelStrategy
 from stratagem_torchft.plugin import TORCHFT
 from stratagem_torchft.transport import StoreTransport
 

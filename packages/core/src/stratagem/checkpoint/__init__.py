@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from stratagem.discovery.exports import exporter
 
 if TYPE_CHECKING:
+    from stratagem.checkpoint.archive import Manifest as Manifest
     from stratagem.checkpoint.catalog import (
         SUFFIX as SUFFIX,
         Description as Description,
@@ -14,23 +15,45 @@ if TYPE_CHECKING:
         describe_checkpoint as describe_checkpoint,
         find_all as find_all,
     )
+    from stratagem.checkpoint.checksum import Checksum as Checksum
+    from stratagem.checkpoint.directory import (
+        LAYOUT as LAYOUT,
+        MANIFEST as MANIFEST,
+        STATE as STATE,
+        SavedFile as SavedFile,
+        encode_manifest as encode_manifest,
+        is_directory_checkpoint as is_directory_checkpoint,
+        open_member as open_member,
+        read_directory as read_directory,
+        size_of_member as size_of_member,
+        verify_files as verify_files,
+    )
+    from stratagem.checkpoint.entries import Refused as Refused
     from stratagem.checkpoint.trainer_format import (
         FORMAT_VERSION as FORMAT_VERSION,
         check_trainer_checkpoint as check_trainer_checkpoint,
     )
     from stratagem.interfaces.checkpoint_io import CheckpointIO as CheckpointIO
-    from stratagem.native.checkpoint.asynchronous import AsyncCheckpointIO as AsyncCheckpointIO
-    from stratagem.native.checkpoint.sharded.directory import (
-        DirectoryCheckpointIO as DirectoryCheckpointIO,
-        consolidate_checkpoint as consolidate_checkpoint,
+    from stratagem.one_device.archive_io import (
+        MappedFile as MappedFile,
+        StoredCheckpointIO as StoredCheckpointIO,
+        manifest_of as manifest_of,
+        open_archive as open_archive,
+        write_archive as write_archive,
     )
-    from stratagem.native.checkpoint.single_file import (
+    from stratagem.one_device.single_file import (
         SingleFileCheckpointIO as SingleFileCheckpointIO,
     )
     from stratagem.state.shards import (
         LazyTensor as LazyTensor,
         Shards as Shards,
+        has_shards as has_shards,
         read_whole as read_whole,
+    )
+    from stratagem_torch.checkpoint.asynchronous import AsyncCheckpointIO as AsyncCheckpointIO
+    from stratagem_torch.checkpoint.sharded.directory import (
+        DirectoryCheckpointIO as DirectoryCheckpointIO,
+        consolidate_checkpoint as consolidate_checkpoint,
     )
 else:
     __getattr__, __dir__ = exporter(__name__, "checkpoint_io")

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import xxhash
 
-from stratagem._platform import available_cores
+from stratagem.system import available_cores
 
 PIECE_SIZE = 64 << 20
 """The bytes of a piece, in newly written files."""

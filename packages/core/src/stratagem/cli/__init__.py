@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stratagem.launch.process import numpy_warned_once, open_standard_streams
+from stratagem.lazy import lazy_names
 
 if TYPE_CHECKING:
     from stratagem.cli.console import (
+        HelpFormatter as HelpFormatter,
         at_least as at_least,
         parser_of as parser_of,
         print_reasons as print_reasons,
@@ -40,8 +42,12 @@ if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any: ...  # names that installed distributions add
 else:
-    # The exporter uses the registry, which needs pluggy; `stratagem run` does not import it.
+    _find, _, _own = lazy_names(__name__)
+
     def __getattr__(name: str) -> Any:
+        if name in _own:
+            return _find(name)
+        # The exporter uses the registry, which needs pluggy; `stratagem run` does not import it.
         from stratagem.discovery.exports import exporter
 
         return exporter(__name__, None)[0](name)
@@ -56,7 +62,10 @@ Run = Callable[[Sequence[str]], int]
 """A command's function: it takes the arguments after the name and returns the exit code."""
 
 COMMANDS = {
-    "run": ("stratagem.cli.run:run", "Run a script in several processes, one for each device."),
+    "run": (
+        "stratagem_torch.launch.run:run",
+        "Run a script in several processes, one for each device.",
+    ),
     "strategies": ("stratagem.cli.strategies:run", "List strategies, and what is usable here."),
     "doctor": ("stratagem.cli.doctor:run", "Show what is installed and what is wrong with it."),
     "errors": ("stratagem.cli.errors:run", "Explain an error that a message names."),
@@ -64,7 +73,8 @@ COMMANDS = {
 """Core's commands: what users type, the function that runs it, and the line for `--help`.
 
 Weights-only-safe data, like the commands of plugins (`stratagem.discovery.Command`), but read
-before pluggy is imported."""
+before pluggy is imported. `run` is defined by stratagem-backend-torch. It stands here because ranks
+start sooner if no plugin is searched."""
 
 _SHORT = ("strategies", "explain", "doctor")
 """Commands that mostly import modules, so that garbage collection finds nothing to free. A plugin
@@ -114,7 +124,16 @@ def run_command(arguments: Sequence[str]) -> int:
     try:
         if found := COMMANDS.get(" ".join(arguments[:1])):
             module, _, function = found[0].partition(":")
-            run: Run = getattr(importlib.import_module(module), function)
+            try:
+                run: Run = getattr(importlib.import_module(module), function)
+            except ModuleNotFoundError as error:
+                if error.name != "stratagem_torch":
+                    raise
+                from stratagem.discovery.hints import installation_hint
+
+                hint = installation_hint("script", "launcher")
+                print(f"stratagem {arguments[0]}: error: {hint}", file=sys.stderr)
+                return 2
             return run(arguments[1:])
         from stratagem.cli.program import run_other
 

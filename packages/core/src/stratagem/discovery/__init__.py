@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stratagem._lazy import lazy_names
+from stratagem.lazy import lazy_names
 
 if TYPE_CHECKING:
     from stratagem.discovery.capabilities import (
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         OWN_CLIPPING as OWN_CLIPPING,
         OWN_FOLLOWING as OWN_FOLLOWING,
         OWN_STEP as OWN_STEP,
+        START_METHODS as START_METHODS,
         Capabilities as Capabilities,
         contradictions as contradictions,
         difference as difference,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from stratagem.discovery.entry_points import (
         CORE as CORE,
         DISABLE_VARIABLE as DISABLE_VARIABLE,
+        FIRST as FIRST,
         GROUP as GROUP,
         PluginEntry as PluginEntry,
         core_range as core_range,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
         Change as Change,
         changes_of as changes_of,
         what_became as what_became,
+        with_former_names as with_former_names,
     )
     from stratagem.discovery.hints import (
         distribution_of as distribution_of,

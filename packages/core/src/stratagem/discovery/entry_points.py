@@ -17,8 +17,11 @@ from stratagem.errors import format_text, format_value
 
 GROUP = "stratagem.backends"
 CORE = "stratagem-core"
+FIRST = (CORE, "stratagem-backend-torch")
+"""Distributions whose names are reserved: others reach a component of the same name by its
+qualified name."""
 # Name and value of core's own entry, as its pyproject.toml has it.
-_OWN = ("native", "stratagem.native.plugin")
+_OWN = ("one_device", "stratagem.one_device.plugin")
 DISABLE_VARIABLE = "STRATAGEM_DISABLE_PLUGINS"
 ONLY_VARIABLE = "STRATAGEM_ONLY_PLUGINS"
 
@@ -135,7 +138,7 @@ def why_disabled(entry: PluginEntry, environ: Mapping[str, str]) -> str | None:
     if names & _listed(environ.get(DISABLE_VARIABLE, "")):
         return f"disabled by {DISABLE_VARIABLE}"
     only = _listed(environ.get(ONLY_VARIABLE, ""))
-    if only and not names & only and entry.distribution != CORE:
+    if only and not names & only and entry.distribution not in FIRST:
         return f"left out of {ONLY_VARIABLE}"
     return None
 

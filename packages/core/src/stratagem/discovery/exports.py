@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from stratagem._lazy import reexports
-from stratagem.discovery.entry_points import CORE
+from stratagem.discovery.entry_points import FIRST
 from stratagem.discovery.hints import modules_of_import
 from stratagem.discovery.registry import Candidate, get_registry
 from stratagem.discovery.specs import NameSpec
 from stratagem.errors import PluginError, StratagemError
+from stratagem.lazy import reexports
 
 
 def exporter(module: str, kind: str | None) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -35,7 +35,7 @@ def exporter(module: str, kind: str | None) -> tuple[Callable[[str], Any], Calla
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         # By target, since several names may mean one class with different arguments.
         offers = {c.spec.target: c for c in _offers(module, kind) if _import_name(c) == name}
-        ours = [c for c in offers.values() if c.distribution == CORE]
+        ours = [c for c in offers.values() if c.distribution in FIRST]
         if len(offers) > 1 and not ours:
             providers = sorted({c.distribution for c in offers.values()})
             places = sorted({str(target).partition(":")[0] for target in offers})

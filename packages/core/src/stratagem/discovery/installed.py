@@ -165,8 +165,8 @@ def why_missing(target: object, *, what: str = "target") -> str:
 
     Example:
         >>> from stratagem.discovery.installed import why_missing
-        >>> why_missing("stratagem.native.strategies.ddp:DPDStrategy")
-        "its target's module stratagem.native.strategies.ddp defines no 'DPDStrategy'"
+        >>> why_missing("stratagem_torch.strategies.ddp:DPDStrategy")
+        "its target's module stratagem_torch.strategies.ddp defines no 'DPDStrategy'"
     """
     if not isinstance(target, str):
         return ""

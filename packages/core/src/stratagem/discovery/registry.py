@@ -19,6 +19,7 @@ from stratagem.discovery.capabilities import Capabilities
 from stratagem.discovery.entry_points import (
     CORE,
     DISABLE_VARIABLE,
+    FIRST,
     PluginEntry,
     installed_entries,
     misplaced_entries,
@@ -303,7 +304,9 @@ class Registry:
         if entries is None:
             entries, registry._misplaced = installed_entries(), misplaced_entries
         # Core first, so that its names are reserved before anybody else claims them.
-        for entry in sorted(entries, key=lambda entry: entry.distribution != CORE):
+        last = len(FIRST)
+        order = {name: place for place, name in enumerate(FIRST)}
+        for entry in sorted(entries, key=lambda entry: order.get(entry.distribution, last)):
             registry.reports.append(registry._load(entry, environ))
         return registry
 
@@ -313,23 +316,24 @@ class Registry:
         report, specs = load_plugin(entry, environ, self.plugins, claimed)
         announce("")
         notes = [
-            f"the {spec.kind} name {name!r} is reserved for {CORE}: reach this one as "
+            f"the {spec.kind} name {name!r} is reserved for {owner}: reach this one as "
             f"{entry.distribution}:{name}"
             for spec in specs
-            for name in self._put(Candidate(spec, entry.distribution, entry.version))
+            for name, owner in self._put(Candidate(spec, entry.distribution, entry.version))
         ]
         return replace(report, notes=(*report.notes, *notes))
 
-    def _put(self, candidate: Candidate) -> Iterator[str]:
-        """Store a candidate under its names; yield the names that are reserved for core."""
+    def _put(self, candidate: Candidate) -> Iterator[tuple[str, str]]:
+        """Store a candidate under its names; yield each reserved name and its owner."""
         claimed = self._claimed.setdefault(candidate.distribution, set())
         for name in (candidate.spec.name, *candidate.spec.aliases):
             key = (candidate.spec.kind, name.casefold())
             claimed.add(key)
             holders = self._candidates.setdefault(key, [])
             holders.append(candidate)
-            if candidate.distribution != CORE and holders[0].distribution == CORE:
-                yield name
+            owner = holders[0].distribution
+            if owner in FIRST and owner != candidate.distribution:
+                yield name, owner
 
     def call_hook(self, hook: str, **arguments: Any) -> Iterator[tuple[str, Any]]:
         """Call a hook of each plugin, the last registered first; yield the plugin and its answer.
@@ -370,7 +374,7 @@ class Registry:
             holders = [h for h in holders if h.distribution == normalise(distribution)]
         if not holders:
             raise UnknownNameError(self._unknown(kind, name))
-        if holders[0].distribution in (RUN_TIME, CORE) or len(holders) == 1:
+        if holders[0].distribution in (RUN_TIME, *FIRST) or len(holders) == 1:
             return holders[0]
         raise AmbiguousNameError(
             f"the {kind.replace('_', ' ')} {name!r} is provided by {len(holders)} distributions; "
@@ -399,6 +403,8 @@ class Registry:
                 parts.append(f"{qualifier!r} provides none of that name; there is {others}.")
             elif near:
                 parts.append(f"Did you mean {near!r}?")
+                if self.has(kind, near) and self._owner(kind, near) == distribution_of(plain, kind):
+                    providers = []  # it is installed, and has the nearest name
             parts += providers
         if kind == "accelerator" and not hint:
             parts.append(
@@ -413,13 +419,16 @@ class Registry:
             parts.append(f"Installed: {', '.join(shown) or 'none'}.")
         return " ".join(parts)
 
+    def _owner(self, kind: str, name: str) -> str:
+        return self._candidates[kind, name.casefold()][0].distribution
+
     def shadowed(self, candidate: Candidate, name: str) -> list[str]:
-        """Return the qualified names of other distributions' components that core's name hides."""
-        if candidate.distribution != CORE or ":" in name:
+        """Return the qualified names of the components that a reserved name hides."""
+        if candidate.distribution not in FIRST or ":" in name:
             return []
         holders = self._candidates.get((candidate.spec.kind, name.casefold()), [])
         return [
-            f"{h.distribution}:{name}" for h in holders if h.distribution not in (CORE, RUN_TIME)
+            f"{h.distribution}:{name}" for h in holders if h.distribution not in (*FIRST, RUN_TIME)
         ]
 
     def misplaced(self) -> list[str]:
@@ -487,7 +496,7 @@ class Registry:
         return next((c.distribution for c in candidates if c.spec.target == target), None)
 
     def ambiguous(self) -> dict[tuple[str, str], list[Candidate]]:
-        """Return the names (kind, name) that several distributions other than core claim.
+        """Return the unreserved names (kind, name) that several distributions claim.
 
         An alias that accelerators share, such as "gpu", stands for the one that is present.
         """
@@ -495,7 +504,7 @@ class Registry:
             key: holders
             for key, holders in sorted(self._candidates.items())
             if len(holders) > 1
-            and holders[0].distribution not in (RUN_TIME, CORE)
+            and holders[0].distribution not in (RUN_TIME, *FIRST)
             and not self.sharing(*key)
         }
 

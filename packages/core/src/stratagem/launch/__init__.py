@@ -33,31 +33,50 @@ checkpoint.
 
 A launcher works with every strategy whose `Capabilities.launchers` is None (ddp, fsdp and their
 families), in the Trainer and Lite: `Trainer(strategy="ddp", devices=2, plugins=MyLauncher())`. It
-can also be selected by the name of a `LauncherSpec` that a plugin declares.
+can also be selected by the name of a `LauncherSpec` that a plugin declares. `free_port`, `pack`,
+`rank_failure` and `run_packed` come with stratagem-backend-torch.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from stratagem._lazy import lazy_names
+from stratagem.lazy import lazy_names
 
 if TYPE_CHECKING:
     from stratagem.interfaces.launcher import Launcher as Launcher
-    from stratagem.launch.environment import rank_environment as rank_environment
-    from stratagem.launch.network import free_port as free_port
-    from stratagem.launch.packed import (
-        pack as pack,
-        rank_failure as rank_failure,
-        run_packed as run_packed,
+    from stratagem.launch.environment import (
+        LOOPBACK_INTERFACE as LOOPBACK_INTERFACE,
+        STARTED_IN as STARTED_IN,
+        rank_environment as rank_environment,
     )
     from stratagem.launch.process import (
         available_cores as available_cores,
         host_memory as host_memory,
+        open_standard_streams as open_standard_streams,
+        print_hint as print_hint,
         printable as printable,
+        threads_per_rank as threads_per_rank,
     )
     from stratagem.launch.rank import (
+        ERROR_FILE_VARIABLE as ERROR_FILE_VARIABLE,
+        LAUNCH_VARIABLE as LAUNCH_VARIABLE,
         LISTEN_FD_VARIABLE as LISTEN_FD_VARIABLE,
+        OWNER_VARIABLE as OWNER_VARIABLE,
+        PARENT_VARIABLE as PARENT_VARIABLE,
+        STORE_VARIABLE as STORE_VARIABLE,
+        at_end_of_rank as at_end_of_rank,
+        crash_file as crash_file,
+        die_with_parent as die_with_parent,
+        end_rank as end_rank,
+        exit_with_error as exit_with_error,
+        explained as explained,
+        forget_foreign_variables as forget_foreign_variables,
+        forget_parent as forget_parent,
+        has_parent as has_parent,
+        own_variables as own_variables,
+        owns_variables as owns_variables,
+        record_failure as record_failure,
         run_as_rank as run_as_rank,
         this_rank as this_rank,
     )
@@ -67,11 +86,36 @@ if TYPE_CHECKING:
         rank_zero_only as rank_zero_only,
         rank_zero_warn as rank_zero_warn,
     )
+    from stratagem.launch.stack import (
+        COMMUNICATING as COMMUNICATING,
+        line_in_traceback as line_in_traceback,
+        operation as operation,
+        users_line as users_line,
+    )
     from stratagem.plan.plan import (
         RunPlan as RunPlan,
         RunRequest as RunRequest,
         Selection as Selection,
     )
     from stratagem.state.safe_data import pack_result as pack_result, unpack_result as unpack_result
+    from stratagem_torch.launch.network import free_port as free_port
+    from stratagem_torch.launch.packed import (
+        pack as pack,
+        rank_failure as rank_failure,
+        run_packed as run_packed,
+    )
 else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+    _find, _, _own = lazy_names(__name__)
+
+    def __getattr__(name: str) -> Any:
+        if name in _own:
+            return _find(name)
+        # The exporter uses the registry, which needs pluggy; `stratagem run` does not import it.
+        from stratagem.discovery.exports import exporter
+
+        return exporter(__name__, None)[0](name)
+
+    def __dir__() -> list[str]:
+        from stratagem.discovery.exports import exporter
+
+        return exporter(__name__, None)[1]()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
 
-from stratagem.launch.network import LOOPBACK_INTERFACE
 from stratagem.launch.process import threads_per_rank
 from stratagem.launch.rank import LAUNCH_VARIABLE, forget_foreign_variables
 
@@ -15,6 +15,9 @@ def _present_folder() -> str | None:
     except OSError:
         return None
 
+
+LOOPBACK_INTERFACE = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+"""The name of the loopback interface; None: unknown on this system."""
 
 STARTED_IN = _present_folder()
 """The working directory when Stratagem was imported; a script may change it later."""

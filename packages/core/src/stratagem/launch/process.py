@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-from stratagem._platform import available_cores as available_cores
 from stratagem.discovery.entry_points import read_text
+from stratagem.system import available_cores as available_cores
 
 
 def open_standard_streams() -> None:

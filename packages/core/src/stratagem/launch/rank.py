@@ -18,13 +18,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
-from stratagem._platform import parent_death_signal
 from stratagem.errors import RankFailedError, hide_frames
-
-if TYPE_CHECKING:
-    from stratagem.launch.watch import Watch
+from stratagem.system import parent_death_signal
 
 Result = TypeVar("Result")
 
@@ -177,6 +174,16 @@ def die_with_parent() -> None:
 Explain = Callable[[BaseException, Callable[[], bool]], "BaseException | None"]
 
 
+class Watch(Protocol):
+    """Watches the ranks that this process has started."""
+
+    def resolve_cause(self, error: BaseException) -> BaseException:
+        """Return the failure of the rank that caused an error here, or the explained error."""
+
+    def end_after_error(self) -> None:
+        """End the ranks, since an error ends this process."""
+
+
 @dataclass
 class ThisRank:
     """The state of this process as a rank.
@@ -320,8 +327,7 @@ def prepare_this_rank() -> None:
                 print(resolved, file=sys.stderr, flush=True)
             elif not was_said(error):
                 print_exception(type(resolved), resolved, resolved.__traceback__)
-            watch.crashed = True
-            watch.ranks.end()
+            watch.end_after_error()
             return
         resolved = explained(error)
         if has_parent() and isinstance(error, KeyboardInterrupt):

@@ -19,7 +19,6 @@ from stratagem.data import sharding
 from stratagem.data.pytree import map_tensors, move_to_device
 from stratagem.discovery.absent import find_or_explain
 from stratagem.discovery.registry import get_registry
-from stratagem.distributed.uneven_inputs import UnevenInputs
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.precision import Precision
@@ -52,6 +51,7 @@ from stratagem.runtime.runtime import (
     launch_arguments,
     public_call,
 )
+from stratagem.runtime.uneven_inputs import UnevenInputs
 from stratagem.state.shards import read_whole
 from stratagem.storage import paths
 

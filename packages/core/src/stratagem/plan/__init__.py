@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stratagem._lazy import lazy_names
+from stratagem.lazy import lazy_names
 
 if TYPE_CHECKING:
     from stratagem.plan.cluster import CLUSTER_VARIABLE as CLUSTER_VARIABLE

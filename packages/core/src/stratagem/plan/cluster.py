@@ -15,6 +15,16 @@ CLUSTER_VARIABLE = "STRATAGEM_CLUSTER"
 
 PLAIN = "plain"
 
+_STARTED = {
+    "TorchElastic": ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"),
+    "LSF": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    "MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "SLURM": ("SLURM_STEP_ID", "SLURM_NTASKS"),
+    "Kubeflow": ("KUBERNETES_PORT", "WORLD_SIZE"),
+}
+"""Environments of stratagem-backend-torch: a variable of each that its processes have, and the
+variable with their number. Without that distribution each process would train alone."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
@@ -151,5 +161,22 @@ def _detected(resolution: Resolution) -> Cluster:
             verb = "is" if len(spec.variables) == 1 else "are"
             detected = selection_of(candidate, f"{', '.join(spec.variables)} {verb} set")
     if detected is None:
+        _check_alone(resolution)
         detected = resolution.find("cluster_environment", PLAIN, "no cluster was detected")
     return _named(detected, environ, tuple(rejected))
+
+
+def _check_alone(resolution: Resolution) -> None:
+    """Raise if a cluster whose environment is not installed has started several processes."""
+    environ = resolution.request.environ
+    for name, (marker, number) in _STARTED.items():
+        count = environ.get(number, "")
+        if marker not in environ or not count.isdigit() or int(count) < 2:
+            continue
+        if not resolution.registry.has("cluster_environment", name):
+            hint = " ".join(resolution.registry.possible_providers(name, "cluster_environment"))
+            raise ConfigurationError(
+                f"this process is one of {count} that {name} has started ({number}={count}), and "
+                f"the cluster environment {name!r} is not there. {hint} To let each process train "
+                f"alone, set {CLUSTER_VARIABLE}=none"
+            )

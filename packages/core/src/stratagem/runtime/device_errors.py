@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 
 from stratagem.discovery.registry import get_registry
 from stratagem.discovery.specs import StrategySpec
-from stratagem.distributed.stack import line_in_traceback
 from stratagem.errors import format_size, with_explanation
 from stratagem.interfaces.accelerator import DeviceMemory
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.strategy import Strategy
 from stratagem.launch.rank import this_rank
+from stratagem.launch.stack import line_in_traceback
 from stratagem.plan.memory import StepMemory, what_would_fit
 
 _UNITS = {"b": 1, "K": 2**10, "M": 2**20, "G": 2**30}

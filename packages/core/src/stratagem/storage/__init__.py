@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stratagem._lazy import lazy_names
+from stratagem.lazy import lazy_names
 
 if TYPE_CHECKING:
     from stratagem.storage.local import (
         DurableDirectory as DurableDirectory,
+        StreamedFile as StreamedFile,
         sync_directory as sync_directory,
     )
     from stratagem.storage.paths import (
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
         check_is_new as check_is_new,
         durable_replace as durable_replace,
         exists as exists,
+        is_name as is_name,
         is_url as is_url,
         join as join,
         parse_user_path as parse_user_path,

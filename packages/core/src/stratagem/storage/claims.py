@@ -11,9 +11,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from stratagem._platform import BINARY, NO_LINK, NO_WAIT, at_fork, lock
 from stratagem.storage import paths
 from stratagem.storage.owner import FORGOTTEN_AFTER, Owner, has_ended
+from stratagem.system import BINARY, NO_LINK, NO_WAIT, at_fork, lock
 
 _held: set[int] = set()
 """Descriptors of locked markers. A child of this process would keep the locks when it is dead."""

@@ -15,9 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from stratagem._platform import BINARY, DIRECTORY, NO_LINK, NO_WAIT, c_library, lock, swap_paths
 from stratagem.errors import CheckpointCorruptError
 from stratagem.storage.owner import Owner, has_ended
+from stratagem.system import BINARY, DIRECTORY, NO_LINK, NO_WAIT, c_library, lock, swap_paths
 
 _PREFIX, _SUFFIX = ".stratagem-", ".saving"
 _NOT_OPENED = {errno.ELOOP: "a link", errno.ENXIO: "a socket"}

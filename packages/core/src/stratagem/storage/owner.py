@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from stratagem import _platform
+from stratagem import system
 
 _FORM = re.compile(r"([0-9a-f]{16})\.(\d+)\.([1-9]\d*)\.(\d+)")
 FORGOTTEN_AFTER = 24 * 3600
@@ -98,8 +98,8 @@ def has_ended(
         return not runs
     try:
         # Shared: two that look do not take one another for the owner.
-        _platform.lock(descriptor, shared=True, wait=False)
-        _platform.unlock(descriptor)
+        system.lock(descriptor, shared=True, wait=False)
+        system.unlock(descriptor)
     except BlockingIOError:
         return False
     except OSError:

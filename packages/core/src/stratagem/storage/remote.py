@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stratagem import _platform
+from stratagem import system
 from stratagem.errors import ConfigurationError
 
 # There an object appears when its upload is completed, all at once.
@@ -79,7 +79,7 @@ def fetch(url: str) -> int:
         OSError: the URL cannot be read, or there is no room.
     """
     with file_system(url) as (files, there):
-        if os.open not in os.supports_dir_fd or _platform.descriptor_path(0) is None:
+        if os.open not in os.supports_dir_fd or system.descriptor_path(0) is None:
             raise ConfigurationError(
                 f"{url!r} cannot be read: on this system no private copy can be made of what is at "
                 "a URL; download it, and pass the path of the file"
@@ -101,7 +101,7 @@ def fetch(url: str) -> int:
                         "set TMPDIR to a directory that has it",
                     ) from error
                 raise
-    _platform.unlock(descriptor)
+    system.unlock(descriptor)
     os.lseek(descriptor, 0, os.SEEK_SET)  # on macOS, /dev/fd shares the position of a file
     return descriptor
 
@@ -110,13 +110,13 @@ def _fill(
     descriptor: int, size: int | None, get_file: Callable[[str], None], name: str, folder: int
 ) -> None:
     """Let a copy be whole: whoever has the lock fetches it, and takes its name away."""
-    _platform.lock(descriptor)
+    system.lock(descriptor)
     found = os.fstat(descriptor)
     if not found.st_nlink and found.st_size == size:
         return  # another process has fetched it; what a killed one has left has a name still
     try:
         os.ftruncate(descriptor, 0)
-        get_file(str(_platform.descriptor_path(descriptor)))
+        get_file(str(system.descriptor_path(descriptor)))
         received = os.fstat(descriptor).st_size
         if size is not None and received != size:
             raise OSError(
@@ -132,10 +132,10 @@ def _fill(
 @contextmanager
 def _private_folder() -> Iterator[int]:
     """Yield the descriptor of this user's folder in the directory for temporary files."""
-    path = Path(tempfile.gettempdir(), f"stratagem-{_platform.user()}")
+    path = Path(tempfile.gettempdir(), f"stratagem-{system.user()}")
     with suppress(FileExistsError):
         path.mkdir(0o700)
-    descriptor = _open_own(str(path), os.O_RDONLY | _platform.DIRECTORY, stat.S_IFDIR)
+    descriptor = _open_own(str(path), os.O_RDONLY | system.DIRECTORY, stat.S_IFDIR)
     try:
         yield descriptor
     finally:
@@ -149,13 +149,13 @@ def _open_own(path: str, flags: int, kind: int, folder: int | None = None) -> in
         PermissionError: it is not.
     """
     try:
-        descriptor = os.open(path, flags | _platform.NO_LINK, 0o600, dir_fd=folder)
+        descriptor = os.open(path, flags | system.NO_LINK, 0o600, dir_fd=folder)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR, errno.EACCES):
             raise
         why = "a link, another user's, or of another kind"
     else:
-        found, user = os.fstat(descriptor), _platform.user()
+        found, user = os.fstat(descriptor), system.user()
         linked = kind == stat.S_IFREG and found.st_nlink > 1
         alone = not stat.S_IMODE(found.st_mode) & 0o077
         if (stat.S_IFMT(found.st_mode), found.st_uid) == (kind, user) and alone and not linked:
@@ -165,7 +165,7 @@ def _open_own(path: str, flags: int, kind: int, folder: int | None = None) -> in
     raise PermissionError(
         errno.EPERM,
         f"{path!r}, where copies of what is at URLs are kept, is {why}; expected one that user "
-        f"{_platform.user()} alone may enter: remove it, or set TMPDIR to a directory of your own",
+        f"{system.user()} alone may enter: remove it, or set TMPDIR to a directory of your own",
     )
 
 
@@ -175,9 +175,9 @@ def _remove_leftovers(folder: int, *, but: str) -> None:
         if name == but:
             continue  # whoever fetches it now begins it anew
         with suppress(OSError):  # it lost its name just now, or its owner lives
-            descriptor = os.open(name, os.O_RDWR | _platform.NO_LINK, dir_fd=folder)
+            descriptor = os.open(name, os.O_RDWR | system.NO_LINK, dir_fd=folder)
             with os.fdopen(descriptor, "rb", buffering=0):
-                _platform.lock(descriptor, wait=False)
+                system.lock(descriptor, wait=False)
                 if os.fstat(descriptor).st_nlink:
                     os.unlink(name, dir_fd=folder)
 

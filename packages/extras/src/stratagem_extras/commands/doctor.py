@@ -23,6 +23,7 @@ from stratagem.cli import (
 )
 from stratagem.discovery import (
     CORE,
+    FIRST,
     RUN_TIME,
     AcceleratorSpec,
     Candidate,
@@ -281,7 +282,7 @@ def _specs_checks(registry: Registry) -> list[tuple[str, Check]]:
     for kind in ("strategy", *KINDS):
         for candidate in registry.candidates(kind):
             spec = candidate.spec
-            if candidate.distribution in (CORE, RUN_TIME):
+            if candidate.distribution in (*FIRST, RUN_TIME):
                 continue
             for plugin, found in ask_plugins(registry, "stratagem_check_spec", str, spec=spec):
                 if isinstance(found, Check):

@@ -18,7 +18,7 @@ from stratagem.cli import (
     why_not,
 )
 from stratagem.discovery import (
-    CORE,
+    FIRST,
     Availability,
     Candidate,
     ComponentSpec,
@@ -123,7 +123,8 @@ def listed_strategies(registry: Registry, environ: Mapping[str, str]) -> list[Li
     accelerators = [each.spec for each in registry.candidates("accelerator")]
     candidates = registry.candidates("strategy")
     rows = []
-    for candidate in sorted(candidates, key=lambda c: (c.distribution != CORE, c.distribution)):
+    owners = dict.fromkeys(FIRST, "")  # ours come first
+    for candidate in sorted(candidates, key=lambda c: owners.get(c.distribution, c.distribution)):
         spec = candidate.spec
         assert isinstance(spec, StrategySpec)
         takes = spec.capabilities.accelerators

@@ -22,7 +22,7 @@ def public_modules() -> tuple[str, ...]:
     `stratagem_testing`. A name is public if its module lists it.
 
     Example:
-        >>> "stratagem.strategies" in public_modules(), "stratagem.native" in public_modules()
+        >>> "stratagem.strategies" in public_modules(), "stratagem.one_device" in public_modules()
         (True, False)
     """
     rooms = (f"stratagem.{room.name}" for room in pkgutil.iter_modules(stratagem.__path__))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.errors import ConfigurationError, RankFailedError
-from stratagem.launch import free_port, this_rank
+from stratagem.launch import this_rank
 from stratagem.lite import Lite
 from stratagem.strategies import Strategy
 from stratagem_testing.strategies.check import CHECKS
@@ -23,6 +23,7 @@ from stratagem_testing.strategies.checks import load_checks
 from stratagem_testing.strategies.probe import Probe
 from stratagem_testing.strategies.target import Target
 from stratagem_testing.surroundings import Surroundings
+from stratagem_torch.launch import free_port
 
 BROKEN = 71
 """The exit code of a rank that a check has left without the others."""

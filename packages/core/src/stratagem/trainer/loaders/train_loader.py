@@ -12,9 +12,9 @@ from stratagem.data.combined_loader import CombinedLoader
 from stratagem.data.resume.combined import CombinedResumable
 from stratagem.data.resume.resumable import Resumable
 from stratagem.data.sharding import UNKNOWN, length_of
-from stratagem.distributed.uneven_inputs import UnevenInputs, remedy_for
 from stratagem.errors import CheckpointMismatchError, UserCodeError
 from stratagem.launch.rank_zero import rank_zero_warn
+from stratagem.runtime.uneven_inputs import UnevenInputs, remedy_for
 from stratagem.trainer.loaders.loaders import (
     Divide,
     Limit,

@@ -1,0 +1,1 @@
+"""Stratagem's torch-native backend; its plugin module says what it offers."""

@@ -1,0 +1,29 @@
+"""The bases of strategies over torch.distributed, for authors of strategies.
+
+Example:
+    >>> from stratagem_torch.parallel import ParallelStrategy
+    >>> ParallelStrategy.capabilities.multi_node
+    True
+"""
+
+from stratagem_torch.distributed.activation_checkpointing import (
+    ActivationCheckpointing,
+    apply_activation_checkpointing,
+    check_activation_checkpointing,
+)
+from stratagem_torch.distributed.allocator import return_freed_memory, use_huge_pages
+from stratagem_torch.distributed.parallel_strategy import ParallelStrategy
+from stratagem_torch.distributed.process_group import ProcessGroupRanks, join_process_group
+from stratagem_torch.distributed.sync_batchnorm import synchronize_batch_norm
+
+__all__ = [
+    "ActivationCheckpointing",
+    "ParallelStrategy",
+    "ProcessGroupRanks",
+    "apply_activation_checkpointing",
+    "check_activation_checkpointing",
+    "join_process_group",
+    "return_freed_memory",
+    "synchronize_batch_norm",
+    "use_huge_pages",
+]

@@ -1,0 +1,208 @@
+"""ModelParallelStrategy: tensor parallelism in groups of ranks, FSDP over the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from stratagem.data import map_tensors
+from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.strategies import DataSplit, PreparedModel, TrainStep, user_module
+from stratagem_torch.plugin import MODEL_PARALLEL
+from stratagem_torch.sharding.deferred import DeferredBuild
+from stratagem_torch.sharding.reductions import Reductions
+from stratagem_torch.sharding.shard_model import give_values
+from stratagem_torch.sharding.wrap_policy import WrapPolicy, check_policy, find_groups
+from stratagem_torch.strategies.sharded import ShardedStrategy
+
+Size = int | Literal["auto"]
+Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module | None]
+
+
+class ModelParallelStrategy(ShardedStrategy):
+    """Arranges the ranks in a mesh of data times tensor parallelism.
+
+    How layers are divided between the ranks of a tensor-parallel group is the model's affair, with
+    torch's `parallelize_module`: either in `parallelize_fn`, or in a Module's `configure_model`,
+    where the mesh is `self.trainer.strategy.device_mesh`. What is not sharded with `fully_shard`
+    there is sharded over the data-parallel dimension afterwards, so that parameters, gradients and
+    optimizer state are spread over all ranks.
+
+    The ranks of a tensor-parallel group read the same batches. That holds for what a sampler
+    divides; an IterableDataset must divide itself by `trainer.ranks.data_split`, not by rank.
+
+    Args:
+        data_parallel_size: groups of ranks; "auto": as many as there are nodes, or as
+            `tensor_parallel_size` leaves.
+        tensor_parallel_size: ranks in a group; "auto": those of a node, or as
+            `data_parallel_size` leaves.
+        parallelize_fn: called as `parallelize_fn(model, device_mesh)` with whole parameters that
+            are alike on all ranks; changes the model in place. `device_mesh["tensor_parallel"]`
+            and `device_mesh["data_parallel"]` are the mesh's dimensions.
+        auto_wrap_policy: what is sharded as a group of its own; see `FSDPStrategy`.
+        reshard_after_forward: see `FSDPStrategy`.
+        **components: see `ShardedStrategy` and `ParallelStrategy`.
+
+    Raises:
+        ConfigurationError: a size is not a number of ranks, or their product not the world size.
+
+    Example:
+        >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+        >>> from stratagem.strategies import ModelParallelStrategy
+        >>> def parallelize(model, device_mesh):
+        ...     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        ...     return parallelize_module(model, device_mesh["tensor_parallel"], plan)
+        >>> strategy = ModelParallelStrategy(parallelize_fn=parallelize, tensor_parallel_size=2)
+        >>> strategy.tensor_parallel_size
+        2
+    """
+
+    capabilities = MODEL_PARALLEL
+
+    def __init__(
+        self,
+        *,
+        data_parallel_size: Size = "auto",
+        tensor_parallel_size: Size = "auto",
+        parallelize_fn: Parallelize | None = None,
+        auto_wrap_policy: WrapPolicy | None = None,
+        reshard_after_forward: bool | int | None = None,
+        **components: Any,
+    ) -> None:
+        super().__init__(**components)
+        self.data_parallel_size = _checked("data_parallel_size", data_parallel_size)
+        self.tensor_parallel_size = _checked("tensor_parallel_size", tensor_parallel_size)
+        if parallelize_fn is not None and not callable(parallelize_fn):
+            raise ConfigurationError(
+                f"parallelize_fn={parallelize_fn!r}: expected a function (model, device_mesh)"
+            )
+        self.parallelize_fn = parallelize_fn
+        check_policy(auto_wrap_policy)
+        self.auto_wrap_policy = auto_wrap_policy
+        self.reshard_after_forward = reshard_after_forward
+        self._compared_batches = False
+
+    def mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Return (data_parallel_size, tensor_parallel_size)."""
+        data, tensor, world_size = (
+            self.data_parallel_size,
+            self.tensor_parallel_size,
+            self.components.device_count,
+        )
+        if data == "auto" and tensor == "auto":
+            sizes = self.components.num_nodes, len(self.components.devices)
+        elif data == "auto":
+            assert tensor != "auto"
+            sizes = max(1, world_size // tensor), tensor
+        else:
+            sizes = data, max(1, world_size // data) if tensor == "auto" else tensor
+        if sizes[0] * sizes[1] != world_size:
+            raise ConfigurationError(
+                f"data_parallel_size={data!r} and tensor_parallel_size={tensor!r} are for "
+                f"{sizes[0]} x {sizes[1]} = {sizes[0] * sizes[1]} ranks, received {world_size} "
+                f"({len(self.components.devices)} device(s), {self.components.num_nodes} node(s)): "
+                "expected sizes whose product is the number of ranks"
+            )
+        return sizes, ("data_parallel", "tensor_parallel")
+
+    def data_split_of(self, rank: int, world_size: int) -> DataSplit:
+        """Return the part of the data for a rank's tensor-parallel group."""
+        (groups, ranks), _ = self.mesh_shape()
+        return rank // ranks, groups
+
+    def accumulate(
+        self, prepared: PreparedModel, step: TrainStep, micro_batch: Any, count: int
+    ) -> bool:
+        """Run forward and backward; before the first, see that ranks have the batches they should.
+
+        Raises:
+            UserCodeError: ranks of a tensor-parallel group have read different batches.
+        """
+        if not self._compared_batches:
+            self._compared_batches = True
+            self._compare(micro_batch)
+        return super().accumulate(prepared, step, micro_batch, count)
+
+    def _compare(self, batch: Any) -> None:
+        """Refuse different batches in a tensor-parallel group, which would train on nonsense."""
+        sums: list[str] = []  # in words, since NaN differs from NaN
+        map_tensors(lambda tensor: sums.append(str(float(tensor.double().sum()))), batch)
+        by_group: dict[int, list[str]] = {}
+        for group, of_rank in self.ranks.gather_objects((self.ranks.data_split[0], sums)):
+            if by_group.setdefault(group, of_rank) != of_rank:
+                raise UserCodeError(
+                    f"ranks of the tensor-parallel group {group} read different batches; expected "
+                    "the same batch on each. Let a sampler divide the data, or, in an "
+                    "IterableDataset, divide it by trainer.ranks.data_split, not by rank"
+                )
+
+    def shard(self, module: nn.Module) -> None:
+        """Let the user's function divide the layers, then shard over the data-parallel ranks."""
+        if not any(True for _ in module.parameters()):
+            return
+        for name, part in module.named_modules():
+            give_values(part, self.device, name=name.removeprefix("module."))
+        if self.parallelize_fn is not None:
+            # Parameters that were sharded eagerly are gathered when the function reaches them.
+            with DeferredBuild(self.accelerator, self.device):
+                self._parallelize(user_module(module))
+        self._check_divided(module)
+        groups = find_groups(module, self.auto_wrap_policy)
+        arguments: dict[str, Any] = {
+            "mesh": self.device_mesh["data_parallel"],
+            "reshard_after_forward": self.reshard_after_forward,
+            "mp_policy": MixedPrecisionPolicy(),
+        }
+        self.shard_groups(module, groups, partial(fully_shard, **arguments))
+        _check_elements(module)
+        Reductions(self.device, self.device_mesh["data_parallel"].get_group()).watch(module)
+
+    def _check_divided(self, module: nn.Module) -> None:
+        """Refuse tensor parallelism of nothing: its ranks would do the same work twice."""
+        size = self.device_mesh["tensor_parallel"].size()
+        meshes = (getattr(p, "device_mesh", None) for p in module.parameters())
+        dims = {dim for mesh in meshes if mesh is not None for dim in mesh.mesh_dim_names or ()}
+        if size > 1 and "tensor_parallel" not in dims:
+            raise ConfigurationError(
+                f"tensor_parallel_size={size}, but no layer is divided, so that {size} ranks would "
+                "each do all the work: pass parallelize_fn, divide layers in configure_model, or "
+                "pass tensor_parallel_size=1"
+            )
+
+    def _parallelize(self, model: nn.Module) -> None:
+        assert self.parallelize_fn is not None
+        returned = self.parallelize_fn(model, self.device_mesh)
+        if returned is not None and returned is not model:
+            raise UserCodeError(
+                f"parallelize_fn returned another {type(returned).__name__} than the model that it "
+                "was given: expected it to change the model in place, as parallelize_module and "
+                "fully_shard do, and to return it"
+            )
+
+
+def _check_elements(module: nn.Module) -> None:
+    """Refuse trained parameters without elements that user code has sharded by `fully_shard`."""
+    for name, parameter in module.named_parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        is_sharded = mesh is not None and "data_parallel" in (mesh.mesh_dim_names or ())
+        if is_sharded and parameter.requires_grad and not parameter.numel():
+            raise ConfigurationError(
+                f"the parameter {name!r} has no elements (shape {tuple(parameter.shape)}), and "
+                "fully_shard cannot reduce its gradient: pass it in ignored_params of fully_shard, "
+                "or leave fully_shard to the strategy"
+            )
+
+
+def _checked(option: str, size: Any) -> Size:
+    if size == "auto":
+        return "auto"
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigurationError(
+            f"{option}={size!r}: expected a number of ranks of at least 1, or 'auto'"
+        )
+    return size

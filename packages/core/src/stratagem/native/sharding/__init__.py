@@ -1,1 +1,0 @@
-"""What the sharding strategies are made of."""
