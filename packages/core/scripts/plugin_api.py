@@ -44,7 +44,7 @@ PUBLIC = {
     "stratagem.precision": "Precision EnginePrecision TruePrecision MixedPrecision default_dtype",
     "stratagem.checkpoint": (
         "CheckpointIO Shards LazyTensor SingleFileCheckpointIO DirectoryCheckpointIO read_whole "
-        "Checksum LAYOUT MANIFEST Manifest MappedFile Refused STATE SavedFile StoredCheckpointIO "
+        "Checksum Directory LAYOUT MANIFEST Manifest MappedFile Refused STATE SavedFile Sink StoredCheckpointIO "
         "encode_manifest has_shards is_directory_checkpoint manifest_of open_archive open_member "
         "read_directory size_of_member verify_files write_archive"
     ),
@@ -76,7 +76,7 @@ PUBLIC = {
     "stratagem.cli": "HelpFormatter at_least",
     "stratagem_torch.parallel": "join_process_group synchronize_batch_norm",
     "stratagem_torch.sharding": "*",
-    "stratagem_torch.launch": "Command Failure Output RankProcesses Watch",
+    "stratagem_torch.launch": "Command Failure Output RankProcesses StartRank Watch",
     "stratagem.errors": "*",
 }
 """What the plugin API holds, by the module that authors import it from."""

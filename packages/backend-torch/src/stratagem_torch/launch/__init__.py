@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Failure as Failure,
         Output as Output,
         RankProcesses as RankProcesses,
+        StartRank as StartRank,
     )
     from stratagem_torch.launch.watch import Watch as Watch
 else:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from stratagem.discovery.exports import exporter
 
 if TYPE_CHECKING:
-    from stratagem.checkpoint.archive import Manifest as Manifest
+    from stratagem.checkpoint.archive import Manifest as Manifest, Sink as Sink
     from stratagem.checkpoint.catalog import (
         SUFFIX as SUFFIX,
         Description as Description,
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         LAYOUT as LAYOUT,
         MANIFEST as MANIFEST,
         STATE as STATE,
+        Directory as Directory,
         SavedFile as SavedFile,
         encode_manifest as encode_manifest,
         is_directory_checkpoint as is_directory_checkpoint,
