@@ -44,8 +44,9 @@ PUBLIC = {
     "stratagem.precision": "Precision EnginePrecision TruePrecision MixedPrecision default_dtype",
     "stratagem.checkpoint": (
         "CheckpointIO Shards LazyTensor SingleFileCheckpointIO DirectoryCheckpointIO read_whole "
-        "Checksum Directory LAYOUT MANIFEST Manifest MappedFile Refused STATE SavedFile Sink StoredCheckpointIO "
-        "encode_manifest has_shards is_directory_checkpoint manifest_of open_archive open_member "
+        "Checksum Directory LAYOUT MANIFEST Manifest MappedFile Refused STATE SavedFile Sink "
+        "StoredCheckpointIO encode_manifest has_shards is_directory_checkpoint manifest_of "
+        "open_archive open_member "
         "read_directory size_of_member verify_files write_archive"
     ),
     "stratagem.environments": "ClusterEnvironment",
