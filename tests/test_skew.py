@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.skew, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMIT = os.environ.get("STRATAGEM_SKEW_COMMIT", "HEAD~1")
+OURS = ("stratagem-core", "stratagem-backend-torch")
 PLUGINS = ("tests/third_party/*/pyproject.toml", "examples/plugins/*/pyproject.toml")
 
 
@@ -54,10 +55,13 @@ def test_plugins_and_core_of_two_commits_work_together(
     of_core, of_plugins = (ROOT, before) if older == "plugins" else (before, ROOT)
     if older == "core" and api_version(before) < api_version(ROOT):
         pytest.skip(f"core of {COMMIT} has an earlier plugin API, and leaves these plugins out")
+    if not (of_core / "packages/backend-torch").exists():
+        pytest.skip(f"{COMMIT} has no stratagem-backend-torch, which plugins require")
     core = build_wheel(of_core / "packages/core", tmp_path / "core")
+    torch_backend = build_wheel(of_core / "packages/backend-torch", tmp_path / "torch")
     plugins = list(plugins_in(of_plugins))
     assert len(plugins) >= 6
-    environment = new_environment("both", f"{core}[testing]")
+    environment = new_environment("both", f"{core}[testing]", torch_backend)
     for plugin in plugins:
         # Its plugin module needs nothing of the system that it brings, which pip may not find.
         wheel = build_wheel(plugin, tmp_path / plugin.name)
@@ -86,11 +90,11 @@ def api_version(tree: Path) -> int:
 
 
 def stands_alone(plugin: Path) -> bool:
-    """Whether a plugin needs no distribution but core; the session `third_parties` has others."""
+    """Whether a plugin needs only core and the torch backend; see the session `third_parties`."""
     text = (plugin / "pyproject.toml").read_text()
     found = re.search(r"^dependencies = (\[[^]]*\])", text, re.MULTILINE)
     assert found is not None
-    return all(needed.startswith("stratagem-core") for needed in json.loads(found[1]))
+    return all(needed.startswith(OURS) for needed in json.loads(found[1]))
 
 
 def train_and_check(environment: Environment, plugin: Path, folder: Path) -> None:
