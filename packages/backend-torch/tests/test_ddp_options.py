@@ -331,7 +331,7 @@ def test_dp_is_refused_for_several_devices_that_are_no_gpus() -> None:
 
 def test_dp_joins_what_replicas_return() -> None:
     """Only the joining: DataParallel itself needs GPUs, and was never run here."""
-    from stratagem.one_device.strategy import _DataParallel
+    from stratagem_torch.strategies.data_parallel import _DataParallel
 
     joined = _DataParallel(nn.Identity()).gather(
         [
