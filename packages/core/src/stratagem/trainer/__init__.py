@@ -22,12 +22,14 @@ if TYPE_CHECKING:
         BatchFeed as BatchFeed,
         training_batches as training_batches,
     )
-    from stratagem.trainer.step.contract_check import takes_own_steps as takes_own_steps
-    from stratagem.trainer.step.hooked_step import (
-        needs_closure as needs_closure,
+    from stratagem.trainer.step.contract_check import (
         step_hooks_of as step_hooks_of,
+        takes_own_steps as takes_own_steps,
     )
-    from stratagem.trainer.step.optimizers import SchedulerConfig as SchedulerConfig
+    from stratagem.trainer.step.optimizers import (
+        SchedulerConfig as SchedulerConfig,
+        needs_closure as needs_closure,
+    )
     from stratagem.trainer.step.step import EndOfEpoch as EndOfEpoch, Step as Step
     from stratagem.trainer.trainer import Trainer as Trainer
 else:

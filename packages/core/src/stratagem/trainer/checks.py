@@ -326,7 +326,6 @@ class EpochChecks:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._strategy = run.trainer.plan.strategy.name
         self._steps = run.module.automatic_optimization and bool(run.optimizers)
         self._is_alone = run.strategy.ranks.world_size == 1
         # A parameter may get another name later, for example by pruning.
@@ -343,8 +342,8 @@ class EpochChecks:
         Raises:
             UserCodeError: names the parameter.
         """
-        module, state = self._run.module, self._run.state
-        self._began = state.batches, state.global_step
+        run, module = self._run, self._run.module
+        self._began = run.state.batches, run.state.global_step
         if self._steps and not any(parameter.requires_grad for parameter in module.parameters()):
             raise UserCodeError(
                 f"no parameter of {type(module).__name__} trains: requires_grad is False for each. "
@@ -355,9 +354,9 @@ class EpochChecks:
         for name, parameter in () if self._is_alone else module.named_parameters():
             if name not in self._known and id(parameter) not in self._known:
                 raise UserCodeError(
-                    f"the parameter {name!r} was added after the strategy {self._strategy!r} "
-                    "prepared the model, so that its gradients would stay on each rank: add it in "
-                    "__init__ or configure_model"
+                    f"the parameter {name!r} was added after the strategy "
+                    f"{run.trainer.plan.strategy.name!r} prepared the model, so that its gradients "
+                    "would stay on each rank: add it in __init__ or configure_model"
                 )
 
     def end_epoch(self) -> None:

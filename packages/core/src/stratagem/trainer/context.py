@@ -93,10 +93,7 @@ class FitState:
             self.next_epoch()
 
 
-_SAVED = (
-    *("epoch", "global_step", "batches", "epoch_is_done", "validated", "batches_before"),
-    *("last_step", "end_begun", "stop_delayed"),
-)
+_SAVED = tuple(FitState.__dataclass_fields__)[:9]
 """The fields of `FitState` that are part of checkpoints."""
 
 

@@ -26,7 +26,6 @@ from stratagem.trainer.context import EvaluationProgress, FitContext, FitState, 
 from stratagem.trainer.hooks import Hooks
 from stratagem.trainer.loaders.loaders import EvaluationLoader
 from stratagem.trainer.loaders.open import FitData, LoaderFactory
-from stratagem.trainer.loops import evaluation
 from stratagem.trainer.loops.fit import fit, functions_after_step
 from stratagem.trainer.loops.interruption import Interruption
 from stratagem.trainer.loops.validation import Validation
@@ -44,8 +43,8 @@ from stratagem.trainer.resume.checkpoint import (
 )
 from stratagem.trainer.resume.epoch_state import EpochState
 from stratagem.trainer.resume.find import ResumePoint, find_resume_point, newest_checkpoint
-from stratagem.trainer.step.hooked_step import check_closure, check_step_hooks
-from stratagem.trainer.step.optimizers import configure, count_steps
+from stratagem.trainer.step.contract_check import check_step_hooks
+from stratagem.trainer.step.optimizers import check_closure, configure, count_steps
 from stratagem.trainer.step.schedulers import Schedulers
 
 if TYPE_CHECKING:
@@ -213,6 +212,8 @@ class Run:
 
     def run_training_data_without_grad(self) -> None:
         """Run `training_step` over an epoch without gradients, counting and logging."""
+        from stratagem.trainer.loops import evaluation  # only runs that evaluate
+
         evaluation.run_training_data_without_grad(self)
 
 
@@ -243,6 +244,7 @@ def run_fit(run: Run) -> None:
 def prepare_fit(run: Run, prepared: PreparedModel) -> FitContext:
     """Return what the training loop reads, with the optimizer step."""
     step = run.step = run.trainer.make_train_step(run, prepared)
+    run.profiling.watch(step)
     assert run.fit_data is not None
     return FitContext(
         module=run.module,
@@ -308,6 +310,8 @@ def restore(
 
 def run_evaluation(run: Run) -> tuple[dict[str, float], list[dict[str, float]]]:
     """Validate or test a model; return the metrics of all loaders together, and of each loader."""
+    from stratagem.trainer.loops import evaluation
+
     loaders = run.open_evaluation_data()
     checks.log_hyperparameters(run)
     epoch = evaluation.evaluate(run, prepare_to_evaluate(run), loaders, _EVALUATED[run.stage])
@@ -321,6 +325,8 @@ def run_evaluation(run: Run) -> tuple[dict[str, float], list[dict[str, float]]]:
 
 def run_prediction(run: Run) -> list[list[Any]]:
     """Return this rank's predictions of each loader."""
+    from stratagem.trainer.loops import evaluation
+
     loaders = run.open_evaluation_data()
     return evaluation.predict(run, prepare_to_evaluate(run), loaders)
 
@@ -337,12 +343,8 @@ def prepare_to_evaluate(run: Run) -> PreparedModel:
     return run.prepared
 
 
-STAGES: dict[str, Callable[[Run], Any]] = {
-    "fit": run_fit,
-    "validate": run_evaluation,
-    "test": run_evaluation,
-    "predict": run_prediction,
-}
+STAGES: dict[str, Callable[[Run], Any]] = {"fit": run_fit, "predict": run_prediction}
+"""The functions of the stages; that of the others is `run_evaluation`."""
 
 
 # -- the start and the end of each stage

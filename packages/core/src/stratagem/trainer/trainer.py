@@ -498,10 +498,10 @@ class Trainer(TrainerAttributes):
             self._fit_state, self._latest = FitState(), self._new_metrics()
         self._opened = None
         run = self._run = self._make_run(job, before=self._run)
-        from stratagem.trainer.run import STAGES, set_up
+        from stratagem.trainer.run import STAGES, run_evaluation, set_up
 
         with set_up(run):
-            return STAGES[job.stage](run)
+            return STAGES.get(job.stage, run_evaluation)(run)
 
     def _make_run(self, job: Job, before: Run | None = None) -> Run:
         # Only runs need this module, which takes a quarter of the Trainer's import time.
@@ -537,7 +537,7 @@ class Trainer(TrainerAttributes):
 
     def make_train_step(self, run: Run, prepared: PreparedModel) -> Step:
         """Return the optimizer step of a fit; called once per fit, before the first epoch."""
-        from stratagem.trainer.step.hooked_step import make_step
+        from stratagem.trainer.step.step import make_step
 
         return make_step(run, prepared)
 

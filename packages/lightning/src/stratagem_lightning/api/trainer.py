@@ -469,7 +469,7 @@ class Trainer(trainer.Trainer):
             if self._fit_step is not None:
                 step = self._fit_step
                 # A batch that ended the epoch at its start is the last one, too.
-                self._ended_early = step._begun == 0 and step.batch_idx > 0
+                self._ended_early = step.begun == 0 and step.batch_idx > 0
                 self._last_batch_idx = step.last_batch_idx + self._ended_early
                 # It holds the graph of the last loss.
                 self._fit_step = None

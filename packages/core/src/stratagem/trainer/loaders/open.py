@@ -88,14 +88,10 @@ class LoaderFactory:
         return trainer.make_sharded_loader if trainer.options.use_distributed_sampler else None
 
     def _share(self, source: Any, what: str) -> list[EvaluationLoader]:
-        options = self.trainer.options
-        limits = {
-            "validation": options.limit_val_batches,
-            "test": options.limit_test_batches,
-            "predict": options.limit_predict_batches,
-        }
-        strategy, limit = self.trainer.strategy, limits[what]
-        return evaluation_loaders(source, strategy, what=what, limit=limit, divide=self._divide)
+        name = f"limit_{'val' if what == 'validation' else what}_batches"
+        limit = getattr(self.trainer.options, name)
+        strategy, divide = self.trainer.strategy, self._divide
+        return evaluation_loaders(source, strategy, what=what, limit=limit, divide=divide)
 
 
 class FitData:
@@ -113,9 +109,6 @@ class FitData:
     Raises:
         UserCodeError: a loader cannot be used.
     """
-
-    loader: TrainLoader
-    rank_state: RankState
 
     def __init__(self, factory: LoaderFactory, state: FitState, epoch: EpochState) -> None:
         self._factory = factory

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from stratagem.data.sharding import UNKNOWN
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.rng import preserve_rng_state
-from stratagem.trainer.loops.evaluation import evaluate
 
 if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import PreparedModel
@@ -161,6 +160,8 @@ class Validation:
         # A run that resumes from a checkpoint that is saved within it validates again.
         rank_state.keep(**rank_state.values(warns=False))
         run.module.on_validation_model_zero_grad()
+        from stratagem.trainer.loops.evaluation import evaluate  # only fits that validate
+
         evaluate(run, prepared, self.loaders, "validation")
         self.last_batches = run.evaluation.batches - before
         self.batches_of_epoch += self.last_batches
@@ -177,6 +178,8 @@ class Validation:
         run, steps = self._run, self._run.trainer.options.num_sanity_val_steps
         if not self.loaders or steps == 0:
             return
+        from stratagem.trainer.loops.evaluation import evaluate
+
         limit = UNKNOWN if steps == -1 else steps
         few = [replace(one, batches=min(one.batches, limit)) for one in self.loaders]
         self.is_sanity_check = True

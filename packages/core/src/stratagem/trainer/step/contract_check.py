@@ -1,14 +1,19 @@
-"""StrategyCheck: checks that a strategy's own `train_step` follows its interface."""
+"""Checks of who performs a step: the strategy's own `train_step`, and the Module's step hooks."""
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, NoReturn
 
-from stratagem.errors import PluginError
+from stratagem.errors import ConfigurationError, PluginError
+from stratagem.interfaces.stepping import Stepping
 from stratagem.interfaces.strategy import Strategy
+from stratagem.trainer.hooks import is_users
 
 if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import PreparedModel
+    from stratagem.module.module import Module
+    from stratagem.plan.plan import RunPlan
     from stratagem.plan.step_options import GradientClip
 
 _STEPS = ("train_step", "accumulate_all", "finish_step")
@@ -17,6 +22,65 @@ _STEPS = ("train_step", "accumulate_all", "finish_step")
 def takes_own_steps(kind: type[Strategy]) -> bool:
     """Return whether a strategy's class overrides a part of the step."""
     return any(getattr(kind, name) is not getattr(Strategy, name) for name in _STEPS)
+
+
+STEP_HOOKS = ("optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping")
+
+
+def step_hooks_of(module: Module) -> list[str]:
+    """Return the names of the step hooks that a Module overrides.
+
+    Example:
+        >>> from stratagem import Module
+        >>> module = Module()
+        >>> module.optimizer_zero_grad = lambda epoch, batch_idx, optimizer: None
+        >>> step_hooks_of(module)
+        ['optimizer_zero_grad']
+    """
+    return [name for name in STEP_HOOKS if is_users(module, name)]
+
+
+def check_step_hooks(module: Module, strategy: Strategy, plan: RunPlan) -> None:
+    """Check that a Module's overridden step hooks can be called, before training.
+
+    With manual optimization, uncalled hooks are only a warning.
+
+    Raises:
+        ConfigurationError: if the strategy runs the step as a whole.
+    """
+    own = step_hooks_of(module)
+    if not module.automatic_optimization:
+        uncalled = [name for name in own if name != "backward"]
+        if uncalled and strategy.ranks.is_global_zero:
+            warnings.warn(
+                f"{type(module).__name__} overrides {' and '.join(uncalled)}, which nobody calls "
+                "with automatic_optimization = False: training_step does what belongs to a step",
+                stacklevel=2,
+            )
+        own = [name for name in own if name == "backward"]
+    problem = taken_as_a_whole(strategy, plan)
+    can = plan.capabilities
+    if not problem and (can.engine_clips or can.engine_steps):
+        engines = {
+            "backward": can.engine_steps,
+            "optimizer_zero_grad": can.engine_steps,
+            "configure_gradient_clipping": can.engine_clips,
+        }
+        own = [name for name in own if engines.get(name)]
+        problem = f"the engine of the strategy {plan.strategy.name!r} does that itself"
+    if own and problem:
+        raise ConfigurationError(
+            f"{type(module).__name__} overrides {' and '.join(own)}, and {problem}, so that it "
+            "would not be called: leave out one of the two"
+        )
+
+
+def taken_as_a_whole(strategy: Strategy, plan: RunPlan) -> str:
+    """Return why user code cannot perform a part of the step; "": it can."""
+    kind = type(strategy)
+    if any(getattr(kind, n) is not getattr(Stepping, n) for n in ("train_step", "accumulate_all")):
+        return f"the strategy {plan.strategy.name!r} takes each step as a whole"
+    return ""
 
 
 class StrategyCheck:

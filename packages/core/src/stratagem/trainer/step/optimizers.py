@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,11 +11,15 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from stratagem.errors import UserCodeError
+from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.launch.rank_zero import rank_zero_warn
+from stratagem.trainer.step.contract_check import taken_as_a_whole
 
 if TYPE_CHECKING:
+    from stratagem.interfaces.strategy import Strategy
     from stratagem.module.module import Module
+    from stratagem.plan.plan import RunPlan
+    from stratagem.plan.step_options import StepOptions
     from stratagem.trainer.context import FitState
 
 _EXPECTED = (
@@ -92,6 +97,50 @@ def configure(module: Module) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     for config in configs:
         _check_optimizer(config.scheduler, optimizers, who)
     return optimizers, configs
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's step computes the loss itself, like LBFGS.
+
+    Example:
+        >>> import torch
+        >>> weights = [torch.nn.Parameter(torch.ones(2))]
+        >>> needs_closure(torch.optim.LBFGS(weights)), needs_closure(torch.optim.SGD(weights))
+        (True, False)
+    """
+    parameters = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters
+    closure = parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
+def check_closure(
+    optimizer: Optimizer, strategy: Strategy, plan: RunPlan, options: StepOptions
+) -> None:
+    """Check that an optimizer that needs a closure can be stepped with one.
+
+    Raises:
+        ConfigurationError: if the loss cannot be computed again within the optimizer's step.
+    """
+    if not needs_closure(optimizer):
+        return
+    problem = taken_as_a_whole(strategy, plan)
+    if problem:
+        pass
+    elif strategy.precision.scales_loss:
+        problem = f"precision={strategy.precision.name!r} scales the loss"
+    elif plan.capabilities.sharded_state or plan.capabilities.engine_steps:
+        problem = f"the strategy {plan.strategy.name!r} spreads what it computes with over ranks"
+    elif options.most_micro_batches > 1:
+        problem = "accumulate_grad_batches has several batches in a step, of which none is kept"
+    if problem:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} computes the loss several times in a step, and {problem}: "
+            "take another optimizer, or leave that out"
+        )
+
+
+def clear_nothing() -> None:
+    """Take the place of what clears gradients, if they are cleared elsewhere."""
 
 
 def count_steps(optimizer: Any, state: FitState) -> None:

@@ -1,4 +1,4 @@
-"""Step: one optimizer step of a Module, with its micro-batches and hooks."""
+"""Step: one optimizer step of a Module, with its micro-batches and hooks; and `make_step`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from stratagem.interfaces.prepared_model import PreparedModel, StepModule
 from stratagem.interfaces.stepping import TrainStep
 from stratagem.launch.rank_zero import rank_zero_warn
 from stratagem.trainer.hooks import Hook, positional_parameters
-from stratagem.trainer.step.batches import batch_converter
-from stratagem.trainer.step.contract_check import StrategyCheck
+from stratagem.trainer.step.batches import batch_converter, refuse_dataloader_iter
+from stratagem.trainer.step.contract_check import StrategyCheck, step_hooks_of, takes_own_steps
+from stratagem.trainer.step.optimizers import clear_nothing, needs_closure
 
 if TYPE_CHECKING:
     from stratagem.module.module import Module
+    from stratagem.plan.step_options import GradientClip
     from stratagem.trainer.loaders.train_loader import TrainLoader
     from stratagem.trainer.run import Run
+    from stratagem.trainer.step.update import ModuleUpdate
 
 
 class EndOfEpoch(Exception):  # no error: user code asks for it
@@ -40,38 +43,53 @@ class Step(TrainStep):
 
     The loop calls `start`, then `Strategy.train_step`, which calls the methods of `TrainStep`, then
     `finish`, which checks that the strategy has called what it must.
+
+    Args:
+        run: a fit.
+        prepared: the prepared model.
+
+    Attributes:
+        update: takes the place of `Strategy.train_step`, if the Module or the optimizer performs a
+            part of the step itself. None: the strategy runs the step.
+        module, state, metrics, policy: of the run.
+        batch_idx: the index of the current micro-batch in its epoch.
+        batch: the current micro-batch, converted; None between steps.
+        outputs, latest_loss: the latest result of `training_step`, and the loss in it.
+        expected, begun: the number of micro-batches of the current step, and of those begun.
+        uncounted: the micro-batches that do not count as trained yet; 0 between steps.
+        convert: makes the step's batch of the loader's; None: they are the same.
+        on_batch_start, on_batch_end: the hooks of a batch.
     """
+
+    update: ModuleUpdate | None = None
 
     def __init__(self, run: Run, prepared: PreparedModel) -> None:
         module, strategy, hooks = run.module, run.strategy, run.hooks
         self.batch_idx = 0
-        self.clip = run.trainer.options.step_options.clip
-        self._micro_batches = 0
-        """The number of micro-batches of the current step; 0 between steps."""
-        self._expected = 0
-        self._begun = self._ended = 0
+        self._clip = run.trainer.options.step_options.clip
+        self.uncounted = self.expected = 0
+        self.begun = self._ended = 0
         self._weights: list[float] | None = None
         self._weight = 1.0
-        self._batch: Any = None
-        self._loss: Tensor | None = None
+        self.batch: Any = None
+        self.latest_loss: Tensor | None = None
         self._clear: Callable[[], None] | None = None
         """Clears the gradients once the hooks at the end of a step were called."""
         self._clear_first: Callable[[], None] | None = None
         """Clears the gradients before the first backward of the next step, by the policy."""
         self._clears_next = False
-        self._policy = run.policy
-        self._limits = run.limits
+        self.policy = run.policy
         self._run = run
-        self._module = module
-        self._state = run.state
-        self._logged = run.metrics
+        self.module = module
+        self.state = run.state
+        self.metrics = run.metrics
         self._schedulers = run.schedulers
         called = _training_step(module, prepared)
         self._training_step = run.profiling.of_strategy("training_step", called)
         convert = batch_converter(strategy, module, run.datamodule)
         if convert is not None:
             convert = run.profiling.of_strategy("batch_to_device", convert)
-        self._convert = convert
+        self.convert = convert
         self._context: AbstractContextManager[Any] | None = strategy.precision.forward_context()
         self._takes_index = positional_parameters(module.training_step).most > 1
         self._detect = run.trainer.options.detect_anomaly
@@ -80,19 +98,24 @@ class Step(TrainStep):
         """Whether a micro-batch of this step has a loss; None: none was computed yet."""
         self._left_out = False
         """Whether loss scaling skipped this step."""
-        self._outputs: Any = None
-        self._check = StrategyCheck(strategy, prepared, run.trainer.options.step_options.clip)
+        self.outputs: Any = None
+        self._check = StrategyCheck(strategy, prepared, self._clip)
         self._is_watched = self._check.is_due and module.automatic_optimization
         if not module.automatic_optimization:
             context_of(strategy.backward_in_forward, prepared)  # once, not in each step
-        self._on_batch_start = hooks.of("on_train_batch_start")
-        self._on_batch_end = hooks.of("on_train_batch_end")
+        self.on_batch_start = hooks.of("on_train_batch_start")
+        self.on_batch_end = hooks.of("on_train_batch_end")
         self._on_before_backward = hooks.of("on_before_backward")
         self._divides_loss = run.policy.divides_loss_in_hooks and bool(self._on_before_backward)
         self._on_after_backward = hooks.of("on_after_backward")
         self._on_before_optimizer_step = hooks.of("on_before_optimizer_step")
         self._on_before_zero_grad = hooks.of("on_before_zero_grad")
-        run.profiling.watch(self)
+
+    @property
+    def clip(self) -> GradientClip | None:  # type: ignore[override]
+        """How gradients are clipped; None: they are not, or the Module clips them."""
+        self._check.clip_was_read = True
+        return self._clip
 
     def surround_backward(self, before: Hook, after: Hook) -> None:
         """Call `before` directly before each backward pass, and `after` directly after it."""
@@ -100,18 +123,25 @@ class Step(TrainStep):
         self._on_after_backward = (after, *self._on_after_backward)
 
     def surround_update(self, before: Hook, after: Hook) -> None:
-        """Call `before` and `after` around clipping and the optimizer's step."""
+        """Call `before` and `after` around the optimizer's step."""
+        if self.update is not None:
+            self.update.surround(before, after)
+            return
         self._on_before_optimizer_step = (*self._on_before_optimizer_step, before)
         self._on_before_zero_grad = (after, *self._on_before_zero_grad)
+
+    def take_clearing_hooks(self) -> tuple[Hook, ...]:
+        """Return the hooks before gradients are cleared, which the caller calls from now on."""
+        hooks, self._on_before_zero_grad = self._on_before_zero_grad, ()
+        return hooks
 
     def keep_gradients(self, prepared: PreparedModel) -> None:
         """Keep a step's gradients until `on_train_batch_end` was called, which may read them."""
         clear, prepared.clear_gradients[0] = prepared.clear_gradients[0], clear_nothing
-        if not self._policy.clears_before_backward:
+        if not self.policy.clears_before_backward:
             self._clear = clear
             return
-        hooks = self._run.hooks.of("on_before_zero_grad")
-        self._on_before_zero_grad = self._on_before_zero_grad[: -len(hooks) or None]
+        hooks = self.take_clearing_hooks()
 
         def call_and_clear() -> None:
             for hook in hooks:
@@ -134,29 +164,27 @@ class Step(TrainStep):
 
     def start(self, micro_batches: int, weights: list[float] | None = None) -> None:
         """Begin a step with this number of batches and their weights; None: equal weights."""
-        self.batch_idx = self._state.batches
-        self._micro_batches = self._expected = micro_batches
-        self._begun = self._ended = 0
+        self.batch_idx = self.state.batches
+        self.uncounted = self.expected = micro_batches
+        self.begun = self._ended = 0
         self._weights = weights
         self._clears_next = True
-        if self._policy.divides_by_window:
-            window = self._limits.accumulation(self._state.epoch)
-            if micro_batches < window:
-                share = micro_batches / window
-                weights = weights or [1.0] * micro_batches
-                self._weights = [share * weight for weight in weights]
+        if self.policy.divides_by_window:
+            share = micro_batches / self._run.limits.accumulation(self.state.epoch)
+            if share < 1:
+                self._weights = [share * weight for weight in weights or [1.0] * micro_batches]
         self._stepped, self._left_out, self._has_loss = False, False, None
-        self._logged.counts = True
+        self.metrics.counts = True
 
     @property
     def is_under_way(self) -> bool:
         """Whether the step has begun and its batches are not yet counted as trained."""
-        return self._begun > 0 and self._micro_batches > 0
+        return self.begun > 0 and self.uncounted > 0
 
     @property
     def last_batch_idx(self) -> int:
         """The index of the epoch's current or last batch; -1 before the first batch."""
-        return self.batch_idx if self._batch is not None else self.batch_idx - 1
+        return self.batch_idx if self.batch is not None else self.batch_idx - 1
 
     @property
     def has_loss(self) -> bool:
@@ -171,31 +199,34 @@ class Step(TrainStep):
         stepped = self._stepped
         ended = self._ended
         is_explained = stepped or self._left_out or self._has_loss is False
-        if ended != self._expected or self._begun != ended or not is_explained:
-            self._check.explain(self._expected, self._begun, ended)
+        if ended != self.expected or self.begun != ended or not is_explained:
+            self._check.explain(self.expected, self.begun, ended)
         if not stepped:
             self._count_batches()
         elif self._is_watched:
-            self._check.check()
             self._is_watched = False
+            if self.update is None:
+                self._check.check()
         self._end_batch()
         if self._clear is not None:
             self._clear()
-        self._batch = None
-        if stepped and self._logged.row:
-            self._logged.end_step(self._state.global_step - 1, self._state.epoch)
+        self.batch = None
+        if stepped and self.metrics.row:
+            self.metrics.end_step(self.state.global_step - 1, self.state.epoch)
 
     def abandon(self) -> None:
         """Drop the current step without taking it, because the epoch ends here."""
-        self._micro_batches = self._begun = 0
-        self._batch = self._logged.batch = self._outputs = self._loss = None
-        self._logged.row = {}
+        self.uncounted = self.begun = 0
+        self.batch = self.metrics.batch = self.outputs = self.latest_loss = None
+        self.metrics.row = {}
         for optimizer in self._run.optimizers:
             optimizer.zero_grad()
 
     def step_function(self) -> Callable[..., None]:
         """Return the step function: it takes the model, this step and its micro-batches."""
-        automatic = self._module.automatic_optimization and self._run.optimizers
+        if self.update is not None:
+            return self.update.run
+        automatic = self.module.automatic_optimization and self._run.optimizers
         return self._run.strategy.train_step if automatic else self.manual
 
     def manual(
@@ -203,42 +234,42 @@ class Step(TrainStep):
     ) -> None:
         """Take the place of `Strategy.train_step` where user code steps the optimizers, if any."""
         for micro_batch in micro_batches:
-            before = self._state.global_step
+            before = self.state.global_step
             with self._run.strategy.backward_in_forward(prepared):
                 self.loss(self.begin(micro_batch), converted=True)
-            self._stepped = self._state.global_step > before
+            self._stepped = self.state.global_step > before
             self._count_batches()
             self._has_loss = False  # as for `finish`: user code takes its steps
             self.end(micro_batch)
 
     def _count_batches(self) -> None:
-        self._state.batches += self._micro_batches
-        self._micro_batches = 0
+        self.state.batches += self.uncounted
+        self.uncounted = 0
 
     def _end_batch(self) -> None:
-        if self._on_batch_end:
-            loss = None if self._loss is None else self._loss.detach()
-            outputs = self._outputs
+        if self.on_batch_end:
+            loss = None if self.latest_loss is None else self.latest_loss.detach()
+            outputs = self.outputs
             # Detached, so that callbacks do not keep the graph of the loss.
             outputs = {**outputs, "loss": loss} if isinstance(outputs, dict) else {"loss": loss}
-            for hook in self._on_batch_end:
-                hook(outputs, self._batch, self.batch_idx)
+            for hook in self.on_batch_end:
+                hook(outputs, self.batch, self.batch_idx)
         self.batch_idx += 1
 
     # -- called by the strategy
 
     def begin(self, micro_batch: Any) -> Any:
         """Call the hooks of a micro-batch's start; return the converted batch."""
-        if self._begun > self._ended and self._check.is_due:
+        if self.begun > self._ended and self._check.is_due:
             self._check.explain_overlap()
-        self._begun += 1
-        batch = micro_batch if self._convert is None else self._convert(micro_batch)
+        self.begun += 1
+        batch = micro_batch if self.convert is None else self.convert(micro_batch)
         if self._weights is not None:
             self._weight = self._weights[self._ended]
             # A batch that is repeated to match other ranks' steps was counted before.
-            self._logged.counts = self._weight != 0.0
-        self._batch = self._logged.batch = batch
-        for hook in self._on_batch_start:
+            self.metrics.counts = self._weight != 0.0
+        self.batch = self.metrics.batch = batch
+        for hook in self.on_batch_start:
             returned = hook(batch, self.batch_idx)
             if type(returned) is int and returned == -1:
                 raise EndOfEpoch
@@ -246,9 +277,9 @@ class Step(TrainStep):
 
     def loss(self, part: Any, *, converted: bool = False) -> Tensor | None:
         """Return the loss of a batch, or of a part of a batch."""
-        if not converted and self._convert is not None:
-            part = self._convert(part)
-        if part is not self._batch:
+        if not converted and self.convert is not None:
+            part = self.convert(part)
+        if part is not self.batch:
             return self._loss_of_part(part)
         arguments = (part, self.batch_idx) if self._takes_index else (part,)
         if part is None:
@@ -258,9 +289,9 @@ class Step(TrainStep):
         else:
             with self._context:
                 outputs = self._training_step(*arguments)
-        self._outputs = outputs
+        self.outputs = outputs
         loss = outputs if outputs.__class__ is Tensor else self._loss_in(outputs)
-        self._loss = loss
+        self.latest_loss = loss
         if loss is None:
             self._has_loss = bool(self._has_loss)
             return None
@@ -271,14 +302,14 @@ class Step(TrainStep):
 
     def _loss_of_part(self, part: Any) -> Tensor | None:
         """Return the loss of some samples of a batch; outside of one, nothing logged counts."""
-        whole, counted = self._batch, self._logged.counts
-        self._logged.counts = counted and whole is not None
-        self._batch = self._logged.batch = part
+        whole, counted = self.batch, self.metrics.counts
+        self.metrics.counts = counted and whole is not None
+        self.batch = self.metrics.batch = part
         try:
             return self.loss(part, converted=True)
         finally:
-            self._batch = self._logged.batch = whole
-            self._logged.counts = counted
+            self.batch = self.metrics.batch = whole
+            self.metrics.counts = counted
 
     def end(self, micro_batch: Any) -> None:
         """Count the micro-batch, and call the hooks of its end.
@@ -286,17 +317,17 @@ class Step(TrainStep):
         For the last batch of a step, `finish` calls them, after the optimizer step.
         """
         self._ended += 1
-        if self._ended < self._expected:
+        if self._ended < self.expected:
             self._end_batch()
             # Free the batch before the next one is read.
-            self._batch = self._logged.batch = self._outputs = self._loss = None
+            self.batch = self.metrics.batch = self.outputs = self.latest_loss = None
 
     def before_backward(self, loss: Tensor) -> None:
         """Call the hooks."""
         if self._clear_first is not None:
             self.clear_first()
-        if self._divides_loss and self._expected > 1:
-            loss = loss / self._expected
+        if self._divides_loss and self.expected > 1:
+            loss = loss / self.expected
         for hook in self._on_before_backward:
             hook(loss)
 
@@ -318,7 +349,7 @@ class Step(TrainStep):
         """
         if self._stepped:
             self._check.explain_counted_twice()
-        self._state.global_step += 1
+        self.state.global_step += 1
         self._count_batches()
         self._stepped = True
         if self._schedulers.configs:
@@ -334,13 +365,13 @@ class Step(TrainStep):
             hook(optimizer)
 
     def _loss_in(self, outputs: Any) -> Tensor | None:
-        if not self._module.automatic_optimization:
+        if not self.module.automatic_optimization:
             return None
         if outputs is None:
             world_size = self._run.strategy.ranks.world_size
-            returned = f"{type(self._module).__name__}.training_step returned None"
+            returned = f"{type(self.module).__name__}.training_step returned None"
             remedy = "end the method with `return loss`. To skip a batch, "
-            if self._batch is None:
+            if self.batch is None:
                 returned, remedy = "train_dataloader yielded None", ""
             if world_size > 1:
                 raise UserCodeError(
@@ -349,9 +380,9 @@ class Step(TrainStep):
                     "every rank, such as 0.0 times the output for an input of zeros (0.0 times NaN "
                     "is NaN)"
                 )
-            if self._batch is None:
+            if self.batch is None:
                 rank_zero_warn(f"{returned}: the batch is skipped, without a training_step")
-            elif self._state.epoch == self._state.global_step == self.batch_idx == 0:
+            elif self.state.epoch == self.state.global_step == self.batch_idx == 0:
                 rank_zero_warn(
                     f"{returned} for the first batch, which skips it: without a loss the model "
                     "does not train. End the method with `return loss`, or ignore this warning if "
@@ -362,15 +393,15 @@ class Step(TrainStep):
         if isinstance(loss, Tensor):
             return loss
         raise UserCodeError(
-            f"{type(self._module).__name__}.training_step returned {_described(outputs)}; expected "
+            f"{type(self.module).__name__}.training_step returned {_described(outputs)}; expected "
             "the loss (a scalar tensor), a dict with the key 'loss', or None to skip the batch"
         )
 
     def _check_finite(self, loss: Tensor) -> None:
         if not bool(loss.detach().isfinite().all()):
             message = (
-                f"the loss of batch {self.batch_idx} in epoch {self._state.epoch} (after "
-                f"{self._state.global_step} optimizer steps) is {loss.detach().tolist()}; "
+                f"the loss of batch {self.batch_idx} in epoch {self.state.epoch} (after "
+                f"{self.state.global_step} optimizer steps) is {loss.detach().tolist()}; "
                 "expected a finite number: look at the batch, the learning rate and divisions by 0"
             )
             raise NonFiniteLossError(with_explanation(message, "nan"))
@@ -381,10 +412,10 @@ class Step(TrainStep):
         The loss is checked only here, after the backward pass has failed, so that correct steps
         take no extra time.
         """
-        loss = self._loss
+        loss = self.latest_loss
         if loss is None or isinstance(error, StratagemError):
             return None
-        who = f"{type(self._module).__name__}.training_step"
+        who = f"{type(self.module).__name__}.training_step"
         if loss.numel() != 1:
             return UserCodeError(
                 f"{who} returned a loss of shape {tuple(loss.shape)}; expected a scalar: reduce "
@@ -396,17 +427,13 @@ class Step(TrainStep):
                 "parameters: do not detach it, do not compute it under no_grad, and check that "
                 "some parameters require gradients"
             )
-        if self._module.automatic_optimization and "backward through the graph a" in str(error):
+        if self.module.automatic_optimization and "backward through the graph a" in str(error):
             return UserCodeError(
                 f"{who}: backward has run before through a part of the loss's graph. The Trainer "
                 "calls backward: remove loss.backward() from training_step, or set "
                 "self.automatic_optimization = False. Detach tensors of earlier batches"
             )
         return None
-
-
-def clear_nothing() -> None:
-    """Take the place of what clears gradients, if they are cleared elsewhere."""
 
 
 def _training_step(module: Module, prepared: PreparedModel) -> Callable[..., Any]:
@@ -425,3 +452,27 @@ def _described(outputs: Any) -> str:
     if isinstance(outputs, dict):
         return f"a dict with the keys {sorted(map(str, outputs))}"
     return f"a {type(outputs).__name__}"
+
+
+def make_step(run: Run, prepared: PreparedModel) -> Step:
+    """Return the optimizer step of a fit, with an `update` if the Module has step hooks.
+
+    Raises:
+        UserCodeError: `training_step` takes `dataloader_iter`.
+    """
+    refuse_dataloader_iter(run.module.training_step)
+    step = Step(run, prepared)
+    own = step_hooks_of(run.module)
+    if not run.module.automatic_optimization:
+        if "backward" in own:
+            prepared.run_backward = run.module.backward
+    elif run.optimizers and (own or any(map(needs_closure, prepared.optimizers))):
+        from stratagem.trainer.step.update import ModuleUpdate  # only models that have step hooks
+
+        step.update = ModuleUpdate(step, run, prepared)
+        return step
+    is_automatic = run.module.automatic_optimization and run.optimizers
+    leaves_clearing = takes_own_steps(type(run.strategy)) or run.strategy.capabilities.engine_steps
+    if is_automatic and not leaves_clearing:
+        step.keep_gradients(prepared)
+    return step

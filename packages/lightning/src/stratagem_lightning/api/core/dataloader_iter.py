@@ -139,18 +139,18 @@ class ReadingStep(Step):
 
     def micro_batches(self, loader: TrainLoader, accumulate: int) -> Iterator[Collection[Any]]:
         """Yield the iterator over the epoch's batches for each step, as long as it has any."""
-        done = self._state.batches
-        batches = training_batches(loader, self._convert, self._logged, done)
+        done = self.state.batches
+        batches = training_batches(loader, self.convert, self.metrics, done)
         source = DataLoaderIter(batches, loader.end - done)
         while not source.done:
             yield (source,)
 
     def begin(self, micro_batch: DataLoaderIter) -> Any:
         """Return the iterator, after the hooks of the start, which receive the batch before."""
-        self._begun += 1
-        self._batch = micro_batch
+        self.begun += 1
+        self.batch = micro_batch
         batch, batch_idx, _ = micro_batch.last
-        for hook in self._on_batch_start:
+        for hook in self.on_batch_start:
             returned = hook(batch, batch_idx)
             if type(returned) is int and returned == -1:
                 raise EndOfEpoch
@@ -160,8 +160,8 @@ class ReadingStep(Step):
         """Return the loss of the batches that `training_step` reads."""
         before = part.fetched
         loss: Tensor | None = part.pass_to(partial(super().loss, converted=True))
-        self._micro_batches = part.fetched - before
-        self._batch, self.batch_idx, _ = part.last
+        self.uncounted = part.fetched - before
+        self.batch, self.batch_idx, _ = part.last
         return loss
 
 

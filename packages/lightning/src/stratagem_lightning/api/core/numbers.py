@@ -171,7 +171,7 @@ def check_manual_outputs(step: Step, run: Run) -> Step:
     finish = step.finish
 
     def check_and_finish() -> None:
-        outputs = step._outputs
+        outputs = step.outputs
         if outputs is not None and not isinstance(outputs, (torch.Tensor, Mapping)):
             raise UserCodeError(
                 f"{type(run.module).__name__}.training_step returned a {type(outputs).__name__}: "
@@ -186,13 +186,13 @@ def check_manual_outputs(step: Step, run: Run) -> Step:
 
 def pass_none_without_batch(step: Step) -> None:
     """Let `on_train_batch_end` get None as outputs if the loader yielded None as a batch."""
-    hooks = step._on_batch_end
+    hooks = step.on_batch_end
 
     def call(outputs: Any, batch: Any, batch_idx: int) -> None:
         for hook in hooks:
             hook(None if batch is None else outputs, batch, batch_idx)
 
-    step._on_batch_end = (call,) if hooks else ()
+    step.on_batch_end = (call,) if hooks else ()
 
 
 def say_that_a_stop_waits(step: Step, run: Run) -> Step:

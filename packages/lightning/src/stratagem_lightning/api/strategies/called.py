@@ -139,7 +139,7 @@ def call_around_backward(step: Step, run: Run) -> Step:
     scaled: list[Tensor] = []
 
     def call_before(loss: Tensor) -> None:
-        divided = loss if step._expected == 1 else loss / step._expected
+        divided = loss if step.expected == 1 else loss / step.expected
         step.clear_first()
         scaled[:] = [_scaled(strategy, divided)]
         strategy.pre_backward(divided)
