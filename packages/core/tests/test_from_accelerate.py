@@ -1,4 +1,4 @@
-"""Lite's counterparts of Accelerate's: what is gathered, accumulated, set up and saved."""
+"""Lite's counterparts of Accelerate's: what is accumulated, set up and saved."""
 
 from __future__ import annotations
 
@@ -31,87 +31,6 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     run_file(SCRIPT, folder=folder)
     return [json.loads((folder / f"found{rank}.json").read_text()) for rank in range(2)]
-
-
-def batches(size: int, samples: int = 9) -> list[list[int]]:
-    """The samples in batches of all ranks together."""
-    return [list(range(n, min(n + size, samples))) for n in range(0, samples, size)]
-
-
-# ---------------------------------------------------------------- gather_for_metrics on two ranks
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("batches of 1, 0 workers", batches(2)),
-        ("batches of 2, 0 workers", batches(4)),
-        ("batches of 2, 1 workers", batches(4)),
-        ("batches of 4, 0 workers", batches(8)),
-        ("batches of 5, 0 workers", batches(10)),
-        ("batches of 9, 0 workers", batches(18)),
-        ("drop_last", batches(4)[:2]),
-        ("one sample", [[0]]),
-        ("shuffled", [list(range(9))] * 2),
-        ("own sampler", [[8, 7, 6, 5], [4, 3, 2, 1], [0]]),
-        ("DistributedSampler", batches(4)),
-        ("list of tensors", [[b, [-n for n in b]] for b in batches(8)]),
-        ("names", [[f"s{n}" for n in b] for b in batches(8)]),
-        ("scalar", [[0.5, 1.5]] * 2),
-        ("after the loop", list(range(9))),
-        ("list after the loop", [str(n) for n in range(9)]),
-        ("after an inner loop", list(range(9))),
-        ("other after the loop", [0, 0]),
-        ("uneven", [[0, 1, 5, 6, 7], [2, 3], [4]]),
-        ("stream", [[0, 1, 10, 11], [2, 12]]),
-        (
-            "nested",
-            [
-                [[10 * n for n in b], [[n] for n in b], [f"s{n}" for n in b], sum(map(bool, b))]
-                for b in batches(8)
-            ],
-        ),
-    ],
-)
-def test_each_of_nine_samples_is_gathered_once(
-    of_ranks: list[dict[str, Any]], name: str, expected: Any
-) -> None:
-    for found in of_ranks:
-        assert found[name] == expected
-
-
-def test_what_cannot_be_gathered_is_refused_on_every_rank(of_ranks: list[dict[str, Any]]) -> None:
-    for found in of_ranks:
-        assert found["by class"] == (
-            "gather_for_metrics() received [7, 7] rows on the ranks, whose last batch has 1 "
-            "samples, of which 1 is repeated: expected a row for each sample. all_gather(), or "
-            "all_reduce(), takes what is not counted by sample"
-        )
-        assert found["other structure"] == (
-            "gather_for_metrics() received different numbers of tensors and lists on the ranks: "
-            "[1, 2]; expected the same structure on each"
-        )
-        assert found["other shape"] == (
-            "gather_for_metrics() received tensors of the shapes [[2, 1], [2, 2]] on the ranks; "
-            "expected one shape but for the first dimension: call pad_across_processes(data, "
-            "dim=1) before it"
-        )
-        assert found["no tensor"] == (
-            "rank 0: gather_for_metrics() received a int; expected tensors, lists of objects, and "
-            "dicts, lists and tuples of them"
-        )
-        assert found["split unevenly"] == (
-            "split_between_processes() received a dict with entries of the lengths "
-            "{'x': 1, 'y': 2}; expected one length"
-        )
-
-
-def test_tensors_are_padded_and_data_split(of_ranks: list[dict[str, Any]]) -> None:
-    first, second = of_ranks
-    assert [first["padded"], second["padded"]] == [[[1, -1], [1, -1]], [[2, 2], [2, 2]]]
-    assert [first["padded first"], second["padded first"]] == [[[0, 7], 1], [[7, 7], 1]]
-    assert first["split"] == [["a", "b"], ["a", "b"], [[0, 1], [1, 2]], ["a"]]
-    assert second["split"] == [["c"], ["c", "c"], [[2, 2], [3, 3]], []]
 
 
 # ---------------------------------------------------------------- accumulate and save_state
@@ -358,3 +277,18 @@ def test_a_trainer_with_other_arguments_than_those_of_the_launch_is_refused(
         "and this Trainer has precision='32-true': pass precision='bf16-mixed' to the Trainer, or "
         "start the script with --devices instead"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("gather_for_metrics", (torch.ones(2),)),
+        ("pad_across_processes", (torch.ones(2),)),
+    ],
+)
+def test_what_gathers_says_what_to_install(
+    name: str, arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stratagem.discovery.exports._offers", lambda module, kind: [])
+    with pytest.raises(ImportError, match=f"'stratagem.lite' has no '{name}'. .*stratagem-extras"):
+        getattr(Lite(accelerator="cpu"), name)(*arguments)

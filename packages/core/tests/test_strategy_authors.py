@@ -540,29 +540,6 @@ def test_an_init_that_does_not_call_its_base_is_named() -> None:
     )
 
 
-def test_an_init_that_does_not_pass_its_components_on_is_named() -> None:
-    class Swallows(DDPStrategy):
-        def __init__(self, *, every: int = 4, **parts: Any) -> None:
-            super().__init__()
-            self.every = every
-
-    class Inherits(Swallows):
-        def __init__(self, **components: Any) -> None:
-            super().__init__(**components)
-
-    class Later(DDPStrategy):
-        def __init__(self, **components: Any) -> None:
-            (lambda: super(Later, self).__init__(**components))()
-
-    text = (
-        "Swallows.__init__ takes **parts and does not pass it on, so that options such as "
-        "launcher= are lost: call super().__init__(**parts) first"
-    )
-    assert refused(lambda: trainer(strategy=Swallows(timeout=30), devices=2)) == text
-    assert refused(lambda: trainer(strategy=Inherits(), devices=2)) == text
-    trainer(strategy=Later(), devices=2)
-
-
 def test_a_setup_that_does_not_call_its_base_is_named() -> None:
     class Forgets(SingleDeviceStrategy):
         def setup_environment(self) -> None:

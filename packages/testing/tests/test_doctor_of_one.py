@@ -204,6 +204,13 @@ MISTAKES = {
         "",
         "Unstarted.__init__ does not call super().__init__(**components): call it first",
     ),
+    "swallows": (
+        "averaging_classes:Swallows",
+        "",
+        "",
+        "Swallows.__init__ takes **parts and does not pass it on, so that options such as "
+        "launcher= are lost: call super().__init__(**parts) first",
+    ),
     "private": (
         "averaging_private:Mine",
         "",
@@ -241,6 +248,10 @@ WRONG_CLASSES = """
 
     class Unstarted(Differs):
         def __init__(self, **components): ...
+
+    class Swallows(Differs):
+        def __init__(self, **parts):
+            super().__init__()
 
     class Aliased(Differs):
         capabilities = Capabilities(precisions=("bf16",))

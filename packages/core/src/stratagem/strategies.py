@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         check_overrides as check_overrides,
         misspelled_methods as misspelled_methods,
         uncalled_methods as uncalled_methods,
-        why_not_initialized as why_not_initialized,
     )
     from stratagem.interfaces.prepared_model import (
         Optimizers as Optimizers,

@@ -85,6 +85,21 @@ NAMES = (
     ("stratagem.cli.SaveConfigCallback", "cli.save_config:SaveConfigCallback", ""),
     ("stratagem.cli.TrainerArgumentParser", "cli.parser:TrainerArgumentParser", ""),
     ("stratagem.cli.TrainerCLI", "cli.trainer_cli:TrainerCLI", "a Trainer from a command line"),
+    (
+        "stratagem.lite.gather_for_metrics",
+        "gathering:gather_for_metrics",
+        "what Lite.gather_for_metrics calls",
+    ),
+    (
+        "stratagem.lite.pad_across_processes",
+        "gathering:pad_across_processes",
+        "what Lite.pad_across_processes calls",
+    ),
+    (
+        "stratagem.lite.split_between_processes",
+        "gathering:split_between_processes",
+        "what Lite.split_between_processes calls",
+    ),
     ("stratagem.module.to_onnx", "export:to_onnx", "what Module.to_onnx calls"),
     (
         "stratagem.module.to_torchscript",

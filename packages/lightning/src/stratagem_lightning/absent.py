@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
+from stratagem.discovery import nearest_of
 from stratagem_lightning.layout import LAYOUT
 
 INSTEAD = {
@@ -44,7 +43,7 @@ stratagem_lightning serves public names only"
             f"{shown} is private to Lightning (a leading underscore): stratagem_lightning serves "
             "public names only"
         )
-    near = get_close_matches(name, LAYOUT.get(".".join(parts[:-1]), ()), n=1, cutoff=0.8)
+    near = nearest_of(name, LAYOUT.get(".".join(parts[:-1]), ()), cutoff=0.8)
     parent = ".".join(("lightning", *parts[:-1]))
-    advice = f"did you mean {near[0]!r}?" if near else f"`dir({parent})` lists what it has"
+    advice = f"did you mean {near!r}?" if near else f"`dir({parent})` lists what it has"
     return f"Stratagem has no {shown}; {advice}"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from stratagem.discovery import FORMER, what_became
+from stratagem.discovery import FORMER, nearest_of, what_became
 from stratagem.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -72,8 +71,8 @@ def _check_attributes(kind: type[Conformance]) -> None:
         if name in changes:
             raise ConfigurationError(what_became(f"{kind.__name__}.{name}", changes[name]))
         is_setting = not name.startswith("_") and name not in known and not callable(value)
-        near = get_close_matches(name, known, n=1, cutoff=0.8) if is_setting else []
+        near = nearest_of(name, known, cutoff=0.8) if is_setting else ""
         if near:
             raise ConfigurationError(
-                f"{kind.__name__}.{name} is no attribute of the kit: did you mean {near[0]}?"
+                f"{kind.__name__}.{name} is no attribute of the kit: did you mean {near}?"
             )

@@ -128,7 +128,7 @@ def _is_declared(kind: type, name: str) -> bool:
 
 def _near(owner: object, name: str) -> str:
     """Return a question with the public name that differs in a letter or two, or ""."""
-    import difflib
+    from stratagem.discovery.registry import nearest_of  # after failures only
 
-    near = difflib.get_close_matches(name, dir(owner), n=1, cutoff=0.9)
-    return f"Did you mean {near[0]!r}?" if near and name[-1].isalpha() else ""
+    near = nearest_of(name, dir(owner), cutoff=0.9)
+    return f"Did you mean {near!r}?" if near and name[-1].isalpha() else ""

@@ -586,15 +586,20 @@ def get_registry() -> Registry:
     return _registry
 
 
-def nearest_of(name: str, known: list[str]) -> str:
+def nearest_of(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return the known name nearest to a misspelled name, or "".
 
     Among names that are about as near, the one with the most similar length is chosen: letters are
     changed or swapped more often than left out.
+
+    Args:
+        name: the misspelled name.
+        known: the names to choose from.
+        cutoff: the least ratio of similar letters; 0.9 is a difference of a letter or two.
     """
     import difflib  # which a listing of names does without
 
-    near = difflib.get_close_matches(name, known, n=5, cutoff=0.6)
+    near = difflib.get_close_matches(name, list(known), n=5, cutoff=cutoff)
     ratios = {one: difflib.SequenceMatcher(None, one, name).ratio() for one in near}
     best = max(ratios.values(), default=0.0)
     among = [one for one in near if ratios[one] > best - 0.15]

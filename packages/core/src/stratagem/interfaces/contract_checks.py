@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dis
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from difflib import get_close_matches
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -22,6 +20,7 @@ from stratagem.discovery.capabilities import (
     difference,
 )
 from stratagem.discovery.former import check_former_names, code_of
+from stratagem.discovery.registry import nearest_of
 from stratagem.discovery.specs import ComponentSpec, StrategySpec
 from stratagem.errors import ConfigurationError, PluginError
 
@@ -177,8 +176,8 @@ def misspelled_methods(kind: type) -> list[str]:
 
 
 def _advice(kind: type, name: str, known: list[str]) -> str:
-    near = get_close_matches(name, known, n=1, cutoff=0.88)
-    return remedy_for(kind, name) or (f"Did you mean {near[0]}?" if near else "")
+    near = nearest_of(name, known, cutoff=0.88)
+    return remedy_for(kind, name) or (f"Did you mean {near}?" if near else "")
 
 
 def unexpected_arguments(kind: type, given: Mapping[str, Any]) -> ConfigurationError:
@@ -194,44 +193,6 @@ def unexpected_arguments(kind: type, given: Mapping[str, Any]) -> ConfigurationE
         f"{kind.__name__}({listed}): unknown; expected some of "
         + ", ".join(sorted(known - {"self"}))
     )
-
-
-def why_not_initialized(strategy: object, base: type) -> str:
-    """Return a text on how an `__init__` drops its base class's arguments, or "" if no one does.
-
-    Args:
-        strategy: the strategy object.
-        base: Strategy, which sets `requested`.
-
-    Example:
-        >>> from stratagem.strategies import SingleDeviceStrategy, Strategy, why_not_initialized
-        >>> class Forgets(SingleDeviceStrategy):
-        ...     def __init__(self, **components):
-        ...         super().__init__()
-        >>> why_not_initialized(Forgets(), Strategy).partition(",")[0]
-        'Forgets.__init__ takes **components and does not pass it on'
-    """
-    if "requested" not in vars(strategy):
-        name = type(strategy).__name__
-        return f"{name}.__init__ does not call super().__init__(**components): call it first"
-    for kind in type(strategy).__mro__[: type(strategy).__mro__.index(base)]:
-        code = getattr(vars(kind).get("__init__"), "__code__", None)
-        if code is None or not code.co_flags & inspect.CO_VARKEYWORDS:
-            continue
-        last = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
-        taken = code.co_varnames[last]
-        # The argument of some instructions is a pair of names.
-        read = [name for each in dis.get_instructions(code) for name in _names(each.argval)]
-        if taken not in read:
-            return (
-                f"{kind.__name__}.__init__ takes **{taken} and does not pass it on, so that "
-                f"options such as launcher= are lost: call super().__init__(**{taken}) first"
-            )
-    return ""
-
-
-def _names(argument: Any) -> tuple[Any, ...]:
-    return argument if isinstance(argument, tuple) else (argument,)
 
 
 def context_of(method: Callable[..., Any], *arguments: Any) -> AbstractContextManager[Any]:

@@ -25,7 +25,6 @@ from stratagem.interfaces.contract_checks import (
     check_capabilities,
     check_overrides,
     unexpected_arguments,
-    why_not_initialized,
 )
 from stratagem.interfaces.launcher import Launcher
 from stratagem.interfaces.precision import Precision
@@ -175,11 +174,14 @@ class Strategy(Stepping, UserNames, ABC):
 
         Raises:
             ConfigurationError: a method of the strategy or of a component has the wrong signature;
-                the class contradicts its capabilities; or its `__init__` does not pass
-                `**components` on to `Strategy.__init__`.
+                the class contradicts its capabilities; or its `__init__` does not call
+                `Strategy.__init__`.
         """
-        if why := why_not_initialized(self, Strategy):
-            raise ConfigurationError(why)
+        if "requested" not in vars(self):
+            raise ConfigurationError(
+                f"{type(self).__name__}.__init__ does not call super().__init__(**components): "
+                "call it first"
+            )
         check_overrides(type(self), Strategy)
         check_capabilities(type(self), Strategy, self.capabilities)
         check_overrides(type(components.accelerator), Accelerator)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from stratagem.lite.dataloader import LiteDataLoader
-from stratagem.lite.lite import Lite, PathLike, numbers_of
-from stratagem.lite.module import LiteModule
-from stratagem.lite.state import collect, restore
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Lite", "LiteDataLoader", "LiteModule", "PathLike", "collect", "numbers_of", "restore"]
+from stratagem.discovery.exports import exporter
+from stratagem.lite.dataloader import LiteDataLoader as LiteDataLoader
+from stratagem.lite.lite import Lite as Lite, PathLike as PathLike, numbers_of as numbers_of
+from stratagem.lite.module import LiteModule as LiteModule
+from stratagem.lite.state import collect as collect, restore as restore
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...  # names that installed distributions add
+else:
+    __getattr__, __dir__ = exporter(__name__, None)

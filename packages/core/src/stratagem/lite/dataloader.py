@@ -35,6 +35,25 @@ class Reading:
         """Whether the current batch is the epoch's last; False if the epoch's length is unknown."""
         return bool(self.active) and self.active[-1].is_at_end
 
+    def samples(self) -> tuple[int, int, bool]:
+        """Return which samples this rank reads, as `Lite.gather_for_metrics` counts them.
+
+        Returns:
+            The number of samples, the number of those that another rank reads too, and whether they
+            are the current batch (True) or the epoch that has ended. The numbers are -1 and 0 if
+            data are not divided by sample.
+        """
+        loader, within = self.latest, self.latest in self.active
+        end = None if loader is None else loader.resumable.end_of_epoch()
+        if loader is None or end is None or not (within or loader.is_at_end):
+            return -1, 0, within
+        own, last, repeated = end
+        if not within:
+            return own, repeated, within
+        if loader.is_at_end:
+            return last, repeated, within
+        return loader.resumable.batch_size, 0, within
+
     def begin_batch(self, loader: LiteDataLoader) -> None:
         """Record that a loader yields a batch."""
         if self.latest is not loader or loader not in self.active:

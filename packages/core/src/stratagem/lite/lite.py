@@ -247,7 +247,8 @@ class Lite(FrontEnd):
 
         Samples that the loader repeated to give all ranks as many are left out, and so are batches
         that `join_uneven_inputs` repeated. Samples of one loader come in the order of its sampler.
-        Call it with each batch, or once after the loop with an epoch's.
+        Call it with each batch, or once after the loop with an epoch's. This needs
+        `stratagem-extras`.
 
         Args:
             data: tensors whose first dimension counts samples, which may differ between ranks;
@@ -266,14 +267,17 @@ class Lite(FrontEnd):
             >>> [lite.gather_for_metrics(batch).tolist() for batch in loader]
             [[0, 1], [2]]
         """
-        from stratagem.lite.gathering import gather_samples
+        from stratagem.lite import gather_for_metrics
 
-        return gather_samples(self.ranks, data, self._reading, is_repeated=not self._weight)
+        samples = self._reading.samples()
+        return gather_for_metrics(self.ranks, data, samples, is_repeated=not self._weight)
 
     def pad_across_processes(
         self, data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
     ) -> Any:
         """Return tensors padded in a dimension to the largest size of all ranks.
+
+        This needs `stratagem-extras`.
 
         Args:
             data: a tensor, or a nested collection of tensors. A tensor without this dimension is
@@ -288,13 +292,15 @@ class Lite(FrontEnd):
             >>> Lite(accelerator="cpu").pad_across_processes(torch.ones(2, 3), dim=1).shape
             torch.Size([2, 3])
         """
-        from stratagem.lite.gathering import pad_to_longest
+        from stratagem.lite import pad_across_processes
 
-        return pad_to_longest(self.ranks, data, dim, pad_index, pad_first)
+        return pad_across_processes(self.ranks, data, dim, pad_index, pad_first)
 
     @contextmanager
     def split_between_processes(self, data: Any, apply_padding: bool = False) -> Iterator[Any]:
         """Give each rank its part of a list, tuple or tensor, one after the other.
+
+        This needs `stratagem-extras`.
 
         Args:
             data: a list, tuple or tensor, or a dict of them with equal lengths.
@@ -309,9 +315,9 @@ class Lite(FrontEnd):
             ...     prompts
             ['a', 'b']
         """
-        from stratagem.lite.gathering import split
+        from stratagem.lite import split_between_processes
 
-        yield split(self.ranks, data, apply_padding)
+        yield split_between_processes(self.ranks, data, apply_padding)
 
     def broadcast(self, data: Any, src: int = 0) -> Any:
         """Return rank `src`'s data on every rank.

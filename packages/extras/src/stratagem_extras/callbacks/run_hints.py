@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from math import ceil, isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from stratagem.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from stratagem.data import CombinedLoader, sampler_of
+from stratagem.discovery import nearest_of
 from stratagem.errors import format_names
 from stratagem.launch import available_cores
 from stratagem_extras.callbacks.data_wait import DataWait
@@ -157,11 +157,11 @@ class RunHints(Callback):
         """Hint at misspelled names of monitored values."""
         logged = trainer.run.validation.names_of_check
         for who in _monitors(trainer):
-            near = get_close_matches(who.monitor, logged, n=1, cutoff=_NEAR)
-            if near and near[0] != who.monitor and near[0][0] == who.monitor[0]:
+            near = nearest_of(who.monitor, logged, cutoff=_NEAR)
+            if near and near != who.monitor and near[0] == who.monitor[0]:
                 self._say(
                     f"{who.name}(monitor={who.monitor!r}): the sanity check logged no value of "
-                    f"that name, but {near[0]!r}: pass monitor={near[0]!r}, unless training logs "
+                    f"that name, but {near!r}: pass monitor={near!r}, unless training logs "
                     f"{who.monitor!r}"
                 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Iterator
 from dataclasses import fields
@@ -25,7 +26,6 @@ from stratagem.strategies import (
     check_capabilities,
     check_overrides,
     misspelled_methods,
-    why_not_initialized,
 )
 
 INTERFACES: dict[str, type | str] = {
@@ -220,12 +220,37 @@ def _mistakes_of_strategy(spec: StrategySpec, made: Strategy) -> Iterator[str]:
     parallel = load_target(_PARALLEL, what="the base of strategies of several processes")
     if isinstance(made, parallel) and own.one_process and own.many_devices:
         yield one_process_of(kind.__name__)
-    if why := why_not_initialized(made, Strategy):
+    if why := _why_not_initialized(made):
         yield why
     try:
         check_capabilities(kind, Strategy, own)
     except ConfigurationError as error:
         yield str(error)
+
+
+def _why_not_initialized(strategy: object) -> str:
+    """Return a text on how an `__init__` drops its base class's arguments, or "" if no one does."""
+    if "requested" not in vars(strategy):
+        name = type(strategy).__name__
+        return f"{name}.__init__ does not call super().__init__(**components): call it first"
+    for kind in type(strategy).__mro__[: type(strategy).__mro__.index(Strategy)]:
+        code = getattr(vars(kind).get("__init__"), "__code__", None)
+        if code is None or not code.co_flags & inspect.CO_VARKEYWORDS:
+            continue
+        last = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+        taken = code.co_varnames[last]
+        # The argument of some instructions is a pair of names.
+        read = [name for each in dis.get_instructions(code) for name in _names(each.argval)]
+        if taken not in read:
+            return (
+                f"{kind.__name__}.__init__ takes **{taken} and does not pass it on, so that "
+                f"options such as launcher= are lost: call super().__init__(**{taken}) first"
+            )
+    return ""
+
+
+def _names(argument: Any) -> tuple[Any, ...]:
+    return argument if isinstance(argument, tuple) else (argument,)
 
 
 def _differences(spec: StrategySpec, own: Capabilities) -> str:

@@ -9,7 +9,6 @@ import io
 import os
 import random
 import sys
-from difflib import get_close_matches
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -20,6 +19,7 @@ from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from stratagem.callbacks import Callback
 from stratagem.data import map_tensors
+from stratagem.discovery import nearest_of
 from stratagem.loggers import Logger
 from stratagem.state import find_offending_value
 from stratagem.strategies import check_overrides
@@ -103,9 +103,9 @@ def _hooks(bench: Bench) -> None:
     for name, value in inspect.getmembers(kind, inspect.isfunction):
         if name in known or name.startswith("_") or value.__module__.startswith("stratagem."):
             continue
-        near = get_close_matches(name, known, n=1, cutoff=0.88)
+        near = nearest_of(name, known, cutoff=0.88)
         assert not near, (
-            f"{kind.__name__}.{name} is no hook, and nothing calls it: did you mean {near[0]}?"
+            f"{kind.__name__}.{name} is no hook, and nothing calls it: did you mean {near}?"
         )
 
 

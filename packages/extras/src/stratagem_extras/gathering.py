@@ -10,20 +10,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from stratagem.data.pytree import map_items, map_tensors
+from stratagem.data import map_items, map_tensors
 from stratagem.errors import UserCodeError
-from stratagem.interfaces.ranks import Ranks
-from stratagem.lite.dataloader import LiteDataLoader, Reading
+from stratagem.strategies import Ranks
 
 
-def gather_samples(ranks: Ranks, data: Any, reading: Reading, *, is_repeated: bool) -> Any:
+def gather_for_metrics(
+    ranks: Ranks, data: Any, samples: tuple[int, int, bool], *, is_repeated: bool
+) -> Any:
     """Return the samples of all ranks, without repeated ones; see `Lite.gather_for_metrics`.
 
     Args:
         ranks: all of them make the call.
         data: tensors whose first dimension counts samples, lists of objects, or nested collections
             of them.
-        reading: the loaders that a loop is reading.
+        samples: how many samples this rank has read, how many of them another rank has read too,
+            and whether they are of the current batch.
         is_repeated: whether this rank repeats its last batch, so that all of it counts nothing.
 
     Raises:
@@ -32,8 +34,7 @@ def gather_samples(ranks: Ranks, data: Any, reading: Reading, *, is_repeated: bo
     """
     if ranks.world_size == 1:
         return data
-    within = reading.latest in reading.active
-    size, repeated = _samples(reading.latest, within=within)
+    size, repeated, within = samples
     repeated = -1 if is_repeated else repeated
     described: list[Any] = []
     problem = ""
@@ -77,25 +78,6 @@ def gather_samples(ranks: Ranks, data: Any, reading: Reading, *, is_repeated: bo
         return [rows[place] for place in order]
 
     return _map(data, tensor, objects)
-
-
-def _samples(loader: LiteDataLoader | None, *, within: bool) -> tuple[int, int]:
-    """Return how many samples this rank reads, and how many of them another rank reads too.
-
-    Args:
-        loader: that was read last.
-        within: in the present batch; False: in the epoch that has ended.
-
-    Returns:
-        The two numbers; (-1, 0): not known, since the data are not dealt out sample by sample.
-    """
-    end = None if loader is None else loader.resumable.end_of_epoch()
-    if loader is None or end is None or not (within or loader.is_at_end):
-        return -1, 0
-    own, last, repeated = end
-    if not within:
-        return own, repeated
-    return (last, repeated) if loader.is_at_end else (loader.resumable.batch_size, 0)
 
 
 def _kept(
@@ -142,7 +124,7 @@ def _map(
     return mapped
 
 
-def pad_to_longest(ranks: Ranks, data: Any, dim: int, value: float, first: bool) -> Any:
+def pad_across_processes(ranks: Ranks, data: Any, dim: int, value: float, first: bool) -> Any:
     """Return tensors as long as the longest of all ranks; see `Lite.pad_across_processes`."""
 
     def padded(tensor: Tensor) -> Tensor:
@@ -160,7 +142,7 @@ def _pad(tensor: Tensor, dim: int, length: int, value: float, first: bool) -> Te
     return pad(tensor, [*sides, *((missing, 0) if first else (0, missing))], value=value)
 
 
-def split(ranks: Ranks, data: Any, padding: bool) -> Any:
+def split_between_processes(ranks: Ranks, data: Any, padding: bool) -> Any:
     """Return this rank's part of data; see `Lite.split_between_processes`.
 
     Raises:
@@ -173,7 +155,7 @@ def split(ranks: Ranks, data: Any, padding: bool) -> Any:
                 f"split_between_processes() received a dict with entries of the lengths {lengths}; "
                 "expected one length"
             )
-        return {key: split(ranks, value, padding) for key, value in data.items()}
+        return {key: split_between_processes(ranks, value, padding) for key, value in data.items()}
     index, count = ranks.eval_split
     fewest, more = divmod(len(data), count)
     begin = index * fewest + min(index, more)
