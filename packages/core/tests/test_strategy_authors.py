@@ -742,7 +742,7 @@ def not_a_strategy() -> object:
         (
             Contradicting,
             "the spec's capabilities and those of Contradicting differ (parameters='drift' and "
-            "'same';",
+            "'same'): let both",
         ),
         (not_a_strategy, "returned a object; expected a subclass of stratagem.strategies.Strategy"),
     ],
