@@ -350,7 +350,7 @@ class Step(TrainStep):
         if self._stepped:
             self._check.explain_counted_twice()
         self.state.global_step += 1
-        self._count_batches()
+        self.state.batches, self.uncounted = self.state.batches + self.uncounted, 0
         self._stepped = True
         if self._schedulers.configs:
             self._schedulers.step("step", self._schedulers.steps())
