@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/src"))
 
-MOST_LINES = 20_809
+MOST_LINES = 20_812
 MOST_FILES = 13
 MOST_FILLER = 0.08
 MOST_FILES_OF_CORE = 176

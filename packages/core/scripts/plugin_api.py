@@ -52,9 +52,10 @@ PUBLIC = {
     "stratagem.environments": "ClusterEnvironment",
     "stratagem.launch": (
         "Launcher RunPlan RunRequest Selection rank_environment free_port pack run_packed "
-        "pack_result unpack_result rank_failure run_as_rank COMMUNICATING ERROR_FILE_VARIABLE "
-        "LAUNCH_VARIABLE LISTEN_FD_VARIABLE LOOPBACK_INTERFACE OWNER_VARIABLE PARENT_VARIABLE "
-        "STARTED_IN STORE_VARIABLE at_end_of_rank crash_file die_with_parent end_rank "
+        "pack_result unpack_result rank_failure run_as_rank ERROR_FILE_VARIABLE "
+        "LAUNCH_VARIABLE IN_CALLS LISTEN_FD_VARIABLE LOOPBACK_INTERFACE OWNER_VARIABLE "
+        "PARENT_VARIABLE STARTED_IN STORE_VARIABLE at_end_of_rank crash_file die_with_parent "
+        "end_rank "
         "exit_with_error explained forget_foreign_variables forget_parent has_parent "
         "line_in_traceback open_standard_streams operation own_variables owns_variables "
         "record_failure this_rank threads_per_rank users_line"
@@ -179,7 +180,8 @@ def members(kind: type) -> list[Member]:
             about = documented.get(each.name, "")
             found.setdefault(each.name, dataclasses.replace(each, about=about))
         for name, value in vars(base).items():
-            if _is_added_later(value):
+            of_protocol = name == "__init__" and getattr(value, "__module__", "") == "typing"
+            if of_protocol or _is_added_later(value):
                 continue
             if not name.startswith("_") or name == "__init__":
                 member = _member(name, value, name in abstract)

@@ -330,7 +330,7 @@ def generators_held_by_data(loader: Any) -> list[Any]:
         held = queue.popleft()
         is_long = isinstance(held, (list, tuple, dict, set)) and len(held) > 100
         # A DataModule leads to its Trainer, which holds generators of other data.
-        is_ours = type(held).__module__.startswith("stratagem.")
+        is_ours = type(held).__module__.startswith(("stratagem.", "stratagem_torch."))
         skips = is_long or is_ours or isinstance(held, (type, ModuleType, CodeType))
         if skips or id(held) in seen:
             continue

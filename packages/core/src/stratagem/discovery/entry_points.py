@@ -20,10 +20,16 @@ CORE = "stratagem-core"
 FIRST = (CORE, "stratagem-backend-torch")
 """Distributions whose names are reserved: others reach a component of the same name by its
 qualified name."""
+_PACKAGES = ("stratagem", "stratagem_torch")
 # Name and value of core's own entry, as its pyproject.toml has it.
 _OWN = ("one_device", "stratagem.one_device.plugin")
 DISABLE_VARIABLE = "STRATAGEM_DISABLE_PLUGINS"
 ONLY_VARIABLE = "STRATAGEM_ONLY_PLUGINS"
+
+
+def is_ours(module: str) -> bool:
+    """Return whether a module belongs to a distribution of `FIRST`."""
+    return module.partition(".")[0] in _PACKAGES
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from stratagem import __version__
 from stratagem.discovery.absent import find_or_explain
-from stratagem.discovery.entry_points import fits
+from stratagem.discovery.entry_points import fits, is_ours
 from stratagem.errors import ConfigurationError, PluginError
 
 T = TypeVar("T")
@@ -122,7 +122,7 @@ def changes_of(classes: Iterable[str]) -> dict[str, Change]:
 
 
 def _is_ours(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in ("stratagem", "stratagem_testing")
+    return is_ours(kind.__module__) or kind.__module__.partition(".")[0] == "stratagem_testing"
 
 
 def what_became(place: str, change: Change) -> str:

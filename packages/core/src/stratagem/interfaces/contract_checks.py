@@ -19,6 +19,7 @@ from stratagem.discovery.capabilities import (
     contradictions,
     difference,
 )
+from stratagem.discovery.entry_points import is_ours
 from stratagem.discovery.former import check_former_names, code_of
 from stratagem.discovery.registry import nearest_of
 from stratagem.discovery.specs import ComponentSpec, StrategySpec
@@ -143,11 +144,7 @@ def uncalled_methods(kind: type) -> Iterator[tuple[type, str]]:
 
 
 def _base_of_ours(kind: type) -> type:
-    return next((each for each in kind.__mro__ if _is_ours(each.__module__)), object)
-
-
-def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] == "stratagem"
+    return next((each for each in kind.__mro__ if is_ours(each.__module__)), object)
 
 
 def misspelled_methods(kind: type) -> list[str]:

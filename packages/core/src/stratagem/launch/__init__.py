@@ -87,7 +87,7 @@ if TYPE_CHECKING:
         rank_zero_warn as rank_zero_warn,
     )
     from stratagem.launch.stack import (
-        COMMUNICATING as COMMUNICATING,
+        IN_CALLS as IN_CALLS,
         line_in_traceback as line_in_traceback,
         operation as operation,
         users_line as users_line,

@@ -18,9 +18,12 @@ _TORCH = _folders("torch")
 _WORKING = (*_TORCH, *_folders("stratagem"), *_folders("stratagem_torch"))
 """The folders of torch and of this library, whose functions communicate."""
 _LIBRARIES = (*_WORKING, str(Path(os.__file__).parent), "<frozen")
-COMMUNICATING = {"backward": "backward", "_pre_forward": "communication before forward"}
+_COMMUNICATING = {"backward": "backward", "_pre_forward": "communication before forward"}
 """Functions of torch within which C++ may wait for other ranks, and what to call them. DDP brings
 its buckets and buffers into line before a forward pass."""
+
+IN_CALLS = tuple(_COMMUNICATING.values())
+"""The names that `operation` returns for calls of torch that communicate within C++."""
 
 
 def operation(frame: FrameType | None) -> str:
@@ -33,8 +36,8 @@ def operation(frame: FrameType | None) -> str:
             # wrapper is a decorator's; the public function lies around it
             if not name.startswith("_") and name != "wrapper":
                 return name
-        elif name in COMMUNICATING and file.startswith(_TORCH):
-            return COMMUNICATING[name]
+        elif name in _COMMUNICATING and file.startswith(_TORCH):
+            return _COMMUNICATING[name]
         elif not fallback and file.startswith(_WORKING) and not name.startswith("_"):
             fallback = name
         frame = frame.f_back

@@ -18,6 +18,7 @@ from stratagem.compile import own_module
 from stratagem.data import sharding
 from stratagem.data.pytree import map_tensors, move_to_device
 from stratagem.discovery.absent import find_or_explain
+from stratagem.discovery.entry_points import is_ours
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
@@ -536,10 +537,8 @@ class Lite(FrontEnd):
     def _only_prepared(self) -> PreparedModel:
         if not self._prepared:
             raise ConfigurationError("backward() needs a model that was set up: call setup() first")
-        # Strategies of core treat all models alike in backward.
-        if len(self._prepared) > 1 and not type(self.strategy).backward.__module__.startswith(
-            "stratagem."
-        ):
+        # Our own strategies treat all models alike in backward.
+        if len(self._prepared) > 1 and not is_ours(type(self.strategy).backward.__module__):
             raise ConfigurationError(
                 f"backward(loss) with {len(self._prepared)} models: the strategy "
                 f"{self.plan.strategy.name!r} overrides backward, which reduces the gradients of "

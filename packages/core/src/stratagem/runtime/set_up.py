@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+from stratagem.discovery.entry_points import is_ours
 from stratagem.errors import PluginError
 from stratagem.interfaces.strategy import Strategy
 from stratagem.launch.rank import at_end_of_rank, fail_at_end
@@ -22,7 +23,7 @@ class SetUp:
     def __init__(self, strategy: Strategy) -> None:
         self._alive = weakref.ref(strategy)
         self.left: Strategy | None = None
-        self.has_own_teardown = not type(strategy).teardown.__module__.startswith("stratagem.")
+        self.has_own_teardown = not is_ours(type(strategy).teardown.__module__)
         _owed.append(self)
         # Before the end of the process group, which is registered earlier.
         at_end_of_rank(self.end)

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from stratagem.errors import CommunicationError, with_explanation
-from stratagem.launch import COMMUNICATING, line_in_traceback, operation, users_line
+from stratagem.launch import IN_CALLS, line_in_traceback, operation, users_line
 from stratagem.system import at_fork
 from stratagem_torch.distributed.diagnosis.status_exchange import (
     ANSWER_TIME,
@@ -32,7 +32,7 @@ COLLECTIVES = frozenset(
         *("all_to_all_single", "barrier", "broadcast", "broadcast_object_list"),
         *("gather", "gather_into_tensor", "gather_object", "gather_single", "monitored_barrier"),
         *("recv", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
-        *("scatter", "scatter_object_list", "send", *COMMUNICATING.values()),
+        *("scatter", "scatter_object_list", "send", *IN_CALLS),
     )
 )
 """Calls in which a rank may wait for others; backward communicates under most strategies."""

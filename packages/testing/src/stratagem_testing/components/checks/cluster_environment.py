@@ -25,6 +25,7 @@ from stratagem_testing.components.checks.every import pickled
 from stratagem_testing.surroundings import Surroundings
 
 KIND = "cluster_environment"
+_NOT_THE_AUTHORS = {"stratagem", "stratagem_torch", "builtins", "abc"}
 _PATIENCE = 40.0
 _FIRST_PORT = 1024
 """Of those that a program may listen on without rights of its own."""
@@ -59,7 +60,7 @@ def _at_home(environment: ClusterEnvironment) -> ClusterEnvironment:
     now = time.time
     time.time = lambda: now() + 3600.0 * number
     for base in type(environment).__mro__:
-        if base.__module__.partition(".")[0] not in {"stratagem", "builtins", "abc"}:
+        if base.__module__.partition(".")[0] not in _NOT_THE_AUTHORS:
             vars(sys.modules[base.__module__])["hash"] = lambda value: hash(value) ^ number
     return environment
 
