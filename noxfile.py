@@ -1,7 +1,7 @@
 """Every command that CI runs: `python -m pip install nox && python -m nox -s tests`.
 
 Each session makes an environment of its own with pip. torch comes first and pinned, so that nothing
-else chooses its build. CONTRIBUTING.md has the table of the sessions.
+else chooses its build. CONTRIBUTING.md and docs/design/sessions.md list the sessions.
 """
 
 import os

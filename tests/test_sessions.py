@@ -134,7 +134,7 @@ def test_the_environment_of_a_session_tells_its_torch(
 
 def test_the_noxfile_has_each_session_and_the_table_names_it(sessions: ModuleType) -> None:
     noxfile = (ROOT / "noxfile.py").read_text()
-    guide = (ROOT / "CONTRIBUTING.md").read_text()
+    guide = (ROOT / "docs/design/sessions.md").read_text()
     for name in sessions.SESSIONS:
         assert f"def {name}(session: nox.Session" in noxfile
         assert f"| `{name}` |" in guide
