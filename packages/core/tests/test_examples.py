@@ -35,7 +35,7 @@ def test_the_examples_of_a_module_run(
 
 
 def test_the_public_names_are_found() -> None:
-    assert {"stratagem.Trainer", "stratagem.strategies.DDPStrategy"} <= set(PUBLIC)
+    assert {"stratagem.Trainer", "stratagem.strategies.SingleDeviceStrategy"} <= set(PUBLIC)
     assert len(PUBLIC) > 20
 
 

@@ -170,7 +170,9 @@ def _is_of_torch(now: Surroundings, place: str) -> bool:
 
 def _is_of_a_library(handler: Any) -> bool:
     """Whether it is a function of torch's or of the launch's, as of its watch over signals."""
-    return str(getattr(handler, "__module__", "")).startswith(("torch.", "stratagem.launch."))
+    return str(getattr(handler, "__module__", "")).startswith(
+        ("torch.", "stratagem.launch.", "stratagem_torch.launch.")
+    )
 
 
 def _name(owner: Any) -> str:

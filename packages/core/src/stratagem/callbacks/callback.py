@@ -31,7 +31,8 @@ class Callback:
     Order within one optimizer step over k micro-batches: for each micro-batch
     `on_train_batch_start`, `on_before_backward`, `on_after_backward`, and for the last one
     `on_before_optimizer_step` and `on_before_zero_grad` before its `on_train_batch_end`, which can
-    still read the gradients, except under a strategy whose engine takes the steps.
+    still read the gradients, except under a strategy whose engine takes the steps. If the Module
+    overrides a hook of `StepHooks`, `on_before_zero_grad` comes before the first backward.
 
     Example:
         >>> from stratagem import Callback, Trainer
@@ -89,10 +90,13 @@ class Callback:
         self.load_state_dict(state)
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        """Called before anything else; `stage` is "fit", "validate", "test" or "predict"."""
+        """Called first of all hooks; `stage` is "fit", "validate", "test" or "predict".
+
+        The data are prepared and the DataModule's `setup` has run.
+        """
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
-        """Called after everything else."""
+        """Called last of all hooks of a callback; the DataModule's `teardown` follows."""
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         """Called after the model is prepared and a checkpoint, if any, is loaded."""

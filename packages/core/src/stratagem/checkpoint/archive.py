@@ -62,6 +62,11 @@ class Manifest:
         nonfinite: the name of a weight that holds NaN or an infinity; None if unknown or if all
             weights are finite.
         contents: the keys of the checkpoint's dict, as many as fit in 16,000 bytes.
+
+    Example:
+        >>> from stratagem.checkpoint import Manifest
+        >>> Manifest(stratagem="0.1.0", torch="2.13.0", epoch=3).epoch
+        3
     """
 
     format_version: int = FORMAT_VERSION
@@ -108,7 +113,15 @@ class Archive:
 
 
 class Sink(Protocol):
-    """The output of an `ArchiveWriter`."""
+    """The output of an `ArchiveWriter`.
+
+    Example:
+        >>> import io
+        >>> from stratagem.checkpoint import Sink
+        >>> sink: Sink = io.BytesIO()
+        >>> sink.write(memoryview(b"abc"))
+        3
+    """
 
     def write(self, data: memoryview, /) -> object:
         """Write all of `data`."""

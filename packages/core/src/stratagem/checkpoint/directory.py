@@ -45,6 +45,11 @@ class SavedFile:
     Attributes:
         size: in bytes.
         xxh3_128: its checksum (`stratagem.checkpoint.checksum`), 32 hexadecimal digits.
+
+    Example:
+        >>> from stratagem.checkpoint import SavedFile
+        >>> SavedFile(3, "0" * 32).size
+        3
     """
 
     size: int
@@ -60,6 +65,18 @@ class Directory:
         manifest: the manifest; None for a checkpoint of plain `torch.distributed.checkpoint`.
         checksum: the checksum of the manifest, 32 hexadecimal digits; None without a manifest.
         files: the files by name.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from stratagem import Lite
+        >>> path = Path(tempfile.mkdtemp()) / "step=1"
+        >>> lite = Lite(accelerator="cpu", plugins="directory")
+        >>> lite.launch()
+        >>> lite.save(path, {"step": 1})
+        >>> from stratagem.checkpoint import read_directory
+        >>> read_directory(path).manifest.contents
+        ('step',)
     """
 
     path: Path
@@ -79,13 +96,28 @@ class Directory:
 
 
 def encode_manifest(manifest: Manifest, files: Mapping[str, SavedFile]) -> bytes:
-    """Return the contents of the manifest file, including their own checksum."""
+    """Return the contents of the manifest file, including their own checksum.
+
+    Example:
+        >>> from stratagem.checkpoint import Manifest, encode_manifest
+        >>> text = encode_manifest(Manifest(stratagem="0.1.0", torch="2.13.0"), {})
+        >>> b'"xxh3_128"' in text
+        True
+    """
     contents = {**asdict(manifest), "files": {name: asdict(files[name]) for name in sorted(files)}}
     return _dump({**contents, "xxh3_128": _checksum_of(contents)})
 
 
 def is_directory_checkpoint(path: Path) -> bool:
-    """Return whether a path is a directory checkpoint of Stratagem or plain DCP, by its files."""
+    """Return whether a path is a directory checkpoint of Stratagem or plain DCP, by its files.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from stratagem.checkpoint import is_directory_checkpoint
+        >>> is_directory_checkpoint(Path(tempfile.mkdtemp()))
+        False
+    """
     return (path / MANIFEST).is_file() or (path / LAYOUT).is_file()
 
 
@@ -96,6 +128,18 @@ def read_directory(path: Path) -> Directory:
         CheckpointNotFoundError: the directory is not a checkpoint.
         CheckpointCorruptError: the manifest is damaged, has a newer format, or is missing although
             its files exist.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from stratagem import Lite
+        >>> path = Path(tempfile.mkdtemp()) / "step=1"
+        >>> lite = Lite(accelerator="cpu", plugins="directory")
+        >>> lite.launch()
+        >>> lite.save(path, {"step": 1})
+        >>> from stratagem.checkpoint import read_directory
+        >>> sorted(read_directory(path).files)
+        ['.metadata', 'state.ckpt']
     """
     file = path / MANIFEST
     if not os.path.lexists(file):
@@ -147,6 +191,18 @@ def verify_files(directory: Directory, names: Iterable[str] | None = None) -> No
 
     Raises:
         CheckpointCorruptError: a file is missing, or has changed since it was written.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from stratagem import Lite
+        >>> path = Path(tempfile.mkdtemp()) / "step=1"
+        >>> lite = Lite(accelerator="cpu", plugins="directory")
+        >>> lite.launch()
+        >>> lite.save(path, {"step": 1})
+        >>> from stratagem.checkpoint import read_directory, verify_files
+        >>> verify_files(read_directory(path)) is None
+        True
     """
     for name in directory.files if names is None else names:
         expected = directory.files[name]
@@ -171,6 +227,16 @@ def open_member(folder: Path, name: str) -> BinaryIO:
         CheckpointCorruptError: the file is missing, is a link, which may lead anywhere, or is not a
             regular file.
         OSError: the file cannot be opened.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "state.ckpt").write_bytes(b"abc")
+        >>> from stratagem.checkpoint import open_member
+        >>> with open_member(folder, "state.ckpt") as file:
+        ...     file.read()
+        b'abc'
     """
     try:
         return open_regular(folder / name, follow=False)
@@ -183,6 +249,15 @@ def size_of_member(folder: Path, name: str) -> int:
 
     Raises:
         CheckpointCorruptError: as `open_member`.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "state.ckpt").write_bytes(b"abc")
+        >>> from stratagem.checkpoint import size_of_member
+        >>> size_of_member(folder, "state.ckpt"), size_of_member(folder, "other")
+        (3, -1)
     """
     if not os.path.lexists(folder / name):
         return -1

@@ -27,7 +27,13 @@ _DIRECTORY = 0x10
 
 
 class Refused(ValueError):
-    """The file is not as `torch.save` writes it, or needs more memory than its size allows."""
+    """The file is not as `torch.save` writes it, or needs more memory than its size allows.
+
+    Example:
+        >>> from stratagem.checkpoint import Refused
+        >>> issubclass(Refused, ValueError)
+        True
+    """
 
 
 class Entry(NamedTuple):

@@ -1,7 +1,8 @@
 """The hooks of a Module that run a part of the optimizer step.
 
 Their defaults do the same as the Trainer, so an override may call `super()` for the rest. The
-Trainer calls these hooks only if a Module overrides one; otherwise it takes a faster path.
+Trainer calls these hooks if a Module overrides one, or if the optimizer needs a closure, as LBFGS
+does; otherwise it takes a faster path.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class StepHooks(nn.Module):
         """Step the optimizer; called only with automatic optimization.
 
         An override has to call the closure, directly or through `optimizer.step`. Each call of this
-        hook adds 1 to `Trainer.global_step`, even if it does not step the optimizer.
+        hook adds 1 to `Trainer.global_step`, even if it does not step the optimizer. A call without
+        a loss, or whose step loss scaling skipped, adds nothing.
 
         Args:
             epoch: the current epoch, counted from 0.

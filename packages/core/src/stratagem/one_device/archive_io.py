@@ -40,7 +40,13 @@ _LONGEST_TEXT = 200
 
 
 def manifest_of(checkpoint: dict[str, Any], saver: CheckpointIO) -> Manifest:
-    """Return the manifest of a checkpoint, with a Trainer's epoch, step and run ID, if any."""
+    """Return the manifest of a checkpoint, with a Trainer's epoch, step and run ID, if any.
+
+    Example:
+        >>> from stratagem.checkpoint import SingleFileCheckpointIO, manifest_of
+        >>> manifest_of({"epoch": 2, "step": 1}, SingleFileCheckpointIO()).epoch
+        2
+    """
 
     def number(name: str) -> int | None:
         value = checkpoint.get(name)
@@ -68,6 +74,15 @@ def write_archive(contents: dict[str, Any], manifest: Manifest, sink: Sink) -> N
 
     Raises:
         OSError: what the sink raised.
+
+    Example:
+        >>> import tempfile
+        >>> from stratagem.checkpoint import Manifest, open_archive, write_archive
+        >>> manifest = Manifest(stratagem="0.1.0", torch="2.13.0")
+        >>> with tempfile.TemporaryFile() as file:
+        ...     write_archive({"step": 1}, manifest, file)
+        ...     open_archive(file, "a file", verify=True)
+        {'step': 1}
     """
     writer = ArchiveWriter(sink)
     try:
@@ -91,6 +106,15 @@ class MappedFile:
 
     Raises:
         CheckpointCorruptError: it is empty.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from stratagem.checkpoint import MappedFile
+        >>> with tempfile.TemporaryFile() as file:
+        ...     torch.save({"step": 1}, file)
+        ...     file.flush()
+        ...     MappedFile(file, "a file").load("a file")
+        {'step': 1}
     """
 
     def __init__(self, file: BinaryIO, path: str) -> None:
@@ -251,6 +275,15 @@ def open_archive(file: BinaryIO, path: str, *, verify: bool) -> dict[str, Any]:
 
     Raises:
         CheckpointCorruptError: the file is no whole archive of weights-only-safe data.
+
+    Example:
+        >>> import tempfile
+        >>> from stratagem.checkpoint import Manifest, open_archive, write_archive
+        >>> manifest = Manifest(stratagem="0.1.0", torch="2.13.0")
+        >>> with tempfile.TemporaryFile() as file:
+        ...     write_archive({"step": 1}, manifest, file)
+        ...     open_archive(file, "a file", verify=True)
+        {'step': 1}
     """
     archive = read_archive(file, path)
     if verify:
@@ -286,6 +319,11 @@ class StoredCheckpointIO(CheckpointIO):
 
     Args:
         verify: compare with the checksums when loading.
+
+    Example:
+        >>> from stratagem.checkpoint import SingleFileCheckpointIO, StoredCheckpointIO
+        >>> issubclass(SingleFileCheckpointIO, StoredCheckpointIO)
+        True
     """
 
     def __init__(self, *, verify: bool = True) -> None:

@@ -169,7 +169,13 @@ def _read_whole(data: Any, done: dict[int, Any]) -> Any:
 
 
 def has_shards(data: Any) -> bool:
-    """Return whether a dict or list contains `Shards`, at any depth."""
+    """Return whether a dict or list contains `Shards`, at any depth.
+
+    Example:
+        >>> from stratagem.checkpoint import has_shards
+        >>> has_shards({"layers": [1, 2]})
+        False
+    """
     try:
         return _has_shards(data)
     except RecursionError:

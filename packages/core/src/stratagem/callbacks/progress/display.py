@@ -24,6 +24,11 @@ class Row:
         what: the name, for example "epoch 0/2".
         total: the number of batches; infinity if unknown.
         done: the number of batches done.
+
+    Example:
+        >>> from stratagem.callbacks import Row
+        >>> Row("epoch 0/2", total=10, done=5).done
+        5
     """
 
     what: str
@@ -66,6 +71,16 @@ class Display(ABC):
 
     Attributes:
         interval: the time between two refreshes, in seconds.
+
+    Example:
+        >>> from stratagem.callbacks import Display, Row
+        >>> class Count(Display):
+        ...     interval = 1.0
+        ...     done = 0
+        ...     def update(self, row):
+        ...         self.done = row.done
+        >>> Display in Count.__mro__
+        True
     """
 
     interval: float

@@ -13,7 +13,7 @@ optimizer_states        the state of each optimizer, by parameter names
 lr_schedulers           the state of each scheduler
 precision               the state of the precision, such as a loss scale
 strategy_state          the strategy's own state, by the name of its class, if any
-epoch, global_step      for users: the epochs begun, and the optimizer steps taken
+epoch, global_step      for users: the current epoch, from 0, and the optimizer steps taken
 progress                the progress of the training loop
 ranks                   for each rank: RNG states, position in the data, values of the epoch
                         (`RankStates`, `EpochState`)
