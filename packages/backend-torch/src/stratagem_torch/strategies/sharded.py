@@ -114,8 +114,8 @@ class ShardedStrategy(ParallelStrategy):
         ConfigurationError: `state_dict_type` is something else.
     """
 
-    clip_by_value = staticmethod(clipping.clip_by_value)
-    clip_by_norm = staticmethod(clipping.clip_by_norm)
+    _clip_by_value = staticmethod(clipping.clip_by_value)
+    _clip_by_norm = staticmethod(clipping.clip_by_norm)
 
     device_mesh: DeviceMesh
     """How the ranks are arranged; there once processes are launched."""

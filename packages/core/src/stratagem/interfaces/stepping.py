@@ -20,8 +20,8 @@ class Stepping:
 
     precision: Precision
     # How gradients are clipped, with the arguments of these functions.
-    clip_by_value: Callable[..., Any] = staticmethod(nn.utils.clip_grad_value_)
-    clip_by_norm: Callable[..., Tensor] = staticmethod(nn.utils.clip_grad_norm_)
+    _clip_by_value: Callable[..., Any] = staticmethod(nn.utils.clip_grad_value_)
+    _clip_by_norm: Callable[..., Tensor] = staticmethod(nn.utils.clip_grad_norm_)
 
     def train_step(
         self, prepared: PreparedModel, step: TrainStep, micro_batches: Collection[Any]
@@ -134,9 +134,9 @@ class Stepping:
         """Clip the gradients of the optimizer's parameters; return their norm, if computed."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if clip.algorithm == "value":
-            self.clip_by_value(parameters, clip.value)
+            self._clip_by_value(parameters, clip.value)
             return None
-        return self.clip_by_norm(
+        return self._clip_by_norm(
             parameters,
             clip.value,
             norm_type=clip.norm_type,
