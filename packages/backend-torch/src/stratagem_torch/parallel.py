@@ -1,8 +1,9 @@
 """The bases of strategies over torch.distributed, for authors of strategies.
 
 Example:
+    >>> from stratagem.strategies import DDPStrategy
     >>> from stratagem_torch.parallel import ParallelStrategy
-    >>> ParallelStrategy.capabilities.multi_node
+    >>> issubclass(DDPStrategy, ParallelStrategy)
     True
 """
 

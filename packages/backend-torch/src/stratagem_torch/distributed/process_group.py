@@ -491,6 +491,12 @@ def join_process_group(
     Raises:
         ConfigurationError: this process is already in a group of other ranks, or cannot open a
             connection for each rank.
+
+    Example:
+        >>> import inspect
+        >>> from stratagem_torch.parallel import join_process_group
+        >>> list(inspect.signature(join_process_group).parameters)[:3]
+        ['backend', 'ranks', 'environment']
     """
     if dist.is_initialized():
         _check_existing_group(ranks, timeout)

@@ -27,6 +27,14 @@ def synchronize_batch_norm(module: nn.Module, *, has_kernels: bool) -> None:
 
     Raises:
         UserCodeError: a layer has a forward of its own, or no parameters yet.
+
+    Example:
+        >>> import torch
+        >>> from stratagem_torch.parallel import synchronize_batch_norm
+        >>> layer = torch.nn.BatchNorm1d(2)
+        >>> synchronize_batch_norm(layer, has_kernels=False)
+        >>> type(layer) is torch.nn.BatchNorm1d
+        False
     """
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm) and not isinstance(layer, _SynchronizedForward):

@@ -117,6 +117,11 @@ def free_port() -> int:
 
     Another program may take it before the ranks do. Call this function on the machine of rank 0,
     right before rank 0 starts.
+
+    Example:
+        >>> from stratagem.launch import free_port
+        >>> 1024 <= free_port() < 65536
+        True
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("", 0))

@@ -97,6 +97,13 @@ def pack(
 
     Raises:
         ConfigurationError: an object cannot be pickled; names the object.
+
+    Example:
+        >>> from stratagem import Trainer
+        >>> from stratagem.launch import pack
+        >>> plan = Trainer(accelerator="cpu", devices=2, logger=False).plan
+        >>> isinstance(pack(plan, print, [1]), bytes)
+        True
     """
     call = Call.of(plan, function, args, {} if kwargs is None else kwargs)
     try:
@@ -119,7 +126,7 @@ def pack(
 
 
 def run_packed(data: bytes, environment: Mapping[str, str]) -> Any:
-    """Make this process a rank, and run the call packed by `pack`.
+    r"""Make this process a rank, and run the call packed by `pack`.
 
     Call it in the main thread of a separate process, once for each launch. The process stays this
     rank. When the function returns, the rank has left its process group.
@@ -136,6 +143,24 @@ def run_packed(data: bytes, environment: Mapping[str, str]) -> Any:
             cannot be unpickled here.
         Exception: the function's exception; if another rank's failure caused it, an error that says
             so. If TORCHELASTIC_ERROR_FILE is set, the error is also written to that file.
+
+    Example:
+        >>> import subprocess, sys, tempfile
+        >>> from stratagem import Trainer
+        >>> from stratagem.launch import free_port, pack, rank_environment
+        >>> plan = Trainer(accelerator="cpu", devices=1, logger=False).plan
+        >>> with tempfile.NamedTemporaryFile(delete=False) as file:
+        ...     _ = file.write(pack(plan, max, [3, 1]))
+        >>> code = (
+        ...     "import ast, sys; from pathlib import Path;"
+        ...     "from stratagem.launch import run_packed;"
+        ...     "data, rank = Path(sys.argv[1]).read_bytes(), ast.literal_eval(sys.argv[2]);"
+        ...     "print(run_packed(data, rank))"
+        ... )
+        >>> rank = rank_environment(local_rank=0, local_world_size=1, main_port=free_port())
+        >>> command = [sys.executable, "-c", code, file.name, str(rank)]
+        >>> subprocess.run(command, capture_output=True, text=True).stdout
+        '3\n'
     """
     become_rank(environment)
     try:

@@ -39,6 +39,11 @@ class Output:
     Attributes:
         log_dir: a folder for the files rank<n>.log; None: the output of this process.
         prefix: put "[rank n] " before each line on the terminal.
+
+    Example:
+        >>> from stratagem_torch.launch import Output
+        >>> Output.of({"STRATAGEM_PREFIX_OUTPUT": "1"}).prefix
+        True
     """
 
     log_dir: Path | None = None
@@ -66,6 +71,11 @@ class Failure:
         time: the time of the failure, in seconds since the epoch.
         log_file: the file with its output; None: the terminal.
         how: how the rank ended; "": described by the exit code.
+
+    Example:
+        >>> from stratagem_torch.launch import Failure
+        >>> str(Failure(1, -15, "", 0.0).error(4)).partition(";")[0]
+        'rank 1 of 4 was ended by SIGTERM'
     """
 
     rank: int
@@ -141,6 +151,13 @@ class Command:
         cwd: the folder that the children start in; None: this process's.
         die_with_this: let the kernel end a child when this process ends, whatever the child runs.
             Only for a process without other threads.
+
+    Example:
+        >>> import sys
+        >>> from stratagem_torch.launch import Command
+        >>> program = [sys.executable, "-c", "import os; exit(int(os.environ['RANK']))"]
+        >>> Command(command=program)(3, {"RANK": "3"}, None).wait()
+        3
     """
 
     command: Sequence[str]
@@ -182,6 +199,16 @@ class RankProcesses:
         own_sessions: each child leads a session. Ctrl-C on the terminal then reaches this process
             only, and signals sent to a child also reach the child's own child processes.
         output: the destination of the children's output.
+
+    Example:
+        >>> import sys
+        >>> from stratagem_torch.launch import Command, RankProcesses
+        >>> program = [sys.executable, "-c", "import os; exit(int(os.environ['RANK']))"]
+        >>> start, failures = Command(command=program), []
+        >>> with RankProcesses(start, {3: {"RANK": "3"}}, on_failure=failures.append) as ranks:
+        ...     _ = ranks.wait()
+        >>> failures[0].exit_code
+        3
     """
 
     def __init__(

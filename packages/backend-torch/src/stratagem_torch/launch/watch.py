@@ -30,7 +30,14 @@ _ASK_AGAIN = 0.1
 
 
 class Watch:
-    """Watches the ranks that this process started, and raises their failure in its main thread."""
+    """Watches the ranks that this process started, and raises their failure in its main thread.
+
+    Example:
+        >>> from stratagem.launch import this_rank
+        >>> from stratagem_torch.launch import Watch
+        >>> isinstance(this_rank.watch, Watch)  # this process has started no ranks
+        False
+    """
 
     @classmethod
     def start(

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         keep_whole as keep_whole,
         shards_of as shards_of,
     )
-    from stratagem_torch.sharding.shard_model import shard_model as shard_model
     from stratagem_torch.sharding.wrap_policy import WrapPolicy as WrapPolicy
     from stratagem_torch.strategies.sharded import (
         ShardedPrepared as ShardedPrepared,

@@ -11,7 +11,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 
 def clip_by_value(parameters: Iterable[Tensor], largest: float) -> None:
-    """Clip every element of the gradients; each rank clips its own elements."""
+    """Clip every element of the gradients; each rank clips its own elements.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> clip_by_value([weight], 3.5)
+        >>> weight.grad
+        tensor([3.0000, 3.5000])
+    """
     for gradient in _local_gradients(parameters):
         gradient.clamp_(-largest, largest)
 
@@ -30,6 +39,15 @@ def clip_by_norm(
 
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite`.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> clip_by_norm([weight], 1.0)
+        tensor(5.)
+        >>> weight.grad
+        tensor([0.6000, 0.8000])
     """
     parameters = [p for p in parameters if p.grad is not None]
     total = global_norm(parameters, norm_type)
@@ -45,7 +63,15 @@ def clip_by_norm(
 
 
 def global_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of the gradients over all ranks."""
+    """Return the norm of the gradients over all ranks.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> global_norm([weight], 2.0)
+        tensor(5.)
+    """
     by_ranks: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     device = torch.device("cpu")
     for parameter in parameters:

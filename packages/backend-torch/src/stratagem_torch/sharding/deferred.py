@@ -60,6 +60,12 @@ class DeferredBuild(TorchFunctionMode):
         accelerator: of the ranks.
         device: this rank's, whose RNG is shared beside the host's.
         whole_bytes: see `WHOLE_BYTES`.
+
+    Example:
+        >>> from torch.overrides import TorchFunctionMode
+        >>> from stratagem_torch.sharding import DeferredBuild
+        >>> issubclass(DeferredBuild, TorchFunctionMode)
+        True
     """
 
     def __init__(

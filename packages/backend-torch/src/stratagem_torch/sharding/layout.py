@@ -27,6 +27,11 @@ def distribute_like(pattern: Tensor, whole: Tensor | LazyTensor) -> Tensor:
     Args:
         pattern: a parameter, sharded or not.
         whole: of the same shape; every rank has it, or reads what it needs of it.
+
+    Example:
+        >>> import torch
+        >>> distribute_like(torch.zeros(2), torch.ones(2))  # of a parameter that is not sharded
+        tensor([1., 1.])
     """
     if not isinstance(pattern, DTensor):
         return whole.whole() if isinstance(whole, LazyTensor) else whole
@@ -47,7 +52,13 @@ def distribute_like(pattern: Tensor, whole: Tensor | LazyTensor) -> Tensor:
 
 
 def shards_of(value: Any) -> Any:
-    """Return this rank's shards of a sharded tensor, aliased; other values are unchanged."""
+    """Return this rank's shards of a sharded tensor, aliased; other values are unchanged.
+
+    Example:
+        >>> import torch
+        >>> shards_of(torch.ones(2))  # which is not sharded
+        tensor([1., 1.])
+    """
     if not isinstance(value, DTensor):
         return value
     local = value.to_local().detach()
@@ -119,7 +130,13 @@ class Rebinding:
 
 
 def distribute_state(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """Return a parameter's optimizer state with its tensors sharded as the parameter is."""
+    """Return a parameter's optimizer state with its tensors sharded as the parameter is.
+
+    Example:
+        >>> import torch
+        >>> distribute_state({"step": 3}, torch.zeros(2))
+        {'step': 3}
+    """
     like_parameter = {
         name
         for name, value in state.items()
@@ -165,12 +182,32 @@ _WHOLE = "_stratagem_whole"
 
 
 def keep_whole(parameter: nn.Parameter) -> None:
-    """Let a parameter stay whole on every rank."""
+    """Let a parameter stay whole on every rank.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> is_replicated(weight)
+        False
+        >>> keep_whole(weight)
+        >>> is_replicated(weight)
+        True
+    """
     setattr(parameter, _WHOLE, True)
 
 
 def is_replicated(parameter: nn.Parameter) -> bool:
-    """Whether a parameter stays whole: by `keep_whole`, or without a dimension or elements."""
+    """Whether a parameter stays whole: by `keep_whole`, or without a dimension or elements.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> is_replicated(weight)
+        False
+        >>> keep_whole(weight)
+        >>> is_replicated(weight)
+        True
+    """
     return parameter.ndim == 0 or not parameter.numel() or hasattr(parameter, _WHOLE)
 
 

@@ -68,6 +68,12 @@ class ShardedPrepared(PreparedModel):
 
     Attributes:
         groups: its modules that gather and free parameters together.
+
+    Example:
+        >>> from stratagem.strategies import PreparedModel
+        >>> from stratagem_torch.sharding import ShardedPrepared
+        >>> issubclass(ShardedPrepared, PreparedModel)
+        True
     """
 
     groups: list[FSDPModule] = field(init=False)
@@ -112,6 +118,12 @@ class ShardedStrategy(ParallelStrategy):
 
     Raises:
         ConfigurationError: `state_dict_type` is something else.
+
+    Example:
+        >>> from stratagem.strategies import FSDPStrategy
+        >>> from stratagem_torch.sharding import ShardedStrategy
+        >>> issubclass(FSDPStrategy, ShardedStrategy)
+        True
     """
 
     _clip_by_value = staticmethod(clipping.clip_by_value)
