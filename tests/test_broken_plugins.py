@@ -196,7 +196,7 @@ CASES = {
         returning('[spec("ddp"), spec("wanted", aliases=("single_device",))]'),
         status="loaded",
         notes=[
-            "strategy name 'ddp' is reserved for stratagem-core",
+            "strategy name 'ddp' is reserved for stratagem-backend-torch",
             "reach this one as stratagem-reserved-name:ddp",
             "strategy name 'single_device' is reserved",
         ],
@@ -722,30 +722,33 @@ def test_a_name_of_two_is_ambiguous_only_when_it_is_selected(tmp_path: Path) -> 
     ]
 
 
-def test_a_reserved_name_stays_with_core_and_the_qualified_one_works(tmp_path: Path) -> None:
+def test_a_reserved_name_stays_with_its_distribution_and_the_qualified_one_works(
+    tmp_path: Path,
+) -> None:
     install(tmp_path, "reserved_name", CASES["reserved_name"])
     explain = ("-m", "stratagem", "explain", "--accelerator", "cpu", "--devices", "1")
-    assert "stratagem-core" in run(tmp_path, *explain, "--strategy", "ddp").splitlines()[0]
+    first = run(tmp_path, *explain, "--strategy", "ddp").splitlines()[0]
+    assert "stratagem-backend-torch" in first
     code = (
         "import warnings; from stratagem import Lite; warnings.simplefilter('error');"
         "Lite(accelerator='cpu', devices=2, strategy='ddp')"
     )
     warned = run(tmp_path, "-c", code, expect=1)
-    assert "UserWarning: the strategy 'ddp' is that of stratagem-core" in warned
+    assert "UserWarning: the strategy 'ddp' is that of stratagem-backend-torch" in warned
     assert "'stratagem-reserved-name:ddp' is another one" in warned
     qualified = run(tmp_path, *explain, "--strategy", "stratagem-reserved-name:ddp")
     assert "stratagem-reserved-name 3.2.1" in qualified.splitlines()[0]
 
 
 def test_a_plugin_sorted_before_core_does_not_take_a_reserved_name(tmp_path: Path) -> None:
-    install(tmp_path, "aa", CASES["reserved_name"])  # "stratagem-aa" < "stratagem-core"
+    install(tmp_path, "aa", CASES["reserved_name"])  # "stratagem-aa" < "stratagem-backend-torch"
     code = """
 from stratagem.discovery.registry import get_registry
 print(get_registry().find("strategy", "ddp").distribution)
 print([report.notes for report in get_registry().reports if report.entry_point == "plugin_of_aa"])
 """
     first, notes = run(tmp_path, "-c", code).splitlines()
-    assert first == "stratagem-core"
+    assert first == "stratagem-backend-torch"
     assert "reach this one as stratagem-aa:ddp" in notes
 
 

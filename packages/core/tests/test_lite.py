@@ -969,7 +969,7 @@ def test_plugins_and_shorthands_are_given_once_and_are_plugins() -> None:
         "plugins has 'nothing_like_it'; expected a CheckpointIO, a ClusterEnvironment, a "
         "Launcher or a Precision, or the name of one (`stratagem doctor` lists them)"
     )
-    qualified = Lite(accelerator="cpu", plugins="stratagem-core:directory")
+    qualified = Lite(accelerator="cpu", plugins="stratagem-backend-torch:directory")
     assert qualified.plan.checkpoint_io.name == "directory"
     twice = TruePrecision("64-true")
     assert refused(

@@ -764,9 +764,10 @@ def test_a_name_that_nothing_has_is_refused(program: Program) -> None:
     program.install("two-dist", NOTHING, requires=RANGE)
     said = program("doctor", "ddp", code=2).stderr
     assert said.startswith(
-        "no distribution or plugin 'ddp' is installed: expected one of stratagem-core, averaging, "
+        "no distribution or plugin 'ddp' is installed: expected one of stratagem-core, "
+        "stratagem-backend-torch, averaging, "
     )
-    assert said.endswith("; 'ddp' is provided by stratagem-core\n")
+    assert said.endswith("; 'ddp' is provided by stratagem-backend-torch\n")
     said = program("doctor", "averaing", code=2).stderr
     assert said.startswith(
         "no distribution or plugin 'averaing' is installed (did you mean 'averaging'?): expected "

@@ -143,12 +143,12 @@ REFUSED = {
     "lower case: letters, digits and single '_', beginning with a letter, such as 'ring_sgd'",
     "4": "NAME='4': expected the name of a strategy that is a Python identifier in lower case: "
     "letters, digits and single '_', beginning with a letter",
-    "ddp": "NAME='ddp' is what stratagem-core calls a strategy of its own: choose another one, "
-    "such as 'my_ddp'",
+    "ddp": "NAME='ddp' is what stratagem-backend-torch calls a strategy of its own: choose "
+    "another one, such as 'my_ddp'",
     "auto": "NAME='auto' is how users leave the choice of a strategy to Stratagem: choose another "
     "one, such as 'my_auto'",
-    "fork": "NAME='fork' is what stratagem-core calls a launcher of its own: choose another one, "
-    "such as 'my_fork'",
+    "fork": "NAME='fork' is what stratagem-backend-torch calls a launcher of its own: choose "
+    "another one, such as 'my_fork'",
     "cpu": "NAME='cpu' is what stratagem-core calls an accelerator of its own: choose another one, "
     "such as 'my_cpu'",
     "torch": "NAME='torch' is the library that all strategies stand on, and would be taken for it: "

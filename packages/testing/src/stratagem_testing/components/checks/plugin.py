@@ -8,6 +8,7 @@ import sys
 from stratagem.discovery import (
     CORE,
     DISABLE_VARIABLE,
+    FIRST,
     PLUGIN_API_VERSION,
     AcceleratorSpec,
     ComponentSpec,
@@ -212,7 +213,7 @@ def _names(bench: Bench) -> None:
             other = None if shared else taken.get((spec.kind, name.casefold()))
             assert other is None, (
                 f"{_called(spec)} claims the name {name!r} of {other}"
-                + (": core's names are reserved" if other == CORE else "")
+                + (": its names are reserved" if other in FIRST else "")
                 + "; choose one that begins with your distribution's name"
             )
 
