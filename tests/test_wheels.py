@@ -36,6 +36,7 @@ BROUGHT = {
     "stratagem-core": {"stratagem-core"},
     "stratagem-extras": {"stratagem-core", "stratagem-extras"},
     "stratagem-lightning": {"stratagem-lightning", "stratagem-extras", *TORCH},
+    "stratagem-testing": {"stratagem-testing", "stratagem-extras", *TORCH},
     "stratagem": {
         *("stratagem", "stratagem-extras", "stratagem-backend-cuda", *TORCH),
         "stratagem-backend-xpu",  # and on macOS, stratagem-backend-mps

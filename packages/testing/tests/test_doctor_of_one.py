@@ -543,7 +543,7 @@ def test_an_import_that_is_not_public_is_a_warning_and_names_what_is(program: Pr
     private = (
         "from stratagem_torch.strategies.ddp import DDPStrategy\n"
         "import stratagem.plan.resolution\n"
-        "from stratagem.launch import Launcher, supervisor\n"
+        "from stratagem.launch import Launcher, process\n"
         "from stratagem import errors, discovery\n"
     )
     write(program, "averaging_classes", private + textwrap.dedent(CLASSES))
@@ -553,7 +553,7 @@ def test_an_import_that_is_not_public_is_a_warning_and_names_what_is(program: Pr
         f"averaging_classes.py, line 1: stratagem_torch.strategies.ddp DDPStrategy {may}: import "
         "DDPStrategy from stratagem.strategies",
         f"averaging_classes.py, line 2: stratagem.plan.resolution {may}",
-        f"averaging_classes.py, line 3: stratagem.launch supervisor {may}",
+        f"averaging_classes.py, line 3: stratagem.launch process {may}",
     ]
     assert {c["status"] for c in found["checks"] if c["name"] == "imports"} == {"warning"}
 
@@ -627,9 +627,9 @@ def test_an_entry_point_in_a_group_that_nobody_reads_is_a_problem(program: Progr
 
 def test_an_entry_point_named_as_that_of_another_is_a_warning(program: Program) -> None:
     info = program.install("averaging", NOTHING, requires=RANGE)
-    info.joinpath("entry_points.txt").write_text("[stratagem.backends]\nnative = averaging\n")
+    info.joinpath("entry_points.txt").write_text("[stratagem.backends]\none_device = averaging\n")
     said = program("doctor", "averaging").stdout
-    assert row_of(said, "entry point native")[1:] == [
+    assert row_of(said, "entry point one_device")[1:] == [
         "warning",
         "stratagem-core has one of the same name: STRATAGEM_DISABLE_PLUGINS would switch off both",
     ]

@@ -224,7 +224,7 @@ _TAKEN = (
 )
 _NOT_OURS_TO_GIVE = {
     "core": "Stratagem's core",
-    "native": "the plugin of Stratagem's core",
+    "one_device": "the plugin of Stratagem's core",
     "stratagem": "Stratagem itself",
     "torch": "the library that all strategies stand on",
 }

@@ -13,27 +13,36 @@ from pathlib import Path
 import stratagem
 from stratagem.discovery import find_module
 
+_WITH_NAMES = (
+    "stratagem",
+    "stratagem_testing",
+    "stratagem_torch.launch",
+    "stratagem_torch.parallel",
+    "stratagem_torch.sharding",
+)
+"""Public modules that are no rooms of core."""
+
 
 @functools.cache
 def public_modules() -> tuple[str, ...]:
     """Return the modules that users and authors of plugins import from.
 
-    They are `stratagem`, its rooms (`stratagem.ROOM`) that list public names, and
-    `stratagem_testing`. A name is public if its module lists it.
+    They are `stratagem`, its rooms (`stratagem.ROOM`) that list public names, `stratagem_testing`,
+    and three modules of `stratagem_torch`. A name is public if its module lists it.
 
     Example:
         >>> "stratagem.strategies" in public_modules(), "stratagem.one_device" in public_modules()
         (True, False)
     """
     rooms = (f"stratagem.{room.name}" for room in pkgutil.iter_modules(stratagem.__path__))
-    return ("stratagem", *filter(_lists_names, rooms), "stratagem_testing")
+    return ("stratagem", *filter(_lists_names, rooms), *_WITH_NAMES[1:])
 
 
 def _lists_names(module: str) -> bool:
     """Whether a module is public; only this one is imported, since some rooms import torch."""
     package, _, room = module.rpartition(".")
     if package != "stratagem" or room.startswith("_"):
-        return module in ("stratagem", "stratagem_testing")
+        return module in _WITH_NAMES
     return importlib.util.find_spec(module) is not None and bool(names_of(module))
 
 
@@ -70,11 +79,13 @@ def private_imports_of(path: Path) -> list[str]:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
         return []
+    # The torch backend uses its own modules.
+    ours = {"stratagem"} if "stratagem_torch" in path.parts else {"stratagem", "stratagem_torch"}
     return [
         f"{path.name}, line {line}: {module}{f' {name}' if name else ''} is not public, and may "
         f"change in any release{_instead_of(name)}"
         for line, module, name in _imported(tree)
-        if module.partition(".")[0] == "stratagem" and not _is_public(module, name)
+        if module.partition(".")[0] in ours and not _is_public(module, name)
     ]
 
 
