@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from stratagem.discovery import Capabilities, LauncherSpec, StrategySpec
-from stratagem.discovery.entry_points import CORE
+from stratagem.discovery.entry_points import FIRST
 from stratagem.discovery.registry import Candidate, Registry, get_registry
 
 GUIDE = Path(__file__).parents[3] / "docs/reference/strategies.md"
-OURS = (CORE, "stratagem-backend-deepspeed", "stratagem-backend-xla", "stratagem-backend-hpu-ipu")
+OURS = (*FIRST, "stratagem-backend-deepspeed", "stratagem-backend-xla", "stratagem-backend-hpu-ipu")
 DDP = ("DDPStrategy", "DDPShardedStrategy")
 
 
@@ -109,7 +109,7 @@ def _variants_of_ddp(registry: Registry) -> str:
     rows = []
     for each in registry.candidates("strategy"):
         spec = each.spec
-        if each.distribution != CORE or spec.class_name not in DDP:
+        if each.distribution not in FIRST or spec.class_name not in DDP:
             continue
         assert isinstance(spec, StrategySpec)
         name = str(spec.init_args.get("launcher", "script"))
