@@ -190,7 +190,7 @@ CASES = {
         status="disabled",
         stage="environment",
         reason=["left out of STRATAGEM_ONLY_PLUGINS"],
-        environ={"STRATAGEM_ONLY_PLUGINS": "stratagem-zz-in-order"},
+        environ={"STRATAGEM_ONLY_PLUGINS": "stratagem-zz-in-order,stratagem-extras"},
     ),
     "reserved_name": Plugin(
         returning('[spec("ddp"), spec("wanted", aliases=("single_device",))]'),
