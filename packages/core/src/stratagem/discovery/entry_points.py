@@ -137,8 +137,8 @@ def why_disabled(entry: PluginEntry, environ: Mapping[str, str]) -> str | None:
     """Return why an environment variable disables this entry.
 
     None: the entry is enabled. Both variables hold names of entry points or distributions,
-    separated by commas. `STRATAGEM_ONLY_PLUGINS` never disables a plugin of `FIRST`, which a list of
-    other plugins takes for granted. `STRATAGEM_DISABLE_PLUGINS` disables it if it is named there.
+    separated by commas. `STRATAGEM_ONLY_PLUGINS` never disables a plugin of `FIRST`, which a list
+    of other plugins takes for granted. `STRATAGEM_DISABLE_PLUGINS` disables it if it is named.
     """
     names = {normalise(entry.name), entry.distribution}
     if names & _listed(environ.get(DISABLE_VARIABLE, "")):
