@@ -22,6 +22,13 @@ class TerminalDisplay(Display):
 
     On a narrow terminal the bar is shortened first, then the end of the text is replaced by "…".
     The name of the row is always shown.
+
+    Example:
+        >>> import io
+        >>> from rich.console import Console
+        >>> from stratagem.callbacks import TerminalDisplay
+        >>> TerminalDisplay(0.5, Console(file=io.StringIO())).interval
+        0.5
     """
 
     def __init__(self, interval: float, console: Console | None) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from stratagem.discovery import (
-    CORE,
+    FIRST,
     OWN_BACKWARD,
     OWN_CLIPPING,
     OWN_FOLLOWING,
@@ -32,6 +32,7 @@ _HEAD = re.compile(r"class \w+\s*(?:\([^()]*\))?\s*:")
 _FUNCTION = re.compile(r"^([ \t]+)(?:async )?def (\w+)", re.MULTILINE)
 _CAPABILITIES = re.compile(r"^([ \t]+)capabilities\b.*?(?=^\1[^\s)]|\Z)", re.MULTILINE | re.DOTALL)
 
+_OF_BASES = ("stratagem.strategies", "stratagem_torch.parallel", "stratagem_torch.sharding")
 _BASES = {"Strategy": True, "ParallelStrategy": False, "SingleDeviceStrategy": True}
 """Bases that leave every part of a step as it is, and whether they are one process."""
 
@@ -87,7 +88,7 @@ def _capabilities_of_core(class_name: str, registry: Registry) -> Capabilities |
     for candidate in registry.candidates("strategy"):
         spec = candidate.spec
         if (
-            candidate.distribution == CORE
+            candidate.distribution in FIRST
             and spec.class_name == class_name
             and isinstance(spec, StrategySpec)
         ):
@@ -128,9 +129,9 @@ class _Source:
 
     @cached_property
     def bases(self) -> list[str]:
-        """The names of the base classes in stratagem.strategies; "" for other base classes."""
+        """The names of the base classes that are ours; "" for other base classes."""
         return [
-            name if module == "stratagem.strategies" else ""
+            name if module in _OF_BASES else ""
             for module, name in map(self.imported, self.tree.bases)
         ]
 
