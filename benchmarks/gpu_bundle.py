@@ -29,7 +29,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 OURS = (
-    *("core", "extras", "testing"),
+    *("core", "backend-torch", "extras", "testing"),
     *(f"backend-{name}" for name in ("cuda", "deepspeed", "xla", "hpu-ipu", "mps", "xpu")),
 )
 PLATFORMS = tuple(f"manylinux{version}_x86_64" for version in ("_2_28", "_2_24", "_2_17", "2014"))
