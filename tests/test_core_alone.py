@@ -102,8 +102,8 @@ def test_a_process_of_a_cluster_does_not_train_alone(
 def test_the_command_that_starts_ranks_says_what_to_install(alone: Environment) -> None:
     done = alone.shell("stratagem run train.py --devices 2 || echo exit code $?", alone.folder)
     assert done.splitlines() == [
-        "stratagem run: error: It needs stratagem-backend-torch, which is not installed: "
-        f"{INSTALL}.",
+        "stratagem run: error: the command 'run' needs stratagem-backend-torch, which is not "
+        f"installed: {INSTALL}.",
         "exit code 2",
     ]
 

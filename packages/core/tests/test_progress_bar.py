@@ -9,16 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+from shown_runs import Logs, numbers, trainer_with
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
-from torch.utils.data import DataLoader
 
 from stratagem import Callback, Module, Trainer
 from stratagem.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar, Row, Timer
@@ -26,47 +24,6 @@ from stratagem.callbacks.progress.display import Lines
 
 HAS_EXTRAS = find_spec("stratagem_extras") is not None
 """Whether a command draws logs, so that the end of a fit names it."""
-
-
-class Logs(Module):
-    """Calls a function in training_step, and another in validation_step; trains nothing of note."""
-
-    def __init__(
-        self,
-        train: Callable[[Logs, Any, int], object] = lambda module, batch, index: None,
-        validate: Callable[[Logs, Any, int], object] | None = None,
-    ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-        self.train_with, self.validate_with = train, validate
-        if validate is not None:
-            # As an attribute, since a Module that has no such method has no validation.
-            self.__dict__["validation_step"] = lambda batch, i: validate(self, batch, i)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.train_with(self, batch, batch_idx)
-        return self.weight.sum()
-
-    def configure_optimizers(self) -> Optimizer:
-        return SGD(self.parameters(), lr=0.1)
-
-
-def numbers(count: int = 10, batch_size: int = 4) -> DataLoader[Any]:
-    """0.0, 1.0, ... in batches; with the defaults of 4, 4 and 2."""
-    return DataLoader(torch.arange(float(count)), batch_size=batch_size)  # type: ignore[arg-type]
-
-
-def trainer_with(**arguments: Any) -> Trainer:
-    return Trainer(
-        **{
-            "accelerator": "cpu",
-            "max_epochs": 1,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": True,
-            **arguments,
-        }
-    )
 
 
 def test_a_run_of_which_nothing_is_to_be_seen_is_silent(

@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from program import CORE, TORCH, Program
+from program import CORE, GOOD_PLUGIN, TORCH, Program, row_of
 
 from stratagem import __version__
 from stratagem.cli import run_command
@@ -19,22 +19,6 @@ def program(tmp_path: Path) -> Program:
     made = Program(tmp_path)
     made.variables["COLUMNS"] = "400"  # one line for each row
     return made
-
-
-def row_of(table: str, first: str) -> list[str]:
-    """Return the cells of the line that begins with `first`."""
-    (line,) = [line for line in table.splitlines() if line.split("  ")[0] == first]
-    return [cell.strip() for cell in line.split("  ") if cell.strip()]
-
-
-GOOD_PLUGIN = """
-    from stratagem.discovery import StrategySpec, hookimpl
-
-    @hookimpl
-    def stratagem_components():
-        return [StrategySpec(name="average", target="stratagem.strategies:Strategy", api_version=1,
-                             aliases=("mean",), summary="Averages [often] what it can")]
-"""
 
 
 # -- strategies

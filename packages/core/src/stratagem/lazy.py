@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["lazy_names", "reexports"]
+__all__ = ["lazy_exports", "lazy_names", "reexports"]
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -28,6 +28,26 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
         return value
 
     return find, lambda: list(names), names
+
+
+def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the `__getattr__` and `__dir__` of a package to which other distributions add names.
+
+    The registry, and pluggy with it, is imported only for names that are not the package's own:
+    `stratagem run` needs neither.
+
+    Args:
+        package: its name.
+    """
+    find_own, _, own = lazy_names(package)
+
+    def of_all() -> Any:
+        return importlib.import_module("stratagem.discovery.exports").exporter(package, None)
+
+    def find(name: str) -> Any:
+        return find_own(name) if name in own else of_all()[0](name)
+
+    return find, lambda: of_all()[1]()
 
 
 def reexports(package: str) -> dict[str, str]:

@@ -14,6 +14,20 @@ CORE = "stratagem-core"
 TORCH = "stratagem-backend-torch"
 GUESTS = ("stratagem-extras", "stratagem-testing")
 """Distributions that add commands."""
+GOOD_PLUGIN = """
+    from stratagem.discovery import StrategySpec, hookimpl
+
+    @hookimpl
+    def stratagem_components():
+        return [StrategySpec(name="average", target="stratagem.strategies:Strategy", api_version=1,
+                             aliases=("mean",), summary="Averages [often] what it can")]
+"""
+
+
+def row_of(table: str, first: str) -> list[str]:
+    """Return the cells of the line that begins with `first`."""
+    (line,) = [line for line in table.splitlines() if line.split("  ")[0] == first]
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
 
 
 class Program:

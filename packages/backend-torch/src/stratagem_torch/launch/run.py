@@ -224,7 +224,7 @@ def _provided(name: str, option: str, *arguments: Any) -> Any:
 
     registry = get_registry()
     try:
-        if f"stratagem.cli.{name}" in registry.names("name"):
+        if registry.has("name", f"stratagem.cli.{name}"):
             return registry.find("name", f"stratagem.cli.{name}").spec.load()(*arguments)
         problem = " ".join(registry.possible_providers(name, "stratagem.cli"))
     except StratagemError as error:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stratagem.launch.process import numpy_warned_once, open_standard_streams
-from stratagem.lazy import lazy_names
+from stratagem.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from stratagem.cli.console import (
@@ -42,20 +42,10 @@ if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any: ...  # names that installed distributions add
 else:
-    _find, _, _own = lazy_names(__name__)
-
-    def __getattr__(name: str) -> Any:
-        if name in _own:
-            return _find(name)
-        # The exporter uses the registry, which needs pluggy; `stratagem run` does not import it.
-        from stratagem.discovery.exports import exporter
-
-        return exporter(__name__, None)[0](name)
+    __getattr__, _names = lazy_exports(__name__)
 
     def __dir__() -> list[str]:
-        from stratagem.discovery.exports import exporter
-
-        return ["main", *exporter(__name__, None)[1]()]
+        return ["main", *_names()]
 
 
 Run = Callable[[Sequence[str]], int]
@@ -131,7 +121,8 @@ def run_command(arguments: Sequence[str]) -> int:
                     raise
                 from stratagem.discovery.hints import installation_hint
 
-                hint = installation_hint("script", "launcher")
+                what = f"the command {arguments[0]!r}"
+                hint = installation_hint("script", "launcher", what)
                 print(f"stratagem {arguments[0]}: error: {hint}", file=sys.stderr)
                 return 2
             return run(arguments[1:])

@@ -117,7 +117,7 @@ def full_form(command: str, arguments: Sequence[str]) -> int | None:
         arguments: the command's arguments.
     """
     registry, name = get_registry(), f"stratagem.cli.{command}_report"
-    if name not in registry.names("name"):
+    if not registry.has("name", name):
         return None
     try:
         run: Run = registry.find("name", name).spec.load()
@@ -137,7 +137,8 @@ def parse_short_form(command: str, summary: str, arguments: Sequence[str]) -> No
     parser = parser_of(command, f"{summary}\n\n{more}", json=False)
     _, rest = parser.parse_known_args(arguments)
     if rest:
-        parser.error(f"{rest[0]} needs the full form: pip install stratagem-extras")
+        who = get_registry().possible_providers(f"{command}_report", "stratagem.cli")
+        parser.error(f"{rest[0]} is an option of the full form. {' '.join(who)}")
 
 
 _HELP = ("--help", "-h")

@@ -39,9 +39,9 @@ can also be selected by the name of a `LauncherSpec` that a plugin declares. `fr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from stratagem.lazy import lazy_names
+from stratagem.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from stratagem.interfaces.launcher import Launcher as Launcher
@@ -105,17 +105,4 @@ if TYPE_CHECKING:
         run_packed as run_packed,
     )
 else:
-    _find, _, _own = lazy_names(__name__)
-
-    def __getattr__(name: str) -> Any:
-        if name in _own:
-            return _find(name)
-        # The exporter uses the registry, which needs pluggy; `stratagem run` does not import it.
-        from stratagem.discovery.exports import exporter
-
-        return exporter(__name__, None)[0](name)
-
-    def __dir__() -> list[str]:
-        from stratagem.discovery.exports import exporter
-
-        return exporter(__name__, None)[1]()
+    __getattr__, __dir__ = lazy_exports(__name__)

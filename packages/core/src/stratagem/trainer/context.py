@@ -93,7 +93,8 @@ class FitState:
             self.next_epoch()
 
 
-_SAVED = tuple(FitState.__dataclass_fields__)[:9]
+_FIELDS = tuple(FitState.__dataclass_fields__)
+_SAVED = _FIELDS[: _FIELDS.index("stop_requests")]
 """The fields of `FitState` that are part of checkpoints."""
 
 
