@@ -352,7 +352,7 @@ def wheels(session: nox.Session) -> None:
     """Builds the wheels and installs each alone in an empty environment."""
     session.install(TORCH)
     session.install(*BUILD_TOOLS, *tools("numpy", "pytest", "scikit-learn"))
-    names = ("core", "backend-torch", "testing")
+    names = ("core", "backend-torch", "extras", "testing")
     editable = [argument for name in names for argument in ("-e", f"./packages/{name}")]
     session.install("--no-build-isolation", *editable)
     run_pytest(session, "wheels", *WHEEL_TESTS)
@@ -395,7 +395,7 @@ def ray(session: nox.Session) -> None:
     names = ("hatchling==", "editables==", "numpy==", "pytest==")
     tools = [tool for tool in (*BUILD_TOOLS, *TEST_TOOLS) if tool.startswith(names)]
     session.install(*tools, RAY)
-    packages = ("core", "backend-torch", "backend-cuda", "testing")
+    packages = ("core", "backend-torch", "backend-cuda", "extras", "testing")
     folders = (*(f"./packages/{name}" for name in packages), "./examples/plugins/stratagem-ray")
     session.install("--no-build-isolation", *(part for path in folders for part in ("-e", path)))
     root = hasattr(os, "geteuid") and os.geteuid() == 0
@@ -414,7 +414,8 @@ def third_parties(session: nox.Session, plugin: str) -> None:
     session.install(*BUILD_TOOLS, *tools("numpy", "pytest"))
     for arguments in THIRD_PARTIES[plugin]:
         session.install(*arguments, env={"CUDA_EXT": "0"})
-    ours = ("-e", "./packages/core", "-e", "./packages/backend-torch", "-e", "./packages/testing")
+    names = ("core", "backend-torch", "extras", "testing")
+    ours = [argument for name in names for argument in ("-e", f"./packages/{name}")]
     session.install("--no-build-isolation", *ours)
     session.install("--no-build-isolation", "--no-deps", "-e", f"./{folder}")
     session.chdir(folder)  # whose own settings of pytest hold: their warnings are not ours
@@ -572,7 +573,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Step cost, import and start-up beside raw PyTorch and two peers; not in CI."""
-    run_script(session, "benchmarks/run.py", *PEERS)
+    run_script(session, "benchmarks/run.py", "./packages/extras", *PEERS)
 
 
 @nox.session
@@ -597,7 +598,8 @@ def scale(session: nox.Session) -> None:
 def durability(session: nox.Session) -> None:
     """200 kills of writers while they save, and bad disks; not in CI, where 20 are."""
     session.install(TORCH)
-    session.install("./packages/core", "./packages/backend-torch", "./packages/testing")
+    names = ("core", "backend-torch", "extras", "testing")
+    session.install(*(f"./packages/{name}" for name in names))
     directory = session.create_tmp()
     session.run(
         "stratagem", "checkpoint", "durability", directory, "--kills", "200", *session.posargs

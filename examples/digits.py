@@ -1,7 +1,7 @@
 """Train a classifier on real data in two processes, through a strategy found by name.
 
     python -m pip install nox && python -m nox -s demo      # in an environment of its own
-    python examples/digits.py                               # where stratagem-core is installed
+    python examples/digits.py                               # where stratagem is installed
     python examples/digits.py --strategy single_device --devices 1
 
 The data are scikit-learn's digits: 1,797 images of 8 x 8 pixels, which ship with the package.
@@ -14,8 +14,6 @@ import sys
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -97,12 +95,9 @@ def main() -> None:
     alone = Trainer(strategy="single_device", accelerator="cpu", logger=False)
     again = alone.validate(model, datamodule=Digits(), verbose=False)[0]
 
-    table = Table(
-        "", arguments.strategy, "single_device", title="validation of the best checkpoint"
-    )
+    print(f"\n{'best checkpoint':16} {arguments.strategy:>13} {'single_device':>13}")
     for name in trained:
-        table.add_row(name, f"{trained[name]:.4f}", f"{again[name]:.4f}")
-    Console().print(table)
+        print(f"{name:16} {trained[name]:13.4f} {again[name]:13.4f}")
     print(f"checkpoint: {best.best_model_path}")
     if abs(trained["val_acc"] - again["val_acc"]) > 1e-6:
         sys.exit("the reloaded model has another accuracy")

@@ -127,6 +127,18 @@ def test_stratagem_brings_core_the_extras_and_the_gpus_of_each_system() -> None:
     assert brought == {CORE, "stratagem-extras", "numpy", *backends}
 
 
+def test_a_session_installs_what_its_packages_require() -> None:
+    """They are on no index: pip takes them from the folders that a session names."""
+    found = re.findall(r'\(("core"(?:,\s*"[\w-]+")+),?\)', (ROOT / "noxfile.py").read_text())
+    assert len(found) >= 4
+    for text in found:
+        installed = {f"stratagem-{name}" for name in re.findall(r'"([\w-]+)"', text)}
+        required = {
+            Requirement(each).name for name in installed for each in PROJECTS[name]["dependencies"]
+        }
+        assert required & {*GUESTS} <= installed, text
+
+
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
 def test_a_package_has_what_its_wheel_needs(package: Path) -> None:
     name = project_of(package)["name"]
