@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 
 from stratagem.errors import CommunicationError, DivergenceError
 from stratagem.launch.rank import this_rank
-from stratagem.trainer.loops.divergence import DivergenceCheck
+from stratagem.strategies import DivergenceCheck
 from stratagem.trainer.loops.interruption import Interruption
 from stratagem_torch.distributed.diagnosis import rank_status
 from stratagem_torch.distributed.diagnosis.rank_status import COLLECTIVES, is_communication_error
@@ -510,7 +510,7 @@ def test_parameters_that_differ_in_value_or_place_are_seen(
 
 
 def _hashes_of(module: nn.Module) -> torch.Tensor:
-    from stratagem.trainer.loops.divergence import _hash
+    from stratagem_torch.distributed.divergence import _hash
 
     return torch.stack([_hash(parameter) for parameter in module.parameters()])
 

@@ -18,7 +18,7 @@ from stratagem import Callback, Module, Trainer
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.environments import PlainEnvironment
 from stratagem.errors import ConfigurationError
-from stratagem.trainer.resume import restarts
+from stratagem_torch.launch import restarts
 
 SCRIPTS = Path(__file__).parent / "scripts"
 

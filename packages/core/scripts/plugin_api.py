@@ -44,6 +44,7 @@ PUBLIC = {
     "stratagem.precision": "Precision EnginePrecision TruePrecision MixedPrecision default_dtype",
     "stratagem.checkpoint": (
         "CheckpointIO Shards LazyTensor SingleFileCheckpointIO DirectoryCheckpointIO read_whole "
+        "first_whole "
         "Checksum Directory LAYOUT MANIFEST Manifest MappedFile Refused STATE SavedFile Sink "
         "StoredCheckpointIO encode_manifest has_shards is_directory_checkpoint manifest_of "
         "open_archive open_member "
@@ -67,7 +68,8 @@ PUBLIC = {
         "from_bytes SafeUnpickler bytes_of check_dims decode encode why_refused"
     ),
     "stratagem.storage": (
-        "check_is_new durable_replace read write DurableDirectory StreamedFile is_name to_location"
+        "absolute check_is_new durable_replace exists join read write DurableDirectory "
+        "StreamedFile is_name to_location"
     ),
     "stratagem.rng": "seed_devices_by",
     "stratagem.loggers": "Logger",

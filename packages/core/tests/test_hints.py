@@ -125,6 +125,49 @@ def test_if_the_extras_are_disabled_the_line_says_so(code: str) -> None:
         )
 
 
+# -- without stratagem-backend-torch
+
+RESTARTED = """
+import torch
+from stratagem import Module, Trainer
+from stratagem.environments import PlainEnvironment
+
+class Cluster(PlainEnvironment):
+    def run_id(self):
+        return "7"
+
+class Net(Module):
+    def training_step(self, batch, batch_idx):
+        raise AssertionError
+    def configure_optimizers(self):
+        return None
+
+Trainer(accelerator="cpu", plugins=Cluster(), logger=False).fit(Net(), [1])
+"""
+COMPARED = """
+from types import SimpleNamespace as Fake
+from stratagem.trainer.checks import check_divergence_detection
+check_divergence_detection(Fake(capabilities=Fake(parameters="same"), world_size=1), 1)
+check_divergence_detection(Fake(capabilities=Fake(parameters="same"), world_size=2), 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "missing"),
+    [
+        (RESTARTED, "'stratagem.launch' has no 'Restarts'"),
+        (COMPARED, "'stratagem.strategies' has no 'DivergenceCheck'"),
+    ],
+    ids=["restarts", "detect_divergence"],
+)
+def test_without_the_torch_backend_one_line_says_what_to_install(code: str, missing: str) -> None:
+    hidden = HIDDEN.replace("stratagem-extras", "stratagem-backend-torch")
+    assert last_line(hidden.replace("stratagem_extras", "stratagem_torch") + code) == (
+        f"ImportError: {missing}. It needs stratagem-backend-torch, which is not installed: "
+        "pip install stratagem-backend-torch."
+    )
+
+
 # -- distributions that do not fit
 
 PLUGIN = """

@@ -104,6 +104,7 @@ _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
             "check_activation_checkpointing",
         ),
         "stratagem_torch.distributed.allocator": ("return_freed_memory", "use_huge_pages"),
+        "stratagem_torch.distributed.divergence": ("DivergenceCheck",),
         "stratagem_torch.strategies.communication_hooks": ("CommHook", "CommWrapper"),
     },
     "stratagem.checkpoint": {
@@ -112,6 +113,7 @@ _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "stratagem.launch": {
         "stratagem_torch.launch.network": ("free_port",),
         "stratagem_torch.launch.packed": ("pack", "rank_failure", "run_packed"),
+        "stratagem_torch.launch.restarts": ("Restarts",),
     },
 }
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         return_freed_memory as return_freed_memory,
         use_huge_pages as use_huge_pages,
     )
+    from stratagem_torch.distributed.divergence import DivergenceCheck as DivergenceCheck
     from stratagem_torch.distributed.parallel_strategy import ParallelStrategy as ParallelStrategy
     from stratagem_torch.distributed.process_group import ProcessGroupRanks as ProcessGroupRanks
     from stratagem_torch.strategies.communication_hooks import (

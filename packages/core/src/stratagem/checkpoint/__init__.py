@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         check_exists as check_exists,
         describe_checkpoint as describe_checkpoint,
         find_all as find_all,
+        first_whole as first_whole,
     )
     from stratagem.checkpoint.checksum import Checksum as Checksum
     from stratagem.checkpoint.directory import (

@@ -164,6 +164,14 @@ def first_whole(
         candidates: the paths, the best first.
         check: a function that raises an error for an incomplete checkpoint, such as
             `CheckpointIO.verify_checkpoint`.
+
+    Example:
+        >>> import tempfile
+        >>> from stratagem.checkpoint import SingleFileCheckpointIO, first_whole
+        >>> from stratagem.storage import to_location
+        >>> path = to_location(f"{tempfile.mkdtemp()}/a.ckpt")
+        >>> first_whole([path], SingleFileCheckpointIO().verify_checkpoint)[0]
+        ''
     """
     rejected: dict[str, str] = {}
     nonfinite = ""

@@ -56,20 +56,20 @@ def require_form(value: Any, form: Form, name: str) -> Any:
         CheckpointMismatchError: an entry has another form, or is absent; names it, and says what
             to do.
     """
-    if fault := misfit(value, form, name):
+    if fault := find_mismatch(value, form, name):
         raise CheckpointMismatchError(f"{fault}. Load the weights alone, or use another checkpoint")
     return value
 
 
-def misfit(value: Any, form: Form, name: str) -> str:
+def find_mismatch(value: Any, form: Form, name: str) -> str:
     """Describe the first entry that has another form than expected; "" if there is none.
 
     Args:
         value, form, name: as for `require_form`.
 
     Example:
-        >>> misfit({"epoch": -1}, {"epoch": Count, "seed?": int}, "progress")
-        "progress['epoch'] is -1, expected a number from 0 on"
+        >>> find_mismatch({"epoch": "one"}, {"epoch": int, "seed?": int}, "progress")
+        "progress['epoch'] is 'one', expected a whole number"
     """
     forms = form if isinstance(form, tuple) else (form,)
     form = next((each for each in forms if _has_kind(value, _kind(each))), None)
@@ -98,7 +98,7 @@ def misfit(value: Any, form: Form, name: str) -> str:
             )
             for key, item in value.items()
         )
-    return next(filter(None, (misfit(*part) for part in parts)), "")
+    return next(filter(None, (find_mismatch(*part) for part in parts)), "")
 
 
 def _kind(form: Form) -> type:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stratagem import __version__
-from stratagem.checkpoint.forms import Count, misfit
+from stratagem.checkpoint.forms import Count, find_mismatch
 from stratagem.discovery.entry_points import DISABLE_VARIABLE
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import (
@@ -64,7 +64,7 @@ def check_trainer_checkpoint(
     if "format_version" not in checkpoint:
         checkpoint = _converted(checkpoint, str(path))
     form = {**_FORM, **(_TRAINING_FORM if "progress" in checkpoint else {})}
-    if fault := misfit(checkpoint, form, ""):
+    if fault := find_mismatch(checkpoint, form, ""):
         raise CheckpointCorruptError(f"{str(path)!r} is damaged: {fault}")
     version = checkpoint.get("format_version", FORMAT_VERSION)
     if version != FORMAT_VERSION:

@@ -34,7 +34,7 @@ checkpoint.
 A launcher works with every strategy whose `Capabilities.launchers` is None (ddp, fsdp and their
 families), in the Trainer and Lite: `Trainer(strategy="ddp", devices=2, plugins=MyLauncher())`. It
 can also be selected by the name of a `LauncherSpec` that a plugin declares. `free_port`, `pack`,
-`rank_failure` and `run_packed` come with stratagem-backend-torch.
+`rank_failure`, `run_packed` and `Restarts` come with stratagem-backend-torch.
 """
 
 from __future__ import annotations
@@ -104,5 +104,6 @@ if TYPE_CHECKING:
         rank_failure as rank_failure,
         run_packed as run_packed,
     )
+    from stratagem_torch.launch.restarts import Restarts as Restarts
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

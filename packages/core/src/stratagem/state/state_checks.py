@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stratagem.checkpoint.forms import misfit
+from stratagem.checkpoint.forms import find_mismatch
 from stratagem.errors import CheckpointMismatchError, StratagemError, format_text, format_value
 from stratagem.state.shards import LazyTensor
 
@@ -210,7 +210,7 @@ def _expected(own: Any, saved: Any) -> str:
 def _is_number(value: Any) -> bool:
     if isinstance(value, (Tensor, LazyTensor)):
         return math.prod(value.shape) == 1 and not value.dtype.is_complex
-    return not misfit(value, float, "") and not math.isnan(value)
+    return not find_mismatch(value, float, "") and not math.isnan(value)
 
 
 def _is_float_tensor(value: Any) -> bool:

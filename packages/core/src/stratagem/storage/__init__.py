@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     )
     from stratagem.storage.paths import (
         Location as Location,
+        absolute as absolute,
         check_is_new as check_is_new,
         durable_replace as durable_replace,
         exists as exists,

@@ -103,7 +103,13 @@ def name_of(path: str | os.PathLike[str]) -> str:
 
 
 def absolute(path: str | os.PathLike[str]) -> Location:
-    """Return a path that does not depend on the working directory."""
+    """Return a path that does not depend on the working directory.
+
+    Example:
+        >>> from stratagem.storage import absolute
+        >>> str(absolute("s3://bucket/a.ckpt"))
+        's3://bucket/a.ckpt'
+    """
     path = to_location(path)
     return path.absolute() if isinstance(path, Path) else path
 

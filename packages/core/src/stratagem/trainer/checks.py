@@ -424,6 +424,8 @@ def check_divergence_detection(plan: RunPlan, every_n_steps: int) -> None:
             f"which the strategy {plan.strategy.name!r} lets differ (parameters="
             f"{plan.capabilities.parameters!r} in its capabilities): leave detect_divergence out"
         )
+    if every_n_steps and plan.world_size > 1:
+        from stratagem.strategies import DivergenceCheck  # noqa: F401 - or what to install
 
 
 def check_folders_before_launch(trainer: Trainer, runtime: Runtime, stage: str) -> None:

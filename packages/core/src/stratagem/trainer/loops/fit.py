@@ -24,8 +24,8 @@ from stratagem.trainer.step.step import EndOfEpoch
 
 if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import PreparedModel
+    from stratagem.strategies import DivergenceCheck
     from stratagem.trainer.context import FitContext, FitState
-    from stratagem.trainer.loops.divergence import DivergenceCheck
     from stratagem.trainer.run import Run
 
 
@@ -238,7 +238,7 @@ def functions_after_step(run: Run, prepared: PreparedModel) -> tuple[Callable[[]
         functions.append(partial(_validate_at_stop, run, prepared))
     every = run.trainer.options.detect_divergence
     if every and strategy.ranks.world_size > 1:
-        from stratagem.trainer.loops.divergence import DivergenceCheck
+        from stratagem.strategies import DivergenceCheck
 
         divergence = DivergenceCheck(strategy.ranks, prepared.original, every)
         functions.append(partial(_compare_ranks, run, divergence))

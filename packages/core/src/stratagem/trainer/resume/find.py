@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from stratagem.checkpoint.catalog import describe_checkpoint, find_all, first_whole
 from stratagem.errors import CheckpointError, CheckpointNotFoundError
 from stratagem.storage import paths
-from stratagem.trainer.resume.restarts import Restarts
 
 if TYPE_CHECKING:
     from stratagem.callbacks import ModelCheckpoint
+    from stratagem.launch import Restarts
     from stratagem.trainer.job import Job
     from stratagem.trainer.trainer import Trainer
 
@@ -29,7 +29,7 @@ class ResumePoint:
     Attributes:
         path: the checkpoint to load. None: the run starts from the beginning.
         run_id: the ID of a fit, the same on every rank. A resumed fit keeps the checkpoint's ID.
-        restarts: in a fit, records the checkpoints for a restart by the cluster.
+        restarts: in a fit that the cluster may restart, records the checkpoints.
     """
 
     path: paths.Location | None = None
@@ -57,8 +57,12 @@ def find_resume_point(trainer: Trainer, job: Job) -> ResumePoint:
         return ResumePoint(None if requested is None else find_checkpoint(trainer, requested))
     savers = trainer.checkpoint_callbacks
     root = paths.to_location(trainer.options.default_root_dir)
-    restarts = Restarts(trainer.strategy, root, saves=bool(savers))
-    requested = restarts.begin(requested)
+    restarts = None
+    if trainer.strategy.cluster_environment.run_id() is not None:
+        from stratagem.launch import Restarts  # of stratagem-backend-torch
+
+        restarts = Restarts(trainer.strategy, root, saves=bool(savers))
+        requested = restarts.begin(requested)
     run_id = ""
     if requested in ("best", "last") and any(saver.dirpath is None for saver in savers):
         # These save beside the logs, whose folder is chosen first. A checkpoint that is found there

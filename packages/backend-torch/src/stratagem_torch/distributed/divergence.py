@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stratagem.errors import DivergenceError, with_explanation
 
 if TYPE_CHECKING:
-    from stratagem.interfaces.ranks import Ranks
+    from stratagem.strategies import Ranks
 
 _COMPARED = (
     "the optimizer step",
@@ -33,6 +33,14 @@ class DivergenceCheck:
         ranks: the ranks to compare.
         module: the module with the parameters.
         every_n_steps: the number of optimizer steps between two comparisons.
+
+    Example:
+        >>> from torch import nn
+        >>> from stratagem import Lite
+        >>> from stratagem.strategies import DivergenceCheck
+        >>> ranks = Lite(accelerator="cpu").strategy.ranks
+        >>> DivergenceCheck(ranks, nn.Linear(2, 2), every_n_steps=1).check(1, True) is None
+        True
     """
 
     def __init__(self, ranks: Ranks, module: nn.Module, every_n_steps: int) -> None:

@@ -12,15 +12,14 @@ import re
 import sys
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from stratagem.checkpoint.catalog import first_whole
-from stratagem.checkpoint.forms import misfit
-from stratagem.errors import ConfigurationError
-from stratagem.storage import paths
+from stratagem import storage
+from stratagem.checkpoint import first_whole
+from stratagem.errors import ConfigurationError, format_value
 
 if TYPE_CHECKING:
-    from stratagem.interfaces.strategy import Strategy
+    from stratagem.strategies import Strategy
 
 _KEPT = 5
 """The number of checkpoints in the file, since the newest may have been removed meanwhile."""
@@ -32,7 +31,8 @@ _fits = itertools.count()
 class Restarts:
     """Remembers a fit's newest checkpoints, and finds them after a restart.
 
-    It does nothing if the cluster restarts no runs (`ClusterEnvironment.run_id` is None).
+    `Trainer.fit` creates one if the cluster restarts runs (`ClusterEnvironment.run_id` is not
+    None).
 
     Args:
         strategy: the strategy of the run, after the launch.
@@ -41,14 +41,17 @@ class Restarts:
             checkpoint was saved nevertheless, or if an earlier run has left a file.
 
     Example:
+        >>> import tempfile
+        >>> from pathlib import Path
         >>> from stratagem import Lite
+        >>> from stratagem.launch import Restarts
         >>> lite = Lite(accelerator="cpu")
         >>> lite.launch()
-        >>> Restarts(lite.strategy, Path("somewhere")).begin(None) is None
+        >>> Restarts(lite.strategy, Path(tempfile.mkdtemp()), saves=False).begin(None) is None
         True
     """
 
-    def __init__(self, strategy: Strategy, folder: paths.Location, *, saves: bool = True) -> None:
+    def __init__(self, strategy: Strategy, folder: str | Path, *, saves: bool = True) -> None:
         self._strategy = strategy
         self._run_id = strategy.cluster_environment.run_id()
         # The script's arguments as well: torchrun calls every run "none" by default. They are bytes
@@ -56,7 +59,7 @@ class Restarts:
         arguments = "\0".join([str(self._run_id), *sys.argv])
         key = zlib.crc32(arguments.encode(errors="surrogatepass"))
         name = f"{re.sub(r'[^A-Za-z0-9.-]', '_', str(self._run_id))}-{key:08x}-{next(_fits)}.json"
-        self._file = paths.join(paths.join(paths.absolute(folder), ".stratagem"), name)
+        self._file = storage.join(storage.join(storage.absolute(folder), ".stratagem"), name)
         self._saves = saves
         self._agents: list[str] = []
         self._checkpoints: list[str] = []
@@ -69,8 +72,6 @@ class Restarts:
         Raises:
             ConfigurationError: if the folder is not writable.
         """
-        if self._run_id is None:
-            return requested
         environment = self._strategy.cluster_environment
         of_ranks = self._strategy.ranks.gather_objects(
             [environment.restart_count(), environment.agent_id()]
@@ -80,7 +81,7 @@ class Restarts:
         if self._strategy.ranks.is_global_zero:
             try:
                 found = self._find(max(count for count, _ in of_ranks), requested)
-                if self._saves or paths.exists(self._file):
+                if self._saves or storage.exists(self._file):
                     self._write()
             except (OSError, ValueError) as error:
                 problem = str(error)
@@ -95,9 +96,9 @@ class Restarts:
 
     def saved(self, path: str | Path) -> None:
         """Record a durable checkpoint; called on every rank."""
-        if self._run_id is None or not self._strategy.ranks.is_global_zero:
+        if not self._strategy.ranks.is_global_zero:
             return
-        newest = str(paths.absolute(path))
+        newest = str(storage.absolute(path))
         others = [checkpoint for checkpoint in self._checkpoints if checkpoint != newest]
         self._checkpoints = [newest, *others][:_KEPT]
         self._write()
@@ -110,7 +111,7 @@ class Restarts:
             restarted = not set(self._agents).isdisjoint(agents)
         else:
             restarted = restart_count > 0
-        there = [path for path in checkpoints if paths.exists(path)]
+        there = [path for path in checkpoints if storage.exists(path)]
         if not restarted:
             if there:
                 self._print(
@@ -122,7 +123,7 @@ class Restarts:
         for gone in itertools.takewhile(lambda path: path not in there, checkpoints):
             self._print(f"has saved {gone!r}, which is gone")
         check = self._strategy.checkpoint_io.verify_checkpoint
-        whole, rejected = first_whole(map(paths.to_location, there), check)
+        whole, rejected = first_whole(map(storage.to_location, there), check)
         for text in rejected:
             self._print(f"has saved what cannot be used: {text}")
         argument = "" if requested is None else f"ckpt_path={str(requested)!r}"
@@ -140,23 +141,27 @@ class Restarts:
 
     def _read(self) -> tuple[list[str], list[str]]:
         """Return the agents and the checkpoints that the file names; none if it cannot be read."""
-        if not paths.exists(self._file):
+        if not storage.exists(self._file):
             return [], []
-        data = paths.read(self._file)
+        data = storage.read(self._file)
         try:
-            record, form = json.loads(data), {"agents": [str], "checkpoints": [str]}
-            if fault := misfit(record, form, "it"):
-                raise ValueError(fault)
+            record = json.loads(data)
+            return _strings(record["agents"]), _strings(record["checkpoints"])
         # It may hold anything: broken JSON, another shape, nesting without end.
-        except (ValueError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             self._print(
                 f"has kept where its checkpoints are in {str(self._file)!r}, which cannot be read "
                 f"({type(error).__name__}: {error}) and is taken as empty"
             )
             return [], []
-        return record["agents"], record["checkpoints"]
 
     def _write(self) -> None:
         record = {"run": self._run_id, "agents": self._agents, "checkpoints": self._checkpoints}
         # In one step: the run may be killed at any time.
-        paths.write(self._file, json.dumps(record, indent=1).encode())
+        storage.write(self._file, json.dumps(record, indent=1).encode())
+
+
+def _strings(value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise TypeError(f"{format_value(value)} is no list of paths")
+    return value
