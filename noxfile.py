@@ -105,16 +105,16 @@ NEWEST = "torch>=2.14.1,<2.16"
 TORCH_VERSIONS = ["2.9.1", "2.11.0", "2.13.0", "2.15.0"]
 # What leans on the insides of torch, in some minutes: what CI runs with the oldest and the newest.
 TORCH_TESTS = [
-    "packages/backend-torch/tests/test_changes_between_steps.py",
-    "packages/backend-torch/tests/test_ddp_options.py",
-    "packages/backend-torch/tests/test_ddp_sharded.py",
-    "packages/backend-torch/tests/test_directory.py",
-    "packages/backend-torch/tests/test_end_of_rank.py",
+    "packages/backend-torch/tests/strategies/test_changes_between_steps.py",
+    "packages/backend-torch/tests/strategies/test_ddp_options.py",
+    "packages/backend-torch/tests/strategies/test_ddp_sharded.py",
+    "packages/backend-torch/tests/checkpoint/test_directory.py",
+    "packages/backend-torch/tests/launch/test_end_of_rank.py",
     "packages/core/tests/test_examples.py",
-    "packages/backend-torch/tests/test_fsdp.py",
-    "packages/backend-torch/tests/test_fsdp_manual.py",
-    "packages/core/tests/test_lite.py",
-    "packages/core/tests/test_saved_before.py",
+    "packages/backend-torch/tests/strategies/test_fsdp.py",
+    "packages/backend-torch/tests/strategies/test_fsdp_manual.py",
+    "packages/core/tests/lite/test_lite.py",
+    "packages/core/tests/checkpoint/test_saved_before.py",
     "packages/extras/tests/test_planner.py",
     "tests/test_readme.py",
 ]
@@ -468,7 +468,7 @@ def accelerate(session: nox.Session) -> None:
     """Accelerate's examples and their conversions to Lite: the same numbers; not in CI."""
     install_everything(session)
     session.install(PEERS[1])
-    files = ("tests/test_from_accelerate.py", "packages/core/tests/test_from_accelerate.py")
+    files = ("tests/test_from_accelerate.py", "packages/core/tests/lite/test_from_accelerate.py")
     session.run("pytest", *files, *session.posargs)
 
 
@@ -628,7 +628,8 @@ def fuzz(session: nox.Session) -> None:
         *tools("hypothesis", "numpy", "pytest"),
     )
     files = [
-        f"packages/core/tests/test_{name}.py" for name in ("fuzz_checkpoints", "hostile_progress")
+        f"packages/core/tests/{name}.py"
+        for name in ("checkpoint/test_fuzz_checkpoints", "trainer/test_hostile_progress")
     ]
     cases = {"STRATAGEM_FUZZ_CASES": "10000"}
     session.run("pytest", "-s", *files, *session.posargs, env=cases)

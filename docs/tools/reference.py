@@ -516,7 +516,7 @@ def lightning_names_page() -> str:
 
 def lightning_attributes() -> list[str]:
     """Return a section with the public attributes of Lightning's classes, and what to use here."""
-    text = (ROOT / "packages/core/tests/data/lightning_attributes.txt").read_text()
+    text = (ROOT / "packages/core/tests/files/lightning_attributes.txt").read_text()
     lines = [
         "\n## Attributes\n",
         "Public attributes of Lightning's classes, and what to use with Stratagem's own classes. "

@@ -2,8 +2,8 @@
 
     python packages/core/scripts/known_names.py    # after a guest's specs changed
 
-All distributions of this repository have to be installed. packages/core/tests/test_hints.py
-compares the file with their specs.
+All distributions of this repository have to be installed.
+packages/core/tests/discovery/test_hints.py compares the file with their specs.
 """
 
 from __future__ import annotations

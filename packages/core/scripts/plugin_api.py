@@ -2,7 +2,7 @@
 
     python packages/core/scripts/plugin_api.py    # writes the snapshot and the generated tables
 
-The snapshot, packages/core/tests/data/plugin_api_2.txt, is what an author of a plugin may rely on;
+The snapshot, packages/core/tests/files/plugin_api_2.txt, is what an author of a plugin may rely on;
 a test compares it with what is there.
 """
 
@@ -22,7 +22,7 @@ from types import FunctionType
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
-SNAPSHOT = ROOT / "packages/core/tests/data/plugin_api_2.txt"
+SNAPSHOT = ROOT / "packages/core/tests/files/plugin_api_2.txt"
 GUIDE = ROOT / "docs/extend/plugin-api.md"
 
 PUBLIC = {

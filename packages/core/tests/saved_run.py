@@ -1,8 +1,8 @@
 """Trains a small model for some steps, saves it within an epoch, and can go on from there.
 
-The files in `data/` were made with
-`python saved_run.py save data/single_file_0.1.0.zip` and
-`torchrun --nproc-per-node 2 saved_run.py save data/directory_0.1.0`; each has its next
+The files in `files/` were made with
+`python saved_run.py save files/single_file_0.1.0.zip` and
+`torchrun --nproc-per-node 2 saved_run.py save files/directory_0.1.0`; each has its next
 losses beside it. Every version must resume from them to the same losses.
 """
 

@@ -1,4 +1,4 @@
-"""Writes packages/core/tests/data/lightning_attributes.txt, from Lightning as it is installed here.
+"""Writes core's tests/files/lightning_attributes.txt, from Lightning as it is installed here.
 
     pip install lightning==2.6.6
     python packages/lightning/scripts/attributes.py
@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-FILE = Path(__file__).parents[3] / "packages/core/tests/data/lightning_attributes.txt"
+FILE = Path(__file__).parents[3] / "packages/core/tests/files/lightning_attributes.txt"
 STRATEGIES = ("Strategy", "SingleDeviceStrategy", "ParallelStrategy", "DDPStrategy")
 
 
