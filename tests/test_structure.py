@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/src"))
 
-MOST_LINES = 20_638
+MOST_LINES = 20_464
 MOST_FILES = 13
 MOST_FILLER = 0.08
 MOST_FILES_OF_CORE = 174

@@ -76,6 +76,7 @@ PUBLIC = {
     "stratagem.callbacks": "Callback",
     "stratagem.profilers": "Profiler",
     "stratagem.lazy": "lazy_names",
+    "stratagem.plan": "probe_accelerator resolve",
     "stratagem.system": "*",
     "stratagem.cli": "HelpFormatter at_least",
     "stratagem_torch.parallel": "join_process_group synchronize_batch_norm",

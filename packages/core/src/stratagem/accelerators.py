@@ -16,5 +16,6 @@ if TYPE_CHECKING:
         CPUAccelerator as CPUAccelerator,
         DeviceAccelerator as DeviceAccelerator,
     )
+    from stratagem_extras.memory_report import memory_report as memory_report
 else:
     __getattr__, __dir__ = exporter(__name__, "accelerator")

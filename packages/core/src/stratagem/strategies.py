@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from stratagem_torch.distributed.divergence import DivergenceCheck as DivergenceCheck
     from stratagem_torch.distributed.parallel_strategy import ParallelStrategy as ParallelStrategy
     from stratagem_torch.distributed.process_group import ProcessGroupRanks as ProcessGroupRanks
+    from stratagem_torch.strategies.by_memory import plan_by_memory as plan_by_memory
     from stratagem_torch.strategies.communication_hooks import (
         CommHook as CommHook,
         CommWrapper as CommWrapper,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from stratagem.errors import PluginError
 from stratagem.interfaces.accelerator import DeviceMemory
 from stratagem.launch.rank import this_rank
 from stratagem.loggers import CSVLogger
-from stratagem.plan.memory import StepMemory, what_would_fit
 from stratagem.runtime.device_errors import explain_device_error
 
 MIB = 2**20
@@ -26,39 +26,6 @@ MIB = 2**20
 
 def spec(name: str, shards: tuple[str, ...] = (), offloads: tuple[str, ...] = ()) -> StrategySpec:
     return StrategySpec(name=name, target="m:C", api_version=1, shards=shards, offloads=offloads)
-
-
-WHOLE = ("parameters", "gradients", "optimizer")
-SPECS = (
-    spec("plain"),
-    spec("optimizer_only", ("optimizer",)),
-    spec("whole", WHOLE),
-    spec("whole_again", WHOLE),
-    spec("host", (), WHOLE),
-)
-GIB = 2**30
-NEED = StepMemory(
-    parameters=4 * GIB, gradients=4 * GIB, optimizer=8 * GIB, buffers=0, working=4 * GIB
-)
-
-
-# -- what would fit
-
-
-def test_strategies_that_divide_what_is_too_much_are_named_once_with_their_need() -> None:
-    assert what_would_fit(NEED, 10 * GIB, SPECS, ranks=4) == [
-        "strategy='whole' with devices=4: about 8.00 GiB",
-        "strategy='host' with devices=4: about 4.00 GiB",
-    ]
-    assert what_would_fit(NEED, 14 * GIB, SPECS, ranks=4)[0].startswith("strategy='optimizer_only'")
-
-
-def test_on_one_device_only_offloading_and_smaller_batches_help() -> None:
-    assert what_would_fit(NEED, 17 * GIB, SPECS, ranks=1, micro_batches=3) == [
-        "strategy='host': about 4.00 GiB",
-        "a batch of 1/4 the size with accumulate_grad_batches=12: about 17.00 GiB",
-    ]
-    assert what_would_fit(NEED, 3 * GIB, SPECS, ranks=1) == []
 
 
 def test_a_spec_says_what_it_divides_in_known_words() -> None:
@@ -181,6 +148,19 @@ def test_a_process_with_a_limit_of_its_own_is_told_the_whole_step_and_what_fits_
     # Of 1000 MiB the process got 17; what was held beside the state is 11.
     (fits,) = re.findall(r"a batch of 1/(\d+) the size .*: about ([\d.]+) MiB", str(error))
     assert float(fits[1]) <= 17
+
+
+def test_an_error_of_memory_without_stratagem_extras_has_no_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "stratagem_extras.memory_report", None)
+    error = torch.OutOfMemoryError(FULL)
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(Net("step", error), tmp_path)
+    lines = str(error).splitlines()
+    assert re.fullmatch(r"rank 0 of 1 \(cpu\), at .* in fail, is out of memory", lines[2])
+    assert lines[3].startswith("Besides: precision='bf16-mixed' halves most activations")
+    assert lines[4:] == ["For an explanation: stratagem errors out-of-memory"]
 
 
 @pytest.mark.parametrize("where", ["set-up", "evaluation"])

@@ -58,6 +58,7 @@ PROFILERS = (
 NAMES = (
     ("stratagem.plan_memory", "planner.plan:plan_memory", "what each strategy would hold"),
     ("stratagem.Tuner", "tuner:Tuner", "find a batch size or a learning rate"),
+    ("stratagem.accelerators.memory_report", "memory_report:memory_report", ""),
     ("stratagem.callbacks.BaseFinetuning", "callbacks.finetuning:BaseFinetuning", ""),
     ("stratagem.callbacks.RunHints", "callbacks.run_hints:RunHints", ""),
     (

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from torch import nn
@@ -17,13 +16,11 @@ from torch import nn
 from stratagem.discovery.absent import remedies
 from stratagem.discovery.hints import missing_backend
 from stratagem.discovery.registry import get_registry, nearest_of
-from stratagem.discovery.specs import StrategySpec
 from stratagem.errors import (
     ConfigurationError,
     PluginError,
     StratagemError,
     format_names,
-    format_size,
     hide_frames,
 )
 from stratagem.interfaces.accelerator import Accelerator
@@ -43,8 +40,6 @@ from stratagem.interfaces.strategy import Strategy
 from stratagem.launch.environment import environment_of_request
 from stratagem.launch.process import numpy_warned_once, open_standard_streams, print_hint_once
 from stratagem.launch.rank import run_as_rank, this_rank
-from stratagem.plan.components import probe_accelerator
-from stratagem.plan.memory import StepMemory, memory_to_train
 from stratagem.plan.plan import RunPlan, RunRequest
 from stratagem.plan.resolution import resolve
 from stratagem.plan.step_options import StepOptions
@@ -63,9 +58,6 @@ _ARGUMENTS_VARIABLE = "STRATAGEM_LITE"
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
-
-_DIVIDING = ("ddp_sharded", "fsdp_shard_grad_op", "fsdp", "fsdp_cpu_offload")
-"""What "auto" takes for a model that is too large for DDP; each holds less than the one before."""
 
 _CLASSES = {
     "cluster_environment": ClusterEnvironment,
@@ -218,9 +210,10 @@ class Runtime:
         self.is_launched = False
         self.raise_errors: Callable[[], None] | None = None
 
-    def _build(self, plan: RunPlan) -> None:
+    def _build(self, plan: RunPlan) -> Strategy:
         self.plan = plan
-        self.strategy: Strategy = plan.strategy.build()
+        strategy: Strategy = plan.strategy.build()
+        self.strategy = strategy
         check_strategy(self.strategy, plan.strategy.spec, Strategy)
         self.strategy.bind(
             Components(
@@ -233,52 +226,22 @@ class Runtime:
                 step=plan.request.step_options,
             )
         )
+        return strategy
 
     def divide(self, module: nn.Module) -> None:
-        """Choose a strategy that divides the model, where "auto" chose DDP and a rank is too small.
+        """Let "auto" take a strategy that divides the model, if the model is too large for DDP.
 
-        The first of `_DIVIDING` is taken under which parameters, gradients, buffers and an Adam's
-        state fit into a device. Activations are not known, and not counted. Nothing changes after
-        the launch, where the device's memory is not known, and where nothing fits.
+        Nothing changes after the launch, and without stratagem-backend-torch.
         """
-        plan, request = self.plan, self.plan.request
-        is_auto = request.strategy == "auto" and plan.strategy.name.startswith("ddp")
+        plan = self.plan
+        is_auto = plan.request.strategy == "auto" and plan.strategy.name.startswith("ddp")
         if self.is_launched or not is_auto:
             return
-        found = probe_accelerator(plan.accelerator.source)
-        if found.memory is None:
+        try:
+            from stratagem.strategies import plan_by_memory
+        except ImportError:
             return
-        room = int(StepMemory.USABLE * found.memory / (1 if found.indexed else len(plan.devices)))
-        precision = self.strategy.precision
-        converts = plan.precision.name.endswith("-true")
-        need = memory_to_train(module, precision.dtype.itemsize if converts else None)
-        if (under_ddp := self._on_device(need)) <= room:
-            return
-        launcher = plan.launcher.name if request.interactive else request.launcher
-        for name in _DIVIDING:
-            try:
-                chosen = resolve(replace(request, strategy=name, launcher=launcher), get_registry())
-            except ConfigurationError:
-                continue  # it does not go with something else that was asked for
-            self._build(chosen)
-            if (held := self._on_device(need)) <= room:
-                why = (
-                    f"{plan.strategy.name} would hold {format_size(under_ddp)} without "
-                    f"activations, {name} holds {format_size(held)}, and a rank has "
-                    f"{format_size(room)}"
-                )
-                strategy = replace(chosen.strategy, why=why)
-                self.plan = replace(chosen, request=request, strategy=strategy)
-                return
-        self._build(plan)
-
-    def _on_device(self, need: StepMemory) -> int:
-        """Return what a rank holds on its device by what the strategy says of itself."""
-        spec = self.plan.strategy.spec
-        assert isinstance(spec, StrategySpec)
-        held = self.strategy.estimate_memory({"step": need}, spec.shards)["step"]
-        host = self.strategy.accelerator.is_host
-        return replace(held, **dict.fromkeys(() if host else spec.offloads, 0)).total
+        self.plan = plan_by_memory(plan, self.strategy, module, self._build)
 
     @numpy_warned_once()
     def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
