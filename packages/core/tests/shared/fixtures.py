@@ -84,7 +84,7 @@ def zygote() -> Zygote:
     return Zygote({**environment, "OMP_NUM_THREADS": "1"})
 
 
-def _run(
+def run_python(
     options: tuple[str, ...],
     script: Path,
     arguments: tuple[str, ...],
@@ -140,7 +140,9 @@ def run_file(
     kept = {k: v for k, v in os.environ.items() if not any(part in k for part in dropped)}
     environment = {**kept, "OMP_NUM_THREADS": "1", **(env or {})}
     fresh = fresh or not can_fork(env or ())
-    finished = _run(("-W", "error"), script, arguments, environment, folder, timeout, fresh=fresh)
+    finished = run_python(
+        ("-W", "error"), script, arguments, environment, folder, timeout, fresh=fresh
+    )
     assert finished.returncode == expect, finished.stdout + finished.stderr
     return finished
 
@@ -168,7 +170,7 @@ def run_script(tmp_path: Path, script_environment: dict[str, str]) -> RunScript:
         script.write_text(textwrap.dedent(text))
         environment = {**script_environment, **(env or {})}
         fresh = bool(fresh or before or not can_fork(env or ()))
-        finished = _run(before, script, args, environment, tmp_path, timeout, fresh=fresh)
+        finished = run_python(before, script, args, environment, tmp_path, timeout, fresh=fresh)
         finished.stdout = without_torchs_own(finished.stdout)
         if expect is not None:
             assert finished.returncode == expect, (

@@ -10,6 +10,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from fixtures import run_python
+from zygote import can_fork
+
+PROGRAM = Path(__file__).parents[1] / "scripts" / "stratagem_program.py"
 CORE = "stratagem-core"
 TORCH = "stratagem-backend-torch"
 GUESTS = ("stratagem-extras", "stratagem-testing")
@@ -83,8 +87,17 @@ class Program:
             check=False,
         )
 
-    def __call__(self, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        done = self.python("-m", "stratagem", *arguments)
+    def __call__(
+        self, *arguments: str, code: int = 0, fresh: bool = False
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command in a fork that has imported torch, or in a new interpreter."""
+        if fresh or not can_fork(self.variables):
+            done = self.python("-m", "stratagem", *arguments)
+        else:
+            environment = self.environment()
+            done = run_python(
+                ("-W", "error"), PROGRAM, arguments, environment, self.folder, 240, fresh=False
+            )
         assert done.returncode == code, (done.stdout, done.stderr)
         return done
 
