@@ -92,8 +92,9 @@ SITE = [
     PEFT,
 ]
 # What CI leaves to sessions of their own.
-IN_CI = (
-    "not gpu and not cluster and not ops and not xla and not conformance and not skew and not guide"
+IN_CI = " and ".join(
+    f"not {marker}"
+    for marker in ("gpu", "cluster", "ops", "xla", "conformance", "long", "skew", "guide")
 )
 MPI = "mpi4py==4.1.2"
 RAY = "ray==2.60.0"
@@ -351,11 +352,11 @@ def unit(session: nox.Session) -> None:
 def wheels(session: nox.Session) -> None:
     """Builds the wheels and installs each alone in an empty environment."""
     session.install(TORCH)
-    session.install(*BUILD_TOOLS, *tools("numpy", "pytest", "scikit-learn"))
+    session.install(*BUILD_TOOLS, *tools("numpy", "pytest", "pytest-xdist", "scikit-learn"))
     names = ("core", "backend-torch", "extras", "testing")
     editable = [argument for name in names for argument in ("-e", f"./packages/{name}")]
     session.install("--no-build-isolation", *editable)
-    run_pytest(session, "wheels", *WHEEL_TESTS)
+    run_pytest(session, "wheels", *TWO_AT_ONCE, *WHEEL_TESTS)
 
 
 @nox.session
@@ -386,6 +387,13 @@ def conformance(session: nox.Session) -> None:
     """The kits on all our components, and planted bugs; CI has ddp, and the quick ones."""
     install_everything(session)
     run_pytest(session, "conformance")
+
+
+@nox.session
+def long(session: nox.Session) -> None:
+    """Tests that CI leaves out for their time: matrices, of which CI has the parts; memory."""
+    install_everything(session)
+    run_pytest(session, "long", *TWO_AT_ONCE)
 
 
 @nox.session
@@ -608,7 +616,7 @@ def durability(session: nox.Session) -> None:
 
 @nox.session
 def resumes(session: nox.Session) -> None:
-    """200 configurations drawn at random, resumed from each checkpoint; not in CI, where 20 are."""
+    """200 configurations drawn at random, resumed from each checkpoint; not in CI, where 8 are."""
     install_everything(session)
     seed = os.environ.get("STRATAGEM_RESUME_SEED", str(int(time.time())))
     session.log(f"STRATAGEM_RESUME_SEED={seed}")

@@ -32,7 +32,7 @@ SESSIONS = (
     *("demo", "audit", "guide", "scale", "durability", "skew", "matrix", "endurance", "fuzz"),
     "resumes",
     *("deepspeed_ops", "xla", "loggers", "accelerate", "huggingface"),
-    *("ray", "conformance", "cluster"),
+    *("ray", "conformance", "long", "cluster"),
     *("third_parties", "libraries", "torch_versions"),
 )
 COUNTED = ("passed", "failed", "skipped")

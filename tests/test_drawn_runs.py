@@ -15,7 +15,7 @@ import pytest
 from fixtures import run_file
 
 FOLDER = Path(__file__).parent / "drawn_runs"
-CASES = int(os.environ.get("STRATAGEM_RESUME_CASES", "20"))
+CASES = int(os.environ.get("STRATAGEM_RESUME_CASES", "8"))
 SEED = int(os.environ.get("STRATAGEM_RESUME_SEED", "1"))
 STRATEGIES, AT_ONCE = 8, 5
 

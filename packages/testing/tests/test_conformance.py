@@ -80,7 +80,7 @@ def test_every_class_of_a_kit_is_public() -> None:
         assert getattr(testing, name).__doc__
 
 
-@pytest.mark.slow
+@pytest.mark.conformance
 def test_the_guides_example_passes(tmp_path: Path, script_environment: dict[str, str]) -> None:
     example = re.findall(r"^```python\n(.+?)^```$", GUIDE, re.MULTILINE | re.DOTALL)[0]
     (tmp_path / "test_mine.py").write_text(example)

@@ -13,7 +13,7 @@ import pytest
 from stratagem_testing.strategies.session import Item, Outcome, Reference, failures, run_checks
 from stratagem_testing.strategies.target import Target
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.conformance]
 
 FILE = Path(__file__).with_name("planted_strategies.py")
 

@@ -442,7 +442,7 @@ def test_a_model_is_built_in_pieces_with_the_numbers_of_a_plain_build(tmp_path: 
         assert rank["peak"] < 0.85 * rank["total"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_needs_half_the_memory_that_it_needs_under_ddp() -> None:
     script = load(HERE.parents[2] / "benchmarks" / "memory.py")
     ddp, fsdp = (script.measure(way, 12, 768, 1) for way in ("ddp", "fsdp"))

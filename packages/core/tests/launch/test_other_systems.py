@@ -170,7 +170,7 @@ LEFT_OUT = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     ["trainer/test_checkpoint", "callbacks/test_callbacks", "lite/test_lite", "trainer/test_fit"],
