@@ -77,7 +77,7 @@ def configuration(action: Callable[[], object]) -> str:
 # ---------------------------------------------------------------- the model
 
 
-def test_a_module_must_define_what_the_run_needs() -> None:
+def test_module_without_required_methods_is_refused() -> None:
     class Empty(Module):
         pass
 
@@ -99,7 +99,7 @@ def test_a_module_must_define_what_the_run_needs() -> None:
     )
 
 
-def test_what_is_no_module_is_refused() -> None:
+def test_trainer_refuses_other_objects_than_modules() -> None:
     assert refusal(lambda: trainer().fit(nn.Linear(2, 1), loader())) == (  # type: ignore[arg-type]
         "trainer.fit() expected a stratagem.Module as model, received Linear: a plain nn.Module is "
         "trained with Lite, or wrapped in a Module with training_step and configure_optimizers"
@@ -170,7 +170,7 @@ def test_a_backward_of_the_users_own_is_to_be_removed() -> None:
     )
 
 
-def test_the_users_own_runtime_error_stays_as_it_is() -> None:
+def test_runtime_error_of_a_step_is_not_changed() -> None:
     class Broken(Line):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.layer(batch[:, :1]).mean()
@@ -263,7 +263,7 @@ FORMS = (
         ),
     ],
 )
-def test_configure_optimizers_must_return_what_is_documented(
+def test_configure_optimizers_refuses_other_return_values(
     configure: Callable[[Any], Any], text: str
 ) -> None:
     assert refusal(lambda: trainer().fit(Configures(configure), loader())) == (
@@ -505,7 +505,7 @@ def test_a_model_checkpoint_needs_checkpointing() -> None:
     ) == ("callbacks has a ModelCheckpoint, but enable_checkpointing=False: leave one of them out")
 
 
-def test_what_a_run_knows_needs_a_run() -> None:
+def test_attributes_of_a_run_raise_before_a_run() -> None:
     for name in ("estimated_stepping_batches", "run"):
         assert configuration(lambda name=name: getattr(trainer(), name)) == (  # type: ignore[misc]
             "this needs a model that was fitted, validated, tested or predicted with this Trainer; "

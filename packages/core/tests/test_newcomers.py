@@ -547,7 +547,7 @@ def test_a_variable_shows_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     assert frames_of_ours(error) > 4
 
 
-def test_what_would_go_wrong_in_silence_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_silent_mistakes_print_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     class Misspells(Validates):
         def on_train_epoch_ends(self) -> None:
             """Never called."""
@@ -682,7 +682,7 @@ def test_without_numpy_torch_warns_once_and_not_on_every_rank(
 
 
 @pytest.mark.slow
-def test_a_script_without_a_guard_is_told_of_it(run_script: RunScript) -> None:
+def test_spawn_without_main_guard_is_explained(run_script: RunScript) -> None:
     done = run_script(f"{SPAWNS}\nmain()", expect=1)
     assert done.stderr.splitlines()[-1] == (
         "stratagem.errors.ConfigurationError: strategy='ddp_spawn' starts new interpreters, each "

@@ -172,7 +172,7 @@ class Checking(SingleFileCheckpointIO):
         super().remove_checkpoint(path)
 
 
-def test_what_last_names_is_there_at_any_time(tmp_path: Path) -> None:
+def test_last_link_always_names_an_existing_checkpoint(tmp_path: Path) -> None:
     io = Checking()
     fit(each_step(tmp_path, save_last=True), 5, plugins=io)
     assert io.checked == 4
@@ -204,7 +204,7 @@ class Fails(Callback):
 
 
 @pytest.mark.parametrize("error", [ValueError("in the user's code"), KeyboardInterrupt()])
-def test_an_error_leaves_a_checkpoint_until_there_is_another(
+def test_exception_checkpoint_is_removed_by_the_next_save(
     error: BaseException, tmp_path: Path
 ) -> None:
     def saver() -> ModelCheckpoint:
@@ -263,7 +263,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the last one
 
 
-def test_last_is_the_newest_that_is_whole_and_what_was_passed_over_is_said(
+def test_ckpt_path_last_skips_damaged_checkpoints_with_a_warning(
     tmp_path: Path,
 ) -> None:
     fit(each_step(tmp_path, save_top_k=-1, save_last=True), 6)
@@ -299,7 +299,7 @@ def test_last_is_the_newest_that_is_whole_and_what_was_passed_over_is_said(
     assert re.fullmatch(r"ckpt_path='last': '.*step=5\.ckpt' was passed over: .*damaged.*", told[2])
 
 
-def test_all_of_it_holds_for_checkpoints_that_are_directories(tmp_path: Path) -> None:
+def test_directory_checkpoints_keep_last_and_skip_damaged_ones(tmp_path: Path) -> None:
     saver = each_step(tmp_path, save_last=True, keep_latest_k=2)
     fit(saver, 4, plugins="directory")
     assert names(tmp_path) == ["last.ckpt", "step=3.ckpt", "step=4.ckpt"]
@@ -319,7 +319,7 @@ def test_all_of_it_holds_for_checkpoints_that_are_directories(tmp_path: Path) ->
     ]
 
 
-def test_where_none_is_whole_that_is_said(tmp_path: Path) -> None:
+def test_ckpt_path_last_raises_if_every_checkpoint_is_damaged(tmp_path: Path) -> None:
     (tmp_path / "a.ckpt").write_bytes(b"nothing")
     with (
         pytest.raises(CheckpointNotFoundError) as caught,
@@ -570,7 +570,7 @@ def test_the_claim_of_a_process_that_was_killed_is_void(
 
 
 @pytest.mark.parametrize("how", ["where it was", "moved", "copied"])
-def test_a_resumed_run_removes_its_own_wherever_they_are_by_now(how: str, tmp_path: Path) -> None:
+def test_resumed_run_removes_its_own_moved_or_copied_checkpoints(how: str, tmp_path: Path) -> None:
     def saver(folder: Path) -> ModelCheckpoint:
         return each_step(folder, monitor="score", save_top_k=2, save_last=True)
 
@@ -687,7 +687,7 @@ def test_a_save_of_the_newest_that_has_no_value_yet_warns_of_nothing(tmp_path: P
     assert names(tmp_path) == ["last.ckpt", "step=2.ckpt"]
 
 
-def test_saves_after_validation_come_after_the_epoch_where_there_is_none(tmp_path: Path) -> None:
+def test_save_on_train_epoch_end_false_saves_without_validation(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=False)
     fit_epochs(saver, 2, validates=False)
     assert names(tmp_path) == ["epoch=0.ckpt", "epoch=1.ckpt"]
@@ -728,7 +728,7 @@ def test_a_fit_that_ends_before_its_validation_saves_by_the_epoch_and_the_step(
     assert names(tmp_path) == ["step=1.ckpt"]
 
 
-def test_an_epoch_that_does_not_validate_is_none_of_the_best_by_the_epoch(tmp_path: Path) -> None:
+def test_epoch_without_validation_saves_no_best_checkpoint(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, "{epoch}", monitor="epoch", save_top_k=-1)
     trainer = Trainer(
         accelerator="cpu",
@@ -795,7 +795,7 @@ def test_a_value_of_training_is_judged_in_epochs_without_validation(
     [{}, {"every_n_train_steps": 1}, {"train_time_interval": timedelta(0)}],
     ids=lambda saves: next(iter(saves), "epochs"),
 )
-def test_a_value_that_comes_later_is_none_in_the_name_of_a_checkpoint(
+def test_checkpoint_filename_has_none_before_the_first_value(
     saves: dict[str, Any], tmp_path: Path
 ) -> None:
     name, told = "{step}-{validated:.1f}", "'validated' was not logged yet. Names of checkpoints"
@@ -880,7 +880,7 @@ NONFINITE = (SCRIPTS / "checkpoint_policies_nonfinite.py").read_text()
 
 
 @pytest.mark.parametrize(("strategy", "plugins"), [("ddp", "single_file"), ("fsdp", "directory")])
-def test_what_is_not_finite_on_one_rank_every_rank_hears_of(
+def test_nonfinite_weights_on_one_rank_skip_the_save_on_all(
     strategy: str, plugins: str, run_script: RunScript, tmp_path: Path
 ) -> None:
     run_script(NONFINITE, strategy, plugins)

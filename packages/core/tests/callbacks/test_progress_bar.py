@@ -158,7 +158,7 @@ def test_it_says_that_a_resumed_run_had_reached_its_limit(
     )
 
 
-def test_it_names_what_it_goes_on_from_and_the_best_checkpoint(
+def test_progress_bar_names_the_resumed_and_the_best_checkpoint(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     saver = ModelCheckpoint(tmp_path, monitor="loss_epoch")
@@ -275,7 +275,9 @@ def test_a_line_that_is_overwritten_is_no_wider_than_the_terminal(
     assert screen.getvalue().endswith("\rstays, however long it is\n")
 
 
-def test_a_console_without_extras_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_without_extras_names_the_package_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("stratagem.discovery.exports._offers", lambda module, kind: [])
     bar = ProgressBar(console=object())  # type: ignore[arg-type]
     with pytest.raises(ImportError, match="has no 'TerminalDisplay'"):

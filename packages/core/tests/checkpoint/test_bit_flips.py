@@ -94,7 +94,7 @@ def test_200_flipped_bits_are_found_and_the_file_is_named_before_anything_is_loa
     assert torch.equal(io.load_checkpoint(path)["weights"][4], CONTENTS["weights"][4])
 
 
-def test_a_file_system_that_cannot_tell_what_is_in_memory_is_read_all_the_same(
+def test_load_checkpoint_works_without_preadv(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     io: CheckpointIO = get_registry().find("checkpoint_io", "single_file").spec.build()
@@ -125,7 +125,7 @@ def seal_of(path: Path) -> str:
     return path.read_bytes()[-32:].decode()
 
 
-def test_the_checksum_of_a_large_file_is_that_of_its_pieces(large: Path) -> None:
+def test_checksum_of_a_large_file_combines_its_pieces(large: Path) -> None:
     data, piece = large.read_bytes()[:-32], 64 << 20
     assert len(data) > 2 * piece
     digests = [xxhash.xxh3_128_digest(data[at : at + piece]) for at in range(0, len(data), piece)]
@@ -177,7 +177,7 @@ class Counted:
         return self.function(*args)
 
 
-def test_what_was_verified_just_now_is_read_once_unless_it_has_changed(
+def test_load_after_verify_checkpoint_skips_one_checksum(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = Counted(checksum_of_file)

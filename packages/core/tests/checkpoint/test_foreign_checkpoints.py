@@ -101,7 +101,7 @@ def test_files_anywhere_stay(named: str, tmp_path: Path) -> None:
     assert own in Path(chosen.best_model_path).parents
 
 
-def test_objects_of_a_bucket_stay_and_nothing_there_is_asked_for(
+def test_objects_of_a_bucket_stay_without_any_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = fsspec.filesystem("memory")
@@ -148,7 +148,7 @@ def test_in_a_folder_of_a_bucket_only_checkpoints_of_this_run_are_removed(tmp_pa
     }
 
 
-def test_in_its_own_folder_a_run_removes_only_what_says_that_it_is_its_own(tmp_path: Path) -> None:
+def test_run_removes_only_checkpoints_with_its_own_run_id(tmp_path: Path) -> None:
     own = tmp_path / "own"
     (tmp_path / "elsewhere").mkdir()
     kept = ["broken.ckpt", "thesis", "link.ckpt", "others.ckpt"]

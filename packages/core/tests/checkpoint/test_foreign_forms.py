@@ -144,7 +144,7 @@ def one_line(error: BaseException) -> str:
     return str(error)
 
 
-def test_without_the_plugin_lightnings_checkpoints_say_what_to_install(
+def test_lightning_checkpoint_without_plugin_names_the_package(
     installed: Callable[..., Registry], tmp_path: Path
 ) -> None:
     installed()
@@ -163,7 +163,7 @@ def test_without_the_plugin_lightnings_checkpoints_say_what_to_install(
         from stratagem.checkpoint import LightningCheckpointIO  # type: ignore[attr-defined] # noqa: F401
 
 
-def test_without_the_plugin_as_lightning_says_what_to_install(
+def test_as_lightning_without_plugin_names_the_package(
     installed: Callable[..., Registry], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "train.py"

@@ -665,7 +665,7 @@ def directories(draw: st.DrawFn, bases: Bases) -> Build:
 
 
 @pytest.mark.slow
-def test_what_is_made_to_harm_loads_what_was_saved_or_is_refused(bases: Bases) -> None:
+def test_hostile_checkpoint_loads_the_saved_values_or_is_refused(bases: Bases) -> None:
     @settings(
         max_examples=CASES or 500,
         derandomize=not CASES,

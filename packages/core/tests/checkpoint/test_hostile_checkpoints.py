@@ -106,7 +106,7 @@ def test_a_path_that_is_no_file_is_refused_at_once(kind: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.ckpt", ".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_of_a_directory_that_is_none_is_refused_at_once(
+def test_directory_checkpoint_refuses_irregular_files(
     kind: str, name: str, directory: Path
 ) -> None:
     make, called = KINDS[kind]
@@ -212,7 +212,7 @@ def test_an_entry_that_is_described_in_two_ways_is_refused(
     assert said in refusal(path)
 
 
-def test_what_stands_before_or_after_an_archive_is_refused(archive: Made, tmp_path: Path) -> None:
+def test_bytes_before_or_after_an_archive_are_refused(archive: Made, tmp_path: Path) -> None:
     path = tmp_path / "model.ckpt"
     path.write_bytes(b"#!/bin/sh\n" + archive.encode())
     assert "the two records at its end disagree" in refusal(path)
@@ -350,7 +350,7 @@ def test_a_tensor_that_is_not_within_its_storage_is_refused(
     assert said in refusal_of_pickle(archive, operations, tmp_path / "model.ckpt")
 
 
-def test_what_is_shared_too_often_is_refused_in_both_directions(tmp_path: Path) -> None:
+def test_excessively_shared_tensors_are_refused_at_save_and_load(tmp_path: Path) -> None:
     path = tmp_path / "model.ckpt"
     numbers = torch.zeros(1 << 20)
     shared = {"a": [numbers.view(1 << 20) for _ in range(100)]}
@@ -364,7 +364,7 @@ def test_what_is_shared_too_often_is_refused_in_both_directions(tmp_path: Path) 
     assert len({tensor.data_ptr() for tensor in loaded}) == 1
 
 
-def test_sparse_tensors_whose_indices_lead_out_of_them_are_refused(tmp_path: Path) -> None:
+def test_sparse_tensors_with_indices_out_of_bounds_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.ckpt"
     index, values = torch.tensor([[9, 9]]), torch.ones(2)
     with torch.sparse.check_sparse_tensor_invariants(enable=False):  # type: ignore[no-untyped-call]

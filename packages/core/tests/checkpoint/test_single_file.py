@@ -79,7 +79,7 @@ def test_torch_load_reads_the_file_too(saved: Path) -> None:
         assert torch.equal(loaded["weights"], CONTENTS["weights"])
 
 
-def test_the_comment_of_the_zip_archive_tells_what_is_in_it(saved: Path) -> None:
+def test_zip_comment_has_manifest_and_checksum(saved: Path) -> None:
     head, manifest, checksum = zipfile.ZipFile(saved).comment.split(b"\n")
     assert head == b"stratagem checkpoint"
     assert json.loads(manifest) == {
@@ -374,7 +374,7 @@ def test_a_tensor_that_would_grow_when_copied_is_refused_in_both_directions(tmp_
     assert torch.equal(SingleFileCheckpointIO().load_checkpoint(path)["a"], small["a"])
 
 
-def test_a_pickle_that_asks_for_more_memory_than_there_is_is_refused(tmp_path: Path) -> None:
+def test_pickle_that_allocates_huge_memory_is_refused(tmp_path: Path) -> None:
     class Greedy:
         def __reduce__(self) -> Any:
             return bytearray, (2**45,)
@@ -452,7 +452,7 @@ def test_other_files_are_nobodys_leftovers(tmp_path: Path) -> None:
     assert names_in(tmp_path) == sorted([*others, "model.ckpt"])
 
 
-def test_a_writer_whose_file_is_taken_for_a_leftover_before_its_lock_begins_again(
+def test_writer_retries_if_its_file_is_removed_before_its_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flock = fcntl.flock
@@ -499,7 +499,7 @@ def test_without_locks_the_files_of_living_writers_are_left_alone_and_dead_ones_
 
 
 @pytest.mark.parametrize("flock", [no_locks, unseen_locks])
-def test_without_locks_what_hosts_of_one_name_are_writing_is_left_alone_for_a_day(
+def test_without_locks_files_of_other_hosts_stay_for_a_day(
     flock: Callable[[int, int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", flock)
@@ -512,7 +512,7 @@ def test_without_locks_what_hosts_of_one_name_are_writing_is_left_alone_for_a_da
     assert names_in(tmp_path) == ["model.ckpt"]
 
 
-def test_what_another_container_is_writing_is_known_by_its_lock(tmp_path: Path) -> None:
+def test_file_locked_by_another_container_is_kept(tmp_path: Path) -> None:
     this = Owner.this()
     container = dataclasses.replace(this, namespace=this.namespace + 1)
     path = leftover(tmp_path, str(container), age=10**6)
@@ -524,7 +524,7 @@ def test_what_another_container_is_writing_is_known_by_its_lock(tmp_path: Path) 
     assert names_in(tmp_path) == ["model.ckpt"]
 
 
-def test_writers_of_one_path_at_once_leave_the_whole_file_of_one_of_them(tmp_path: Path) -> None:
+def test_concurrent_writers_of_one_path_leave_one_complete_file(tmp_path: Path) -> None:
     io, path, errors = SingleFileCheckpointIO(), tmp_path / "model.ckpt", []
 
     def write(number: int) -> None:
@@ -650,7 +650,7 @@ def test_a_folder_that_fails_to_sync_is_told_from_a_file_that_does(
     assert SingleFileCheckpointIO().load_checkpoint(saved)["number"] == 8
 
 
-def test_an_interrupt_in_a_save_is_raised_as_it_is_and_leaves_nothing(
+def test_keyboard_interrupt_in_a_save_leaves_no_file(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = DurableFile.write
@@ -667,7 +667,7 @@ def test_an_interrupt_in_a_save_is_raised_as_it_is_and_leaves_nothing(
     assert names_in(saved.parent) == ["model.ckpt"]
 
 
-def test_what_torch_cannot_save_is_raised_as_it_is(saved: Path) -> None:
+def test_save_checkpoint_reraises_the_error_of_torch_save(saved: Path) -> None:
     weights = torch.ones(4)
     with pytest.raises(RuntimeError, match="view the same data as different types"):
         SingleFileCheckpointIO().save_checkpoint(
@@ -692,7 +692,7 @@ def test_a_directory_at_the_path_is_refused_before_anything_is_written(tmp_path:
     assert names_in(tmp_path) == []
 
 
-def test_directories_that_a_save_makes_are_synced_into_those_above(
+def test_save_syncs_new_directories_into_their_parents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[Path] = []
@@ -709,14 +709,14 @@ def test_directories_that_a_save_makes_are_synced_into_those_above(
 
 
 @pytest.mark.parametrize("value", [b"", b"\0", bytearray()])
-def test_bytes_come_back_also_where_there_are_none(tmp_path: Path, value: Any) -> None:
+def test_bytes_round_trip_also_if_empty(tmp_path: Path, value: Any) -> None:
     io = SingleFileCheckpointIO()
     io.save_checkpoint({"deep": [value]}, tmp_path / "model.ckpt")
     loaded = io.load_checkpoint(tmp_path / "model.ckpt")["deep"][0]
     assert (type(loaded), loaded) == (type(value), value)
 
 
-def test_a_link_that_cannot_be_made_says_what_is_still_named(tmp_path: Path) -> None:
+def test_failed_link_checkpoint_names_the_former_target(tmp_path: Path) -> None:
     io = SingleFileCheckpointIO()
     io.save_checkpoint({"weights": torch.ones(1)}, tmp_path / "one.ckpt")
     with pytest.raises(CheckpointSaveError, match=r"cannot let '.*last' name .*what it named"):

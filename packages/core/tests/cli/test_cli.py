@@ -120,7 +120,7 @@ def test_the_package_runs_as_the_program(program: Program) -> None:
 
 
 @pytest.mark.parametrize("command", ["strategies", "explain", "doctor", "new-backend"])
-def test_a_commands_own_help_says_what_it_prints(program: Program, command: str) -> None:
+def test_command_help_describes_its_output(program: Program, command: str) -> None:
     said = program(command, "--help").stdout
     assert said.startswith(f"usage: stratagem {command}")
     assert "--json" in said
@@ -234,7 +234,7 @@ def test_words_and_commands_stay_whole_where_a_line_has_room(
 
 
 @pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_statuses_have_colors_on_a_terminal_unless_the_user_wants_none(
+def test_statuses_have_colors_on_a_terminal_unless_disabled(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variables: dict[str, str]
 ) -> None:
     on_a_terminal(monkeypatch, 80, **variables)
@@ -246,7 +246,7 @@ def test_statuses_have_colors_on_a_terminal_unless_the_user_wants_none(
 
 @pytest.mark.parametrize("command", ["strategies", "doctor"])
 @pytest.mark.parametrize("width", [80, 120, 200])
-def test_what_a_terminal_shows_fits_its_width(
+def test_output_fits_the_width_of_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, width: int
 ) -> None:
     on_a_terminal(monkeypatch, width, NO_COLOR="1")
@@ -259,7 +259,7 @@ def test_what_a_terminal_shows_fits_its_width(
 
 @pytest.mark.parametrize("command", ["strategies", "doctor"])
 @pytest.mark.parametrize(("columns", "width"), [("", 100), ("80", 80), ("400", 400)])
-def test_in_a_pipe_a_table_has_100_columns_or_those_that_are_asked_for(
+def test_table_in_a_pipe_has_100_columns_or_env_columns(
     program: Program, command: str, columns: str, width: int
 ) -> None:
     program.variables = {"COLUMNS": columns}
@@ -269,7 +269,7 @@ def test_in_a_pipe_a_table_has_100_columns_or_those_that_are_asked_for(
     assert min(width, 120) - 10 < widest <= width
 
 
-def test_words_of_a_table_stay_whole_while_there_is_room() -> None:
+def test_table_wraps_between_words() -> None:
     rows = [("strategy", "parameters", "why"), ("fsdp", "0.14 GiB", "a b c d e f g h i j")]
     assert aligned(rows, 30) == (
         "strategy  parameters  why\n"
@@ -279,7 +279,7 @@ def test_words_of_a_table_stay_whole_while_there_is_room() -> None:
     )
 
 
-def test_an_address_stays_whole_while_there_is_room() -> None:
+def test_table_does_not_break_a_url() -> None:
     address = "https://pytorch.org/get-started/locally"
     lines = aligned([("cuda and its other names", f"see {address} for it")], 64).splitlines()
     assert any(address in line for line in lines)
@@ -395,7 +395,7 @@ def test_a_plugin_adds_a_command_and_gives_its_exit_code(greeting: Program) -> N
     assert (done.stdout, done.stderr) == ("imported\nhello you --loud\n", "")
 
 
-def test_a_plugin_adds_a_command_below_one_of_cores_groups(greeting: Program) -> None:
+def test_plugin_adds_a_subcommand_to_a_group_of_core(greeting: Program) -> None:
     assert greeting("checkpoint", "greet", "you").stdout == "imported\nhello hello you\n"
 
 
@@ -450,7 +450,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_plugin_that_fails_to_add_a_command_stops_nobody(greeting: Program, case: str) -> None:
+def test_plugin_that_fails_to_add_a_command_is_skipped(greeting: Program, case: str) -> None:
     code, problem = REFUSED[case]
     greeting.install("clumsy", code)
     done = greeting("greet", "you", code=3)
@@ -494,7 +494,7 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_command_whose_target_does_not_exist_is_one_line(greeting: Program, target: str) -> None:
+def test_command_with_missing_target_fails_in_one_line(greeting: Program, target: str) -> None:
     error, problem = TARGETS[target]
     greeting.install("waving", offering(("wave", target)))
     done = greeting("wave", code=1)
@@ -512,7 +512,7 @@ def test_a_command_whose_target_does_not_exist_is_one_line(greeting: Program, ta
 # -- the short forms of core
 
 
-def test_doctor_in_short_says_what_is_installed_and_what_is_wrong(program: Program) -> None:
+def test_short_doctor_lists_plugins_and_problems(program: Program) -> None:
     program.plugins = [CORE]
     said = program("doctor").stdout
     assert row_of(said, CORE) == [CORE, __version__, "loaded"]
@@ -525,7 +525,7 @@ def test_doctor_in_short_says_what_is_installed_and_what_is_wrong(program: Progr
     assert "\nProblems: 1\n- broken (plug) is broken: OSError: libvendor.so is missing\n" in said
 
 
-def test_doctor_in_short_says_what_plugins_and_names_are_wrong(program: Program) -> None:
+def test_short_doctor_lists_broken_plugins_and_ambiguous_names(program: Program) -> None:
     program.plugins = [CORE]
     program.install("one-dist", GOOD_PLUGIN)
     program.install("two-dist", GOOD_PLUGIN)
@@ -566,7 +566,7 @@ def test_strategies_in_short_says_which_are_usable(program: Program) -> None:
 
 @pytest.mark.parametrize("command", ["doctor", "strategies"])
 @pytest.mark.parametrize("argument", ["--json", "averaging"])
-def test_what_the_short_form_has_not_is_refused(
+def test_short_commands_refuse_options_of_the_full_form(
     program: Program, command: str, argument: str
 ) -> None:
     program.plugins = [CORE]
@@ -578,7 +578,7 @@ def test_what_the_short_form_has_not_is_refused(
     assert "pip install stratagem-extras" in program(command, "--help").stdout
 
 
-def test_explain_without_its_distribution_says_what_to_install(program: Program) -> None:
+def test_explain_without_extras_names_the_package_to_install(program: Program) -> None:
     program.plugins = [CORE]
     said = program("explain", "--strategy", "ddp", code=2).stderr
     assert said.startswith("stratagem: error: No such command 'explain'. stratagem-extras ")
@@ -638,7 +638,7 @@ def test_checkpoint_inspect_says_that_a_file_has_no_manifest(program: Program) -
     ]
 
 
-def test_checkpoint_inspect_refuses_what_is_no_checkpoint(program: Program) -> None:
+def test_checkpoint_inspect_refuses_other_files(program: Program) -> None:
     program.folder.joinpath("notes.txt").write_text("These are notes.")
     said = program("checkpoint", "inspect", "notes.txt", code=1).stderr
     assert said == (
@@ -709,7 +709,7 @@ def test_checkpoint_commands_know_a_third_partys_format(
     with_sqlite.folder.joinpath("one.ckpt").unlink()
 
 
-def test_checkpoint_commands_name_the_formats_of_which_a_file_is_none(
+def test_checkpoint_commands_name_the_formats_that_refused_a_file(
     with_sqlite: Program,
 ) -> None:
     whole = with_sqlite.folder.joinpath("model.db").read_bytes()

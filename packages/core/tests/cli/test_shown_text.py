@@ -62,7 +62,7 @@ def test_every_message_about_a_checkpoint_is_escaped_and_bounded() -> None:
     assert len(message) < 11_000
 
 
-def test_inspect_escapes_what_a_checkpoint_says(tmp_path: Path) -> None:
+def test_inspect_escapes_text_of_a_checkpoint(tmp_path: Path) -> None:
     checkpoint: dict[str, Any] = {HOSTILE: 1, "run": HOSTILE, LONG: 2}
     io: CheckpointIO = Lite(accelerator="cpu").strategy.checkpoint_io
     io.save_checkpoint(checkpoint, tmp_path / "one.ckpt")
@@ -72,7 +72,7 @@ def test_inspect_escapes_what_a_checkpoint_says(tmp_path: Path) -> None:
     assert r"\x1b]0;title\x07\x1b[2J" in said
 
 
-def test_what_a_peer_has_written_is_escaped() -> None:
+def test_status_text_of_another_rank_is_escaped() -> None:
     status = RankStatus(0, HOSTILE, HOSTILE, HOSTILE, f"Traceback\n{HOSTILE}")
     encoded = status_exchange._encode(Survey({0: status}, error=status)).encode()
     survey = status_exchange._decode(encoded)

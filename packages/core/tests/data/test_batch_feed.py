@@ -60,7 +60,7 @@ class Reads(Line):
 
 
 @pytest.mark.parametrize(("run", "step"), [("fit", "training"), ("validate", "validation")])
-def test_a_step_that_reads_its_batches_itself_is_refused_with_what_to_install(
+def test_dataloader_iter_argument_is_refused_with_the_package_to_install(
     run: str, step: str
 ) -> None:
     trainer = Trainer(**QUIET, num_sanity_val_steps=0)

@@ -160,7 +160,7 @@ def test_loaders_can_be_put_in_the_place_of_others() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_read_together_begins_together(mode: Any) -> None:
+def test_combined_loader_starts_parallel_loaders_together(mode: Any) -> None:
     begun = []
 
     class Noting:
@@ -175,7 +175,7 @@ def test_what_is_read_together_begins_together(mode: Any) -> None:
     assert begun == ([1] if mode == "sequential" else [1, 3])
 
 
-def test_what_cannot_be_combined_is_refused() -> None:
+def test_combined_loader_refuses_unknown_mode_and_empty_list() -> None:
     with pytest.raises(ConfigurationError, match=r"Unsupported mode 'longest'.*'min_size'"):
         CombinedLoader([numbers(0, 4)], "longest")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="at least one loader"):

@@ -99,7 +99,7 @@ def test_every_number_comes_once() -> None:
         assert torch.equal(numbers.sort().values, torch.arange(length)), length
 
 
-def test_a_part_of_a_permutation_is_that_of_the_whole() -> None:
+def test_slice_of_a_permutation_equals_slice_of_its_list() -> None:
     shuffled = permutation(1000)
     whole = shuffled[:].tolist()
     for part in (slice(0, 1), slice(17, 400), slice(3, None, 7), slice(990, 2000), slice(5, 2)):
@@ -126,7 +126,7 @@ def test_over_seeds_every_number_is_as_likely_at_every_place(length: int) -> Non
 
 
 @pytest.mark.parametrize("length", [2**24 + 1, 10**9, 2**40 - 1])
-def test_a_long_permutation_is_like_a_random_one_wherever_it_is_read(length: int) -> None:
+def test_long_permutation_is_statistically_random(length: int) -> None:
     shuffled, other = permutation(length, 1), permutation(length, 2)
     for start in (0, length // 3, length - 2**16):
         numbers = shuffled[start : start + 2**16]

@@ -190,12 +190,12 @@ def test_a_version_is_read_from_metadata_of_each_form(tmp_path: Path) -> None:
     assert version_of("some", places) is None
 
 
-def test_versions_are_those_of_the_library_for_metadata() -> None:
+def test_version_of_agrees_with_importlib_metadata() -> None:
     for name in ("torch", "pluggy", "stratagem-core", "Typing_Extensions"):
         assert version_of(name) == metadata.version(name)
 
 
-def test_an_entry_says_what_the_metadata_say(site: Site) -> None:
+def test_entry_has_the_fields_of_its_metadata(site: Site) -> None:
     site.install("Strange.Name", "torch>=2.9", "stratagem-core<0.2,>=0.1", version="2.5")
     (entry,) = site.entries()
     assert (entry.distribution, entry.version) == ("strange-name", "2.5")
@@ -237,7 +237,7 @@ def test_the_first_of_two_distributions_of_one_name_counts(tmp_path: Path) -> No
     assert [(e.distribution, e.name, e.version) for e in entries] == [("twice", "a", "1.0")]
 
 
-def test_what_an_interrupted_pip_leaves_behind_does_not_count(site: Site) -> None:
+def test_leftovers_of_an_interrupted_pip_are_ignored(site: Site) -> None:
     site.install("~tratagem-core")
     assert site.entries() == []
 
@@ -287,7 +287,7 @@ def test_metadata_of_the_older_form_are_read(site: Site) -> None:
         (["stratagem-core<9; python_version > '3'", "stratagem-core>=0.1"], "<9,>=0.1"),
     ],
 )
-def test_the_requirement_on_core_is_what_holds_here(
+def test_requires_core_evaluates_environment_markers(
     site: Site, requirements: list[str], expected: str
 ) -> None:
     site.install("plugin", *requirements)
@@ -320,7 +320,7 @@ def test_versions_are_compared_as_pip_does(clauses: str, version: str, fits: boo
     assert (why_incompatible(entry_of(requires_core=clauses), version) is None) == fits
 
 
-def test_an_incompatible_requirement_says_what_to_install() -> None:
+def test_incompatible_requirement_names_the_pip_command() -> None:
     text = why_incompatible(entry_of(requires_core="<0.1"), "0.1.0")
     assert text == (
         "requires stratagem-core<0.1, but stratagem-core 0.1.0 is installed: "
@@ -366,7 +366,7 @@ def test_core_is_switched_off_only_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "my strategy", "-x", "a:b", "ä", 3])
-def test_a_name_that_nobody_could_type_is_refused(name: Any) -> None:
+def test_spec_name_with_bad_characters_is_refused(name: Any) -> None:
     expected = "expected (letters, digits, '_', '-' and|a string)"
     with pytest.raises(PluginError, match=expected) as caught:
         strategy(name)
@@ -529,7 +529,7 @@ def installed_with(
     return registry.reports[-1]
 
 
-def test_a_plugin_of_a_later_api_says_what_was_expected_and_what_to_install(
+def test_plugin_of_a_later_api_version_is_incompatible(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = installed_with(site, monkeypatch, api_version=3)
@@ -547,7 +547,7 @@ def test_a_plugin_of_an_earlier_api_without_a_former_name_is_loaded(
     assert installed_with(site, monkeypatch, api_version=1).status == "loaded"
 
 
-def test_a_plugin_whose_spec_has_a_former_name_is_broken_and_told_the_present_name(
+def test_plugin_with_a_former_spec_argument_is_broken(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.install("stranger")
@@ -570,7 +570,7 @@ def test_a_core_of_any_later_version_takes_a_plugin_of_its_api(
     assert installed_with(site, monkeypatch, "stratagem-core>=0.1").status == "loaded"
 
 
-def test_a_core_beyond_what_a_plugin_requires_leaves_it_out_before_its_import(
+def test_plugin_requiring_an_older_core_is_not_imported(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stratagem.discovery.registry.__version__", "0.2.0")
@@ -626,7 +626,7 @@ def two_claimants() -> Registry:
     )
 
 
-def test_a_name_that_two_claim_is_ambiguous_when_it_is_selected() -> None:
+def test_name_of_two_distributions_is_ambiguous_when_selected() -> None:
     registry = two_claimants()
     with pytest.raises(AmbiguousNameError) as caught:
         registry.find("strategy", "Wanted")
@@ -697,18 +697,18 @@ def test_an_unknown_name_gives_the_one_that_was_meant(name: str, meant: str) -> 
     )
 
 
-def test_an_unknown_name_like_none_gives_those_that_there_are() -> None:
+def test_unknown_name_lists_the_installed_names() -> None:
     text = unknown(discover(CORE, TORCH), "galactic")
     assert text.startswith("unknown strategy 'galactic'. Installed: ddp, ddp_fork, ")
     assert "find_unused_parameters" not in text
 
 
-def test_an_unknown_name_among_none_says_so() -> None:
+def test_unknown_name_without_any_plugin_lists_nothing() -> None:
     text = unknown(discover(), "anything", "checkpoint_io")
     assert text == "unknown checkpoint io 'anything'. Installed: none."
 
 
-def test_an_unknown_qualifier_gives_those_who_have_the_name() -> None:
+def test_unknown_qualifier_lists_the_distributions_with_the_name() -> None:
     text = unknown(two_claimants(), "third:wanted")
     assert "'third' provides none of that name; there is 'first:wanted', 'second:wanted'" in text
 
@@ -727,7 +727,9 @@ def test_an_unknown_qualifier_gives_those_who_have_the_name() -> None:
         ("precision", "16-mixed", "stratagem-backend-cuda"),
     ],
 )
-def test_a_known_name_says_what_to_install(kind: str, name: str, distribution: str) -> None:
+def test_known_name_names_the_distribution_to_install(
+    kind: str, name: str, distribution: str
+) -> None:
     text = unknown(discover(CORE, TORCH), name, kind)
     assert text.startswith(
         f"{kind} {name!r} needs {distribution}, which is not installed: pip install {distribution}."
@@ -741,7 +743,7 @@ def test_a_name_of_a_known_third_party_says_so() -> None:
     assert "entry point in the group 'stratagem.backends'" in text
 
 
-def test_what_is_installed_already_has_to_be_upgraded() -> None:
+def test_known_name_of_an_installed_distribution_advises_an_upgrade() -> None:
     installed = entry_of(plugin_of(), "stratagem-backend-deepspeed")
     text = unknown(discover(CORE, TORCH, installed), "deepspeed_stage_1")
     assert (
@@ -788,7 +790,7 @@ def test_discovery_happens_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("fresh")
 class TestStrategyRegistry:
-    def test_what_is_registered_is_found_built_and_removed(self) -> None:
+    def test_registered_strategy_is_found_built_and_removed(self) -> None:
         StrategyRegistry.register(
             "ddp_static", DDPStrategy, description="DDP, static graph", static_graph=True
         )
@@ -808,7 +810,7 @@ class TestStrategyRegistry:
         StrategyRegistry.remove("ddp_static")
         assert "ddp_static" not in StrategyRegistry
 
-    def test_it_is_selected_like_any_other(self) -> None:
+    def test_registered_strategy_is_selected_by_name(self) -> None:
         from stratagem import Trainer
 
         StrategyRegistry.register("alone", SingleDeviceStrategy)
@@ -830,7 +832,7 @@ class TestStrategyRegistry:
             StrategyRegistry.register(name, SingleDeviceStrategy)
         assert f"the strategy name {name.casefold()!r} is taken by" in str(caught.value)
 
-    def test_an_override_replaces_until_it_is_removed(self) -> None:
+    def test_registry_override_holds_until_removal(self) -> None:
         StrategyRegistry.register("ddp", SingleDeviceStrategy, override=True)
         assert type(StrategyRegistry.get("ddp")) is SingleDeviceStrategy
         assert StrategyRegistry.available_strategies().count("ddp") == 1
@@ -838,7 +840,7 @@ class TestStrategyRegistry:
         StrategyRegistry.remove("DDP")
         assert type(StrategyRegistry.get("ddp")) is DDPStrategy
 
-    def test_of_two_registrations_the_later_counts_until_it_is_removed(self) -> None:
+    def test_later_registration_wins_until_removal(self) -> None:
         StrategyRegistry.register("mine", DDPStrategy, timeout=1.0)
         StrategyRegistry.register("mine", DDPStrategy, override=True, timeout=2.0)
         registry = registries.get_registry()
@@ -851,7 +853,7 @@ class TestStrategyRegistry:
         assert "mine" not in StrategyRegistry
 
     @pytest.mark.parametrize("name", ["ddp", "never_heard_of"])
-    def test_only_what_was_registered_here_can_be_removed(self, name: str) -> None:
+    def test_registry_removes_only_names_registered_in_this_process(self, name: str) -> None:
         with pytest.raises(UnknownNameError, match="was not registered in this process") as caught:
             StrategyRegistry.remove(name)
         assert "STRATAGEM_DISABLE_PLUGINS" in str(caught.value)
@@ -892,7 +894,7 @@ def test_the_import_names_serve_classes_and_bases() -> None:
             assert name in dir(module)
 
 
-def test_an_unknown_class_gives_what_there_is() -> None:
+def test_unknown_class_lists_the_exports() -> None:
     from stratagem import strategies
 
     assert not hasattr(strategies, "NoSuchStrategy")
@@ -903,7 +905,7 @@ def test_an_unknown_class_gives_what_there_is() -> None:
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_class_of_a_distribution_that_is_missing_says_what_to_install() -> None:
+def test_class_of_a_missing_distribution_names_the_package() -> None:
     with pytest.raises(ImportError) as caught:
         from stratagem.strategies import DeepSpeedStrategy  # type: ignore[attr-defined]  # noqa: F401
     text = str(caught.value)
@@ -951,7 +953,7 @@ def test_capabilities_cannot_be_changed() -> None:
         Capabilities().multi_node = True  # type: ignore[misc]
 
 
-def test_another_name_of_a_precision_is_one_of_precisions_only() -> None:
+def test_alias_of_a_precision_is_hinted_for_precisions_only() -> None:
     with pytest.raises(
         UnknownNameError, match=r"unknown precision 'half'\. Did you mean '16-true'"
     ):

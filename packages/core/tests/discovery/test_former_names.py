@@ -51,7 +51,7 @@ def bound(strategy: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", [name for name in FORMER if name in CLASSES])
-def test_what_took_the_place_of_a_former_name_is_there_and_the_former_name_is_not(
+def test_former_names_are_replaced_by_existing_members(
     name: str,
 ) -> None:
     kind = CLASSES[name]
@@ -188,7 +188,7 @@ class Renamed(SingleDeviceStrategy):
         self.take_batch_size(7)
 
 
-def test_a_method_whose_former_name_still_works_is_called_with_a_deprecation_warning(
+def test_former_method_is_called_with_a_deprecation_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     change = Change("set_batch_size", ends="99.0")

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts/known_names.py"
 EXTRAS = "stratagem-extras"
 
 
-def test_the_known_names_are_those_of_the_specs() -> None:
+def test_known_names_file_agrees_with_the_specs() -> None:
     script = runpy.run_path(str(SCRIPT))
     written = script["as_text"](script["known_names"]())
     assert script["FILE"].read_text() == written, f"run python {SCRIPT}"
@@ -111,7 +111,7 @@ def last_line(code: str, **variables: str) -> str:
 
 
 @pytest.mark.parametrize("code", WITHOUT)
-def test_without_the_extras_one_line_says_what_to_install(code: str) -> None:
+def test_missing_extras_fail_in_one_line_with_the_package(code: str) -> None:
     assert last_line(HIDDEN + code) == WITHOUT[code]
 
 
@@ -160,7 +160,7 @@ check_divergence_detection(Fake(capabilities=Fake(parameters="same"), world_size
     ],
     ids=["restarts", "detect_divergence"],
 )
-def test_without_the_torch_backend_one_line_says_what_to_install(code: str, missing: str) -> None:
+def test_missing_torch_backend_fails_in_one_line_with_the_package(code: str, missing: str) -> None:
     hidden = HIDDEN.replace("stratagem-extras", "stratagem-backend-torch")
     assert last_line(hidden.replace("stratagem_extras", "stratagem_torch") + code) == (
         f"ImportError: {missing}. It needs stratagem-backend-torch, which is not installed: "
@@ -221,7 +221,7 @@ def test_two_distributions_that_give_one_name_are_both_named(program: Program) -
     assert chosen.returncode == 0, chosen.stderr
 
 
-def test_a_guest_of_another_minor_version_says_what_to_upgrade(program: Program) -> None:
+def test_plugin_for_another_core_version_names_the_upgrade(program: Program) -> None:
     program.install("next-sweep", PLUGIN.format(module="next_sweep"), requires="stratagem-core>=9")
     program.plugins.remove("stratagem-extras")  # whose callbacks would be listed
     code = "from stratagem import Trainer; Trainer(callbacks='mine')"
@@ -233,7 +233,7 @@ def test_a_guest_of_another_minor_version_says_what_to_upgrade(program: Program)
     )
 
 
-def test_a_guest_that_lacks_a_module_says_what_to_install_again(program: Program) -> None:
+def test_plugin_with_a_missing_module_advises_a_reinstall(program: Program) -> None:
     plugin = PLUGIN.format(module="half_sweep_package.callback")
     program.install("half-sweep", plugin, requires=RANGE)
     program.folder.joinpath("half_sweep_package").mkdir()

@@ -33,7 +33,7 @@ api = load_script()
 REGENERATE = "python packages/core/scripts/plugin_api.py"
 
 
-def test_the_plugin_api_is_what_was_promised() -> None:
+def test_plugin_api_agrees_with_its_snapshot() -> None:
     broken, added = api.differences(api.SNAPSHOT.read_text(), api.snapshot())
     assert not broken, (
         "plugins that were written for this version of the plugin API would break:\n"
@@ -98,7 +98,9 @@ hook stratagem_hook() -> None
         ("    method stop(", "    final method stop(", None),
     ],
 )
-def test_what_breaks_plugins_is_told(before: str, after: str, broken: list[str] | None) -> None:
+def test_differences_report_breaking_changes(
+    before: str, after: str, broken: list[str] | None
+) -> None:
     found, added = api.differences(BEFORE, BEFORE.replace(before, after))
     assert found if broken is None else found == broken
     assert added == []
@@ -124,7 +126,7 @@ def test_what_breaks_plugins_is_told(before: str, after: str, broken: list[str] 
         ),
     ],
 )
-def test_what_only_adds_breaks_nothing(before: str, after: str, added: str) -> None:
+def test_differences_report_additions_separately(before: str, after: str, added: str) -> None:
     broken, found = api.differences(BEFORE, BEFORE.replace(before, after))
     assert broken == []
     assert added in found
@@ -167,7 +169,7 @@ def test_an_interface_says_when_each_of_its_methods_is_called(name: str) -> None
     assert [m.name for m in members if not m.about and m.name != "__init__"] == []
 
 
-def test_the_guide_has_what_the_classes_say() -> None:
+def test_plugin_api_guide_has_the_generated_tables() -> None:
     guide = api.GUIDE.read_text()
     assert guide == api.with_tables(guide), f"regenerate: {REGENERATE}"
 
@@ -184,7 +186,7 @@ AUTHORS = sorted(
 )
 
 
-def test_what_backends_and_examples_import_is_frozen() -> None:
+def test_backends_and_examples_import_promised_names_only() -> None:
     """Authors are shown to import what they are promised."""
     assert len({path.relative_to(ROOT).parts[:2] for path in AUTHORS}) >= 3
     frozen = {*api.promised(), *(f"stratagem.{name}" for name in stratagem.__all__)}

@@ -249,7 +249,7 @@ class Averaging(SingleDeviceStrategy):
         self.average, self.rounds = state["average"], state["rounds"]
 
 
-def test_what_was_prepared_of_a_model_is_released_before_it_is_prepared_again() -> None:
+def test_prepared_model_is_released_before_the_next_prepare() -> None:
     first, second = Averaging(), Averaging()
     model = Line()
     of_first = trainer(strategy=first)
@@ -263,7 +263,7 @@ def test_what_was_prepared_of_a_model_is_released_before_it_is_prepared_again() 
     assert second.calls == ["prepare", "end_training"]
 
 
-def test_callbacks_see_at_the_end_what_end_training_has_changed() -> None:
+def test_on_train_end_sees_the_changes_of_end_training() -> None:
     class Ends(SingleDeviceStrategy):
         def end_training(self, prepared: PreparedModel) -> None:
             for parameter in prepared.original.parameters():
@@ -626,7 +626,7 @@ def test_capabilities_of_parallel_strategies_and_of_their_parameters() -> None:
     )
 
 
-def test_an_unknown_argument_is_refused_with_the_class_and_what_it_takes() -> None:
+def test_unknown_strategy_argument_lists_the_known_ones() -> None:
     text = refused(lambda: DDPStrategy(find_unused=True))
     assert text.startswith("DDPStrategy(find_unused=True): unknown; expected some of accelerator, ")
     assert "find_unused_parameters" in text
@@ -747,9 +747,7 @@ def not_a_strategy() -> object:
         (not_a_strategy, "returned a object; expected a subclass of stratagem.strategies.Strategy"),
     ],
 )
-def test_a_class_that_is_not_what_its_spec_says_is_refused_by_name(
-    target: Any, expected: str
-) -> None:
+def test_class_that_contradicts_its_spec_is_refused_by_name(target: Any, expected: str) -> None:
     spec = StrategySpec(
         name="contradicting",
         target=target,
@@ -804,7 +802,7 @@ def test_capabilities_that_the_class_contradicts_are_refused() -> None:
     )
 
 
-def test_ranks_that_are_not_those_that_were_launched_are_refused(
+def test_make_ranks_with_another_number_of_ranks_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Alone(SingleDeviceStrategy):
@@ -952,7 +950,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_values_of_ranks_that_share_their_data_count_once_wherever_they_are(
+def test_metrics_of_ranks_with_shared_data_count_once(
     stages: list[dict[str, Any]],
 ) -> None:
     for of_rank in stages:

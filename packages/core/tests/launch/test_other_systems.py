@@ -283,7 +283,7 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
 
 
-def test_on_windows_a_file_is_closed_before_it_is_renamed(
+def test_durable_file_is_closed_before_its_rename(
     windows: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with local.DurableFile(tmp_path / "saved") as saved:
@@ -300,7 +300,7 @@ def test_on_windows_a_file_is_closed_before_it_is_renamed(
     assert (tmp_path / "saved").read_bytes() == b"text"
 
 
-def test_on_windows_nobody_is_killed_to_see_whether_he_lives(
+def test_owner_runs_sends_no_signal_on_windows(
     windows: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There, os.kill(pid, 0) is Ctrl-C."""

@@ -122,7 +122,7 @@ sys.exit(subprocess.run([sys.executable, "-c", look]).returncode)
 """
 
 
-def test_what_a_process_lacks_of_streams_is_dev_null_for_its_children_too(start: Start) -> None:
+def test_closed_streams_are_dev_null_also_for_children(start: Start) -> None:
     for closed in ((1,), (2,), (1, 2), (0, 1, 2)):
         ended = start("-c", STREAMS, closed=closed)
         assert ended.returncode == 0, ended.stderr

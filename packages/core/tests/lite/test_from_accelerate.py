@@ -36,7 +36,7 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------- accumulate and save_state
 
 
-def test_windows_are_those_of_a_loop_by_hand(of_ranks: list[dict[str, Any]]) -> None:
+def test_accumulate_windows_equal_a_manual_loop(of_ranks: list[dict[str, Any]]) -> None:
     for found in of_ranks:
         assert found["accumulated"] == found["by hand"]
         assert [is_last for _, is_last, _ in found["accumulated"]] == [
@@ -79,7 +79,7 @@ def test_saving_within_a_window_is_warned_of(tmp_path: Path) -> None:
             lite.save_state(tmp_path)
 
 
-def test_an_accumulated_step_is_that_of_all_its_batches() -> None:
+def test_accumulate_averages_the_gradients_of_a_window() -> None:
     lite, model, optimizer, loader = set_up(accumulate_grad_batches=2)
     weights, gradients = [], []
     for batch in loader:
@@ -168,7 +168,7 @@ def test_an_optimizer_and_a_scheduler_may_come_later() -> None:
     assert len(loader) == 1
 
 
-def test_what_cannot_be_set_up_is_refused() -> None:
+def test_setup_refuses_unknown_objects() -> None:
     lite = Lite(accelerator="cpu", devices=1)
     net = nn.Linear(1, 1)
     for objects, message in (
@@ -212,7 +212,7 @@ def test_loggers_may_be_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("name", sorted(COUNTERPARTS))
-def test_a_name_of_accelerates_says_what_to_use(name: str) -> None:
+def test_accelerate_method_names_its_counterpart_in_lite(name: str) -> None:
     with pytest.raises(AttributeError) as caught:
         getattr(Lite(accelerator="cpu"), name)
     expected = f"'Lite' object has no attribute '{name}'. {COUNTERPARTS[name]}"
@@ -264,7 +264,7 @@ def test_arguments_that_are_left_open_come_from_the_launch(
         assert is_last
 
 
-def test_a_trainer_with_other_arguments_than_those_of_the_launch_is_refused(
+def test_trainer_that_contradicts_accelerate_config_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = {"precision": "bf16-mixed", "accelerator": "cpu", "accumulate_grad_batches": 4}
@@ -286,7 +286,7 @@ def test_a_trainer_with_other_arguments_than_those_of_the_launch_is_refused(
         ("pad_across_processes", (torch.ones(2),)),
     ],
 )
-def test_what_gathers_says_what_to_install(
+def test_gather_functions_without_extras_name_the_package(
     name: str, arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stratagem.discovery.exports._offers", lambda module, kind: [])

@@ -185,7 +185,7 @@ def test_several_models_and_optimizers_train_side_by_side() -> None:
     assert_same_weights(two, raw_two)
 
 
-def test_backward_of_one_of_several_models_names_it_where_a_strategy_reduces_by_model() -> None:
+def test_backward_with_several_models_needs_a_model() -> None:
     reduced = []
 
     class Reduces(SingleDeviceStrategy):
@@ -229,7 +229,7 @@ def test_backward_takes_the_arguments_of_tensor_backward() -> None:
     torch.testing.assert_close(model.module[0].weight.grad, 2 * once)
 
 
-def test_autocast_covers_what_lies_outside_of_a_model() -> None:
+def test_autocast_covers_code_outside_of_a_model() -> None:
     weights = torch.randn(4, 4)
     with lite_on_cpu(precision="bf16-mixed").autocast():
         assert (weights @ weights).dtype is torch.bfloat16
@@ -293,7 +293,7 @@ def test_devices_may_be_given_in_the_documented_ways(devices: Any) -> None:
     assert Lite(accelerator="cpu", devices=devices).world_size == 1
 
 
-def test_collectives_on_one_device_give_back_what_they_are_given() -> None:
+def test_collectives_on_one_device_return_their_input() -> None:
     lite = lite_on_cpu()
     tensor = torch.arange(3.0)
     assert torch.equal(lite.all_gather(tensor), tensor.unsqueeze(0))
@@ -827,7 +827,7 @@ def test_the_documents_own_cluster_runs_with_changed_imports() -> None:
     assert lite.strategy.cluster_environment is cluster
 
 
-def test_a_model_is_evaluated_by_what_the_strategy_gives_for_that() -> None:
+def test_lite_model_without_grad_calls_evaluation_module() -> None:
     class Counting(StepModule):
         calls = 0
 
@@ -879,7 +879,7 @@ def test_one_rank_needs_no_launch(tmp_path: Path) -> None:
     assert lite.all_reduce(2.0).item() == 2.0
 
 
-def test_what_needs_a_launch_says_so() -> None:
+def test_lite_before_launch_raises() -> None:
     lite = Lite(accelerator="cpu", strategy="ddp", devices=2)
     for action in (
         lambda: lite.device,
@@ -893,7 +893,7 @@ def test_what_needs_a_launch_says_so() -> None:
         )
 
 
-def test_setup_refuses_what_would_train_nothing() -> None:
+def test_setup_refuses_models_twice_and_foreign_optimizers() -> None:
     lite = lite_on_cpu()
     model = lite.setup(network())
     assert refused(lambda: lite.setup(model)) == (
@@ -979,7 +979,7 @@ def test_plugins_and_shorthands_are_given_once_and_are_plugins() -> None:
     assert named.plan.precision.name == "64-true"
 
 
-def test_an_epoch_that_the_user_sets_is_left_as_it_is() -> None:
+def test_set_epoch_of_the_user_is_kept() -> None:
     lite = lite_on_cpu()
     data = list(range(8))
     sampler: Any = torch.utils.data.DistributedSampler(data, num_replicas=1, rank=0)  # type: ignore[arg-type]

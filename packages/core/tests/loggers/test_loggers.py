@@ -105,7 +105,7 @@ def test_a_value_called_step_is_the_step_of_its_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [CSVLogger, object()])
-def test_what_takes_no_values_is_no_logger(wrong: Any, tmp_path: Path) -> None:
+def test_object_without_log_metrics_is_refused_as_logger(wrong: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"an object with log_metrics.metrics, step."):
         trainer_in(tmp_path, wrong)
 
@@ -129,7 +129,7 @@ def test_a_resumed_run_goes_on_in_its_own_folder(tmp_path: Path) -> None:
     ]
 
 
-def test_a_resumed_run_whose_folder_is_gone_gets_a_new_one(tmp_path: Path) -> None:
+def test_resumed_run_with_missing_log_dir_gets_a_new_version(tmp_path: Path) -> None:
     first = trainer_in(tmp_path, True)
     first.fit(Learner(), numbers())
     (Path(first.log_dir) / ".run").unlink()
@@ -138,7 +138,7 @@ def test_a_resumed_run_whose_folder_is_gone_gets_a_new_one(tmp_path: Path) -> No
     assert Path(resumed.log_dir).name == "version_1"
 
 
-def test_a_version_that_was_given_goes_before_that_of_a_resumed_run(tmp_path: Path) -> None:
+def test_given_logger_version_overrides_the_resumed_one(tmp_path: Path) -> None:
     first = trainer_in(tmp_path, CSVLogger(tmp_path))
     first.fit(Learner(), numbers())
     resumed = trainer_in(tmp_path, CSVLogger(tmp_path, version="again"), max_epochs=2)
@@ -307,7 +307,7 @@ def test_a_value_with_the_name_of_the_optimizer_step_is_the_optimizer_step(tmp_p
     assert [row["step"] for row in rows] == [row["trainer/optimizer_step"] for row in rows]
 
 
-def test_values_whose_step_is_not_finite_are_logged_at_the_optimizer_step(tmp_path: Path) -> None:
+def test_nonfinite_step_value_is_logged_at_the_optimizer_step(tmp_path: Path) -> None:
     class Logs(Learner):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             self.log("step", float("nan") if batch_idx else float("inf"))
@@ -485,7 +485,7 @@ class Full(CSVLogger):
         super()._write(rows)
 
 
-def test_a_logger_whose_disk_is_full_is_named_once_and_training_goes_on(tmp_path: Path) -> None:
+def test_logger_with_full_disk_warns_once_and_training_continues(tmp_path: Path) -> None:
     class Fills(Learner):
         def on_train_epoch_start(self) -> None:
             if self.current_epoch in (1, 2):
@@ -565,7 +565,7 @@ def test_rows_of_a_run_are_written_at_once(tmp_path: Path, monkeypatch: pytest.M
     assert writes == [3, 1]
 
 
-def test_a_csv_logger_refuses_what_it_cannot_mean(tmp_path: Path) -> None:
+def test_csv_logger_refuses_zero_flush_interval(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"flush_logs_every_n_steps=0\): expected a whole"):
         CSVLogger(tmp_path, flush_logs_every_n_steps=0)
 

@@ -147,7 +147,7 @@ def test_a_decorated_init_is_one_too() -> None:
     assert Decorated(3).hparams == {"depth": 2}
 
 
-def test_what_is_ignored_by_a_subclass_is_left_out_though_its_base_has_kept_it() -> None:
+def test_save_hyperparameters_ignore_of_a_subclass_wins() -> None:
     class Base(Net):
         def __init__(self, width: int, depth: int) -> None:
             super().__init__()

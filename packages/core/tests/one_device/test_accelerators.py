@@ -53,7 +53,7 @@ class Net(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_mixed_precision_is_refused_where_there_is_no_autocast() -> None:
+def test_mixed_precision_without_autocast_is_refused() -> None:
     with pytest.raises(ConfigurationError) as refused:
         Lite(accelerator=WithoutAutocast(), devices=1, precision="bf16-mixed")
     assert str(refused.value) == (
@@ -123,7 +123,7 @@ def test_a_device_accelerator_needs_a_type() -> None:
     )
 
 
-def test_a_device_accelerator_without_devices_says_what_torch_has() -> None:
+def test_device_accelerator_without_devices_names_the_torch_version() -> None:
     accelerator = DeviceAccelerator("meta")
     assert (accelerator.name, accelerator.process_group_backend) == ("meta", "gloo")
     found = accelerator.availability()
@@ -186,7 +186,7 @@ def test_a_new_parameter_gets_the_attributes_and_hooks_of_the_former_one() -> No
     assert (called, model.weight.grad.tolist()) == (["hook", "after", "after"], [[3.0, 3.0]])
 
 
-def test_an_optimizer_whose_parameter_a_conversion_removed_is_refused() -> None:
+def test_optimizer_with_a_parameter_removed_by_conversion_is_refused() -> None:
     model = nn.Linear(2, 2)
     references = ParameterReferences(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
     model.bias = None  # type: ignore[assignment]

@@ -205,12 +205,12 @@ def test_one_device_and_no_strategy_is_single_device(plan: Plan) -> None:
     assert made.processes_per_node == made.world_size == 1
 
 
-def test_a_named_strategy_says_who_provides_it(plan: Plan) -> None:
+def test_plan_names_the_provider_of_a_strategy(plan: Plan) -> None:
     made = plan(strategy="one_node", devices=2)
     assert (made.strategy.provider, made.strategy.why) == ("strangers 1.0", "your argument")
 
 
-def test_a_strategy_object_is_taken_as_it_is(plan: Plan) -> None:
+def test_plan_keeps_a_strategy_object(plan: Plan) -> None:
     given = strategy_object()
     made = plan(strategy=given, devices=2)
     assert made.strategy.build() is given
@@ -296,7 +296,7 @@ def test_an_accelerator_may_be_listed_under_an_alias(registry: Registry, plan: P
     registry.remove("strategy", "by_alias")
 
 
-def test_one_device_is_what_single_device_uses(refused: Callable[..., str]) -> None:
+def test_single_device_refuses_several_devices(refused: Callable[..., str]) -> None:
     text = refused(strategy="single_device", devices=2)
     assert "'single_device' uses one device, received devices=2 (2 devices)" in text
     assert "pass devices=1, or a strategy for several devices such as 'ddp'" in text
@@ -329,12 +329,12 @@ def test_one_process_may_drive_all_devices(plan: Plan) -> None:
 # -- the accelerator
 
 
-def test_a_name_of_the_accelerator_is_taken_if_it_is_there(plan: Plan) -> None:
+def test_accelerator_alias_selects_an_available_accelerator(plan: Plan) -> None:
     assert plan(accelerator="CUDA").accelerator.name == "gpu"
     assert plan(accelerator=None).accelerator.name == "gpu"
 
 
-def test_an_accelerator_that_is_not_there_is_refused_with_its_reason(
+def test_unavailable_accelerator_is_refused_with_its_reason(
     refused: Callable[..., str],
 ) -> None:
     text = refused(accelerator="tpu")
@@ -342,7 +342,7 @@ def test_an_accelerator_that_is_not_there_is_refused_with_its_reason(
     assert "pass accelerator='auto'" in text
 
 
-def test_no_accelerator_for_a_strategy_says_what_was_tried(refused: Callable[..., str]) -> None:
+def test_strategy_without_accelerator_lists_the_candidates(refused: Callable[..., str]) -> None:
     text = refused(strategy="on_tpu")
     assert "no accelerator is available for this request: tpu (no driver); " in text
     assert "gpu (not for this strategy); cpu (not for this strategy)" in text
@@ -508,7 +508,7 @@ def test_a_device_is_named_once(refused: Callable[..., str]) -> None:
 
 
 @pytest.mark.parametrize("asked", [[0, 4], 5, "0, 4"])
-def test_a_device_that_is_not_there_is_refused(refused: Callable[..., str], asked: Any) -> None:
+def test_missing_device_index_is_refused(refused: Callable[..., str], asked: Any) -> None:
     text = refused(accelerator="gpu", devices=asked)
     assert f"devices={asked!r} asks for gpu device 4, but there are 4 here (4 GPUs)" in text
 
@@ -525,7 +525,7 @@ TAKEN = "is in exclusive use by the process 7"
 
 
 @pytest.mark.parametrize("asked", [{}, {"devices": 1}, {"strategy": "single_device"}])
-def test_an_accelerator_whose_devices_are_all_taken_is_not_available(
+def test_accelerator_with_all_devices_in_use_is_not_available(
     registry: Registry, asked: dict[str, Any]
 ) -> None:
     def probe(spec: Any) -> Availability:
@@ -581,7 +581,7 @@ def test_impossible_nodes_are_refused(refused: Callable[..., str], asked: Any) -
     assert text == f"num_nodes={asked!r}: expected a whole number of at least 1"
 
 
-def test_under_torchrun_it_says_how_many_ranks_there_are(plan: Plan) -> None:
+def test_plan_takes_the_world_size_of_torchrun(plan: Plan) -> None:
     made = plan(environ=TORCHRUN)
     assert made.cluster_environment.name == "TorchElastic"
     assert made.cluster_environment.why == "TORCHELASTIC_RUN_ID is set"
@@ -837,7 +837,7 @@ def test_a_precision_of_another_accelerator_is_refused(
     assert "precision=8 works on 'gpu', received accelerator='cpu': change one" in text
 
 
-def test_a_precision_object_is_taken_as_it_is(plan: Plan) -> None:
+def test_plan_keeps_a_precision_object(plan: Plan) -> None:
     given = types.SimpleNamespace(name="mine")
     made = plan(precision=given)
     assert (made.precision.name, made.precision.build()) == ("mine", given)
@@ -850,7 +850,7 @@ def test_a_precision_object_is_judged_like_one_selected_by_name(
     assert "'zero' takes the precisions 'bf16-mixed', received precision='mine': change one" in text
 
 
-def test_a_precision_whose_parameters_cannot_be_divided_is_refused(
+def test_fsdp_refuses_a_precision_that_is_not_shardable(
     refused: Callable[..., str],
 ) -> None:
     given = types.SimpleNamespace(name="four-bits", shardable=False)
@@ -1003,7 +1003,7 @@ def test_a_plugin_may_refuse_a_plan() -> None:
 
 
 @pytest.mark.parametrize("hook", ["stratagem_run_planned", "stratagem_choose_strategy"])
-def test_a_plugin_whose_hook_fails_is_named(hook: str) -> None:
+def test_failed_hook_names_its_plugin(hook: str) -> None:
     def of_plan(plan: RunPlan) -> None:
         raise KeyError("quota")
 
@@ -1067,7 +1067,7 @@ def test_the_plan_explains_each_choice_in_a_line(plan: Plan) -> None:
     ]
 
 
-def test_the_plan_explains_what_was_not_taken_if_asked(plan: Plan) -> None:
+def test_explain_why_lists_rejected_environments(plan: Plan) -> None:
     made = plan(accelerator="cpu", strategy="ddp", devices=2)
     others = [line for line in made.explain(why=True).splitlines() if "not taken" in line]
     assert len(others) == len(made.rejected_environments) > 0
@@ -1099,7 +1099,7 @@ def test_any_launcher_serves_a_strategy_that_takes_any(name: str, plan: Plan) ->
     assert chosen.remote
 
 
-def test_a_launcher_given_as_an_object_is_asked_what_it_is(plan: Plan) -> None:
+def test_launcher_object_sets_name_and_remote_of_the_plan(plan: Plan) -> None:
     class Given:
         new_processes = True
 
@@ -1168,7 +1168,7 @@ def test_a_launcher_that_spans_nodes_needs_no_cluster_and_no_devices_here(plan: 
         ({"accelerator": "tpu", "devices": -1}, "devices=-1 counts the devices of this machine"),
     ],
 )
-def test_what_is_elsewhere_is_not_counted_here(asked: Any, text: str, plan: Plan) -> None:
+def test_remote_launcher_needs_a_number_of_devices(asked: Any, text: str, plan: Plan) -> None:
     with pytest.raises(ConfigurationError, match=text):
         plan(strategy="ddp", launcher="everywhere", **asked)
 

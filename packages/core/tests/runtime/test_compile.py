@@ -137,7 +137,7 @@ def test_inductor_has_the_losses_of_eager() -> None:
 
 
 @pytest.mark.parametrize("calls_self", [False, True])
-def test_what_training_step_calls_is_one_graph(graphs: Graphs, calls_self: bool) -> None:
+def test_compile_makes_one_graph_of_training_step(graphs: Graphs, calls_self: bool) -> None:
     _, _, expected = fit(Net(calls_self=calls_self))
     _, net, losses = fit(Net(calls_self=calls_self), compile={"backend": graphs})
     assert close(losses, expected)
@@ -155,7 +155,7 @@ def test_evaluation_is_compiled_once_with_the_sanity_check(graphs: Graphs) -> No
     assert len(graphs.made) == 3
 
 
-def test_a_trainer_without_compile_runs_the_same_model_as_it_is(graphs: Graphs) -> None:
+def test_trainer_without_compile_runs_a_compiled_model_eagerly(graphs: Graphs) -> None:
     net = Net()
     fit(net, compile={"backend": graphs})
     torch.compiler.reset()
@@ -230,7 +230,7 @@ def test_modules_without_parameters_are_not_compiled(graphs: Graphs) -> None:
     assert graphs.operations == [3]
 
 
-def test_lite_compiles_what_it_sets_up(graphs: Graphs) -> None:
+def test_lite_setup_compiles_the_model(graphs: Graphs) -> None:
     lite = Lite(accelerator="cpu")
     lite.launch()
     net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -409,7 +409,7 @@ def test_torch_logs_why_a_smaller_last_batch_is_compiled_again(tmp_path: Path) -
         ({"mode": "default", "options": {"trace.enabled": True}}, "torch.compile refuses it"),
     ],
 )
-def test_what_is_no_request_is_refused_at_once(given: Any, message: str) -> None:
+def test_bad_compile_argument_is_refused(given: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         trainer(compile=given)
 

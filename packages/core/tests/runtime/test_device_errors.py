@@ -28,7 +28,7 @@ def spec(name: str, shards: tuple[str, ...] = (), offloads: tuple[str, ...] = ()
     return StrategySpec(name=name, target="m:C", api_version=1, shards=shards, offloads=offloads)
 
 
-def test_a_spec_says_what_it_divides_in_known_words() -> None:
+def test_spec_shards_refuses_unknown_words() -> None:
     with pytest.raises(PluginError, match="shards=\\('weights',\\); expected a tuple of some of"):
         spec("wrong", ("weights",))
 
@@ -103,7 +103,7 @@ def _alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(this_rank, "device_is_lost", False)
 
 
-def test_an_error_of_memory_says_who_held_it_and_what_would_fit(tmp_path: Path) -> None:
+def test_out_of_memory_error_lists_memory_use_and_remedies(tmp_path: Path) -> None:
     error = torch.OutOfMemoryError(FULL)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         fit(Net("step", error), tmp_path)
@@ -130,9 +130,7 @@ def test_an_error_of_memory_says_who_held_it_and_what_would_fit(tmp_path: Path) 
     assert lines[-1] == "For an explanation: stratagem errors out-of-memory"
 
 
-def test_a_process_with_a_limit_of_its_own_is_told_the_whole_step_and_what_fits_in_the_limit() -> (
-    None
-):
+def test_out_of_memory_error_counts_with_the_memory_limit() -> None:
     last = nn.Linear(512, 512, bias=False)
     module = nn.Sequential(nn.Linear(512, 512, bias=False), last)
     optimizer = torch.optim.AdamW(module.parameters())
@@ -175,7 +173,7 @@ def test_the_hosts_own_memory_is_explained(tmp_path: Path) -> None:
         fit(Net("step", RuntimeError(text)), tmp_path, accelerator="cpu")
 
 
-def test_other_errors_stay_as_they_are(tmp_path: Path) -> None:
+def test_other_errors_are_not_changed(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError) as raised:
         fit(Net("step", RuntimeError("mine")), tmp_path)
     assert str(raised.value) == "mine"
@@ -222,7 +220,7 @@ def test_a_lost_device_is_left_alone_and_no_later_error_takes_its_place(
     assert len((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()) == 2
 
 
-def test_the_processor_says_what_it_has() -> None:
+def test_cpu_device_stats_have_memory_and_time() -> None:
     stats = CPUAccelerator().device_stats(torch.device("cpu"))
     assert stats["peak_resident_bytes"] > MIB
     assert stats["resident_bytes"] > MIB

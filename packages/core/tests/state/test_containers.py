@@ -166,7 +166,7 @@ def test_map_tensors_keeps_other_attributes_and_items() -> None:
     assert halved(Frozen(ONES, "other")).tag == "other"
 
 
-def test_map_tensors_changes_what_a_dataclass_has_computed() -> None:
+def test_map_tensors_maps_computed_fields_of_a_dataclass() -> None:
     mapped = halved(Computed(ONES, 4))
     assert mapped.x.tolist() == [0.5, 0.5]
     assert mapped.doubled.tolist() == [2, 2]

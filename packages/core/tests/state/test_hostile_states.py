@@ -301,7 +301,7 @@ def test_phases_of_another_length_are_loaded() -> None:
 
 
 @pytest.mark.parametrize("state", [3, [], None])
-def test_what_is_no_state_of_a_scheduler_is_refused(state: Any) -> None:
+def test_load_scheduler_state_refuses_other_states(state: Any) -> None:
     with pytest.raises(CheckpointMismatchError, match="as the state of the scheduler StepLR"):
         load_scheduler_state(scheduled("step"), state)
 

@@ -75,7 +75,7 @@ def folder(
 # ---------------------------------------------------------------- paths
 
 
-def test_urls_stay_as_they_are_and_what_is_local_is_a_path() -> None:
+def test_to_location_keeps_urls_and_makes_paths() -> None:
     assert paths.to_location("s3://bucket/run/") == "s3://bucket/run"
     assert paths.to_location("file:///data/run") == Path("/data/run")
     assert paths.join("s3://bucket/run", "a.ckpt") == "s3://bucket/run/a.ckpt"
@@ -104,7 +104,7 @@ def test_a_url_that_nothing_knows_is_refused() -> None:
     )
 
 
-def test_what_has_to_be_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_fsspec_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(ConfigurationError) as caught:
         paths.exists("gs://bucket/run")
@@ -153,7 +153,7 @@ def test_a_changed_byte_is_found_and_the_place_named(folder: paths.Location) -> 
 
 
 @pytest.mark.parametrize("size", [1000, 12 << 20])
-def test_a_save_that_ends_early_leaves_what_was_there(
+def test_failed_save_keeps_the_former_checkpoint(
     size: int, folder: paths.Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An upload in one piece, and one in several, of which some are there by then."""
@@ -185,7 +185,7 @@ def test_a_save_that_ends_early_leaves_what_was_there(
     assert io.load_checkpoint(path)["weights"].numel() == size // 4
 
 
-def test_a_small_file_is_on_the_disk_when_it_is_written_also_by_two_at_once(
+def test_small_file_is_synced_with_concurrent_writers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, synced = tmp_path / "new" / "record.json", list[str]()
@@ -207,7 +207,7 @@ def test_a_small_file_is_on_the_disk_when_it_is_written_also_by_two_at_once(
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_what_another_library_writes_takes_the_place_of_a_file_whole_or_not_at_all(
+def test_durable_replace_is_atomic(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "new" / "rows.db"
@@ -236,7 +236,7 @@ def test_what_another_library_writes_takes_the_place_of_a_file_whole_or_not_at_a
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_what_another_library_writes_is_local(tmp_path: Path) -> None:
+def test_durable_replace_refuses_directories_and_urls(tmp_path: Path) -> None:
     with pytest.raises(CheckpointSaveError, match="it is a directory, give a file"):
         durable_replace(tmp_path).__enter__()
     with pytest.raises(CheckpointSaveError) as caught:
@@ -290,7 +290,7 @@ def left_in(folder: Path) -> list[Path]:
     return [path for path in (*folder.iterdir(), *own.iterdir()) if path != own]
 
 
-def test_a_copy_is_read_from_its_beginning_where_a_path_of_it_shares_its_position(
+def test_fetch_returns_a_file_at_its_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As /dev/fd does on macOS."""
@@ -307,9 +307,7 @@ def test_a_copy_is_read_from_its_beginning_where_a_path_of_it_shares_its_positio
         assert copy.read() == b"all of it"
 
 
-def test_who_asks_at_the_same_time_shares_one_copy_which_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_fetches_share_one_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     url = f"memory://{tmp_path.name}/a.ckpt"
     SingleFileCheckpointIO().save_checkpoint({"number": 1}, url)

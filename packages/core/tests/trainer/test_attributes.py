@@ -87,7 +87,7 @@ def advice(owner: object, name: str) -> str:
 
 
 @pytest.mark.parametrize("kind", OWNERS)
-def test_a_public_attribute_of_lightning_exists_or_the_error_says_what_to_use(kind: str) -> None:
+def test_lightning_attribute_exists_or_names_its_counterpart(kind: str) -> None:
     names = [name for of, name in of_lightning() if of == kind]
     found = {name: advice(OWNERS[kind], name) for name in names}
     bare = [name for name, text in found.items() if not text or "Did you mean" in text]
@@ -120,7 +120,7 @@ def test_each_argument_of_the_trainer_is_an_attribute_with_the_value_in_force() 
     assert full.progress_bar_callback is full.callbacks[0]
 
 
-def test_accumulation_is_that_of_the_current_epoch() -> None:
+def test_accumulate_grad_batches_follows_the_current_epoch() -> None:
     seen: list[int] = []
 
     class Notes(Callback):
@@ -231,7 +231,7 @@ def test_should_stop_can_be_set() -> None:
         ("shoud_stop", "Did you mean 'should_stop'?"),
     ],
 )
-def test_setting_what_would_change_nothing_says_what_to_do(name: str, message: str) -> None:
+def test_read_only_attributes_name_the_alternative(name: str, message: str) -> None:
     with pytest.raises(AttributeError, match=message):
         setattr(trainer(), name, 3)
 
@@ -243,7 +243,7 @@ def test_a_users_own_attribute_can_be_set() -> None:
     assert one.notes == 4
 
 
-def test_loops_of_lightning_and_misspelled_names_say_what_to_use() -> None:
+def test_unknown_attributes_name_the_right_one() -> None:
     one: Any = trainer()
     with pytest.raises(
         AttributeError, match=r"has no attribute 'fit_loop'. Use trainer.max_epochs"
@@ -311,7 +311,7 @@ FORMER = {
 
 
 @pytest.mark.parametrize("kind", FORMER)
-def test_a_former_name_says_what_took_its_place(kind: str) -> None:
+def test_former_attribute_names_its_successor(kind: str) -> None:
     found = {name: advice(OWNERS[kind], name) for name in FORMER[kind].split()}
     assert {name for name, text in found.items() if not text.startswith("Use ")} == set()
 
@@ -325,7 +325,7 @@ def test_a_former_name_says_what_took_its_place(kind: str) -> None:
         (Lite, "gradient_accumulation_steps", "Write accumulate_grad_batches=... instead"),
     ],
 )
-def test_an_argument_of_another_library_says_what_to_write(
+def test_argument_of_another_library_names_its_counterpart(
     kind: Any, argument: str, says: str
 ) -> None:
     with pytest.raises(TypeError, match=says):

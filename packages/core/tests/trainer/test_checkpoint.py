@@ -174,7 +174,7 @@ class Evil:
         return (os.mkdir, (str(self.marker),))
 
 
-def test_what_loading_would_have_to_execute_is_refused(tmp_path: Path) -> None:
+def test_load_checkpoint_refuses_executable_content(tmp_path: Path) -> None:
     path, marker = tmp_path / "evil.ckpt", tmp_path / "executed"
     torch.save({"state_dict": Evil(marker)}, path)
     with pytest.raises(CheckpointCorruptError) as caught:
@@ -233,7 +233,7 @@ def test_a_missing_checkpoint_is_not_found_and_its_neighbours_are_listed(tmp_pat
         io.load_checkpoint(tmp_path / "nowhere.ckpt")
 
 
-def test_what_is_not_safe_data_is_refused_at_the_save(tmp_path: Path) -> None:
+def test_save_checkpoint_refuses_unsafe_types(tmp_path: Path) -> None:
     path = tmp_path / "model.ckpt"
     with pytest.raises(CheckpointContentError) as caught:
         SingleFileCheckpointIO().save_checkpoint({"a": [1, {"b": (Path("x"),)}]}, path)
@@ -249,7 +249,7 @@ class Tagged(Tensor):
     """A tensor of a user's own class."""
 
 
-def test_tensors_are_refused_at_the_save_whose_class_could_not_be_loaded(tmp_path: Path) -> None:
+def test_save_checkpoint_refuses_unknown_tensor_classes(tmp_path: Path) -> None:
     io, path = SingleFileCheckpointIO(), tmp_path / "model.ckpt"
     for tensor in (torch.ones(2), nn.Parameter(torch.ones(2)), nn.Buffer(torch.ones(2))):
         io.save_checkpoint({"x": tensor}, path)
@@ -1007,7 +1007,7 @@ def test_the_state_of_another_optimizer_is_refused_and_the_options_named() -> No
     )
 
 
-def test_options_that_another_version_of_an_optimizer_lacks_stay_as_they_are() -> None:
+def test_load_named_state_keeps_missing_optimizer_options() -> None:
     net = nn.Linear(2, 2)
     saved = named_state(stepped(net, AdamW(net.parameters(), lr=0.5)), net)
     for name in ("amsgrad", "foreach", "decoupled_weight_decay"):
@@ -1142,7 +1142,7 @@ def test_state_that_belongs_to_no_parameter_and_is_no_safe_data_is_refused_at_th
         named_state(optimizer, net)
 
 
-def test_a_state_dict_of_torch_keeps_what_belongs_to_no_parameter() -> None:
+def test_named_state_keeps_entries_without_a_parameter() -> None:
     net = nn.Linear(2, 2)
     optimizer = stepped(net, SlowWeights(net.parameters()))
     fresh = SlowWeights(net.parameters())
@@ -1214,7 +1214,7 @@ def test_a_folder_that_is_lost_on_the_way_is_said(tmp_path: Path) -> None:
         trainer_in(tmp_path, callbacks=no_folder).validate(Net(), loader(), ckpt_path="last")
 
 
-def test_a_path_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
+def test_missing_ckpt_path_raises_checkpoint_not_found(tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path, max_epochs=1, callbacks=ModelCheckpoint(tmp_path / "none"))
     with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint 'no\.ckpt'"):
         trainer.fit(Net(), loader(), ckpt_path="no.ckpt")
@@ -1414,7 +1414,7 @@ def test_early_stopping_ends_training_when_a_value_is_not_finite(
     assert (trainer.current_epoch, stopping.stopped_epoch) == (2, 1)
 
 
-def test_early_stopping_says_what_improves_and_passes_over_what_is_not_logged(
+def test_early_stopping_prints_improvements_and_skips_missing_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     there = EarlyStopping("score", 0.0, 2, True)
@@ -1440,7 +1440,7 @@ def test_early_stopping_says_what_improves_and_passes_over_what_is_not_logged(
         ((1.0, NAN, NAN), {"patience": 2}, {"patience": 2, "check_finite": False}),
     ],
 )
-def test_a_fit_that_early_stopping_ended_trains_no_step_when_it_is_resumed(
+def test_resume_after_early_stopping_trains_no_step(
     scores: tuple[float, ...],
     arguments: dict[str, Any],
     larger: dict[str, Any],

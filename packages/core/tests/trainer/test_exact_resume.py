@@ -303,7 +303,7 @@ EXACT: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", EXACT)
-def test_losses_after_a_resume_are_those_of_the_run_that_went_on(kind: str, tmp_path: Path) -> None:
+def test_losses_after_a_resume_equal_an_uninterrupted_run(kind: str, tmp_path: Path) -> None:
     loader = EXACT[kind]
     whole = fit(loader, tmp_path / "whole", seed=1)
     steps = len(whole)
@@ -404,9 +404,7 @@ INEXACT: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", INEXACT)
-def test_what_cannot_go_on_exactly_is_said_once_at_the_first_save(
-    kind: str, tmp_path: Path
-) -> None:
+def test_inexact_resume_warns_once_at_the_first_save(kind: str, tmp_path: Path) -> None:
     loader, reason = INEXACT[kind]
     with pytest.warns(UserWarning, match="in the middle of an epoch may differ: ") as said:
         fit(loader, tmp_path, seed=1, max_steps=4)
@@ -773,7 +771,7 @@ def test_a_signal_within_a_step_ends_the_run_after_it(tmp_path: Path) -> None:
     assert accumulated(tmp_path, 99, ckpt_path=path) == whole[6:]
 
 
-def test_a_save_after_an_error_within_a_step_says_that_it_is_not_exact(tmp_path: Path) -> None:
+def test_save_after_an_error_within_a_step_warns(tmp_path: Path) -> None:
     class Fails(Callback):
         def on_train_batch_end(
             self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int

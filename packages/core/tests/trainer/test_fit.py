@@ -252,7 +252,7 @@ class AdamRegression(Regression):
         return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=self.eps)
 
 
-def test_an_optimizer_whose_epsilon_float16_loses_is_told_before_it_steps() -> None:
+def test_float16_epsilon_underflow_warns() -> None:
     """float16 has nothing between 0 and 6e-8: 0 divided by 0 where a gradient is 0."""
     model = AdamRegression()
     with pytest.warns(UserWarning, match=LOST) as told:
@@ -310,7 +310,7 @@ def test_a_fit_that_nothing_would_end_is_ended() -> None:
     assert (trainer.current_epoch, trainer.global_step) == (2, 0)
 
 
-def test_an_epoch_whose_steps_all_overflow_is_warned_of_and_ends_no_fit() -> None:
+def test_epoch_with_overflow_in_every_step_warns_and_continues() -> None:
     class Overflows(TruePrecision):
         scales_loss = True
         steps = 0
@@ -566,7 +566,7 @@ def test_a_limit_of_0_leaves_training_or_evaluation_out(limit: int | float) -> N
     assert quiet(limit_predict_batches=limit).predict(model, loader(24)) == []
 
 
-def test_predictions_that_nobody_asked_for_are_not_kept() -> None:
+def test_return_predictions_false_keeps_no_predictions() -> None:
     class Alive:
         now = most = 0
 
@@ -625,7 +625,7 @@ def test_fast_dev_run_runs_a_few_batches_of_everything_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_batch_that_is_none_is_skipped_with_a_warning() -> None:
+def test_batch_of_none_is_skipped_with_a_warning() -> None:
     batches = [None, torch.ones(2, 2), None, torch.ones(2, 2)]
 
     class Sums(Module):
@@ -658,7 +658,7 @@ def test_a_second_fit_begins_at_the_first_epoch() -> None:
     assert (trainer.current_epoch, trainer.global_step) == (2, 22)
 
 
-def test_a_second_fit_of_the_same_model_says_what_it_begins_with(
+def test_second_fit_of_a_model_prints_its_start_state(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     trainer, model = quiet(max_epochs=2), Regression()
@@ -1071,7 +1071,7 @@ class Marks(Callback):
         ({"limit_train_batches": 1}, [(0, 1), (1, 1)]),
     ],
 )
-def test_validation_comes_when_it_is_asked_for(
+def test_val_check_interval_sets_the_steps_of_validation(
     arguments: dict[str, Any], expected: list[tuple[int, int]]
 ) -> None:
     marks = Marks()
@@ -1333,7 +1333,7 @@ def test_the_events_of_an_evaluation_come_in_the_documented_order(stage: str) ->
     )
 
 
-def test_events_are_handed_what_their_docstrings_say() -> None:
+def test_callback_events_receive_their_documented_arguments() -> None:
     got: dict[str, Any] = {}
 
     class See(Callback):
@@ -1607,7 +1607,7 @@ def test_deterministic_is_set_while_a_run_lasts() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_detect_anomaly_names_the_batch_whose_loss_is_not_finite() -> None:
+def test_detect_anomaly_names_the_batch_of_a_nonfinite_loss() -> None:
     class Diverging(Regression):
         def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)
@@ -1671,7 +1671,7 @@ class ChildWithArguments(BaseWithArguments):
         super().__init__(**others)
 
 
-def test_hyperparameters_kept_in_a_base_class_are_those_of_the_subclass_too() -> None:
+def test_hyperparameters_of_a_base_class_include_the_subclass() -> None:
     model = ChildWithArguments(0.5, depth=3)
     assert model.hparams == {"rate": 0.5, "width": 1, "depth": 3}
     model.hparams.rate = 0.25
@@ -1698,7 +1698,7 @@ def test_callbacks_of_a_model_are_asked_for_once_and_remember() -> None:
 # ---------------------------------------------------------------- what users read
 
 
-def test_a_trainer_tells_what_it_runs_and_on_what() -> None:
+def test_trainer_attributes_describe_the_run() -> None:
     trainer = quiet(
         max_epochs=6,
         limit_train_batches=10,

@@ -263,9 +263,7 @@ def test_a_datamodule_hears_of_an_exception() -> None:
         ("validation_epoch_end", "rename it to on_validation_epoch_end, and keep outputs"),
     ],
 )
-def test_a_method_that_would_not_be_called_is_refused_with_what_to_do(
-    method: str, remedy: str
-) -> None:
+def test_uncalled_lightning_method_is_refused_with_a_remedy(method: str, remedy: str) -> None:
     model = type("Old", (Line,), {method: lambda self: None})()
     text = f"Old defines {method}, which Stratagem does not call, so .*: for {method}, {remedy}"
     with pytest.raises(UserCodeError, match=text):
@@ -365,7 +363,7 @@ def test_the_loss_that_a_hook_is_given_has_no_graph() -> None:
     assert model.kept["note"] == 1
 
 
-def test_none_in_a_methods_place_means_that_there_is_none() -> None:
+def test_method_set_to_none_counts_as_undefined() -> None:
     model: Any = Line()
     model.validation_step = None
     model.on_train_start = None

@@ -90,7 +90,7 @@ def fit(strategy: Replica, **options: Any) -> tuple[Seeing, Trainer]:
     return model, trainer
 
 
-def test_runs_that_train_along_divide_the_training_data_and_evaluate_all_of_it() -> None:
+def test_joined_runs_split_training_data_only() -> None:
     runs = [fit(Replica((part, 3))) for part in range(3)]
     parts = [model.seen for model, _ in runs]
     assert sorted(sample for part in parts for sample in part) == list(range(24))

@@ -140,7 +140,7 @@ def test_a_plateau_by_epochs_steps_once_after_each_epoch_with_a_validation(
     assert taken == list(zip(steps, map(float, validations), strict=True))
 
 
-def test_a_value_that_is_not_logged_is_an_error_unless_it_is_said_not_to_be() -> None:
+def test_missing_plateau_monitor_raises_unless_strict_is_false() -> None:
     with pytest.raises(UserCodeError, match=r"ReduceLROnPlateau.monitor='gone'.: no value of that"):
         quiet().fit(Net(plateau("gone")), loader())
     model = Net(plateau("gone", 22, strict=False, name="rate"))
@@ -209,7 +209,7 @@ def test_a_fit_may_be_without_an_optimizer_where_that_is_said() -> None:
         quiet().fit(Statistics(), loader())
 
 
-def test_data_is_asked_for_in_the_order_in_which_it_is_read_first() -> None:
+def test_dataloader_hooks_are_called_in_order_of_first_use() -> None:
     asked: list[tuple[str, float]] = []
 
     class Asked(Net):
@@ -480,7 +480,7 @@ def test_a_sanity_check_of_all_batches() -> None:
     assert counts == [0] * 11 + [1]
 
 
-def test_what_a_trainer_says_before_and_after_its_runs() -> None:
+def test_trainer_state_before_and_after_runs() -> None:
     trainer = quiet(max_epochs=1)
     assert (trainer.optimizers, trainer.lr_scheduler_configs) == ([], [])
     assert trainer.num_training_batches == float("inf")

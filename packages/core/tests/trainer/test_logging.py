@@ -117,7 +117,7 @@ def trainer_with(logger: Any = False, **arguments: Any) -> Trainer:
 # ---------------------------------------------------------------- values
 
 
-def test_values_of_a_step_are_logged_as_they_are_at_each_step() -> None:
+def test_step_values_are_logged_unreduced() -> None:
     memory = Memory()
     trainer = trainer_with(memory, max_epochs=2)
     trainer.fit(Logs(lambda m, batch, i: m.log("mean", batch.mean())), numbers())
@@ -126,7 +126,7 @@ def test_values_of_a_step_are_logged_as_they_are_at_each_step() -> None:
     assert memory.status == "success"
 
 
-def test_what_goes_to_the_loggers_is_listed_though_no_epoch_reduces_it() -> None:
+def test_logged_metrics_include_step_values() -> None:
     trainer = trainer_with(log_every_n_steps=50)
     trainer.fit(Logs(lambda m, batch, i: m.log("index", i)), numbers())
     assert trainer.logged_metrics == {"index": 2.0}
@@ -284,7 +284,7 @@ def test_an_unclear_number_of_samples_is_said_once(form: Any) -> None:
         lambda batch: Sample("label", batch),
     ],
 )
-def test_the_batch_size_is_that_of_the_first_tensor_in_the_batch(wrap: Any) -> None:
+def test_log_takes_batch_size_from_the_first_tensor(wrap: Any) -> None:
     def tensor_in(batch: Any) -> Tensor:
         if isinstance(batch, dict):
             return batch["values"]  # type: ignore[no-any-return]
@@ -673,7 +673,7 @@ def test_reading_the_latest_values_changes_nothing() -> None:
     assert trainer.callback_metrics == {"loss": torch.tensor(2.0)}
 
 
-def test_values_of_the_sanity_check_are_seen_by_nobody() -> None:
+def test_sanity_check_values_are_not_logged() -> None:
     memory = Memory()
     model = Logs(validate=lambda m, b, i: m.log("val", 1.0, prog_bar=True, on_step=True))
     seen: list[dict[str, Any]] = []
@@ -701,7 +701,7 @@ def test_two_runs_claim_two_versions(tmp_path: Path) -> None:
     )
 
 
-def test_a_version_that_is_there_is_added_to_and_not_written_over(tmp_path: Path) -> None:
+def test_csv_logger_appends_to_an_existing_version(tmp_path: Path) -> None:
     first = CSVLogger(tmp_path, version=3)
     first.log_metrics({"a": 1.0}, 0)
     first.save()
@@ -739,7 +739,7 @@ def test_hyperparameters_may_have_keys_that_json_does_not_take(tmp_path: Path) -
     assert saved == {"sizes": [{"('a', 1)": 2, "None": 3}], "folder": "x"}
 
 
-def test_names_are_kept_whatever_bytes_they_are_of(tmp_path: Path) -> None:
+def test_csv_logger_keeps_the_bytes_of_names(tmp_path: Path) -> None:
     name = "Verlust_ü_" + os.fsdecode(b"\xff")
     for number in range(2):
         CSVLogger(tmp_path, version=0).log_metrics({name: 0.5, str(number): 1.0}, number)
@@ -828,14 +828,14 @@ def test_log_works_within_a_run_only() -> None:
 
 
 @pytest.mark.parametrize("hook", ["on_train_end", "on_fit_end", "on_validation_end", "teardown"])
-def test_what_would_be_lost_is_not_logged(hook: str) -> None:
+def test_log_outside_of_steps_raises(hook: str) -> None:
     late = type("Late", (Logs,), {hook: lambda self, *stage: self.log("late", 1.0)})()
     late.validation_step = lambda batch, batch_idx: None
     with pytest.raises(UserCodeError, match="works while a Trainer runs this model, in its steps"):
         trainer_with(num_sanity_val_steps=0).fit(late, numbers(), numbers())
 
 
-def test_a_metric_that_computes_several_values_is_refused_with_what_to_do() -> None:
+def test_log_refuses_a_metric_with_several_values() -> None:
     class Both(MeanMetric):
         def compute(self) -> Any:
             return {"a": super().compute()}
@@ -904,7 +904,7 @@ def test_a_logger_needs_no_folder(tmp_path: Path) -> None:
     assert model.loggers == [logger]
 
 
-def test_what_needs_a_trainer_says_so() -> None:
+def test_module_without_trainer_raises() -> None:
     with pytest.raises(UserCodeError) as caught:
         _ = Logs().trainer
     assert str(caught.value) == (

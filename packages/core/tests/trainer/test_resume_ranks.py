@@ -151,7 +151,7 @@ def test_another_batch_size_goes_on_after_the_same_samples() -> None:
     assert read + ranks.end() == order
 
 
-def test_what_does_not_divide_is_filled_up_as_at_the_start_of_an_epoch() -> None:
+def test_resumed_epoch_pads_to_a_multiple_of_the_ranks() -> None:
     ranks = Ranks(lambda: shuffled(50), 2, seed=1)
     ranks.begin(epoch=0)
     read = ranks.read(steps=4)
@@ -163,7 +163,7 @@ def test_what_does_not_divide_is_filled_up_as_at_the_start_of_an_epoch() -> None
     assert sum(counts.values()) == 52
 
 
-def test_with_drop_last_a_rank_leaves_out_what_fills_no_batch() -> None:
+def test_drop_last_after_a_resume_drops_incomplete_batches() -> None:
     def make() -> DataLoader[Any]:
         return shuffled(48, 4, drop_last=True)
 

@@ -572,7 +572,7 @@ def test_a_metric_object_that_keeps_lists_of_plain_data_goes_on(
     check_every_resume(tmp_path, keeps(item))
 
 
-def test_a_metric_object_whose_state_cannot_be_saved_is_named_at_the_save(tmp_path: Path) -> None:
+def test_metric_with_unsavable_state_is_named_at_the_save(tmp_path: Path) -> None:
     make = keeps(lambda batch: range(3))
     expected = r"Kept kept\['items'\]\[0\] is of type builtins.range, so its state is not in"
     with pytest.warns(UserWarning, match=expected) as caught:

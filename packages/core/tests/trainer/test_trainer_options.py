@@ -95,7 +95,7 @@ def test_overfitting_reads_the_same_batches_in_order() -> None:
         trainer(overfit_batches=1.5)
 
 
-def test_overfitting_reads_in_order_what_another_sampler_draws() -> None:
+def test_overfit_batches_replaces_a_sampler_by_sequential_order() -> None:
     model, data = Net(), torch.arange(10)
     draws = WeightedRandomSampler([1.0] * 10, 10)
     loader: Any = DataLoader(data, 2, sampler=draws)  # type: ignore[arg-type]
