@@ -28,8 +28,9 @@ from stratagem.storage import paths
 from stratagem.trainer.context import RunState
 
 if TYPE_CHECKING:
+    from stratagem.trainer.context import FitState, StepContext
     from stratagem.trainer.job import Job
-    from stratagem.trainer.run import Run
+    from stratagem.trainer.step.step import Step
     from stratagem.trainer.trainer import Trainer
 
 
@@ -139,13 +140,17 @@ def check_module(job: Job, *, makes_optimizers: bool = False) -> None:
         )
 
 
-def log_hyperparameters(run: Run) -> None:
+def log_hyperparameters(trainer: Trainer, *owners: HyperParametersMixin | None) -> None:
     """Send the hyperparameters of the model and the DataModule to the loggers, on rank 0.
+
+    Args:
+        trainer: the Trainer, with the loggers.
+        owners: the model and the DataModule, if there is one.
 
     Raises:
         UserCodeError: if both have a hyperparameter of the same name with different values.
     """
-    holders = [one for one in (run.module, run.datamodule) if one is not None]
+    holders = [one for one in owners if one is not None]
     merged: dict[str, Any] = {}
     for holder in holders:
         found = holder.hparams_initial
@@ -157,12 +162,12 @@ def log_hyperparameters(run: Run) -> None:
                 "save_hyperparameters(logger=False) in one of the two"
             )
         merged.update(found)
-    if not run.strategy.ranks.is_global_zero:
+    if not trainer.is_global_zero:
         return
     for holder in holders:
         _warn_of_unsavable(holder)
-    if merged and run.trainer.options.enable_autolog_hparams:
-        for logger in run.trainer.loggers:
+    if merged and trainer.options.enable_autolog_hparams:
+        for logger in trainer.loggers:
             logger.log_hyperparams(merged)
 
 
@@ -188,17 +193,18 @@ def _warn_of_unsavable(holder: HyperParametersMixin) -> None:
         )
 
 
-def warn_on_refit(before: Run | None, job: Job) -> None:
+def warn_on_refit(trainer: Trainer, before: Job | None, job: Job) -> None:
     """Print on rank 0 that a second fit of a model without a checkpoint starts from step 0.
 
     In Lightning, a second fit continues from the end of the first, where its limit is reached.
 
     Args:
-        before: the previous run.
+        trainer: the Trainer.
+        before: the request of the previous run.
         job: the request of the new fit.
     """
-    again = before is not None and before.stage == "fit" and before.module is job.model
-    if before is not None and again and job.ckpt_path is None and before.trainer.is_global_zero:
+    again = before is not None and before.stage == "fit" and before.model is job.model
+    if again and job.ckpt_path is None and trainer.is_global_zero:
         # Not a warning: a second fit is often intended, and if warnings are errors, only one rank
         # would raise it.
         print(
@@ -229,16 +235,16 @@ def hints_of_run(trainer: Trainer) -> list[Callback]:
     return [RunHints(print_hint_once)]
 
 
-def hint_at_mistakes(run: Run) -> None:
+def hint_at_mistakes(trainer: Trainer, job: Job) -> None:
     """Print hints about probable mistakes in a fit, on rank 0."""
-    if not run.strategy.ranks.is_global_zero:
+    if not trainer.is_global_zero:
         return
-    if isinstance(run.job.loaders, Dataset):
+    if isinstance(job.loaders, Dataset):
         print_hint(
-            f"a {type(run.job.loaders).__name__} was passed instead of a loader, so that each "
+            f"a {type(job.loaders).__name__} was passed instead of a loader, so that each "
             "sample is a batch: pass DataLoader(dataset, batch_size=...)"
         )
-    for owner in (run.module, run.trainer.datamodule, *run.trainer.callbacks):
+    for owner in (job.model, job.datamodule, *trainer.callbacks):
         for hint in misspelled_methods(type(owner)):
             print_hint(hint)
 
@@ -321,15 +327,17 @@ class EpochChecks:
     """Checks the parameters at the start of each epoch, and the steps at its end.
 
     Args:
-        run: a fit whose model is prepared.
+        context: the objects of the fit.
+        step: the optimizer step.
+        state: the state of the training loop.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._steps = run.module.automatic_optimization and bool(run.optimizers)
-        self._is_alone = run.strategy.ranks.world_size == 1
+    def __init__(self, context: StepContext, step: Step, state: FitState) -> None:
+        self._context, self._step, self._state = context, step, state
+        self._steps = context.module.automatic_optimization and bool(context.optimizers)
+        self._is_alone = context.strategy.ranks.world_size == 1
         # A parameter may get another name later, for example by pruning.
-        named = run.module.named_parameters()
+        named = context.module.named_parameters()
         self._known = {each for name, p in named for each in (name, id(p))}
         self._began: tuple[int, int] | None = None
         """The batches and the optimizer steps before this epoch's first step in this run."""
@@ -342,8 +350,8 @@ class EpochChecks:
         Raises:
             UserCodeError: names the parameter.
         """
-        run, module = self._run, self._run.module
-        self._began = run.state.batches, run.state.global_step
+        module = self._context.module
+        self._began = self._state.batches, self._state.global_step
         if self._steps and not any(parameter.requires_grad for parameter in module.parameters()):
             raise UserCodeError(
                 f"no parameter of {type(module).__name__} trains: requires_grad is False for each. "
@@ -355,8 +363,8 @@ class EpochChecks:
             if name not in self._known and id(parameter) not in self._known:
                 raise UserCodeError(
                     f"the parameter {name!r} was added after the strategy "
-                    f"{run.trainer.plan.strategy.name!r} prepared the model, so that its gradients "
-                    "would stay on each rank: add it in __init__ or configure_model"
+                    f"{self._context.trainer.plan.strategy.name!r} prepared the model, so that its "
+                    "gradients would stay on each rank: add it in __init__ or configure_model"
                 )
 
     def end_epoch(self) -> None:
@@ -365,13 +373,13 @@ class EpochChecks:
         Raises:
             UserCodeError: if `training_step` has no loss, and only `max_steps` limits the fit.
         """
-        run, began = self._run, self._began
-        if began is None or run.step is None or not run.module.automatic_optimization:
+        context, began = self._context, self._began
+        if began is None or not context.module.automatic_optimization:
             return
-        options, count = run.trainer.options, run.state.batches - began[0]
-        if run.state.global_step != began[1] or count == 0:
+        options, count = context.trainer.options, self._state.batches - began[0]
+        if self._state.global_step != began[1] or count == 0:
             return
-        if run.step.has_loss:
+        if self._step.has_loss:
             rank_zero_warn(
                 f"the gradients of all steps in an epoch of {count} batches overflowed, so loss "
                 "scaling skipped the steps and nothing was optimized. The scale falls with each; "
@@ -379,16 +387,16 @@ class EpochChecks:
                 "precision='bf16-mixed'"
             )
             return
-        name = type(run.module).__name__
+        name = type(context.module).__name__
         why = f"{name}.training_step returned None for all {count} batches of an epoch"
-        if not run.optimizers:
+        if not context.optimizers:
             why = f"{name}.configure_optimizers() returned None"
         if options.max_epochs == -1 and options.max_time is None and options.max_steps != -1:
             raise UserCodeError(
                 f"{why}, and only max_steps={options.max_steps}, which counts optimizer steps, "
                 "would end this fit: return a loss and an optimizer, or pass max_epochs"
             )
-        if run.optimizers:
+        if context.optimizers:
             rank_zero_warn(f"{why}, so nothing was optimized: end the method with `return loss`")
 
 

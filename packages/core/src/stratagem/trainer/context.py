@@ -10,13 +10,15 @@ if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.interfaces.stepping import TrainStep
     from stratagem.interfaces.strategy import Strategy
+    from stratagem.module.datamodule import DataModule
     from stratagem.module.module import Module
     from stratagem.trainer.checks import EpochChecks
     from stratagem.trainer.hooks import Hooks
     from stratagem.trainer.loaders.open import FitData
     from stratagem.trainer.loops.interruption import Interruption
     from stratagem.trainer.loops.validation import Validation
-    from stratagem.trainer.metrics.metrics import Metrics
+    from stratagem.trainer.metrics.log_buffer import LogBuffer
+    from stratagem.trainer.metrics.metrics import LatestMetrics, Metrics
     from stratagem.trainer.profiling import Profiling
     from stratagem.trainer.resume.checkpoint import Saves
     from stratagem.trainer.step.schedulers import Schedulers
@@ -182,46 +184,94 @@ class StepPolicy:
 
 
 @dataclass(frozen=True, eq=False)
-class FitContext:
-    """What does not change while a fit runs. `prepare_fit` makes it, and the loop reads it.
+class StepContext:
+    """What the optimizer steps of a fit are made of, for `Trainer.make_train_step`.
 
     Attributes:
-        module, prepared: the user's module and the prepared model.
+        trainer: the Trainer, with its options and its plan.
+        module, datamodule: of the user.
+        prepared: the prepared model.
+        optimizers: the optimizers for user code; their steps go through the strategy.
         strategy: the strategy, with its ranks.
         data: this rank's loaders; their number of batches may change when they are created again.
-        step: the optimizer step, with its micro-batches and hooks.
-        run_step: `Strategy.train_step`, or the function that takes its place.
         schedulers: the learning rate schedulers.
-        validation: when and on which loaders the fit validates.
         limits: the limits of epochs and steps, and the minimum of training.
         hooks: the hooks of the module and the callbacks.
         metrics: receives the values of `log`.
-        saves: saves checkpoints.
-        interruption: ends the fit on signals and after `max_time`.
         profiling: passes actions to the profiler.
         policy: how the steps and the loop differ from the default.
+    """
+
+    trainer: Trainer
+    module: Module
+    datamodule: DataModule | None
+    prepared: PreparedModel
+    optimizers: Sequence[Any]
+    strategy: Strategy
+    data: FitData
+    schedulers: Schedulers
+    limits: Limits
+    hooks: Hooks
+    metrics: Metrics
+    profiling: Profiling
+    policy: StepPolicy
+
+
+@dataclass(frozen=True, eq=False)
+class FitContext(StepContext):
+    """What does not change while a fit runs. `prepare_fit` makes it, and the loop reads it.
+
+    Attributes:
+        step: the optimizer step, with its micro-batches and hooks.
+        run_step: `Strategy.train_step`, or the function that takes its place.
+        validation: when and on which loaders the fit validates.
+        saves: saves checkpoints.
+        interruption: ends the fit on signals and after `max_time`.
         checks: checks the parameters and the steps of each epoch.
         after_step: functions that are called after each step, in this order. A plain fit has one,
             which looks for a signal.
     """
 
-    module: Module
-    prepared: PreparedModel
-    strategy: Strategy
-    data: FitData
     step: Step
     run_step: Callable[[PreparedModel, TrainStep, Collection[Any]], None]
-    schedulers: Schedulers
     validation: Validation
-    limits: Limits
-    hooks: Hooks
-    metrics: Metrics
     saves: Saves
     interruption: Interruption
+    checks: EpochChecks
+    after_step: tuple[Callable[[], None], ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluationContext:
+    """What does not change while a run validates, tests or predicts, also within a fit.
+
+    Attributes:
+        trainer: the Trainer, with its options and its way to feed batches.
+        stage: "fit", "validate", "test" or "predict".
+        keeps_predictions: whether the results of `predict_step` are kept until the end.
+        module, datamodule: of the user.
+        strategy: the strategy, with its ranks.
+        hooks: the hooks of the module and the callbacks.
+        rows, latest: receive the logged values.
+        profiling: passes actions to the profiler.
+        policy: how the loop differs from the default.
+        state: the state of the training loop in the Trainer's last fit.
+        progress: which evaluation is running, and how far it is.
+    """
+
+    trainer: Trainer
+    stage: str
+    keeps_predictions: bool
+    module: Module
+    datamodule: DataModule | None
+    strategy: Strategy
+    hooks: Hooks
+    rows: LogBuffer
+    latest: LatestMetrics
     profiling: Profiling
     policy: StepPolicy
-    checks: EpochChecks
-    after_step: tuple[Callable[[], None], ...]
+    state: FitState
+    progress: EvaluationProgress
 
 
 @dataclass

@@ -14,11 +14,12 @@ from stratagem.storage import paths
 
 if TYPE_CHECKING:
     from stratagem.interfaces.checkpoint_io import CheckpointIO
+    from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.interfaces.ranks import Ranks
+    from stratagem.interfaces.strategy import Strategy
     from stratagem.module.module import Module
     from stratagem.trainer.context import FitState
     from stratagem.trainer.metrics.metrics import LatestMetrics
-    from stratagem.trainer.run import Run
     from stratagem.trainer.trainer import Trainer
 
 
@@ -129,30 +130,34 @@ class Job:
         ranks.barrier("prepare_data")
 
 
-def collect_result(run: Run, result: Any) -> dict[str, Any]:
+def collect_result(
+    trainer: Trainer, prepared: PreparedModel, state: FitState, result: Any
+) -> dict[str, Any]:
     """Return the state of a run for the launching process; called on every rank.
 
     Args:
-        run: the finished run.
+        trainer: its run is finished.
+        prepared: the prepared model of the run.
+        state: the state of the training loop.
         result: the result of the run.
     """
-    states = {callback.state_key: callback.state_dict() for callback in run.trainer.callbacks}
+    states = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
     return {
         "result": result,
-        "weights": _whole_weights(run),
-        "callback_metrics": run.trainer.callback_metrics,
-        "logged_metrics": run.trainer.logged_metrics,
+        "weights": _whole_weights(trainer.strategy, prepared),
+        "callback_metrics": trainer.callback_metrics,
+        "logged_metrics": trainer.logged_metrics,
         "callbacks": {key: state for key, state in states.items() if state},
-        "progress": run.state.state_dict(),
+        "progress": state.state_dict(),
     }
 
 
-def _whole_weights(run: Run) -> dict[str, Any]:
+def _whole_weights(strategy: Strategy, prepared: PreparedModel) -> dict[str, Any]:
     """Return the weights, whole on rank 0, even if checkpoints are saved in shards."""
-    strategy, without_shards = run.strategy, SimpleNamespace(supports_shards=False)
+    without_shards = SimpleNamespace(supports_shards=False)
     own, strategy.checkpoint_io = strategy.checkpoint_io, cast("CheckpointIO", without_shards)
     try:
-        return strategy.model_state(run.require_prepared())
+        return strategy.model_state(prepared)
     finally:
         strategy.checkpoint_io = own
 

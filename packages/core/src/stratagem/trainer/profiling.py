@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from stratagem.profilers import Profiler
-    from stratagem.trainer.run import Run
     from stratagem.trainer.step.step import Step
+    from stratagem.trainer.trainer import Trainer
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -66,18 +66,17 @@ class Profiling:
         step.surround_backward(partial(_called, start, backward), partial(_called, stop, backward))
         step.surround_update(partial(_called, start, update), partial(_called, stop, update))
 
-    def begin(self, run: Run) -> None:
+    def begin(self, trainer: Trainer, stage: str) -> None:
         """Set up the profiler for a run."""
         if self._profiler is not None:
-            ranks = run.strategy.ranks
-            rank = ranks.global_rank if ranks.world_size > 1 else None
-            self._profiler.setup(run.stage, rank, run.trainer.log_dir)
+            rank = trainer.global_rank if trainer.world_size > 1 else None
+            self._profiler.setup(stage, rank, trainer.log_dir)
 
-    def end(self, run: Run) -> None:
+    def end(self, stage: str) -> None:
         """Print the profiler's report, and tear the profiler down."""
         if self._profiler is not None:
             self._profiler.describe()
-            self._profiler.teardown(run.stage)
+            self._profiler.teardown(stage)
 
 
 def _called(function: Callable[[str], None], action: str, *_: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
@@ -22,7 +23,14 @@ from stratagem.runtime.optimizer import wrap_optimizer
 from stratagem.runtime.prepare import prepare, release
 from stratagem.storage import paths
 from stratagem.trainer import checks
-from stratagem.trainer.context import EvaluationProgress, FitContext, FitState, Limits
+from stratagem.trainer.context import (
+    EvaluationContext,
+    EvaluationProgress,
+    FitContext,
+    FitState,
+    Limits,
+    StepContext,
+)
 from stratagem.trainer.hooks import Hooks
 from stratagem.trainer.loaders.loaders import EvaluationLoader
 from stratagem.trainer.loaders.open import FitData, LoaderFactory
@@ -34,12 +42,14 @@ from stratagem.trainer.metrics.metrics import LatestMetrics, Metrics, Monitor
 from stratagem.trainer.options import set_determinism
 from stratagem.trainer.profiling import Profiling
 from stratagem.trainer.resume.checkpoint import (
+    Contents,
     Saves,
     collect_checkpoint,
     collect_weights,
     read_checkpoint,
     restore_model,
     restore_training,
+    save_interrupted,
 )
 from stratagem.trainer.resume.epoch_state import EpochState
 from stratagem.trainer.resume.find import ResumePoint, find_resume_point, newest_checkpoint
@@ -61,8 +71,9 @@ _EVALUATED = {"fit": "validation", "validate": "validation", "test": "test", "pr
 class Run:
     """The objects of one run of a Trainer on this rank.
 
-    Callbacks that need more than the Trainer's attributes can read them as `trainer.run`. The
-    training loop does not get a Run, but a `FitContext` with the objects that it needs.
+    Callbacks that need more than the Trainer's attributes can read them as `trainer.run`. Only this
+    module gets a whole Run, and puts its objects together: the training loop gets a `FitContext`, a
+    step a `StepContext`, an evaluation an `EvaluationContext`, a checkpoint its `Contents`.
 
     Args:
         trainer: the Trainer, which holds the options and the callbacks.
@@ -121,7 +132,34 @@ class Run:
             module=job.model,
         )
         self.evaluation = EvaluationProgress()
-        self.validation = Validation(self)
+        self.evaluation_context = EvaluationContext(
+            trainer=trainer,
+            stage=job.stage,
+            keeps_predictions=job.keeps_predictions,
+            module=job.model,
+            datamodule=job.datamodule,
+            strategy=self.strategy,
+            hooks=self.hooks,
+            rows=self.rows,
+            latest=latest,
+            profiling=self.profiling,
+            policy=self.policy,
+            state=state,
+            progress=self.evaluation,
+        )
+        self.interruption = Interruption(
+            self.strategy.ranks,
+            self.strategy.cluster_environment,
+            trainer.options.max_time,
+            stop=partial(state.stop_requests.add, None),
+            save=partial(save_interrupted, trainer),
+        )
+        self.validation = Validation(
+            self.evaluation_context,
+            self.limits,
+            self.interruption,
+            note_values=lambda values: self.schedulers.note_validation(values),
+        )
         self.monitor = Monitor(latest, state, self.strategy.ranks, self.validation, job)
         self.schedulers: Schedulers = Schedulers(
             state, self.monitor, job.model, counts_batches=self.policy.schedulers_count_batches
@@ -134,13 +172,12 @@ class Run:
         self.step: Step | None = None
         self.has_failed = False
         self.resume_point = ResumePoint()
-        self.saves = Saves(self)
-        self.interruption = Interruption(
-            self.strategy.ranks,
-            self.strategy.cluster_environment,
-            trainer.options.max_time,
-            stop=partial(state.stop_requests.add, None),
-            save=self.saves.save_interrupted,
+        self.saves = Saves(
+            self.contents,
+            is_within_step=lambda: self.is_within_step,
+            resume_point=lambda: self.resume_point,
+            rows=self.rows,
+            profiling=self.profiling,
         )
         self._former_rank_state: RankState | None = None
         self.group = runtime.group
@@ -185,13 +222,36 @@ class Run:
         requests = self.state.stop_requests
         (requests.add if wanted else requests.discard)(who)
 
+    def contents(self) -> Contents:
+        """Return the objects whose state a checkpoint holds.
+
+        Raises:
+            ConfigurationError: if the run ended before the model was prepared.
+        """
+        return Contents(
+            trainer=self.trainer,
+            module=self.module,
+            datamodule=self.datamodule,
+            strategy=self.strategy,
+            prepared=self.require_prepared(),
+            schedulers=self.schedulers,
+            state=self.state,
+            data=self.fit_data,
+            former=self._former_rank_state,
+            step=self.step,
+            run_id=self.resume_point.run_id,
+        )
+
     def checkpoint(self) -> dict[str, Any]:
         """Return a checkpoint of this run; called on every rank."""
-        return collect_checkpoint(self, collect_weights(self), weights_only=False)
+        contents = self.contents()
+        weights = collect_weights(contents.strategy, contents.prepared)
+        return collect_checkpoint(contents, weights, weights_only=False)
 
     def open_fit_data(self) -> FitData:
         """Create this rank's loaders for a fit."""
-        self.fit_data = FitData(self.loaders, self.state, EpochState(self))
+        epoch = EpochState(self.evaluation_context, self.metrics, self.schedulers)
+        self.fit_data = self.validation.data = FitData(self.loaders, self.state, epoch)
         return self.fit_data
 
     def open_evaluation_data(self) -> list[EvaluationLoader]:
@@ -214,7 +274,10 @@ class Run:
         """Run `training_step` over an epoch without gradients, counting and logging."""
         from stratagem.trainer.loops import evaluation  # only runs that evaluate
 
-        evaluation.run_training_data_without_grad(self)
+        assert self.fit_data is not None
+        evaluation.run_training_data_without_grad(
+            self.evaluation_context, self.require_prepared(), self.fit_data
+        )
 
 
 # -- the stages
@@ -243,28 +306,34 @@ def run_fit(run: Run) -> None:
 
 def prepare_fit(run: Run, prepared: PreparedModel) -> FitContext:
     """Return what the training loop reads, with the optimizer step."""
-    step = run.step = run.trainer.make_train_step(run, prepared)
-    run.profiling.watch(step)
     assert run.fit_data is not None
-    return FitContext(
+    parts = StepContext(
+        trainer=run.trainer,
         module=run.module,
+        datamodule=run.datamodule,
         prepared=prepared,
+        optimizers=run.optimizers,
         strategy=run.strategy,
         data=run.fit_data,
-        step=step,
-        run_step=run.profiling.wrap("run_training_batch", step.step_function()),
         schedulers=run.schedulers,
-        validation=run.validation,
         limits=run.limits,
         hooks=run.hooks,
         metrics=run.metrics,
-        saves=run.saves,
-        interruption=run.interruption,
         profiling=run.profiling,
         policy=run.policy,
-        checks=checks.EpochChecks(run),
-        after_step=functions_after_step(run, prepared),
     )
+    step = run.step = run.trainer.make_train_step(parts, run.state)
+    run.profiling.watch(step)
+    context = FitContext(
+        **vars(parts),
+        step=step,
+        run_step=run.profiling.wrap("run_training_batch", step.step_function()),
+        validation=run.validation,
+        saves=run.saves,
+        interruption=run.interruption,
+        checks=checks.EpochChecks(parts, step, run.state),
+    )
+    return replace(context, after_step=functions_after_step(context, run.state))
 
 
 def prepare_to_train(run: Run) -> tuple[PreparedModel, bool]:
@@ -281,7 +350,7 @@ def prepare_to_train(run: Run) -> tuple[PreparedModel, bool]:
     data = run.open_fit_data()
     strategy.set_batch_size(data.loader.batch_size)
     checks.hint_at_log_interval(trainer, data.loader.batches)
-    checks.hint_at_mistakes(run)
+    checks.hint_at_mistakes(trainer, run.job)
     prepared = run.prepared = prepare(strategy, module, run.make_optimizers)
     show(strategy, prepared)
     run.optimizers = [wrap_optimizer(o, prepared, strategy) for o in prepared.optimizers]
@@ -289,23 +358,22 @@ def prepare_to_train(run: Run) -> tuple[PreparedModel, bool]:
         count_steps(optimizer, run.state)
     path = run.resume_point.path
     if path is not None:
-        restore(run, prepared, read_checkpoint(run.runtime.checkpoint_writer, path), path)
+        restore(run, read_checkpoint(run.runtime.checkpoint_writer, path), path)
     joined = strategy.adopt_peer_state(prepared, run.checkpoint)
     if joined is not None:
-        restore(run, prepared, joined, "the run that this one joins")
-    checks.log_hyperparameters(run)
+        restore(run, joined, "the run that this one joins")
+    checks.log_hyperparameters(trainer, module, run.datamodule)
     for logger in trainer.loggers if strategy.ranks.is_global_zero else ():
         logger.log_graph(module)
     return prepared, path is not None or joined is not None
 
 
-def restore(
-    run: Run, prepared: PreparedModel, checkpoint: dict[str, Any], source: paths.Location
-) -> None:
+def restore(run: Run, checkpoint: dict[str, Any], source: paths.Location) -> None:
     """Restore a fit from a checkpoint, and free the checkpoint's entries meanwhile."""
     run.resume_point = run.resume_point.of_run(checkpoint.get("run"))
-    restore_model(run, prepared, checkpoint, source)
-    restore_training(run, prepared, checkpoint, source)
+    contents = run.contents()
+    restore_model(contents, run.callbacks, checkpoint, source)
+    restore_training(contents, checkpoint, source)
 
 
 def run_evaluation(run: Run) -> tuple[dict[str, float], list[dict[str, float]]]:
@@ -313,8 +381,10 @@ def run_evaluation(run: Run) -> tuple[dict[str, float], list[dict[str, float]]]:
     from stratagem.trainer.loops import evaluation
 
     loaders = run.open_evaluation_data()
-    checks.log_hyperparameters(run)
-    epoch = evaluation.evaluate(run, prepare_to_evaluate(run), loaders, _EVALUATED[run.stage])
+    checks.log_hyperparameters(run.trainer, run.module, run.datamodule)
+    epoch = evaluation.evaluate(
+        run.evaluation_context, prepare_to_evaluate(run), loaders, _EVALUATED[run.stage]
+    )
     values = {name: float(value) for name, value in epoch.values.items()}
     everywhere = range(len(loaders))
     return values, [
@@ -328,7 +398,7 @@ def run_prediction(run: Run) -> list[list[Any]]:
     from stratagem.trainer.loops import evaluation
 
     loaders = run.open_evaluation_data()
-    return evaluation.predict(run, prepare_to_evaluate(run), loaders)
+    return evaluation.predict(run.evaluation_context, prepare_to_evaluate(run), loaders)
 
 
 def prepare_to_evaluate(run: Run) -> PreparedModel:
@@ -339,7 +409,7 @@ def prepare_to_evaluate(run: Run) -> PreparedModel:
     show(run.strategy, run.prepared)
     if path is not None:
         checkpoint = read_checkpoint(run.runtime.checkpoint_writer, path)
-        restore_model(run, run.prepared, checkpoint, path)
+        restore_model(run.contents(), run.callbacks, checkpoint, path)
     return run.prepared
 
 
@@ -355,10 +425,10 @@ def set_up(run: Run) -> Iterator[None]:
     """Set up a run, and tear it down at the end; after an error, call its hooks and explain it."""
     trainer, module, ranks = run.trainer, run.module, run.strategy.ranks
     status = "failed"
-    ranks.report_status(partial(position, run))
+    ranks.report_status(partial(position, run.stage, run.state, run.evaluation))
     checks.check_folders_on_ranks(trainer, run.stage)
     restore_determinism = set_determinism(run.strategy.accelerator, trainer.options)
-    run.profiling.begin(run)
+    run.profiling.begin(trainer, run.stage)
     before = LOGGED.set(ref(module))
     try:
         call_setup(run)
@@ -380,7 +450,7 @@ def set_up(run: Run) -> Iterator[None]:
         run.step = None
         # The values from before an error help to explain it.
         run.rows.flush()
-        run.profiling.end(run)
+        run.profiling.end(run.stage)
         for logger in trainer.loggers if ranks.is_global_zero else ():
             if run.stage == "fit":
                 logger.steps_taken = run.state.global_step
@@ -404,11 +474,9 @@ def call_setup(run: Run) -> None:
         run.module.configure_model()
 
 
-def position(run: Run) -> str:
-    """Return where the run is, for the report of a rank that others wait for."""
-    if run.stage != "fit":
-        return f"{run.stage}, batch {run.evaluation.batches}"
-    return f"fit, {run.state}"
+def position(stage: str, state: FitState, evaluation: EvaluationProgress) -> str:
+    """Return where a run is, for the report of a rank that others wait for."""
+    return f"fit, {state}" if stage == "fit" else f"{stage}, batch {evaluation.batches}"
 
 
 def end_failed(run: Run, error: BaseException) -> None:

@@ -46,8 +46,8 @@ from stratagem.trainer.options import (
 )
 
 if TYPE_CHECKING:
-    from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.profilers import Profiler
+    from stratagem.trainer.context import StepContext
     from stratagem.trainer.run import Run
     from stratagem.trainer.step.batches import BatchFeed, IndexedBatch
     from stratagem.trainer.step.step import Step
@@ -484,7 +484,7 @@ class Trainer(TrainerAttributes):
 
     def _run_and_report(self, job: Job) -> dict[str, Any]:
         result = self._run_on_rank(job)
-        return collect_result(self.run, result)
+        return collect_result(self, self.run.require_prepared(), self._fit_state, result)
 
     def _run_on_rank(self, job: Job) -> Any:
         job.attach(self)
@@ -492,7 +492,7 @@ class Trainer(TrainerAttributes):
             added = as_list(job.model.configure_callbacks())
             self.callbacks = merge_callbacks(self.callbacks, added)
         if job.stage == "fit":
-            warn_on_refit(self._run, job)
+            warn_on_refit(self, None if self._run is None else self._run.job, job)
             # Without a checkpoint, every fit starts from the beginning, and callbacks wait for
             # values of this fit.
             self._fit_state, self._latest = FitState(), self._new_metrics()
@@ -535,11 +535,16 @@ class Trainer(TrainerAttributes):
 
     # -- methods that a subclass may override
 
-    def make_train_step(self, run: Run, prepared: PreparedModel) -> Step:
-        """Return the optimizer step of a fit; called once per fit, before the first epoch."""
+    def make_train_step(self, context: StepContext, state: FitState) -> Step:
+        """Return the optimizer step of a fit; called once per fit, before the first epoch.
+
+        Args:
+            context: the objects of the fit.
+            state: the state of the training loop.
+        """
         from stratagem.trainer.step.step import make_step
 
-        return make_step(run, prepared)
+        return make_step(context, state)
 
     def make_sharded_loader(
         self, loader: Any, index: int, count: int, *, even: bool, name: str, what: str

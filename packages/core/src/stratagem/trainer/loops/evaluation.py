@@ -25,70 +25,76 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from stratagem.interfaces.prepared_model import PreparedModel
-    from stratagem.trainer.run import Run
+    from stratagem.trainer.context import EvaluationContext
+    from stratagem.trainer.loaders.open import FitData
 
 _STEPS = {"validation": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
 def evaluate(
-    run: Run,
+    context: EvaluationContext,
     prepared: PreparedModel,
     loaders: list[EvaluationLoader],
     what: str,
     *,
     is_sanity_check: bool = False,
+    at_end: Callable[[EpochMetrics], None] | None = None,
 ) -> EpochMetrics:
     """Run validation or testing over all loaders; return the epoch's metrics.
 
     Args:
-        run: the run.
+        context: the objects of the evaluation.
         prepared: the prepared model.
         loaders: the loaders of this rank.
         what: "validation" or "test".
         is_sanity_check: if True, logged values are dropped.
+        at_end: called with the metrics before loggers and the last hooks get them.
     """
-    hooks, module = run.hooks, run.module
+    hooks, module = context.hooks, context.module
     if is_sanity_check:
-        rows, latest = LogBuffer((), run.strategy.accelerator), run.latest.emptied()
+        rows, latest = LogBuffer((), context.strategy.accelerator), context.latest.emptied()
     else:
-        rows, latest = run.rows, run.latest
-    metrics = Metrics(run.strategy, rows, latest, of_evaluation=True, module=module)
-    first = _begin_reading(run, loaders)
-    with module.logging_to(metrics), _EvaluationMode(run, what):
-        with _inference(run):
+        rows, latest = context.rows, context.latest
+    metrics = Metrics(context.strategy, rows, latest, of_evaluation=True, module=module)
+    first = _begin_reading(context, loaders)
+    with module.logging_to(metrics), _EvaluationMode(context, what):
+        with _inference(context):
             hooks.call(f"on_{what}_start")
-        with context_of(run.strategy.evaluation, prepared), _inference(run):
+        with context_of(context.strategy.evaluation, prepared), _inference(context):
             hooks.call(f"on_{what}_epoch_start")
-            for _ in _run_batches(run, prepared, loaders, what, metrics, first):
+            for _ in _run_batches(context, prepared, loaders, what, metrics, first):
                 pass
             metrics.reduce_epoch()
             hooks.call(f"on_{what}_epoch_end")
         epoch = metrics.end_epoch()
-        if run.stage == "fit" and not is_sanity_check:
-            run.validation.end()
-            run.schedulers.note_validation(epoch.values)
+        if at_end is not None:
+            at_end(epoch)
         # At the last optimizer step, as the values of a training epoch.
-        metrics.rows.write(epoch.for_loggers, run.state.logged_step, run.state.epoch)
+        metrics.rows.write(epoch.for_loggers, context.state.logged_step, context.state.epoch)
         with module.logging_to(None):
             hooks.call(f"on_{what}_end")
     return epoch
 
 
-def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) -> list[list[Any]]:
+def predict(
+    context: EvaluationContext, prepared: PreparedModel, loaders: list[EvaluationLoader]
+) -> list[list[Any]]:
     """Return this rank's predictions for each loader: lists of batches, empty unless kept."""
-    hooks = run.hooks
-    metrics = Metrics(run.strategy, LogBuffer((), run.strategy.accelerator), run.latest.emptied())
+    hooks = context.hooks
+    metrics = Metrics(
+        context.strategy, LogBuffer((), context.strategy.accelerator), context.latest.emptied()
+    )
     predictions: list[list[Any]] = [[] for _ in loaders]
-    run.evaluation.predictions = predictions
-    first = _begin_reading(run, loaders)
-    with _EvaluationMode(run, "predict"):
-        with _inference(run):
+    context.progress.predictions = predictions
+    first = _begin_reading(context, loaders)
+    with _EvaluationMode(context, "predict"):
+        with _inference(context):
             hooks.call("on_predict_start")
-        with context_of(run.strategy.evaluation, prepared), _inference(run):
+        with context_of(context.strategy.evaluation, prepared), _inference(context):
             hooks.call("on_predict_epoch_start")
-            reading = _run_batches(run, prepared, loaders, "predict", metrics, first)
+            reading = _run_batches(context, prepared, loaders, "predict", metrics, first)
             for loader_idx, output in reading:
-                if run.job.keeps_predictions:
+                if context.keeps_predictions:
                     predictions[loader_idx].append(output)
                 del output  # before the next one is computed
             hooks.call("on_predict_epoch_end")
@@ -96,39 +102,41 @@ def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) 
     return predictions
 
 
-def run_training_data_without_grad(run: Run) -> None:
+def run_training_data_without_grad(
+    context: EvaluationContext, prepared: PreparedModel, data: FitData
+) -> None:
     """Run `training_step` on each batch of an epoch in training mode, without gradients.
 
     This updates the statistics that a forward pass changes, such as those of batch norm.
     """
-    data, prepared = run.fit_data, run.require_prepared()
-    assert data is not None
     # Training is over: a checkpoint has the RNG states and the position of before.
     data.rank_state.keep(**data.rank_state.state())
     loader = data.loader
-    metrics = Metrics(run.strategy, LogBuffer((), run.strategy.accelerator), run.latest.emptied())
+    metrics = Metrics(
+        context.strategy, LogBuffer((), context.strategy.accelerator), context.latest.emptied()
+    )
     metrics.in_step = True
-    convert = batch_converter(run.strategy, run.module, run.datamodule)
-    step, epoch = run.module.training_step, run.state.epoch
+    convert = batch_converter(context.strategy, context.module, context.datamodule)
+    step, epoch = context.module.training_step, context.state.epoch
     takes = 2 if positional_parameters(step).most > 1 else 1
-    context = run.strategy.precision.forward_context() or nullcontext()
+    forward = context.strategy.precision.forward_context() or nullcontext()
     loader.set_epoch(epoch)
     loader.begin_epoch(epoch, 0)
-    run.module.train()
+    context.module.train()
     batches = training_batches(loader, convert, metrics)
-    feed = run.trainer.make_batch_feed(step, batches, loader.end, takes)
+    feed = context.trainer.make_batch_feed(step, batches, loader.end, takes)
     call = partial(prepared.module, "training_step")
-    with run.module.logging_to(metrics), torch.no_grad():
+    with context.module.logging_to(metrics), torch.no_grad():
         for _ in feed:
             try:
-                with context:
+                with forward:
                     feed.run(call)
             except EndOfEpoch:
                 break
 
 
 def _run_batches(
-    run: Run,
+    context: EvaluationContext,
     prepared: PreparedModel,
     loaders: list[EvaluationLoader],
     what: str,
@@ -137,23 +145,23 @@ def _run_batches(
 ) -> Iterator[tuple[int, Any]]:
     """Yield (loader index, result of the step) for every batch."""
     method = _STEPS[what]
-    step = getattr(run.module, method)
+    step = getattr(context.module, method)
     takes = _arguments_taken(step, 3 if len(loaders) > 1 else 2)
-    context = run.strategy.precision.forward_context() or nullcontext()
-    on_start = _with_index(run.hooks.of(f"on_{what}_batch_start"), 3)
-    on_end = _with_index(run.hooks.of(f"on_{what}_batch_end"), 4)
-    call = partial(run.profiling.of_strategy(method, prepared.evaluation_module), method)
-    turns = Turns(run.strategy, prepared, loaders, method)
-    reading = _read(run, loaders, method, turns, metrics, first)
+    forward = context.strategy.precision.forward_context() or nullcontext()
+    on_start = _with_index(context.hooks.of(f"on_{what}_batch_start"), 3)
+    on_end = _with_index(context.hooks.of(f"on_{what}_batch_end"), 4)
+    call = partial(context.profiling.of_strategy(method, prepared.evaluation_module), method)
+    turns = Turns(context.strategy, prepared, loaders, method)
+    reading = _read(context, loaders, method, turns, metrics, first)
     count = sum(loader.batches for loader in loaders)
-    feed = run.trainer.make_batch_feed(step, reading, count, takes)
+    feed = context.trainer.make_batch_feed(step, reading, count, takes)
     # Closed here, so that after an error no rank waits for this one's step.
     with closing(reading):
         for batch, batch_idx, loader_idx in feed:
             for hook in on_start:
                 hook(batch, batch_idx, loader_idx)
             try:
-                with context:
+                with forward:
                     output = feed.run(call)
             except EndOfEpoch:
                 break
@@ -161,9 +169,9 @@ def _run_batches(
             for hook in on_end:
                 hook(output, batch, batch_idx, loader_idx)
             if metrics.row:
-                metrics.row.setdefault("step", run.evaluation.batches)
-                metrics.end_step(run.state.logged_step, run.state.epoch)
-            run.evaluation.batches += 1
+                metrics.row.setdefault("step", context.progress.batches)
+                metrics.end_step(context.state.logged_step, context.state.epoch)
+            context.progress.batches += 1
             yield loader_idx, output
             del output  # before the next one is computed
         for _ in reading:
@@ -171,16 +179,18 @@ def _run_batches(
     metrics.begin_loader(None)
 
 
-def _begin_reading(run: Run, loaders: list[EvaluationLoader]) -> Iterator[Any] | None:
+def _begin_reading(
+    context: EvaluationContext, loaders: list[EvaluationLoader]
+) -> Iterator[Any] | None:
     """Hand the epoch to the loaders; return the first one's iterator if hooks come after it."""
     for loader in loaders:
-        set_epoch_of(loader.loader, run.state.epoch)
-    before_hooks = loaders and run.policy.reads_before_hooks
+        set_epoch_of(loader.loader, context.state.epoch)
+    before_hooks = loaders and context.policy.reads_before_hooks
     return _batches_of(loaders[0].loader) if before_hooks else None
 
 
 def _read(
-    run: Run,
+    context: EvaluationContext,
     loaders: list[EvaluationLoader],
     method: str,
     turns: Turns,
@@ -189,11 +199,11 @@ def _read(
 ) -> Generator[tuple[Any, int, int], None, None]:
     """Yield each converted batch with its index and the index of its loader."""
     reading = f"{method.removesuffix('_step').replace('validation', 'val')}_next"
-    reads = partial(run.profiling.reads, reading)
+    reads = partial(context.profiling.reads, reading)
     for loader_idx, loader in enumerate(loaders):
-        convert = batch_converter(run.strategy, run.module, run.datamodule, loader_idx)
+        convert = batch_converter(context.strategy, context.module, context.datamodule, loader_idx)
         if convert is not None:
-            convert = run.profiling.of_strategy("batch_to_device", convert)
+            convert = context.profiling.of_strategy("batch_to_device", convert)
         metrics.begin_loader(loader_idx if len(loaders) > 1 else None)
         batches = _batches_of(loader.loader) if first is None else first
         first = None
@@ -236,20 +246,20 @@ def _with_index(hooks: Sequence[Hook], arguments: int) -> list[Hook]:
 class _EvaluationMode(AbstractContextManager[None]):
     """A context of evaluation mode without gradients; restores each submodule's mode at its end."""
 
-    def __init__(self, run: Run, what: str) -> None:
-        self._run = run
-        self._module = run.module
+    def __init__(self, context: EvaluationContext, what: str) -> None:
+        self._progress = context.progress
+        self._module = context.module
         self._what = what
 
     def __enter__(self) -> None:
-        self._run.evaluation.what = self._what
+        self._progress.what = self._what
         self._modes = [(part, part.training) for part in self._module.modules()]
         self._gradients = torch.is_grad_enabled()
         torch.set_grad_enabled(False)
         getattr(self._module, f"on_{self._what}_model_eval")()
 
     def __exit__(self, *exception: Any) -> None:
-        self._run.evaluation.what = ""
+        self._progress.what = ""
         torch.set_grad_enabled(self._gradients)
         leave = f"on_{self._what}_model_train"
         if is_users(self._module, leave):
@@ -259,14 +269,14 @@ class _EvaluationMode(AbstractContextManager[None]):
             part.training = mode
 
 
-def _inference(run: Run) -> AbstractContextManager[Any]:
+def _inference(context: EvaluationContext) -> AbstractContextManager[Any]:
     """Return inference mode, if it is requested and the device and the precision support it.
 
     It is never used within a fit, because training may use a tensor that validation has created.
     """
-    strategy = run.strategy
+    strategy = context.strategy
     able = strategy.accelerator.inference_mode and strategy.precision.inference_mode
-    wanted = run.trainer.options.inference_mode and run.stage != "fit" and able
+    wanted = context.trainer.options.inference_mode and context.stage != "fit" and able
     return torch.inference_mode() if wanted else nullcontext()
 
 

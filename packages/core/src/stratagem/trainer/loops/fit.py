@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Any
 from stratagem.trainer.step.step import EndOfEpoch
 
 if TYPE_CHECKING:
-    from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.strategies import DivergenceCheck
     from stratagem.trainer.context import FitContext, FitState
-    from stratagem.trainer.run import Run
+    from stratagem.trainer.step.step import Step
 
 
 def fit(context: FitContext, state: FitState) -> None:
@@ -227,46 +226,45 @@ def end_metrics(context: FitContext, state: FitState) -> None:
 # -- what is done after a step
 
 
-def functions_after_step(run: Run, prepared: PreparedModel) -> tuple[Callable[[], None], ...]:
+def functions_after_step(context: FitContext, state: FitState) -> tuple[Callable[[], None], ...]:
     """Return the functions to call after each step, in this order.
 
     A plain fit has one of them, which looks for signals and `max_time`.
     """
-    strategy, validation = run.strategy, run.validation
+    strategy, prepared, validation = context.strategy, context.prepared, context.validation
     functions: list[Callable[[], None]] = []
-    if run.policy.validates_at_stop:
-        functions.append(partial(_validate_at_stop, run, prepared))
-    every = run.trainer.options.detect_divergence
+    if context.policy.validates_at_stop:
+        functions.append(partial(_validate_at_stop, context, state))
+    every = context.trainer.options.detect_divergence
     if every and strategy.ranks.world_size > 1:
         from stratagem.strategies import DivergenceCheck
 
         divergence = DivergenceCheck(strategy.ranks, prepared.original, every)
-        functions.append(partial(_compare_ranks, run, divergence))
+        functions.append(partial(_compare_ranks, divergence, context.step, state))
     if validation.seconds is not None:
         functions.append(partial(validation.run_if_time, prepared))
-    if run.schedulers.have_values_by_steps:
-        functions.append(partial(_step_schedulers, run))
+    if context.schedulers.have_values_by_steps:
+        functions.append(partial(_step_schedulers, context, state))
     if strategy.checkpoint_io.asynchronous:
         functions.append(strategy.checkpoint_io.raise_errors)
-    return (*functions, run.interruption.end_if_due)
+    return (*functions, context.interruption.end_if_due)
 
 
-def _validate_at_stop(run: Run, prepared: PreparedModel) -> None:
+def _validate_at_stop(context: FitContext, state: FitState) -> None:
     """Validate where a stop ends the epoch before its last batch."""
-    state, validation = run.state, run.validation
-    if not run.limits.may_stop(state) or run.fit_data is None:
+    validation, batches = context.validation, context.data.loader.batches
+    if not context.limits.may_stop(state):
         return
-    batches = run.fit_data.loader.batches
     is_within = state.validated < state.batches < batches and validation.is_in_epoch(state.epoch)
     if is_within and not validation.is_due(validation.interval(batches)):
-        validation.run(prepared)
+        validation.run(context.prepared)
 
 
-def _compare_ranks(run: Run, divergence: DivergenceCheck) -> None:
-    divergence.check(run.state.global_step, run.step is not None and run.step.has_loss)
+def _compare_ranks(divergence: DivergenceCheck, step: Step, state: FitState) -> None:
+    divergence.check(state.global_step, step.has_loss)
 
 
-def _step_schedulers(run: Run) -> None:
+def _step_schedulers(context: FitContext, state: FitState) -> None:
     """Step schedulers that wait for a value; after the epoch's last step validation runs first."""
-    if run.fit_data is not None and run.state.batches < run.fit_data.loader.end:
-        run.schedulers.step_after_step()
+    if state.batches < context.data.loader.end:
+        context.schedulers.step_after_step()

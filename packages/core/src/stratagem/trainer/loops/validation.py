@@ -4,25 +4,34 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stratagem.data.sharding import UNKNOWN
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.rng import preserve_rng_state
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from stratagem.interfaces.prepared_model import PreparedModel
+    from stratagem.trainer.context import EvaluationContext, Limits
     from stratagem.trainer.loaders.loaders import EvaluationLoader
-    from stratagem.trainer.run import Run
+    from stratagem.trainer.loaders.open import FitData
+    from stratagem.trainer.loops.interruption import Interruption
+    from stratagem.trainer.metrics.metrics import EpochMetrics
 
 
 class Validation:
     """The validation of a fit.
 
     Args:
-        run: the fit.
+        context: the objects of the evaluations.
+        limits: the limits of the fit, with the number of batches in a step.
+        interruption: has a clock on which the ranks agree.
+        note_values: called with the values of each validation before hooks see them.
 
     Attributes:
+        data: this rank's data in the fit; None before they are opened.
         last_epoch: the last epoch with a validation; -1 before the first.
         batches_of_epoch: the number of validation batches in that epoch.
         last_batches: the number of batches in the last validation.
@@ -30,13 +39,24 @@ class Validation:
         names_of_check: the names of the values that the sanity check has logged.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(
+        self,
+        context: EvaluationContext,
+        limits: Limits,
+        interruption: Interruption,
+        note_values: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self._context = context
+        self._trainer, self._state = context.trainer, context.state
+        self._limits = limits
+        self._interruption = interruption
+        self._note_values = note_values
+        self.data: FitData | None = None
         self.last_epoch = -1
         self.batches_of_epoch = self.last_batches = 0
         self.is_sanity_check, self.names_of_check = False, list[str]()
-        interval = run.trainer.options.val_check_interval
-        self._counts_over_epochs = run.trainer.options.check_val_every_n_epoch is None
+        interval = self._trainer.options.val_check_interval
+        self._counts_over_epochs = self._trainer.options.check_val_every_n_epoch is None
         self.seconds = interval.total_seconds() if isinstance(interval, timedelta) else None
         """The time interval in seconds. None: the interval is a number of batches."""
         self._since = 0.0
@@ -46,25 +66,24 @@ class Validation:
     @property
     def loaders(self) -> list[EvaluationLoader]:
         """The validation loaders of this rank; an empty list without validation."""
-        data = self._run.fit_data
-        return [] if data is None else data.validation
+        return [] if self.data is None else self.data.validation
 
     @property
     def runs_within_epochs(self) -> bool:
         """Whether validation also runs within epochs, not only after their last batch."""
-        return bool(self.loaders) and self._run.trainer.options.val_check_interval != 1.0
+        return bool(self.loaders) and self._trainer.options.val_check_interval != 1.0
 
     @property
     def is_next(self) -> bool:
         """Whether validation runs before the next training batch; False if this is unknown."""
-        epoch, batches = self._run.state.epoch, self._run.trainer.num_training_batches
+        epoch, batches = self._state.epoch, self._trainer.num_training_batches
         if not self.is_in_epoch(epoch) or batches == UNKNOWN:
             return False
         return self.is_due(self.interval(batches))
 
     def is_in_epoch(self, epoch: int) -> bool:
         """Return whether validation runs in an epoch."""
-        every = self._run.trainer.options.check_val_every_n_epoch
+        every = self._trainer.options.check_val_every_n_epoch
         return bool(self.loaders) and (every is None or (epoch + 1) % every == 0)
 
     def interval_in(self, epoch: int, batches: float) -> float:
@@ -80,11 +99,11 @@ class Validation:
         Returns:
             0 if the interval is a time.
         """
-        interval = self._run.trainer.options.val_check_interval
+        interval = self._trainer.options.val_check_interval
         if isinstance(interval, timedelta):
             return 0
         if isinstance(interval, int):
-            if interval > batches and self._run.trainer.options.check_val_every_n_epoch is not None:
+            if interval > batches and self._trainer.options.check_val_every_n_epoch is not None:
                 raise ConfigurationError(
                     f"val_check_interval={interval} is more than the {int(batches)} training "
                     "batches of an epoch, so validation would never run: pass a smaller number, or "
@@ -108,11 +127,11 @@ class Validation:
         """
         if interval == 0:
             return False
-        state, batches = self._run.state, self._run.state.batches
+        state, batches = self._state, self._state.batches
         if self._counts_over_epochs:
             batches += state.batches_before
         # Older checkpoints lack the number of batches of their last step.
-        return batches % interval < (state.last_step or self._run.limits.accumulation(state.epoch))
+        return batches % interval < (state.last_step or self._limits.accumulation(state.epoch))
 
     def is_missing(self, batches: float) -> bool:
         """Return whether the epoch, whose batches are finished, lacks its last validation.
@@ -120,7 +139,7 @@ class Validation:
         Args:
             batches: see `interval`.
         """
-        state = self._run.state
+        state = self._state
         if state.validated >= state.batches or not self.is_in_epoch(state.epoch):
             return False
         interval = self.interval(batches)
@@ -133,49 +152,48 @@ class Validation:
     def start_clock(self) -> None:
         """Restart the time until the next validation, if the interval is a time."""
         if self.seconds is not None:
-            interruption = self._run.interruption
+            interruption = self._interruption
             self._since, self._knows_since = interruption.agreed_time(), interruption.is_alone
 
     def run_if_time(self, prepared: PreparedModel) -> None:
         """Run validation if its time interval has passed; called on every rank after each step."""
         assert self.seconds is not None
-        now = self._run.interruption.agreed_time()
+        now = self._interruption.agreed_time()
         if not self._knows_since:
             self._knows_since, self._since = now != self._since, now
-        elif now - self._since >= self.seconds and self.is_in_epoch(self._run.state.epoch):
+        elif now - self._since >= self.seconds and self.is_in_epoch(self._state.epoch):
             self.run(prepared)
             self.start_clock()
 
     def run(self, prepared: PreparedModel) -> None:
         """Run validation between two training steps, or at the end of an epoch."""
-        run = self._run
-        run.rows.flush()
-        data = run.fit_data
+        context, data, state = self._context, self.data, self._state
         assert data is not None
+        context.rows.flush()
         if data.reloads_validation():
             data.reopen_validation()
-        if self.last_epoch != run.state.epoch:
-            self.last_epoch, self.batches_of_epoch = run.state.epoch, 0
-        before, rank_state = run.evaluation.batches, data.rank_state
+        if self.last_epoch != state.epoch:
+            self.last_epoch, self.batches_of_epoch = state.epoch, 0
+        before, rank_state = context.progress.batches, data.rank_state
         # A run that resumes from a checkpoint that is saved within it validates again.
         rank_state.keep(**rank_state.values(warns=False))
-        run.module.on_validation_model_zero_grad()
+        context.module.on_validation_model_zero_grad()
         from stratagem.trainer.loops.evaluation import evaluate  # only fits that validate
 
-        evaluate(run, prepared, self.loaders, "validation")
-        self.last_batches = run.evaluation.batches - before
+        evaluate(context, prepared, self.loaders, "validation", at_end=self._end)
+        self.last_batches = context.progress.batches - before
         self.batches_of_epoch += self.last_batches
 
-    def end(self) -> None:
+    def _end(self, epoch: EpochMetrics) -> None:
         """Note that all batches are evaluated; called before schedulers and callbacks use them."""
-        state, rank_state = self._run.state, self._run.rank_state
-        assert rank_state is not None
-        rank_state.keep()
-        state.validated = state.batches
+        assert self.data is not None
+        self.data.rank_state.keep()
+        self._state.validated = self._state.batches
+        self._note_values(epoch.values)
 
     def check_sanity(self, prepared: PreparedModel) -> None:
         """Run a few validation batches before training, so that errors appear early."""
-        run, steps = self._run, self._run.trainer.options.num_sanity_val_steps
+        context, steps = self._context, self._trainer.options.num_sanity_val_steps
         if not self.loaders or steps == 0:
             return
         from stratagem.trainer.loops.evaluation import evaluate
@@ -183,14 +201,14 @@ class Validation:
         limit = UNKNOWN if steps == -1 else steps
         few = [replace(one, batches=min(one.batches, limit)) for one in self.loaders]
         self.is_sanity_check = True
-        run.hooks.call("on_sanity_check_start")
+        context.hooks.call("on_sanity_check_start")
         try:
             # Training draws the same random numbers, with this check and without it.
-            with preserve_rng_state(run.strategy.accelerator, run.strategy.device):
-                epoch = evaluate(run, prepared, few, "validation", is_sanity_check=True)
+            with preserve_rng_state(context.strategy.accelerator, context.strategy.device):
+                epoch = evaluate(context, prepared, few, "validation", is_sanity_check=True)
             self.names_of_check = list(epoch.values)
-            run.evaluation.batches = 0
-            run.hooks.call("on_sanity_check_end")
+            context.progress.batches = 0
+            context.hooks.call("on_sanity_check_end")
         finally:
             self.is_sanity_check = False
-            run.evaluation.batches = 0
+            context.progress.batches = 0

@@ -28,7 +28,8 @@ datamodule_...          the same three entries for the DataModule, if any
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -48,11 +49,23 @@ from stratagem.state.safe_data import find_offending_value
 from stratagem.state.state_checks import as_mismatch, check_kinds
 from stratagem.state.state_dict import with_names
 from stratagem.storage import paths
+from stratagem.trainer.context import Limits
 from stratagem.trainer.resume.rank_state import FORM as RANK_FORM, state_of_rank
 
 if TYPE_CHECKING:
+    from stratagem.callbacks import Callback
     from stratagem.interfaces.prepared_model import PreparedModel
-    from stratagem.trainer.run import Run
+    from stratagem.interfaces.strategy import Strategy
+    from stratagem.module.datamodule import DataModule
+    from stratagem.module.module import Module
+    from stratagem.trainer.context import FitState
+    from stratagem.trainer.loaders.open import FitData
+    from stratagem.trainer.metrics.log_buffer import LogBuffer
+    from stratagem.trainer.profiling import Profiling
+    from stratagem.trainer.resume.find import ResumePoint
+    from stratagem.trainer.resume.rank_state import RankState
+    from stratagem.trainer.step.schedulers import Schedulers
+    from stratagem.trainer.step.step import Step
     from stratagem.trainer.trainer import Trainer
 
 
@@ -72,18 +85,69 @@ class Weights(NamedTuple):
     nonfinite: str
 
 
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """The objects whose state a checkpoint holds: it is collected from them, and restored to them.
+
+    Attributes:
+        trainer: the Trainer, with its callbacks.
+        module, datamodule: of the user.
+        strategy: saves and loads the state of models and optimizers.
+        prepared: the prepared model.
+        schedulers: the learning rate schedulers.
+        state: the state of the training loop.
+        data: in a fit, this rank's data.
+        former: the state of this rank in the last fit, if this run is no fit.
+        step: in a fit, the optimizer step, which may have begun.
+        run_id: the ID of the run.
+    """
+
+    trainer: Trainer
+    module: Module
+    datamodule: DataModule | None
+    strategy: Strategy
+    prepared: PreparedModel
+    schedulers: Schedulers
+    state: FitState
+    data: FitData | None
+    former: RankState | None
+    step: Step | None
+    run_id: str
+
+    @property
+    def rank_state(self) -> RankState | None:
+        """The RNG states and the position in the data of this rank's last fit."""
+        return self.former if self.data is None else self.data.rank_state
+
+
 class Saves:
     """Saves the checkpoints of a run.
 
     Args:
-        run: what is saved.
+        contents: returns what is saved.
+        is_within_step: returns whether an optimizer step has begun, but is not yet complete.
+        resume_point: returns where the run has resumed, with its restarts.
+        rows: the logged values that are not yet written.
+        profiling: passes the saves to the profiler.
 
     Attributes:
         deferred: the checkpoints to save after the current optimizer step.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(
+        self,
+        contents: Callable[[], Contents],
+        *,
+        is_within_step: Callable[[], bool],
+        resume_point: Callable[[], ResumePoint],
+        rows: LogBuffer,
+        profiling: Profiling,
+    ) -> None:
+        self._contents = contents
+        self._is_within_step = is_within_step
+        self._resume_point = resume_point
+        self._rows = rows
+        self._profiling = profiling
         self.deferred: list[paths.Location] = []
 
     def save(
@@ -96,23 +160,24 @@ class Saves:
             weights_only: if True, save at once, without the state of the training.
             weights: the model's state, if the caller already has it.
         """
-        run = self._run
-        if run.is_within_step and not weights_only:
+        if self._is_within_step() and not weights_only:
             self.deferred.append(path)
             return
         # A run that resumes from this checkpoint does not write these rows again.
-        run.rows.flush()
-        weights = weights or self.weights()
-        checkpoint = collect_checkpoint(run, weights, weights_only=weights_only)
-        save = run.profiling.wrap("save_checkpoint", run.runtime.checkpoint_writer.save)
-        save(checkpoint, path)
-        restarts = run.resume_point.restarts
+        self._rows.flush()
+        contents = self._contents()
+        weights = weights or collect_weights(contents.strategy, contents.prepared)
+        checkpoint = collect_checkpoint(contents, weights, weights_only=weights_only)
+        write = contents.trainer.checkpoint_writer.save
+        self._profiling.wrap("save_checkpoint", write)(checkpoint, path)
+        restarts = self._resume_point().restarts
         if restarts is not None and not weights_only:
-            run.strategy.checkpoint_io.when_durable(lambda: restarts.saved(path))
+            contents.strategy.checkpoint_io.when_durable(lambda: restarts.saved(path))
 
     def weights(self) -> Weights:
         """Return the model's state for a checkpoint; called on every rank."""
-        return collect_weights(self._run)
+        contents = self._contents()
+        return collect_weights(contents.strategy, contents.prepared)
 
     def flush_deferred(self) -> None:
         """Save the checkpoints that were requested within the last optimizer step."""
@@ -120,31 +185,32 @@ class Saves:
         for path in dict.fromkeys(deferred):
             self.save(path, weights_only=False)
 
-    def save_interrupted(self) -> str | None:
-        """Save a checkpoint before a signal ends the run; return its path."""
-        trainer = self._run.trainer
-        saver = trainer.checkpoint_callback
-        if saver is None or saver.dirpath is None or trainer.options.fast_dev_run:
-            return None
-        path = saver.save_to_resume_from(trainer, "interrupted")
-        trainer.checkpoint_writer.finish()
-        return path
+
+def save_interrupted(trainer: Trainer) -> str | None:
+    """Save a checkpoint before a signal ends the run; return its path."""
+    saver = trainer.checkpoint_callback
+    if saver is None or saver.dirpath is None or trainer.options.fast_dev_run:
+        return None
+    path = saver.save_to_resume_from(trainer, "interrupted")
+    trainer.checkpoint_writer.finish()
+    return path
 
 
-def collect_weights(run: Run) -> Weights:
+def collect_weights(strategy: Strategy, prepared: PreparedModel) -> Weights:
     """Return the model's state; called on every rank."""
-    prepared = run.require_prepared()
-    state = model_state(run.strategy, prepared)
-    return Weights(state, nonfinite_weights(run.strategy, prepared, state))
+    state = model_state(strategy, prepared)
+    return Weights(state, nonfinite_weights(strategy, prepared, state))
 
 
-def collect_checkpoint(run: Run, weights: Weights, *, weights_only: bool) -> dict[str, Any]:
+def collect_checkpoint(
+    contents: Contents, weights: Weights, *, weights_only: bool
+) -> dict[str, Any]:
     """Return a checkpoint of the run; called on every rank.
 
     Tensors in it alias the live ones.
 
     Args:
-        run: what is saved.
+        contents: what is saved.
         weights: the model's state.
         weights_only: leave optimizer and loop state out.
 
@@ -152,23 +218,24 @@ def collect_checkpoint(run: Run, weights: Weights, *, weights_only: bool) -> dic
         CheckpointContentError: something that the user stores is not weights-only-safe data; says
             whose.
     """
-    trainer, module, strategy = run.trainer, run.module, run.strategy
-    prepared = run.require_prepared()
+    trainer, module, strategy = contents.trainer, contents.module, contents.strategy
+    prepared, state, datamodule = contents.prepared, contents.state, contents.datamodule
     checkpoint: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "stratagem_version": __version__,
-        "run": run.resume_point.run_id,
+        "run": contents.run_id,
         "strategy": trainer.plan.strategy.name,
         "world_size": strategy.ranks.world_size,
-        "epoch": run.state.epoch,
-        "global_step": run.state.global_step,
+        "epoch": state.epoch,
+        "global_step": state.global_step,
         "state_dict": weights.state,
         **_hyper_parameters(module, ""),
-        **({} if run.datamodule is None else _hyper_parameters(run.datamodule, "datamodule_")),
+        **({} if datamodule is None else _hyper_parameters(datamodule, "datamodule_")),
         **({"nonfinite": weights.nonfinite} if weights.nonfinite else {}),
     }
     if not weights_only:
-        if run.step is not None and run.step.is_under_way and strategy.ranks.is_global_zero:
+        step = contents.step
+        if step is not None and step.is_under_way and strategy.ranks.is_global_zero:
             warnings.warn(
                 "this checkpoint is saved within an optimizer step that an error has ended: a run "
                 "that resumes from it takes that step's batches again, but with the RNG states "
@@ -177,23 +244,23 @@ def collect_checkpoint(run: Run, weights: Weights, *, weights_only: bool) -> dic
                 stacklevel=3,
             )
         callbacks = {c.state_key: c.state_dict() for c in trainer.callbacks}
-        for key, state in callbacks.items():
-            _require_plain(state, f"the state of the callback {key}")
-        run.limits.note_delayed_stop(run.state)
+        for key, own in callbacks.items():
+            _require_plain(own, f"the state of the callback {key}")
+        Limits(trainer).note_delayed_stop(state)
         checkpoint.update(
-            progress=run.state.state_dict(),
+            progress=state.state_dict(),
             optimizer_states=[
                 strategy.optimizer_state(prepared, optimizer) for optimizer in prepared.optimizers
             ],
-            lr_schedulers=run.schedulers.state(),
+            lr_schedulers=contents.schedulers.state(),
             precision=strategy.precision.state_dict(),
-            ranks=gather_states(strategy.ranks, state_of_rank(run)),
-            callbacks={key: state for key, state in callbacks.items() if state},
+            ranks=gather_states(strategy.ranks, state_of_rank(strategy, contents.rank_state)),
+            callbacks={key: own for key, own in callbacks.items() if own},
         )
-        if own := strategy_state(strategy, prepared, prepared.optimizers):
-            checkpoint["strategy_state"] = own
-        if run.datamodule is not None:
-            checkpoint["datamodule"] = run.datamodule.state_dict()
+        if of_strategy := strategy_state(strategy, prepared, prepared.optimizers):
+            checkpoint["strategy_state"] = of_strategy
+        if datamodule is not None:
+            checkpoint["datamodule"] = datamodule.state_dict()
     trainer._extend_checkpoint(checkpoint)
     for callback in trainer.callbacks:
         callback.on_save_checkpoint(trainer, module, checkpoint)
@@ -222,26 +289,34 @@ def read_checkpoint(writer: CheckpointWriter, path: str | Path) -> dict[str, Any
 
 
 def restore_model(
-    run: Run, prepared: PreparedModel, checkpoint: dict[str, Any], path: str | Path
+    contents: Contents,
+    callbacks: Iterable[Callback],
+    checkpoint: dict[str, Any],
+    path: str | Path,
 ) -> None:
     """Load the weights; called on every rank.
+
+    Args:
+        contents: what is restored.
+        callbacks: those of the run, which may change the checkpoint.
+        checkpoint: its weights are removed from it.
+        path: of the checkpoint, for errors.
 
     Raises:
         CheckpointMismatchError: they are another model's.
     """
-    trainer, module = run.trainer, run.module
-    for callback in run.callbacks:
+    trainer, module = contents.trainer, contents.module
+    for callback in callbacks:
         callback.on_load_checkpoint(trainer, module, checkpoint)
     module.on_load_checkpoint(checkpoint)
     with naming(path):
         # Removed from the dict, so that it is freed before the optimizers' states are loaded.
         state = checkpoint.pop("state_dict")
-        run.strategy.load_model_state(prepared, state, strict=module.strict_loading is not False)
+        strict = module.strict_loading is not False
+        contents.strategy.load_model_state(contents.prepared, state, strict=strict)
 
 
-def restore_training(
-    run: Run, prepared: PreparedModel, checkpoint: dict[str, Any], path: str | Path
-) -> None:
+def restore_training(contents: Contents, checkpoint: dict[str, Any], path: str | Path) -> None:
     """Load all state except the weights; called on every rank.
 
     Raises:
@@ -253,10 +328,11 @@ def restore_training(
             f"{str(path)!r} holds weights only, so training cannot be resumed from it: load them "
             "with Module.load_from_checkpoint and fit without ckpt_path"
         )
-    strategy = run.strategy
+    trainer, strategy, prepared = contents.trainer, contents.strategy, contents.prepared
+    schedulers, datamodule, data = contents.schedulers, contents.datamodule, contents.data
     for what, saved, own in (
         ("optimizers", checkpoint["optimizer_states"], prepared.optimizers),
-        ("schedulers", checkpoint["lr_schedulers"], run.schedulers.configs),
+        ("schedulers", checkpoint["lr_schedulers"], schedulers.configs),
     ):
         if len(saved) != len(own):
             raise CheckpointMismatchError(
@@ -270,30 +346,31 @@ def restore_training(
         # It has stepped before the checkpoint; schedulers warn where they see no step before them.
         optimizer._opt_called = True  # type: ignore[attr-defined]
     with naming(path):
-        run.schedulers.load_state(checkpoint["lr_schedulers"])
+        schedulers.load_state(checkpoint["lr_schedulers"])
     with naming(path), as_mismatch("the precision"):
         strategy.precision.load_state_dict(checkpoint["precision"])
     states = checkpoint["callbacks"]
-    for callback in run.trainer.callbacks:
+    for callback in trainer.callbacks:
         if callback.state_key in states:
             with naming(path), as_mismatch(f"the callback {callback.state_key}"):
                 saved_by_it = states[callback.state_key]
                 if type(callback).__module__.partition(".")[0] in _OF_ONE_FORM:
                     check_kinds(callback.state_dict(), saved_by_it, f"{type(callback).__name__}'s")
                 callback.load_state_dict(saved_by_it)
-    _warn_of_missing(states, run.trainer, path)
-    if run.datamodule is not None and "datamodule" in checkpoint:
+    _warn_of_missing(states, trainer, path)
+    if datamodule is not None and "datamodule" in checkpoint:
         with naming(path), as_mismatch("the DataModule"):
-            run.datamodule.load_state_dict(checkpoint["datamodule"])
-    state, every = run.state, run.trainer.options.reload_dataloaders_every_n_epochs
+            datamodule.load_state_dict(checkpoint["datamodule"])
+    state, every = contents.state, trainer.options.reload_dataloaders_every_n_epochs
     state.load_state_dict(checkpoint["progress"])
-    run.trainer.should_stop |= state.stop_delayed
-    if every and state.epoch >= every and run.fit_data is not None:
+    trainer.should_stop |= state.stop_delayed
+    if every and state.epoch >= every and data is not None:
         # The loaders of the resumed epoch were made in an earlier one.
-        run.fit_data.reopen(state.epoch - state.epoch % every)
-    if "ranks" in checkpoint and run.rank_state is not None:
+        data.reopen(state.epoch - state.epoch % every)
+    rank_state = contents.rank_state
+    if "ranks" in checkpoint and rank_state is not None:
         with naming(path), as_mismatch("the data, the random numbers or the epoch of a rank"):
-            run.rank_state.resume(RankStates(checkpoint["ranks"], RANK_FORM))
+            rank_state.resume(RankStates(checkpoint["ranks"], RANK_FORM))
     # Last, because it may depend on all other state.
     own = checkpoint.get("strategy_state", {})
     load_strategy_state(strategy, prepared, prepared.optimizers, own)

@@ -16,7 +16,9 @@ from stratagem.trainer.metrics.accumulator import MetricAccumulator
 
 if TYPE_CHECKING:
     from stratagem.interfaces.ranks import Ranks
-    from stratagem.trainer.run import Run
+    from stratagem.trainer.context import EvaluationContext
+    from stratagem.trainer.metrics.metrics import Metrics
+    from stratagem.trainer.step.schedulers import Schedulers
 
 _FLAG = (bool, Nothing)
 FORM = {
@@ -63,14 +65,19 @@ class EpochState:
     Values are read when a checkpoint is saved, and not before.
 
     Args:
-        run: a fit.
+        context: the objects of the fit's evaluations, with the latest values.
+        metrics: the values that training has logged.
+        schedulers: the learning rate schedulers.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._ranks, self._module, self._metrics = run.strategy.ranks, run.module, run.metrics
-        self._compiles_steps = run.strategy.accelerator.compiles_steps
-        self._latest, self._schedulers = run.latest, run.schedulers
-        self._evaluation, self._state = run.evaluation, run.state
+    def __init__(
+        self, context: EvaluationContext, metrics: Metrics, schedulers: Schedulers
+    ) -> None:
+        self._ranks, self._module = context.strategy.ranks, context.module
+        self._compiles_steps = context.strategy.accelerator.compiles_steps
+        self._metrics, self._schedulers = metrics, schedulers
+        self._latest, self._state = context.latest, context.state
+        self._evaluation = context.progress
         self._resumed: Mapping[str, Any] | None = None
         self._warns, self._warned = True, set[str]()
 

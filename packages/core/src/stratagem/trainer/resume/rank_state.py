@@ -24,23 +24,22 @@ if TYPE_CHECKING:
 
     from stratagem.interfaces.accelerator import Accelerator
     from stratagem.interfaces.ranks import Ranks
+    from stratagem.interfaces.strategy import Strategy
     from stratagem.module import Module
     from stratagem.state.rank_states import RankStates
     from stratagem.trainer.context import FitState
     from stratagem.trainer.loaders.train_loader import TrainLoader
-    from stratagem.trainer.run import Run
 
 
 FORM = {"random": dict, "module?": list, "loader": dict, "validation?": [list], "epoch?": dict}
 """The form of `RankState.state`."""
 
 
-def state_of_rank(run: Run) -> dict[str, Any]:
+def state_of_rank(strategy: Strategy, rank_state: RankState | None) -> dict[str, Any]:
     """Return the state that only this rank has; after an evaluation, without data position."""
-    if run.rank_state is None:
-        strategy = run.strategy
+    if rank_state is None:
         return {"random": rng_state(strategy.accelerator, strategy.device), "loader": {}}
-    return run.rank_state.state()
+    return rank_state.state()
 
 
 @dataclass

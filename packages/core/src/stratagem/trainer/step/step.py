@@ -23,8 +23,8 @@ from stratagem.trainer.step.optimizers import clear_nothing, needs_closure
 if TYPE_CHECKING:
     from stratagem.module.module import Module
     from stratagem.plan.step_options import GradientClip
+    from stratagem.trainer.context import FitState, StepContext
     from stratagem.trainer.loaders.train_loader import TrainLoader
-    from stratagem.trainer.run import Run
     from stratagem.trainer.step.update import ModuleUpdate
 
 
@@ -45,13 +45,14 @@ class Step(TrainStep):
     `finish`, which checks that the strategy has called what it must.
 
     Args:
-        run: a fit.
-        prepared: the prepared model.
+        context: the objects of a fit.
+        state: the state of the training loop.
 
     Attributes:
         update: takes the place of `Strategy.train_step`, if the Module or the optimizer performs a
             part of the step itself. None: the strategy runs the step.
-        module, state, metrics, policy: of the run.
+        context: the objects of the fit.
+        module, state, metrics, policy: of the fit.
         batch_idx: the index of the current micro-batch in its epoch.
         batch: the current micro-batch, converted; None between steps.
         outputs, latest_loss: the latest result of `training_step`, and the loss in it.
@@ -63,10 +64,11 @@ class Step(TrainStep):
 
     update: ModuleUpdate | None = None
 
-    def __init__(self, run: Run, prepared: PreparedModel) -> None:
-        module, strategy, hooks = run.module, run.strategy, run.hooks
+    def __init__(self, context: StepContext, state: FitState) -> None:
+        module, strategy, hooks = context.module, context.strategy, context.hooks
+        prepared, options = context.prepared, context.trainer.options
         self.batch_idx = 0
-        self._clip = run.trainer.options.step_options.clip
+        self._clip = options.step_options.clip
         self.uncounted = self.expected = 0
         self.begun = self._ended = 0
         self._weights: list[float] | None = None
@@ -78,21 +80,21 @@ class Step(TrainStep):
         self._clear_first: Callable[[], None] | None = None
         """Clears the gradients before the first backward of the next step, by the policy."""
         self._clears_next = False
-        self.policy = run.policy
-        self._run = run
+        self.policy = context.policy
+        self.context = context
         self.module = module
-        self.state = run.state
-        self.metrics = run.metrics
-        self._schedulers = run.schedulers
+        self.state = state
+        self.metrics = context.metrics
+        self._schedulers = context.schedulers
         called = _training_step(module, prepared)
-        self._training_step = run.profiling.of_strategy("training_step", called)
-        convert = batch_converter(strategy, module, run.datamodule)
+        self._training_step = context.profiling.of_strategy("training_step", called)
+        convert = batch_converter(strategy, module, context.datamodule)
         if convert is not None:
-            convert = run.profiling.of_strategy("batch_to_device", convert)
+            convert = context.profiling.of_strategy("batch_to_device", convert)
         self.convert = convert
         self._context: AbstractContextManager[Any] | None = strategy.precision.forward_context()
         self._takes_index = positional_parameters(module.training_step).most > 1
-        self._detect = run.trainer.options.detect_anomaly
+        self._detect = options.detect_anomaly
         self._stepped = False
         self._has_loss: bool | None = None
         """Whether a micro-batch of this step has a loss; None: none was computed yet."""
@@ -106,7 +108,7 @@ class Step(TrainStep):
         self.on_batch_start = hooks.of("on_train_batch_start")
         self.on_batch_end = hooks.of("on_train_batch_end")
         self._on_before_backward = hooks.of("on_before_backward")
-        self._divides_loss = run.policy.divides_loss_in_hooks and bool(self._on_before_backward)
+        self._divides_loss = context.policy.divides_loss_in_hooks and bool(self._on_before_backward)
         self._on_after_backward = hooks.of("on_after_backward")
         self._on_before_optimizer_step = hooks.of("on_before_optimizer_step")
         self._on_before_zero_grad = hooks.of("on_before_zero_grad")
@@ -170,7 +172,7 @@ class Step(TrainStep):
         self._weights = weights
         self._clears_next = True
         if self.policy.divides_by_window:
-            share = micro_batches / self._run.limits.accumulation(self.state.epoch)
+            share = micro_batches / self.context.limits.accumulation(self.state.epoch)
             if share < 1:
                 self._weights = [share * weight for weight in weights or [1.0] * micro_batches]
         self._stepped, self._left_out, self._has_loss = False, False, None
@@ -219,15 +221,15 @@ class Step(TrainStep):
         self.uncounted = self.begun = 0
         self.batch = self.metrics.batch = self.outputs = self.latest_loss = None
         self.metrics.row = {}
-        for optimizer in self._run.optimizers:
+        for optimizer in self.context.optimizers:
             optimizer.zero_grad()
 
     def step_function(self) -> Callable[..., None]:
         """Return the step function: it takes the model, this step and its micro-batches."""
         if self.update is not None:
             return self.update.run
-        automatic = self.module.automatic_optimization and self._run.optimizers
-        return self._run.strategy.train_step if automatic else self.manual
+        automatic = self.module.automatic_optimization and self.context.optimizers
+        return self.context.strategy.train_step if automatic else self.manual
 
     def manual(
         self, prepared: PreparedModel, step: TrainStep, micro_batches: Collection[Any]
@@ -235,7 +237,7 @@ class Step(TrainStep):
         """Take the place of `Strategy.train_step` where user code steps the optimizers, if any."""
         for micro_batch in micro_batches:
             before = self.state.global_step
-            with self._run.strategy.backward_in_forward(prepared):
+            with self.context.strategy.backward_in_forward(prepared):
                 self.loss(self.begin(micro_batch), converted=True)
             self._stepped = self.state.global_step > before
             self._count_batches()
@@ -368,7 +370,7 @@ class Step(TrainStep):
         if not self.module.automatic_optimization:
             return None
         if outputs is None:
-            world_size = self._run.strategy.ranks.world_size
+            world_size = self.context.strategy.ranks.world_size
             returned = f"{type(self.module).__name__}.training_step returned None"
             remedy = "end the method with `return loss`. To skip a batch, "
             if self.batch is None:
@@ -454,25 +456,26 @@ def _described(outputs: Any) -> str:
     return f"a {type(outputs).__name__}"
 
 
-def make_step(run: Run, prepared: PreparedModel) -> Step:
+def make_step(context: StepContext, state: FitState) -> Step:
     """Return the optimizer step of a fit, with an `update` if the Module has step hooks.
 
     Raises:
         UserCodeError: `training_step` takes `dataloader_iter`.
     """
-    refuse_dataloader_iter(run.module.training_step)
-    step = Step(run, prepared)
-    own = step_hooks_of(run.module)
-    if not run.module.automatic_optimization:
+    refuse_dataloader_iter(context.module.training_step)
+    module, prepared, strategy = context.module, context.prepared, context.strategy
+    step = Step(context, state)
+    own = step_hooks_of(module)
+    if not module.automatic_optimization:
         if "backward" in own:
-            prepared.run_backward = run.module.backward
-    elif run.optimizers and (own or any(map(needs_closure, prepared.optimizers))):
+            prepared.run_backward = module.backward
+    elif context.optimizers and (own or any(map(needs_closure, prepared.optimizers))):
         from stratagem.trainer.step.update import ModuleUpdate  # only models that have step hooks
 
-        step.update = ModuleUpdate(step, run, prepared)
+        step.update = ModuleUpdate(step, context)
         return step
-    is_automatic = run.module.automatic_optimization and run.optimizers
-    leaves_clearing = takes_own_steps(type(run.strategy)) or run.strategy.capabilities.engine_steps
+    is_automatic = module.automatic_optimization and context.optimizers
+    leaves_clearing = takes_own_steps(type(strategy)) or strategy.capabilities.engine_steps
     if is_automatic and not leaves_clearing:
         step.keep_gradients(prepared)
     return step

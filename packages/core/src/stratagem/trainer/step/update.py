@@ -17,7 +17,7 @@ from stratagem.trainer.step.optimizers import clear_nothing, needs_closure
 
 if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import PreparedModel
-    from stratagem.trainer.run import Run
+    from stratagem.trainer.context import StepContext
     from stratagem.trainer.step.step import Step
 
 
@@ -29,18 +29,17 @@ class ModuleUpdate(TrainStep):
 
     Args:
         step: the step of the fit.
-        run: the fit.
-        prepared: the prepared model.
+        context: the objects of the fit.
     """
 
-    def __init__(self, step: Step, run: Run, prepared: PreparedModel) -> None:
-        strategy, module = run.strategy, run.module
+    def __init__(self, step: Step, context: StepContext) -> None:
+        strategy, module, prepared = context.strategy, context.module, context.prepared
         self._step = step
         self._module = module
         self._strategy = strategy
         self._prepared = prepared
         self._inner = prepared.optimizers[0]
-        self._optimizer = run.optimizers[0]
+        self._optimizer = context.optimizers[0]
         self._optimizer.step = self._update
         # One that is not torch's may want its closure too: its signature does not say.
         foreign = not type(self._inner).__module__.startswith("torch.")
