@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -125,9 +125,6 @@ class ShardedStrategy(ParallelStrategy):
         >>> issubclass(FSDPStrategy, ShardedStrategy)
         True
     """
-
-    _clip_by_value = staticmethod(clipping.clip_by_value)
-    _clip_by_norm = staticmethod(clipping.clip_by_norm)
 
     device_mesh: DeviceMesh
     """How the ranks are arranged; there once processes are launched."""
@@ -291,6 +288,16 @@ class ShardedStrategy(ParallelStrategy):
             OwnBackward.runs = False
         if self._replicated and prepared.module not in self._held:
             average_gradients(self._replicated)
+
+    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
+        """See Strategy; each rank clips its own elements."""
+        clipping.clip_by_value(parameters, clip_value)
+
+    def clip_grad_norm(
+        self, parameters: Sequence[Tensor], max_norm: float, **options: Any
+    ) -> Tensor:
+        """See Strategy; the norm is that over all ranks."""
+        return clipping.clip_by_norm(parameters, max_norm, **options)
 
     def optimizer_step(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,9 +19,6 @@ class Stepping:
     """The optimizer step of a strategy; base class of `Strategy`, which documents the calls."""
 
     precision: Precision
-    # How gradients are clipped, with the arguments of these functions.
-    _clip_by_value: Callable[..., Any] = staticmethod(nn.utils.clip_grad_value_)
-    _clip_by_norm: Callable[..., Tensor] = staticmethod(nn.utils.clip_grad_norm_)
 
     def train_step(
         self, prepared: PreparedModel, step: TrainStep, micro_batches: Collection[Any]
@@ -134,13 +131,36 @@ class Stepping:
         """Clip the gradients of the optimizer's parameters; return their norm, if computed."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if clip.algorithm == "value":
-            self._clip_by_value(parameters, clip.value)
+            self.clip_grad_value(parameters, clip.value)
             return None
-        return self._clip_by_norm(
+        return self.clip_grad_norm(
             parameters,
             clip.value,
             norm_type=clip.norm_type,
             error_if_nonfinite=clip.error_if_nonfinite,
+        )
+
+    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
+        """Limit each gradient, as `torch.nn.utils.clip_grad_value_`.
+
+        A strategy whose gradients are sharded may override it.
+        """
+        nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def clip_grad_norm(
+        self,
+        parameters: Sequence[Tensor],
+        max_norm: float,
+        *,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Limit the norm of all gradients, as `torch.nn.utils.clip_grad_norm_`; return the norm.
+
+        A strategy whose gradients are sharded overrides it: the norm is that over all ranks.
+        """
+        return nn.utils.clip_grad_norm_(
+            parameters, max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
         )
 
     def optimizer_step(

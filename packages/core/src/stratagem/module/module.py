@@ -306,7 +306,7 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         """
         metrics: Metrics | None = self.__dict__["_metrics"]
         if metrics is None:
-            self._log_outside_of_a_run(name, value)
+            self.log_outside_of_a_run(name, value)
             return
         if rank_zero_only:
             sync_dist = False
@@ -317,7 +317,8 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         )
         metrics.log(name, value, options, batch_size)
 
-    def _log_outside_of_a_run(self, name: str, value: Any) -> None:
+    def log_outside_of_a_run(self, name: str, value: Any) -> None:
+        """Called by `log` if no Trainer collects values now; a subclass may send them elsewhere."""
         raise UserCodeError(
             f"self.log({name!r}, ...) works while a Trainer runs this model, in its steps and "
             "in hooks up to the end of an epoch (on_train_epoch_end, on_validation_epoch_end, "

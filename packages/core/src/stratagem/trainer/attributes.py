@@ -243,9 +243,24 @@ class TrainerAttributes(FrontEnd):
         )
 
     @property
+    def last_run(self) -> Run | None:
+        """The current or last run in this process; None before the first run."""
+        return self._run
+
+    @property
     def state(self) -> RunState:
         """The stage of the current run, and the status of the last run."""
         return self._state
+
+    @property
+    def fit_state(self) -> FitState:
+        """The state of the training loop in the current or last fit."""
+        return self._fit_state
+
+    @property
+    def latest_metrics(self) -> LatestMetrics:
+        """The latest logged values since the start of the current or last fit."""
+        return self._latest
 
     @property
     def model(self) -> Module | None:
@@ -272,6 +287,10 @@ class TrainerAttributes(FrontEnd):
         from stratagem.profilers import PassThroughProfiler
 
         return PassThroughProfiler()
+
+    @profiler.setter
+    def profiler(self, profiler: Profiler | None) -> None:
+        self._profiler = profiler
 
     @property
     def current_epoch(self) -> int:
@@ -380,9 +399,10 @@ class TrainerAttributes(FrontEnd):
     @property
     def val_dataloaders(self) -> Any:
         """The validation loader of this rank, a list of several, or None."""
-        return self._loaders("validation")
+        return self.loaders_of("validation")
 
-    def _loaders(self, what: str) -> Any:
+    def loaders_of(self, what: str) -> Any:
+        """The loader of this rank for "validation", "test" or "predict", a list, or None."""
         run = self._run_with_data
         found = [] if run is None else run.evaluation_loaders.get(what, [])
         loaders = [one.loader for one in found]
@@ -391,12 +411,12 @@ class TrainerAttributes(FrontEnd):
     @property
     def test_dataloaders(self) -> Any:
         """The test loader of this rank, a list of several, or None."""
-        return self._loaders("test")
+        return self.loaders_of("test")
 
     @property
     def predict_dataloaders(self) -> Any:
         """The loader of this rank for predicting, a list of several, or None."""
-        return self._loaders("predict")
+        return self.loaders_of("predict")
 
     @property
     def enable_validation(self) -> bool:
@@ -415,17 +435,17 @@ class TrainerAttributes(FrontEnd):
     @property
     def num_val_batches(self) -> list[float]:
         """The number of batches of each validation loader; infinity if it is unknown."""
-        return self._numbers("validation")
+        return self.batches_of("validation")
 
     @property
     def num_test_batches(self) -> list[float]:
         """The number of batches of each test loader; infinity if it is unknown."""
-        return self._numbers("test")
+        return self.batches_of("test")
 
     @property
     def num_predict_batches(self) -> list[float]:
         """The number of batches of each loader for predicting; infinity if it is unknown."""
-        return self._numbers("predict")
+        return self.batches_of("predict")
 
     @property
     def num_sanity_val_batches(self) -> list[float]:
@@ -436,7 +456,8 @@ class TrainerAttributes(FrontEnd):
         limit = float("inf") if steps == -1 else steps
         return [min(limit, number) for number in self.num_val_batches]
 
-    def _numbers(self, what: str) -> list[float]:
+    def batches_of(self, what: str) -> list[float]:
+        """The number of batches of each loader for "validation", "test" or "predict"."""
         run = self._run_with_data
         found = [] if run is None else run.evaluation_loaders.get(what, [])
         return [n if n == float("inf") else int(n) for one in found for n in one.each]

@@ -272,7 +272,7 @@ class Trainer(TrainerAttributes):
             requests.clear()
 
     def _forget_runs(self) -> None:
-        self._state, self._fit_state, self._latest = RunState(), FitState(), self._new_metrics()
+        self._state, (self._fit_state, self._latest) = RunState(), self.make_state("fit")
         self._run = self._opened = self._remote_model = None
 
     def with_options(
@@ -430,9 +430,6 @@ class Trainer(TrainerAttributes):
         """
         self.run.saves.save(paths.parse_user_path(filepath), weights_only=weights_only)
 
-    def _extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add a subclass's entries to a checkpoint; called on every rank before the hooks."""
-
     # -- executing a run
 
     def _model_or_last(self, model: Module | None) -> Module:
@@ -464,7 +461,7 @@ class Trainer(TrainerAttributes):
             if self.plan.remote and not self.runtime.is_launched:
                 result = self._execute_remotely(job)
             else:
-                result = self.runtime.launch(self._run_on_rank, job)
+                result = self.runtime.launch(self.run_on_rank, job)
         except BaseException as error:
             self._state.status = "interrupted"
             if isinstance(error, KeyboardInterrupt):
@@ -483,20 +480,19 @@ class Trainer(TrainerAttributes):
         return result
 
     def _run_and_report(self, job: Job) -> dict[str, Any]:
-        result = self._run_on_rank(job)
+        result = self.run_on_rank(job)
         return collect_result(self, self.run.require_prepared(), self._fit_state, result)
 
-    def _run_on_rank(self, job: Job) -> Any:
+    def run_on_rank(self, job: Job) -> Any:
+        """Execute a run in this process, which is one of its ranks; return the run's result."""
         job.attach(self)
         if self._run is None or self._run.module is not job.model:
             added = as_list(job.model.configure_callbacks())
             self.callbacks = merge_callbacks(self.callbacks, added)
         if job.stage == "fit":
             warn_on_refit(self, None if self._run is None else self._run.job, job)
-            # Without a checkpoint, every fit starts from the beginning, and callbacks wait for
-            # values of this fit.
-            self._fit_state, self._latest = FitState(), self._new_metrics()
         self._opened = None
+        self._fit_state, self._latest = self.make_state(job.stage)
         run = self._run = self._make_run(job, before=self._run)
         from stratagem.trainer.run import STAGES, run_evaluation, set_up
 
@@ -535,6 +531,19 @@ class Trainer(TrainerAttributes):
 
     # -- methods that a subclass may override
 
+    def make_state(self, stage: Stage) -> tuple[FitState, LatestMetrics]:
+        """Return the state of the training loop and the store of logged values for the next run.
+
+        A fit starts from the beginning, unless it loads a checkpoint, and callbacks wait for values
+        of this fit. Other runs continue with those of the last fit.
+        """
+        if stage == "fit":
+            return FitState(), LatestMetrics()
+        return self.fit_state, self.latest_metrics
+
+    def extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add a subclass's entries to a checkpoint; called on every rank before the hooks."""
+
     def make_train_step(self, context: StepContext, state: FitState) -> Step:
         """Return the optimizer step of a fit; called once per fit, before the first epoch.
 
@@ -542,9 +551,9 @@ class Trainer(TrainerAttributes):
             context: the objects of the fit.
             state: the state of the training loop.
         """
-        from stratagem.trainer.step.step import make_step
+        from stratagem.trainer.step.step import Step, make_step
 
-        return make_step(context, state)
+        return make_step(context, state, Step)
 
     def make_sharded_loader(
         self, loader: Any, index: int, count: int, *, even: bool, name: str, what: str
@@ -581,10 +590,6 @@ class Trainer(TrainerAttributes):
 
         refuse_dataloader_iter(step)
         return BatchFeed(batches, takes)
-
-    def _new_metrics(self) -> LatestMetrics:
-        """Return the store of the values of the next fit."""
-        return LatestMetrics()
 
     def __getstate__(self) -> dict[str, Any]:
         # A run belongs to this process. A copy keeps only the model, and may begin another run.

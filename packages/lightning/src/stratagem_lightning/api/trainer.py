@@ -21,7 +21,7 @@ from stratagem.launch import rank_zero_info, rank_zero_warn
 from stratagem.loggers import Logger
 from stratagem.profilers import Profiler
 from stratagem.strategies import StepOptions
-from stratagem.trainer import StepPolicy
+from stratagem.trainer import FitState, LatestMetrics, StepPolicy, make_step
 from stratagem_extras.callbacks.gradient_accumulation import GradientAccumulationScheduler
 from stratagem_extras.callbacks.prediction_writer import BasePredictionWriter
 from stratagem_lightning.api.accelerators.connector import TrainerConnector
@@ -39,21 +39,19 @@ from stratagem_lightning.api.core.numbers import (
     FinishedFitState,
     ask_for_iterator,
     cast_each_time,
-    check_manual_outputs,
     in_order_of_distributed_sampler,
-    pass_none_without_batch,
     reset_seed,
-    say_that_a_stop_waits,
     seed_workers_once,
     shard_for_one_rank,
 )
 from stratagem_lightning.api.core.overrides import check_dataloader_idx, refuse_uncalled_overrides
 from stratagem_lightning.api.core.shorthands import expand_shorthands, replace_half_on_cpu
 from stratagem_lightning.api.core.states import TrainerState
+from stratagem_lightning.api.core.steps import FitStep
 from stratagem_lightning.api.instance_check import Shown
 from stratagem_lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardLogger
 from stratagem_lightning.api.plugins.layer_sync import expand_layer_sync
-from stratagem_lightning.api.strategies.called import call_around_backward, call_at_load
+from stratagem_lightning.api.strategies.called import call_at_load
 from stratagem_lightning.api.strategies.single_device import belongs_to
 from stratagem_lightning.api.utilities.data import weight_of
 from stratagem_lightning.api.utilities.phrases import in_lightnings_words
@@ -61,8 +59,7 @@ from stratagem_lightning.api.utilities.version import LIGHTNING_VERSION
 from stratagem_lightning_plugin.checkpoint_format import MARK, loops_of
 
 if TYPE_CHECKING:
-    from stratagem.strategies import PreparedModel
-    from stratagem.trainer import BatchFeed, Run, Step
+    from stratagem.trainer import BatchFeed, Job, Run, Stage, Step, StepContext
 
 _OWN_DEFAULTS = ("logger", "log_every_n_steps", "enable_model_summary")
 """Arguments whose defaults are Lightning's where None is given."""
@@ -193,7 +190,7 @@ class Trainer(trainer.Trainer):
         samples are read.
         """
         writes = any(isinstance(callback, BasePredictionWriter) for callback in self.callbacks)
-        reads = not (writes and self._state.stage == "predict")
+        reads = not (writes and super().state.stage == "predict")
         return replace(_POLICY, reads_before_hooks=reads)
 
     @_taking_arguments_of(trainer.Trainer)
@@ -241,6 +238,8 @@ class Trainer(trainer.Trainer):
         self._arguments = options
         self._max_epochs_is_open = options.get("max_epochs") is None and not quick
         self._fit_step: Step | None = None
+        self._asks: list[Callable[[], object]] = []
+        """What is left to do after a fit's sanity check."""
         self._verbose = True
         """Whether the last validation or test prints its values."""
         self._is_past_epoch = False
@@ -292,7 +291,7 @@ class Trainer(trainer.Trainer):
         self._max_epochs_is_open = self._is_past_epoch = False
         with self._exiting_on_interrupt():
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, path)
-        self._is_past_epoch = self._fit_state.batches > 0 and not self._fit_state.epoch_is_done
+        self._is_past_epoch = self.fit_state.batches > 0 and not self.fit_state.epoch_is_done
 
     @in_lightnings_words
     def validate(  # type: ignore[override]  # in Lightning's order
@@ -381,16 +380,21 @@ class Trainer(trainer.Trainer):
         """Save a checkpoint; as `stratagem.Trainer.save_checkpoint`."""
         super().save_checkpoint(*args, **options)
 
-    def _new_metrics(self) -> Any:
-        """Return the store of a fit's values, which are weighted as Lightning weights them."""
-        latest = super()._new_metrics()
-        latest.batch_size = weight_of
-        return latest
+    def make_state(self, stage: Stage) -> tuple[FitState, LatestMetrics]:
+        """Return the state of the next run, whose values are weighted as Lightning weights them.
 
-    def _extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        What was logged in the run before is forgotten.
+        """
+        state, latest = FitState(), LatestMetrics()
+        if stage != "fit":
+            state = FinishedFitState(**vars(self.fit_state))
+        latest.batch_size = weight_of
+        return state, latest
+
+    def extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the entries that scripts read: Lightning's version, and the loops' progress."""
         checkpoint[MARK] = LIGHTNING_VERSION
-        checkpoint["loops"] = loops_of(self._fit_state.state_dict())
+        checkpoint["loops"] = loops_of(self.fit_state.state_dict())
 
     def _begin(self, model: Any, datamodule: Any) -> None:
         """Do what Lightning does at the start of a run, and refuse what it alone would call."""
@@ -398,32 +402,33 @@ class Trainer(trainer.Trainer):
         refuse_uncalled_overrides([*own, model, datamodule])
         reset_seed(self.strategy)
 
-    def make_train_step(self, run: Run, prepared: PreparedModel) -> Step:
+    def make_train_step(self, context: StepContext, state: FitState) -> Step:
         """Return the step of a fit, which counts and weights batches as Lightning does.
 
         Also of one whose `training_step` takes `dataloader_iter`.
         """
-        _check_resumed_epoch(run)
-        advice.warn_of_eval_mode(run)
-        advice.warn_of_log_interval(run)
-        advice.warn_of_workers_that_start_again(run)
-        advice.warn_of_unused_schedules(run)
-        if dataloader_iter.takes_dataloader_iter(run.module.training_step):
-            self._fit_step = dataloader_iter.ReadingStep(run, prepared)
-            return call_around_backward(self._fit_step, run)
-        self._fit_step = step = super().make_train_step(run, prepared)
-        check_manual_outputs(step, run)
-        pass_none_without_batch(step)
-        call_around_backward(step, run)
-        return say_that_a_stop_waits(step, run)
+        while self._asks:
+            self._asks.pop(0)()
+        _check_resumed_epoch(self.run)
+        advice.warn_of_eval_mode(context)
+        advice.warn_of_log_interval(context)
+        advice.warn_of_workers_that_start_again(context)
+        advice.warn_of_unused_schedules(context)
+        if dataloader_iter.takes_dataloader_iter(context.module.training_step):
+            self._fit_step = dataloader_iter.ReadingStep(context, state)
+        else:
+            self._fit_step = make_step(context, state, FitStep)
+        return self._fit_step
 
     def make_sharded_loader(
         self, loader: Any, index: int, count: int, *, even: bool, name: str, what: str
     ) -> Any:
         """Return a loader that reads one rank's part of the data, in Lightning's order."""
         advice.warn_of_loader(loader, what)
-        if self._run is not None:  # it is None while a Tuner opens the data
-            ask_for_iterator(loader, what, self._run)
+        # It is None while a Tuner opens the data.
+        left = None if self.last_run is None else ask_for_iterator(loader, what, self.last_run)
+        if left is not None:
+            self._asks.append(left)
         loader = seed_workers_once(loader, self.global_rank)
         if not self._divides_data:
             return loader
@@ -453,18 +458,16 @@ class Trainer(trainer.Trainer):
             return dataloader_iter.IterFeed(dataloader_iter.DataLoaderIter(batches, count))
         return super().make_batch_feed(step, batches, count, takes)
 
-    def _run_on_rank(self, job: Any) -> Any:
-        """Run, and forget before another run what was logged in the one before."""
+    def run_on_rank(self, job: Job) -> Any:
+        """Run; then note where the last batch of a fit was."""
         cast_each_time(self.strategy)
         call_at_load(self.strategy)
-        if job.stage != "fit":
-            self._latest = self._new_metrics()
-            self._fit_state = FinishedFitState(**vars(self._fit_state))
-        else:
+        self._asks.clear()
+        if job.stage == "fit":
             advice.warn_of_validation(job)
             advice.warn_of_default_epochs(self._arguments)
         try:
-            return super()._run_on_rank(job)
+            return super().run_on_rank(job)
         finally:
             if self._fit_step is not None:
                 step = self._fit_step
@@ -481,7 +484,7 @@ class Trainer(trainer.Trainer):
 
         A loop of the user's prints them.
         """
-        names = self._latest.for_loggers
+        names = self.latest_metrics.for_loggers
         logged = [{n: value for n, value in one.items() if n in names} for one in results]
         if verbose and self.is_global_zero and stage in self._loops:
             tensors = [{n: torch.tensor(value) for n, value in one.items()} for one in logged]
@@ -491,7 +494,7 @@ class Trainer(trainer.Trainer):
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """The values for the progress bar."""
-        return {name: float(value) for name, value in self._latest.bar.items()}
+        return {name: float(value) for name, value in self.latest_metrics.bar.items()}
 
     def _last_if_there(self, ckpt_path: str | Path | None, what: str) -> str | Path | None:
         """Return what to load, None in the place of "last" as long as nothing is saved."""
@@ -567,15 +570,6 @@ class Trainer(trainer.Trainer):
     @logger.setter
     def logger(self, logger: Any) -> None:
         self.loggers = [logger] if logger else []
-
-    @property
-    def profiler(self) -> Profiler:
-        """The profiler; a PassThroughProfiler if none was passed."""
-        return super().profiler
-
-    @profiler.setter
-    def profiler(self, profiler: Profiler | None) -> None:
-        self._profiler = profiler
 
     @property
     def use_distributed_sampler(self) -> bool:  # type: ignore[override]  # read-only there too
@@ -674,15 +668,15 @@ class Trainer(trainer.Trainer):
     @property
     def current_epoch(self) -> int:
         """The epoch, counted from 0; after a fit, the number of epochs that it has begun."""
-        return self._fit_state.epoch + self._is_past_epoch
+        return self.fit_state.epoch + self._is_past_epoch
 
     @property
     def ckpt_path(self) -> str | None:
         """The checkpoint that the present run has loaded, or the last one; the request before."""
-        if self._run is None:
+        if self.last_run is None:
             return None
-        path = self._run.resume_point.path or self._run.job.ckpt_path
-        if path is not None and self._run.job.ckpt_path == "last" and not storage.is_url(path):
+        path = self.last_run.resume_point.path or self.last_run.job.ckpt_path
+        if path is not None and self.last_run.job.ckpt_path == "last" and not storage.is_url(path):
             # The link, if there is one, as Lightning shows it.
             link = Path(path).parent / f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}.ckpt"
             path = link if link.is_symlink() and link.resolve() == Path(path).resolve() else path
@@ -691,7 +685,7 @@ class Trainer(trainer.Trainer):
     @property
     def training(self) -> bool:
         """Whether a fit is running, and no validation or sanity check within it."""
-        return self._state.stage == "fit" and not self.evaluating
+        return super().state.stage == "fit" and not self.evaluating
 
     @property
     def validating(self) -> bool:
@@ -709,7 +703,7 @@ class Trainer(trainer.Trainer):
         return self._is_running("predict")
 
     def _is_running(self, what: str) -> bool:
-        return self._run is not None and self._run.evaluation.what == what
+        return self.last_run is not None and self.last_run.evaluation.what == what
 
     @property
     def evaluating(self) -> bool:
@@ -719,22 +713,22 @@ class Trainer(trainer.Trainer):
     @property
     def is_last_batch(self) -> bool:
         """Whether the present training batch is the last of its epoch, as far as known."""
-        if self._run is None or self._run.stage != "fit":
+        if self.last_run is None or self.last_run.stage != "fit":
             return False
-        ended_early = self._run.step is None and self._ended_early
+        ended_early = self.last_run.step is None and self._ended_early
         return ended_early or self.fit_loop.batch_idx + 1 >= self.num_training_batches
 
     @property
     def batches_that_trained(self) -> int:
         """The number of batches of this epoch that were trained on."""
-        return self._fit_state.batches
+        return self.fit_state.batches
 
     # -- its data
 
     @property
     def state(self) -> TrainerState:  # type: ignore[override]  # the same in Lightning's enumerations
         """The state of this Trainer."""
-        return TrainerState(self)
+        return TrainerState(self, super().state)
 
     @property
     def fit_loop(self) -> FitLoop:

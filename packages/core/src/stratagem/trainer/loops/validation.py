@@ -37,6 +37,7 @@ class Validation:
         last_batches: the number of batches in the last validation.
         is_sanity_check: whether the sanity check before training is running.
         names_of_check: the names of the values that the sanity check has logged.
+        before_next: functions that are called once, before the next validation.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Validation:
         self.last_epoch = -1
         self.batches_of_epoch = self.last_batches = 0
         self.is_sanity_check, self.names_of_check = False, list[str]()
+        self.before_next: list[Callable[[], object]] = []
         interval = self._trainer.options.val_check_interval
         self._counts_over_epochs = self._trainer.options.check_val_every_n_epoch is None
         self.seconds = interval.total_seconds() if isinstance(interval, timedelta) else None
@@ -169,6 +171,8 @@ class Validation:
         """Run validation between two training steps, or at the end of an epoch."""
         context, data, state = self._context, self.data, self._state
         assert data is not None
+        while self.before_next:
+            self.before_next.pop(0)()
         context.rows.flush()
         if data.reloads_validation():
             data.reopen_validation()

@@ -261,7 +261,7 @@ def collect_checkpoint(
             checkpoint["strategy_state"] = of_strategy
         if datamodule is not None:
             checkpoint["datamodule"] = datamodule.state_dict()
-    trainer._extend_checkpoint(checkpoint)
+    trainer.extend_checkpoint(checkpoint)
     for callback in trainer.callbacks:
         callback.on_save_checkpoint(trainer, module, checkpoint)
     module.on_save_checkpoint(checkpoint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from stratagem.trainer.context import FitState, StepContext
     from stratagem.trainer.loaders.train_loader import TrainLoader
     from stratagem.trainer.step.update import ModuleUpdate
+
+
+StepType = TypeVar("StepType", bound="Step")
 
 
 class EndOfEpoch(Exception):  # no error: user code asks for it
@@ -456,15 +459,20 @@ def _described(outputs: Any) -> str:
     return f"a {type(outputs).__name__}"
 
 
-def make_step(context: StepContext, state: FitState) -> Step:
+def make_step(context: StepContext, state: FitState, kind: type[StepType]) -> StepType:
     """Return the optimizer step of a fit, with an `update` if the Module has step hooks.
+
+    Args:
+        context: the objects of the fit.
+        state: the state of the training loop.
+        kind: the class of the step.
 
     Raises:
         UserCodeError: `training_step` takes `dataloader_iter`.
     """
     refuse_dataloader_iter(context.module.training_step)
     module, prepared, strategy = context.module, context.prepared, context.strategy
-    step = Step(context, state)
+    step = kind(context, state)
     own = step_hooks_of(module)
     if not module.automatic_optimization:
         if "backward" in own:

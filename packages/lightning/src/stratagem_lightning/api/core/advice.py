@@ -16,7 +16,7 @@ from stratagem_lightning.api.utilities.data import has_iterable_dataset, sized_l
 from stratagem_lightning.api.utilities.warnings import PossibleUserWarning
 
 if TYPE_CHECKING:
-    from stratagem.trainer import Run
+    from stratagem.trainer import StepContext
 
 
 def warn_of_default_epochs(options: Mapping[str, Any]) -> None:
@@ -78,12 +78,12 @@ def warn_of_loader(loader: Any, what: str) -> None:
         )
 
 
-def warn_of_workers_that_start_again(run: Run) -> None:
+def warn_of_workers_that_start_again(context: StepContext) -> None:
     """Warn of workers that are spawned for each epoch, if ranks are spawned."""
-    if run.fit_data is None or run.trainer.plan.launcher.name != "spawn":
+    if context.trainer.plan.launcher.name != "spawn":
         return
-    loaders = [("train", run.fit_data.loader.loader)]
-    loaders += [("val", one.loader) for one in run.fit_data.validation]
+    loaders = [("train", context.data.loader.loader)]
+    loaders += [("val", one.loader) for one in context.data.validation]
     for name, loader in loaders:
         if getattr(loader, "num_workers", 0) and not getattr(loader, "persistent_workers", True):
             rank_zero_warn(
@@ -93,9 +93,9 @@ def warn_of_workers_that_start_again(run: Run) -> None:
             )
 
 
-def warn_of_log_interval(run: Run) -> None:
+def warn_of_log_interval(context: StepContext) -> None:
     """Warn of an epoch with fewer batches than `log_every_n_steps`."""
-    trainer, batches = run.trainer, run.fit_data.loader.batches if run.fit_data else 0
+    trainer, batches = context.trainer, context.data.loader.batches
     every = trainer.options.log_every_n_steps
     if trainer.loggers and not trainer.options.fast_dev_run and every > batches > 0:
         rank_zero_warn(
@@ -106,12 +106,12 @@ def warn_of_log_interval(run: Run) -> None:
         )
 
 
-def warn_of_unused_schedules(run: Run) -> None:
+def warn_of_unused_schedules(context: StepContext) -> None:
     """Warn of keys of schedulers that manual optimization does not look at."""
-    if run.module.automatic_optimization:
+    if context.module.automatic_optimization:
         return
     defaults = {"monitor": None, "frequency": 1, "strict": True}
-    for config in run.schedulers.configs:
+    for config in context.schedulers.configs:
         keys = [name for name, default in defaults.items() if getattr(config, name) != default]
         if keys:
             rank_zero_warn(
@@ -121,10 +121,10 @@ def warn_of_unused_schedules(run: Run) -> None:
             )
 
 
-def warn_of_eval_mode(run: Run) -> None:
+def warn_of_eval_mode(context: StepContext) -> None:
     """Warn of modules that are in eval mode when a fit starts, and stay in it."""
-    count = sum(not part.training for part in run.module.modules())
-    if count and run.module.training:
+    count = sum(not part.training for part in context.module.modules())
+    if count and context.module.training:
         rank_zero_warn(
             f"Found {count} module(s) in eval mode at the start of training: the Trainer leaves "
             "them in it. Call module.train() if their dropout and batch norm are to be trained",

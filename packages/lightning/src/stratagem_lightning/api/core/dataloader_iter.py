@@ -13,16 +13,15 @@ from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.trainer import (
     BatchFeed,
     EndOfEpoch,
-    Step,
     needs_closure,
     step_hooks_of,
     takes_own_steps,
     training_batches,
 )
+from stratagem_lightning.api.core.steps import BackwardStep
 
 if TYPE_CHECKING:
-    from stratagem.strategies import PreparedModel
-    from stratagem.trainer import Run, TrainLoader
+    from stratagem.trainer import FitState, StepContext, TrainLoader
 
 
 def takes_dataloader_iter(step: Callable[..., Any] | None) -> bool:
@@ -123,7 +122,7 @@ class IterFeed(BatchFeed):
         return returned
 
 
-class ReadingStep(Step):
+class ReadingStep(BackwardStep):
     """An optimizer step whose `training_step` reads its batches itself.
 
     The batches count as trained on once the step is taken, so that a resumed run continues after
@@ -133,9 +132,9 @@ class ReadingStep(Step):
         ConfigurationError: the run needs a batch before `training_step` reads one.
     """
 
-    def __init__(self, run: Run, prepared: PreparedModel) -> None:
-        _check(run, prepared)
-        super().__init__(run, prepared)
+    def __init__(self, context: StepContext, state: FitState) -> None:
+        _check(context)
+        super().__init__(context, state)
 
     def micro_batches(self, loader: TrainLoader, accumulate: int) -> Iterator[Collection[Any]]:
         """Yield the iterator over the epoch's batches for each step, as long as it has any."""
@@ -165,24 +164,23 @@ class ReadingStep(Step):
         return loss
 
 
-def _check(run: Run, prepared: PreparedModel) -> None:
+def _check(context: StepContext) -> None:
     """Refuse a run that needs a batch before `training_step` reads one.
 
     Raises:
         ConfigurationError: says what needs it.
     """
-    options, module = run.trainer.options.step_options, run.module
-    loader = None if run.fit_data is None else run.fit_data.loader
+    options, module = context.trainer.options.step_options, context.module
     problem = ""
     if options.most_micro_batches > 1:
         problem = "accumulate_grad_batches counts batches that the Trainer reads"
-    elif loader is not None and loader.compares_ranks:
+    elif context.data.loader.compares_ranks:
         problem = "ranks that may have different numbers of batches compare theirs before each step"
-    elif takes_own_steps(type(run.strategy)):
-        problem = f"the strategy {run.runtime.plan.strategy.name!r} takes the step as a whole"
+    elif takes_own_steps(type(context.strategy)):
+        problem = f"the strategy {context.trainer.plan.strategy.name!r} takes the step as a whole"
     elif module.automatic_optimization and (own := step_hooks_of(module)):
         problem = f"it overrides {' and '.join(own)}"
-    elif module.automatic_optimization and any(map(needs_closure, prepared.optimizers)):
+    elif module.automatic_optimization and any(map(needs_closure, context.prepared.optimizers)):
         problem = "its optimizer computes the loss several times in a step"
     if problem:
         raise ConfigurationError(

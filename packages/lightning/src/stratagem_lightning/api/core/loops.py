@@ -118,7 +118,7 @@ class EvaluationLoop(_View):
     def max_batches(self) -> list[float]:
         """The number of batches of each loader."""
         what = self._what or self._stage
-        found: list[float] = self.trainer._numbers(what)
+        found: list[float] = self.trainer.batches_of(what)
         return found
 
     @Shown
@@ -128,7 +128,7 @@ class EvaluationLoop(_View):
 
     @property
     def _combined_loader(self) -> CombinedLoader | None:
-        loaders = self.trainer._loaders(self._what or self._stage)
+        loaders = self.trainer.loaders_of(self._what or self._stage)
         return combined_loader(loaders, "sequential")
 
     @property
@@ -154,7 +154,7 @@ class EvaluationLoop(_View):
     @property
     def batch_progress(self) -> Progress:
         """The batches of the last run."""
-        run = self.trainer._run
+        run = self.trainer.last_run
         count = 0 if run is None else run.evaluation.batches
         return _progress(count, count)
 
@@ -166,19 +166,19 @@ class ValidationLoop(EvaluationLoop):
 
     @property
     def _data_source(self) -> DataSource:
-        run = self.trainer._run
+        run = self.trainer.last_run
         if run is not None and run.stage == "fit" and not run.validation.loaders:
             return DataSource(None, "")  # also if limit_val_batches=0 leaves it out
         return DataConnector(self.trainer)._val_dataloader_source
 
     @property
     def _has_run(self) -> bool:
-        return self.trainer._run is not None and self.trainer._run.state.validated > 0
+        return self.trainer.last_run is not None and self.trainer.last_run.state.validated > 0
 
     @property
     def batch_progress(self) -> Progress:
         """The numbers of batches of the last validation, and of all validations in this epoch."""
-        run, progress = self.trainer._run, self.trainer._fit_state
+        run, progress = self.trainer.last_run, self.trainer.fit_state
         if run is None or run.stage != "fit":
             return _progress(0, 0)
         own = run.validation
@@ -193,13 +193,13 @@ class PredictionLoop(EvaluationLoop):
     @property
     def return_predictions(self) -> bool:
         """Whether `predict` keeps the results of `predict_step`."""
-        run = self.trainer._run
+        run = self.trainer.last_run
         return run is None or run.job.keeps_predictions
 
     @property
     def predictions(self) -> list[Any]:
         """The results of `predict_step` so far; with several loaders, a list for each."""
-        run = self.trainer._run
+        run = self.trainer.last_run
         kept = [] if run is None else list(run.evaluation.predictions)
         return kept[0] if len(kept) == 1 else kept
 
@@ -220,7 +220,7 @@ class EpochLoop(_View):
     @property
     def batch_idx(self) -> int:
         """The index in its epoch of the present or last training batch; -1 before the first."""
-        run = self.trainer._run
+        run = self.trainer.last_run
         if run is not None and run.stage == "fit" and run.step is None:
             return int(self.trainer._last_batch_idx)
         return self._position
@@ -228,12 +228,12 @@ class EpochLoop(_View):
     @property
     def total_batch_idx(self) -> int:
         """The index over all epochs of the present or last training batch; -1 before the first."""
-        return int(self.trainer._fit_state.batches_before) + self._position
+        return int(self.trainer.fit_state.batches_before) + self._position
 
     @property
     def _position(self) -> int:
         """The index in this epoch of the present or last training batch; -1 before the first."""
-        run, done = self.trainer._run, int(self.trainer.batches_that_trained)
+        run, done = self.trainer.last_run, int(self.trainer.batches_that_trained)
         step = None if run is None else run.step
         # Between two epochs nothing is under way, and nothing is done.
         if step is None or (not done and not step.is_under_way):
@@ -244,16 +244,16 @@ class EpochLoop(_View):
     def batch_progress(self) -> Progress:
         """The numbers of training batches in this epoch, and in all epochs."""
         count = self.trainer.batches_that_trained
-        return _progress(count, self.trainer._fit_state.batches_before + count)
+        return _progress(count, self.trainer.fit_state.batches_before + count)
 
     @property
     def _batches_that_stepped(self) -> int:
         """The step of the values that are logged now."""
-        run = self.trainer._run
+        run = self.trainer.last_run
         # The hooks of a batch's end see the step before it is counted, as in Lightning.
         ends_batch = run is not None and run.step is not None and run.metrics.in_step
         if ends_batch and not run.step.is_under_way:
-            return int(self.trainer._fit_state.logged_step)
+            return int(self.trainer.fit_state.logged_step)
         return int(self.trainer.global_step)
 
     @property
@@ -268,7 +268,7 @@ class EpochLoop(_View):
 
     def _should_check_val_epoch(self) -> bool:
         """Whether validation runs in this epoch."""
-        of, run = self.trainer, self.trainer._run
+        of, run = self.trainer, self.trainer.last_run
         return bool(
             run is not None
             and of.enable_validation
@@ -437,7 +437,7 @@ class FitLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the form that Lightning's checkpoints contain."""
-        found: dict[str, Any] = loops_of(self.trainer._fit_state.state_dict())["fit_loop"]
+        found: dict[str, Any] = loops_of(self.trainer.fit_state.state_dict())["fit_loop"]
         return found
 
     @property
@@ -457,7 +457,7 @@ class FitLoop:
 
     @property
     def _combined_loader(self) -> CombinedLoader | None:
-        run = self.trainer._run
+        run = self.trainer.last_run
         data = None if run is None else run.fit_data
         loader = None if data is None else data.loader.loader
         return combined_loader(loader, "max_size_cycle")

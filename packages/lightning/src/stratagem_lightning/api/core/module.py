@@ -61,10 +61,10 @@ class LightningModule(HyperparametersMixin, Module):
         """The Trainer's loggers, or Fabric's."""
         return super().loggers if self.fabric is None else list(self.fabric.loggers)
 
-    def _log_outside_of_a_run(self, name: str, value: Any) -> None:
+    def log_outside_of_a_run(self, name: str, value: Any) -> None:
         """Let Fabric log; without it say that nothing does."""
         if self.__dict__["_trainer"] is not None:
-            super()._log_outside_of_a_run(name, value)
+            super().log_outside_of_a_run(name, value)
         if self.fabric is None:
             rank_zero_warn(
                 f"You are trying to `self.log()` {name!r} but the `self.trainer` reference is not "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,8 +24,6 @@ from stratagem.data import (
     sampler_of,
     with_sampler,
 )
-from stratagem.errors import UserCodeError
-from stratagem.launch import rank_zero_info
 from stratagem.rng import SEED_VARIABLE, SeededOnce, chosen_seed, seeds_workers
 from stratagem.strategies import ParallelStrategy, Strategy
 from stratagem.trainer import FitState
@@ -36,8 +33,7 @@ from stratagem_lightning.api.utilities.seed import pl_worker_init_function
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stratagem.strategies import PreparedModel
-    from stratagem.trainer import Run, Step
+    from stratagem.trainer import Run
 
 
 class FinishedFitState(FitState):
@@ -106,7 +102,7 @@ def in_order_of_distributed_sampler(loader: Any, what: str, *, shuffles: bool) -
     return loader
 
 
-def ask_for_iterator(loader: Any, what: str, run: Run) -> None:
+def ask_for_iterator(loader: Any, what: str, run: Run) -> Callable[[], None] | None:
     """Ask a loader that is no DataLoader for an iterator once more than it is read.
 
     Lightning does so to check the loader, when it makes its loaders: that of training after the
@@ -117,31 +113,23 @@ def ask_for_iterator(loader: Any, what: str, run: Run) -> None:
         loader: the user's.
         what: "train", "validation", "test" or "predict".
         run: the run.
+
+    Returns:
+        What is left to do after the sanity check, or None.
     """
     if isinstance(loader, DataLoader):
-        return
+        return None
     begins = run.stage == "fit" and run.prepared is None
     # A resumed fit checks nothing.
     has_check = run.state.epoch == 0 and run.trainer.options.num_sanity_val_steps != 0
+    ask = partial(iter, loader)
     if begins and what == "train" and has_check and run.resume_point.path is None:
-        check_sanity = run.validation.check_sanity
-
-        def check_and_ask(prepared: PreparedModel) -> None:
-            check_sanity(prepared)
-            iter(loader)
-
-        run.validation.check_sanity = check_and_ask  # type: ignore[method-assign]
-    elif begins and what == "validation" and not has_check:
-        validate = run.validation.run
-
-        def ask_and_validate(prepared: PreparedModel) -> Any:
-            run.validation.run = validate  # type: ignore[method-assign]
-            iter(loader)
-            return validate(prepared)
-
-        run.validation.run = ask_and_validate  # type: ignore[method-assign]
+        return ask
+    if begins and what == "validation" and not has_check:
+        run.validation.before_next.append(ask)
     else:
-        iter(loader)
+        ask()
+    return None
 
 
 def seed_workers_once(loader: Any, rank: int) -> Any:
@@ -164,57 +152,6 @@ def seed_workers_once(loader: Any, rank: int) -> Any:
     loader = copy(loader)
     loader.worker_init_fn = SeededOnce(own)
     return loader
-
-
-def check_manual_outputs(step: Step, run: Run) -> Step:
-    """Let a step refuse wrong results of `training_step` in manual optimization."""
-    finish = step.finish
-
-    def check_and_finish() -> None:
-        outputs = step.outputs
-        if outputs is not None and not isinstance(outputs, (torch.Tensor, Mapping)):
-            raise UserCodeError(
-                f"{type(run.module).__name__}.training_step returned a {type(outputs).__name__}: "
-                "in manual optimization it must return a Tensor or have no return"
-            )
-        finish()
-
-    if not run.module.automatic_optimization:
-        step.finish = check_and_finish  # type: ignore[method-assign]
-    return step
-
-
-def pass_none_without_batch(step: Step) -> None:
-    """Let `on_train_batch_end` get None as outputs if the loader yielded None as a batch."""
-    hooks = step.on_batch_end
-
-    def call(outputs: Any, batch: Any, batch_idx: int) -> None:
-        for hook in hooks:
-            hook(None if batch is None else outputs, batch, batch_idx)
-
-    step.on_batch_end = (call,) if hooks else ()
-
-
-def say_that_a_stop_waits(step: Step, run: Run) -> Step:
-    """Say once if `should_stop` has to wait for a minimum of training."""
-    finish = step.finish
-    is_said = False
-
-    def finish_and_say() -> None:
-        nonlocal is_said
-        finish()
-        if is_said or not run.trainer.should_stop or run.limits.has_minimum(run.state):
-            return
-        is_said, options = True, run.trainer.options
-        rank_zero_info(
-            "Trainer was signaled to stop but the required "
-            f"`min_epochs={options.min_epochs or None}` or "
-            f"`min_steps={options.min_steps or None}` has not been met. Training will "
-            "continue until it is"
-        )
-
-    step.finish = finish_and_say  # type: ignore[method-assign]
-    return step
 
 
 def cast_each_time(strategy: Strategy) -> None:

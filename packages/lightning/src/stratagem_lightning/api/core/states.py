@@ -97,6 +97,7 @@ class TrainerState:
     def __init__(
         self,
         of: trainer.Trainer | None = None,
+        state: RunState | None = None,
         *,
         status: TrainerStatus = TrainerStatus.INITIALIZING,
         fn: TrainerFn | None = None,
@@ -104,10 +105,8 @@ class TrainerState:
     ) -> None:
         self._trainer = of
         self._stage = stage
-        if of is not None:
-            self._state = of._state
-        else:
-            self._state = RunState(status=status.value, fn=None if fn is None else fn.value)
+        own = RunState(status=status.value, fn=None if fn is None else fn.value)
+        self._state = own if state is None else state
 
     @property
     def status(self) -> TrainerStatus:
@@ -144,7 +143,7 @@ class TrainerState:
             return None
         if of.sanity_checking:
             return RunningStage.SANITY_CHECKING
-        evaluated = "" if of._run is None else of._run.evaluation.what
+        evaluated = "" if of.last_run is None else of.last_run.evaluation.what
         return _STAGES.get(evaluated, RunningStage.TRAINING)
 
     @property

@@ -14,7 +14,6 @@ from stratagem.strategies import Ranks
 
 if TYPE_CHECKING:
     from stratagem.strategies import PreparedModel
-    from stratagem.trainer import Run, Step
 
 
 # -- what `super()` finds in such an override
@@ -121,47 +120,22 @@ def _divide_data(strategy: Any) -> None:
     ranks.data_splits, ranks.data_groups = checked.data_splits, checked.data_groups
 
 
-def call_around_backward(step: Step, run: Run) -> Step:
-    """Let a step call `pre_backward` and `post_backward` as Lightning does, around the hooks.
-
-    Args:
-        step: of a fit.
-        run: the fit.
-    """
-    strategy: Any = run.strategy
-    vars(strategy).pop("backward", None)
-    if not any(overrides(strategy, name) for name in ("pre_backward", "post_backward")):
-        return step
-    if not run.module.automatic_optimization:
-        strategy.backward = partial(_run_backward, strategy)
-        return step
-    before, after = step.before_backward, step.after_backward
-    scaled: list[Tensor] = []
-
-    def call_before(loss: Tensor) -> None:
-        divided = loss if step.expected == 1 else loss / step.expected
-        step.clear_first()
-        scaled[:] = [_scaled(strategy, divided)]
-        strategy.pre_backward(divided)
-        before(loss)
-
-    def call_after() -> None:
-        after()
-        strategy.post_backward(scaled.pop().detach())
-
-    step.before_backward, step.after_backward = call_before, call_after  # type: ignore[method-assign]
-    return step
+def overrides_backward_hooks(strategy: Any) -> bool:
+    """Return whether a user's strategy overrides `pre_backward` or `post_backward`."""
+    return any(overrides(strategy, name) for name in ("pre_backward", "post_backward"))
 
 
-def _run_backward(
+def run_backward(
     strategy: Any, prepared: PreparedModel, loss: Tensor, *args: Any, **options: Any
 ) -> None:
+    """Run backward in manual optimization, with the strategy's hooks around it."""
     strategy.pre_backward(loss)
     type(strategy).backward(strategy, prepared, loss, *args, **options)
-    strategy.post_backward(_scaled(strategy, loss).detach())
+    strategy.post_backward(scaled_loss(strategy, loss).detach())
 
 
-def _scaled(strategy: Any, loss: Tensor) -> Tensor:
+def scaled_loss(strategy: Any, loss: Tensor) -> Tensor:
+    """Return a loss as the precision scales it."""
     precision = strategy.precision
     scaled: Tensor = precision.scale_loss(loss) if precision.scales_loss else loss
     return scaled
