@@ -105,6 +105,7 @@ _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "stratagem_torch.distributed.allocator": ("return_freed_memory", "use_huge_pages"),
         "stratagem_torch.distributed.divergence": ("DivergenceCheck",),
+        "stratagem_torch.distributed.turns": ("EvaluationTurns",),
         "stratagem_torch.strategies.by_memory": ("plan_by_memory",),
         "stratagem_torch.strategies.communication_hooks": ("CommHook", "CommWrapper"),
     },

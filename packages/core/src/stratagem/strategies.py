@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stratagem.interfaces.contract_checks import (
         check_capabilities as check_capabilities,
         check_overrides as check_overrides,
+        context_of as context_of,
         misspelled_methods as misspelled_methods,
         uncalled_methods as uncalled_methods,
     )
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from stratagem_torch.distributed.divergence import DivergenceCheck as DivergenceCheck
     from stratagem_torch.distributed.parallel_strategy import ParallelStrategy as ParallelStrategy
     from stratagem_torch.distributed.process_group import ProcessGroupRanks as ProcessGroupRanks
+    from stratagem_torch.distributed.turns import EvaluationTurns as EvaluationTurns
     from stratagem_torch.strategies.by_memory import plan_by_memory as plan_by_memory
     from stratagem_torch.strategies.communication_hooks import (
         CommHook as CommHook,

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from stratagem import Module, Trainer
 from stratagem.errors import UserCodeError
-from stratagem.trainer import BatchFeed, EndOfEpoch, FitState, Step, StepContext
+from stratagem.trainer import BatchFeed, EndOfEpoch, Step, StepContext
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -90,8 +90,8 @@ class CountedStep(Step):
 
 
 class OwnSteps(Trainer):
-    def make_train_step(self, context: StepContext, state: FitState) -> Step:
-        return CountedStep(context, state)
+    def make_train_step(self, context: StepContext) -> Step:
+        return CountedStep(context)
 
     def make_batch_feed(
         self, step: Any, batches: Iterator[tuple[Any, int, int]], count: float, takes: int

@@ -148,20 +148,13 @@ class Stepping:
         nn.utils.clip_grad_value_(parameters, clip_value)
 
     def clip_grad_norm(
-        self,
-        parameters: Sequence[Tensor],
-        max_norm: float,
-        *,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
+        self, parameters: Sequence[Tensor], max_norm: float, **options: Any
     ) -> Tensor:
         """Limit the norm of all gradients, as `torch.nn.utils.clip_grad_norm_`; return the norm.
 
         A strategy whose gradients are sharded overrides it: the norm is that over all ranks.
         """
-        return nn.utils.clip_grad_norm_(
-            parameters, max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
-        )
+        return nn.utils.clip_grad_norm_(parameters, max_norm, **options)
 
     def optimizer_step(
         self,

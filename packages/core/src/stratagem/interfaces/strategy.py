@@ -66,7 +66,8 @@ class Strategy(Stepping, UserNames, ABC):
            its batches.
         7. Under the Trainer, `train_step(prepared, step, micro_batches)` for each optimizer step.
            It consists of `accumulate_all` (with `no_sync`, `accumulate`, `backward`) and
-           `finish_step` (with `clip_gradients`, `optimizer_step`). A loop under Lite calls
+           `finish_step` (with `clip_gradients`, `optimizer_step`). `clip_gradients` calls
+           `clip_grad_norm` or `clip_grad_value`. A loop under Lite calls
            `no_sync`, `backward`, `clip_gradients` and `optimizer_step` directly. An engine that
            does some of these itself overrides them; an engine that runs the whole step overrides
            `train_step`. Manual optimization runs in `backward_in_forward(prepared)`. If a step

@@ -8,9 +8,9 @@ from stratagem.lazy import lazy_names
 
 if TYPE_CHECKING:
     from stratagem.trainer.context import (
-        EvaluationContext as EvaluationContext,
         FitContext as FitContext,
         FitState as FitState,
+        RunContext as RunContext,
         RunState as RunState,
         StepContext as StepContext,
         StepPolicy as StepPolicy,

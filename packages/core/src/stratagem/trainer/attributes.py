@@ -243,7 +243,7 @@ class TrainerAttributes(FrontEnd):
         )
 
     @property
-    def last_run(self) -> Run | None:
+    def latest_run(self) -> Run | None:
         """The current or last run in this process; None before the first run."""
         return self._run
 

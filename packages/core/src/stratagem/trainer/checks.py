@@ -28,7 +28,7 @@ from stratagem.storage import paths
 from stratagem.trainer.context import RunState
 
 if TYPE_CHECKING:
-    from stratagem.trainer.context import FitState, StepContext
+    from stratagem.trainer.context import StepContext
     from stratagem.trainer.job import Job
     from stratagem.trainer.step.step import Step
     from stratagem.trainer.trainer import Trainer
@@ -329,11 +329,10 @@ class EpochChecks:
     Args:
         context: the objects of the fit.
         step: the optimizer step.
-        state: the state of the training loop.
     """
 
-    def __init__(self, context: StepContext, step: Step, state: FitState) -> None:
-        self._context, self._step, self._state = context, step, state
+    def __init__(self, context: StepContext, step: Step) -> None:
+        self._context, self._step, self._state = context, step, context.state
         self._steps = context.module.automatic_optimization and bool(context.optimizers)
         self._is_alone = context.strategy.ranks.world_size == 1
         # A parameter may get another name later, for example by pruning.

@@ -184,37 +184,57 @@ class StepPolicy:
 
 
 @dataclass(frozen=True, eq=False)
-class StepContext:
-    """What the optimizer steps of a fit are made of, for `Trainer.make_train_step`.
+class RunContext:
+    """What does not change while a run is executed. Evaluations, also those within a fit, read it.
 
     Attributes:
-        trainer: the Trainer, with its options and its plan.
+        trainer: the Trainer, with its options, its plan and its way to feed batches.
+        stage: "fit", "validate", "test" or "predict".
+        keeps_predictions: whether the results of `predict_step` are kept until the end.
         module, datamodule: of the user.
-        prepared: the prepared model.
-        optimizers: the optimizers for user code; their steps go through the strategy.
         strategy: the strategy, with its ranks.
-        data: this rank's loaders; their number of batches may change when they are created again.
-        schedulers: the learning rate schedulers.
-        limits: the limits of epochs and steps, and the minimum of training.
         hooks: the hooks of the module and the callbacks.
-        metrics: receives the values of `log`.
+        rows, latest: receive the logged values.
         profiling: passes actions to the profiler.
-        policy: how the steps and the loop differ from the default.
+        policy: how the steps and the loops differ from the default.
+        state: the state of the training loop in the Trainer's last fit.
+        progress: which evaluation is running, and how far it is.
     """
 
     trainer: Trainer
+    stage: str
+    keeps_predictions: bool
     module: Module
     datamodule: DataModule | None
+    strategy: Strategy
+    hooks: Hooks
+    rows: LogBuffer
+    latest: LatestMetrics
+    profiling: Profiling
+    policy: StepPolicy
+    state: FitState
+    progress: EvaluationProgress
+
+
+@dataclass(frozen=True, eq=False)
+class StepContext(RunContext):
+    """What the optimizer steps of a fit are made of, for `Trainer.make_train_step`.
+
+    Attributes:
+        prepared: the prepared model.
+        optimizers: the optimizers for user code; their steps go through the strategy.
+        data: this rank's loaders; their number of batches may change when they are created again.
+        schedulers: the learning rate schedulers.
+        limits: the limits of epochs and steps, and the minimum of training.
+        metrics: receives the values of `log`.
+    """
+
     prepared: PreparedModel
     optimizers: Sequence[Any]
-    strategy: Strategy
     data: FitData
     schedulers: Schedulers
     limits: Limits
-    hooks: Hooks
     metrics: Metrics
-    profiling: Profiling
-    policy: StepPolicy
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,39 +259,6 @@ class FitContext(StepContext):
     interruption: Interruption
     checks: EpochChecks
     after_step: tuple[Callable[[], None], ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class EvaluationContext:
-    """What does not change while a run validates, tests or predicts, also within a fit.
-
-    Attributes:
-        trainer: the Trainer, with its options and its way to feed batches.
-        stage: "fit", "validate", "test" or "predict".
-        keeps_predictions: whether the results of `predict_step` are kept until the end.
-        module, datamodule: of the user.
-        strategy: the strategy, with its ranks.
-        hooks: the hooks of the module and the callbacks.
-        rows, latest: receive the logged values.
-        profiling: passes actions to the profiler.
-        policy: how the loop differs from the default.
-        state: the state of the training loop in the Trainer's last fit.
-        progress: which evaluation is running, and how far it is.
-    """
-
-    trainer: Trainer
-    stage: str
-    keeps_predictions: bool
-    module: Module
-    datamodule: DataModule | None
-    strategy: Strategy
-    hooks: Hooks
-    rows: LogBuffer
-    latest: LatestMetrics
-    profiling: Profiling
-    policy: StepPolicy
-    state: FitState
-    progress: EvaluationProgress
 
 
 @dataclass

@@ -24,11 +24,11 @@ from stratagem.runtime.prepare import prepare, release
 from stratagem.storage import paths
 from stratagem.trainer import checks
 from stratagem.trainer.context import (
-    EvaluationContext,
     EvaluationProgress,
     FitContext,
     FitState,
     Limits,
+    RunContext,
     StepContext,
 )
 from stratagem.trainer.hooks import Hooks
@@ -132,7 +132,7 @@ class Run:
             module=job.model,
         )
         self.evaluation = EvaluationProgress()
-        self.evaluation_context = EvaluationContext(
+        self.context = RunContext(
             trainer=trainer,
             stage=job.stage,
             keeps_predictions=job.keeps_predictions,
@@ -155,7 +155,7 @@ class Run:
             save=partial(save_interrupted, trainer),
         )
         self.validation = Validation(
-            self.evaluation_context,
+            self.context,
             self.limits,
             self.interruption,
             note_values=lambda values: self.schedulers.note_validation(values),
@@ -172,13 +172,7 @@ class Run:
         self.step: Step | None = None
         self.has_failed = False
         self.resume_point = ResumePoint()
-        self.saves = Saves(
-            self.contents,
-            is_within_step=lambda: self.is_within_step,
-            resume_point=lambda: self.resume_point,
-            rows=self.rows,
-            profiling=self.profiling,
-        )
+        self.saves = Saves(self.contents, lambda: self.is_within_step)
         self._former_rank_state: RankState | None = None
         self.group = runtime.group
         if before is not None and before.module is job.model and before.group == self.group:
@@ -229,17 +223,13 @@ class Run:
             ConfigurationError: if the run ended before the model was prepared.
         """
         return Contents(
-            trainer=self.trainer,
-            module=self.module,
-            datamodule=self.datamodule,
-            strategy=self.strategy,
+            **vars(self.context),
             prepared=self.require_prepared(),
             schedulers=self.schedulers,
-            state=self.state,
             data=self.fit_data,
             former=self._former_rank_state,
             step=self.step,
-            run_id=self.resume_point.run_id,
+            resume_point=self.resume_point,
         )
 
     def checkpoint(self) -> dict[str, Any]:
@@ -250,7 +240,7 @@ class Run:
 
     def open_fit_data(self) -> FitData:
         """Create this rank's loaders for a fit."""
-        epoch = EpochState(self.evaluation_context, self.metrics, self.schedulers)
+        epoch = EpochState(self.context, self.metrics, self.schedulers)
         self.fit_data = self.validation.data = FitData(self.loaders, self.state, epoch)
         return self.fit_data
 
@@ -276,7 +266,7 @@ class Run:
 
         assert self.fit_data is not None
         evaluation.run_training_data_without_grad(
-            self.evaluation_context, self.require_prepared(), self.fit_data
+            self.context, self.require_prepared(), self.fit_data
         )
 
 
@@ -308,21 +298,15 @@ def prepare_fit(run: Run, prepared: PreparedModel) -> FitContext:
     """Return what the training loop reads, with the optimizer step."""
     assert run.fit_data is not None
     parts = StepContext(
-        trainer=run.trainer,
-        module=run.module,
-        datamodule=run.datamodule,
+        **vars(run.context),
         prepared=prepared,
         optimizers=run.optimizers,
-        strategy=run.strategy,
         data=run.fit_data,
         schedulers=run.schedulers,
         limits=run.limits,
-        hooks=run.hooks,
         metrics=run.metrics,
-        profiling=run.profiling,
-        policy=run.policy,
     )
-    step = run.step = run.trainer.make_train_step(parts, run.state)
+    step = run.step = run.trainer.make_train_step(parts)
     run.profiling.watch(step)
     context = FitContext(
         **vars(parts),
@@ -331,7 +315,7 @@ def prepare_fit(run: Run, prepared: PreparedModel) -> FitContext:
         validation=run.validation,
         saves=run.saves,
         interruption=run.interruption,
-        checks=checks.EpochChecks(parts, step, run.state),
+        checks=checks.EpochChecks(parts, step),
     )
     return replace(context, after_step=functions_after_step(context, run.state))
 
@@ -383,7 +367,7 @@ def run_evaluation(run: Run) -> tuple[dict[str, float], list[dict[str, float]]]:
     loaders = run.open_evaluation_data()
     checks.log_hyperparameters(run.trainer, run.module, run.datamodule)
     epoch = evaluation.evaluate(
-        run.evaluation_context, prepare_to_evaluate(run), loaders, _EVALUATED[run.stage]
+        run.context, prepare_to_evaluate(run), loaders, _EVALUATED[run.stage]
     )
     values = {name: float(value) for name, value in epoch.values.items()}
     everywhere = range(len(loaders))
@@ -398,7 +382,7 @@ def run_prediction(run: Run) -> list[list[Any]]:
     from stratagem.trainer.loops import evaluation
 
     loaders = run.open_evaluation_data()
-    return evaluation.predict(run.evaluation_context, prepare_to_evaluate(run), loaders)
+    return evaluation.predict(run.context, prepare_to_evaluate(run), loaders)
 
 
 def prepare_to_evaluate(run: Run) -> PreparedModel:

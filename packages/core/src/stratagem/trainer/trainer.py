@@ -544,16 +544,11 @@ class Trainer(TrainerAttributes):
     def extend_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add a subclass's entries to a checkpoint; called on every rank before the hooks."""
 
-    def make_train_step(self, context: StepContext, state: FitState) -> Step:
-        """Return the optimizer step of a fit; called once per fit, before the first epoch.
-
-        Args:
-            context: the objects of the fit.
-            state: the state of the training loop.
-        """
+    def make_train_step(self, context: StepContext) -> Step:
+        """Return the optimizer step of a fit; called once per fit, before the first epoch."""
         from stratagem.trainer.step.step import Step, make_step
 
-        return make_step(context, state, Step)
+        return make_step(context, Step)
 
     def make_sharded_loader(
         self, loader: Any, index: int, count: int, *, even: bool, name: str, what: str

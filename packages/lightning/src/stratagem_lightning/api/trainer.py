@@ -402,7 +402,7 @@ class Trainer(trainer.Trainer):
         refuse_uncalled_overrides([*own, model, datamodule])
         reset_seed(self.strategy)
 
-    def make_train_step(self, context: StepContext, state: FitState) -> Step:
+    def make_train_step(self, context: StepContext) -> Step:
         """Return the step of a fit, which counts and weights batches as Lightning does.
 
         Also of one whose `training_step` takes `dataloader_iter`.
@@ -415,9 +415,9 @@ class Trainer(trainer.Trainer):
         advice.warn_of_workers_that_start_again(context)
         advice.warn_of_unused_schedules(context)
         if dataloader_iter.takes_dataloader_iter(context.module.training_step):
-            self._fit_step = dataloader_iter.ReadingStep(context, state)
+            self._fit_step = dataloader_iter.ReadingStep(context)
         else:
-            self._fit_step = make_step(context, state, FitStep)
+            self._fit_step = make_step(context, FitStep)
         return self._fit_step
 
     def make_sharded_loader(
@@ -426,7 +426,7 @@ class Trainer(trainer.Trainer):
         """Return a loader that reads one rank's part of the data, in Lightning's order."""
         advice.warn_of_loader(loader, what)
         # It is None while a Tuner opens the data.
-        left = None if self.last_run is None else ask_for_iterator(loader, what, self.last_run)
+        left = None if self.latest_run is None else ask_for_iterator(loader, what, self.latest_run)
         if left is not None:
             self._asks.append(left)
         loader = seed_workers_once(loader, self.global_rank)
@@ -673,10 +673,14 @@ class Trainer(trainer.Trainer):
     @property
     def ckpt_path(self) -> str | None:
         """The checkpoint that the present run has loaded, or the last one; the request before."""
-        if self.last_run is None:
+        if self.latest_run is None:
             return None
-        path = self.last_run.resume_point.path or self.last_run.job.ckpt_path
-        if path is not None and self.last_run.job.ckpt_path == "last" and not storage.is_url(path):
+        path = self.latest_run.resume_point.path or self.latest_run.job.ckpt_path
+        if (
+            path is not None
+            and self.latest_run.job.ckpt_path == "last"
+            and not storage.is_url(path)
+        ):
             # The link, if there is one, as Lightning shows it.
             link = Path(path).parent / f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}.ckpt"
             path = link if link.is_symlink() and link.resolve() == Path(path).resolve() else path
@@ -703,7 +707,7 @@ class Trainer(trainer.Trainer):
         return self._is_running("predict")
 
     def _is_running(self, what: str) -> bool:
-        return self.last_run is not None and self.last_run.evaluation.what == what
+        return self.latest_run is not None and self.latest_run.evaluation.what == what
 
     @property
     def evaluating(self) -> bool:
@@ -713,9 +717,9 @@ class Trainer(trainer.Trainer):
     @property
     def is_last_batch(self) -> bool:
         """Whether the present training batch is the last of its epoch, as far as known."""
-        if self.last_run is None or self.last_run.stage != "fit":
+        if self.latest_run is None or self.latest_run.stage != "fit":
             return False
-        ended_early = self.last_run.step is None and self._ended_early
+        ended_early = self.latest_run.step is None and self._ended_early
         return ended_early or self.fit_loop.batch_idx + 1 >= self.num_training_batches
 
     @property

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, SequentialSampler
 
 from stratagem.data.combined_loader import CombinedLoader
-from stratagem.data.sharding import UNKNOWN, length_of, set_epoch, with_equal_batches
+from stratagem.data.sharding import UNKNOWN, knows_length, length_of, set_epoch, with_equal_batches
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.strategy import Strategy
 from stratagem.launch.process import print_hint_once
@@ -46,6 +46,17 @@ class EvaluationLoader:
         loader = self.loader
         several = loader.flattened if isinstance(loader, CombinedLoader) else []
         return [min(length_of(one), self.batches) for one in several] or [self.batches]
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the number of batches is exact."""
+        one = self.loader
+        parts = one.flattened if isinstance(one, CombinedLoader) else [one]
+        return self.batches == 0 or (self.batches != UNKNOWN and all(map(knows_length, parts)))
+
+    def no_batch_error(self) -> UserCodeError:
+        """Return the error of a loader without batches."""
+        return UserCodeError(f"{self.name} yielded no batch; expected at least one")
 
 
 def evaluation_loaders(

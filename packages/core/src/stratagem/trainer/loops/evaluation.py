@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from stratagem.data.combined_loader import CombinedLoader
-from stratagem.data.sharding import iterator_of
+from stratagem.data.sharding import UNKNOWN, iterator_of
 from stratagem.interfaces.contract_checks import context_of
 from stratagem.launch.process import printable
 from stratagem.trainer.hooks import Hook, is_users, positional_parameters
 from stratagem.trainer.loaders.loaders import EvaluationLoader, set_epoch_of
-from stratagem.trainer.loops.turns import Turns
 from stratagem.trainer.metrics.log_buffer import LogBuffer
 from stratagem.trainer.metrics.metrics import EpochMetrics, Metrics
 from stratagem.trainer.step.batches import batch_converter, training_batches
 from stratagem.trainer.step.step import EndOfEpoch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-
     from stratagem.interfaces.prepared_model import PreparedModel
-    from stratagem.trainer.context import EvaluationContext
+    from stratagem.trainer.context import RunContext
     from stratagem.trainer.loaders.open import FitData
 
+Turns = Callable[[int, EvaluationLoader, Iterator[Any]], Generator[Any, None, None]]
 _STEPS = {"validation": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
 def evaluate(
-    context: EvaluationContext,
+    context: RunContext,
     prepared: PreparedModel,
     loaders: list[EvaluationLoader],
     what: str,
@@ -43,7 +43,7 @@ def evaluate(
     """Run validation or testing over all loaders; return the epoch's metrics.
 
     Args:
-        context: the objects of the evaluation.
+        context: the objects of the run.
         prepared: the prepared model.
         loaders: the loaders of this rank.
         what: "validation" or "test".
@@ -77,7 +77,7 @@ def evaluate(
 
 
 def predict(
-    context: EvaluationContext, prepared: PreparedModel, loaders: list[EvaluationLoader]
+    context: RunContext, prepared: PreparedModel, loaders: list[EvaluationLoader]
 ) -> list[list[Any]]:
     """Return this rank's predictions for each loader: lists of batches, empty unless kept."""
     hooks = context.hooks
@@ -103,7 +103,7 @@ def predict(
 
 
 def run_training_data_without_grad(
-    context: EvaluationContext, prepared: PreparedModel, data: FitData
+    context: RunContext, prepared: PreparedModel, data: FitData
 ) -> None:
     """Run `training_step` on each batch of an epoch in training mode, without gradients.
 
@@ -136,7 +136,7 @@ def run_training_data_without_grad(
 
 
 def _run_batches(
-    context: EvaluationContext,
+    context: RunContext,
     prepared: PreparedModel,
     loaders: list[EvaluationLoader],
     what: str,
@@ -151,7 +151,11 @@ def _run_batches(
     on_start = _with_index(context.hooks.of(f"on_{what}_batch_start"), 3)
     on_end = _with_index(context.hooks.of(f"on_{what}_batch_end"), 4)
     call = partial(context.profiling.of_strategy(method, prepared.evaluation_module), method)
-    turns = Turns(context.strategy, prepared, loaders, method)
+    turns: Turns = _batches_within_limit
+    if context.strategy.ranks.world_size > 1:
+        from stratagem.strategies import EvaluationTurns  # ranks may have different numbers
+
+        turns = EvaluationTurns(context.strategy, prepared, loaders, method).batches
     reading = _read(context, loaders, method, turns, metrics, first)
     count = sum(loader.batches for loader in loaders)
     feed = context.trainer.make_batch_feed(step, reading, count, takes)
@@ -179,9 +183,7 @@ def _run_batches(
     metrics.begin_loader(None)
 
 
-def _begin_reading(
-    context: EvaluationContext, loaders: list[EvaluationLoader]
-) -> Iterator[Any] | None:
+def _begin_reading(context: RunContext, loaders: list[EvaluationLoader]) -> Iterator[Any] | None:
     """Hand the epoch to the loaders; return the first one's iterator if hooks come after it."""
     for loader in loaders:
         set_epoch_of(loader.loader, context.state.epoch)
@@ -190,7 +192,7 @@ def _begin_reading(
 
 
 def _read(
-    context: EvaluationContext,
+    context: RunContext,
     loaders: list[EvaluationLoader],
     method: str,
     turns: Turns,
@@ -207,13 +209,30 @@ def _read(
         metrics.begin_loader(loader_idx if len(loaders) > 1 else None)
         batches = _batches_of(loader.loader) if first is None else first
         first = None
-        own = turns.batches(loader_idx, loader, reads(batches))
+        own = turns(loader_idx, loader, reads(batches))
         with closing(own):
             for batch_idx, batch in enumerate(own):
                 if convert is not None:
                     batch = convert(batch)
                 metrics.batch = batch
                 yield batch, batch_idx, loader_idx
+
+
+def _batches_within_limit(
+    index: int, loader: EvaluationLoader, batches: Iterator[Any]
+) -> Generator[Any, None, None]:
+    """Yield the batches of a loader; on several ranks, `EvaluationTurns.batches` does so.
+
+    Raises:
+        UserCodeError: there is none.
+    """
+    limit, is_empty = None if loader.batches == UNKNOWN else int(loader.batches), True
+    for batch in islice(batches, limit):
+        is_empty = False
+        yield batch
+        del batch  # before the next one is read
+    if is_empty and limit != 0:
+        raise loader.no_batch_error()
 
 
 def _batches_of(loader: Any) -> Iterator[Any]:
@@ -246,7 +265,7 @@ def _with_index(hooks: Sequence[Hook], arguments: int) -> list[Hook]:
 class _EvaluationMode(AbstractContextManager[None]):
     """A context of evaluation mode without gradients; restores each submodule's mode at its end."""
 
-    def __init__(self, context: EvaluationContext, what: str) -> None:
+    def __init__(self, context: RunContext, what: str) -> None:
         self._progress = context.progress
         self._module = context.module
         self._what = what
@@ -269,7 +288,7 @@ class _EvaluationMode(AbstractContextManager[None]):
             part.training = mode
 
 
-def _inference(context: EvaluationContext) -> AbstractContextManager[Any]:
+def _inference(context: RunContext) -> AbstractContextManager[Any]:
     """Return inference mode, if it is requested and the device and the precision support it.
 
     It is never used within a fit, because training may use a tensor that validation has created.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from stratagem.interfaces.prepared_model import PreparedModel
-    from stratagem.trainer.context import EvaluationContext, Limits
+    from stratagem.trainer.context import Limits, RunContext
     from stratagem.trainer.loaders.loaders import EvaluationLoader
     from stratagem.trainer.loaders.open import FitData
     from stratagem.trainer.loops.interruption import Interruption
@@ -25,7 +25,7 @@ class Validation:
     """The validation of a fit.
 
     Args:
-        context: the objects of the evaluations.
+        context: the objects of the fit.
         limits: the limits of the fit, with the number of batches in a step.
         interruption: has a clock on which the ranks agree.
         note_values: called with the values of each validation before hooks see them.
@@ -42,7 +42,7 @@ class Validation:
 
     def __init__(
         self,
-        context: EvaluationContext,
+        context: RunContext,
         limits: Limits,
         interruption: Interruption,
         note_values: Callable[[Mapping[str, Any]], None],

@@ -49,19 +49,14 @@ from stratagem.state.safe_data import find_offending_value
 from stratagem.state.state_checks import as_mismatch, check_kinds
 from stratagem.state.state_dict import with_names
 from stratagem.storage import paths
-from stratagem.trainer.context import Limits
+from stratagem.trainer.context import Limits, RunContext
 from stratagem.trainer.resume.rank_state import FORM as RANK_FORM, state_of_rank
 
 if TYPE_CHECKING:
     from stratagem.callbacks import Callback
     from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.interfaces.strategy import Strategy
-    from stratagem.module.datamodule import DataModule
-    from stratagem.module.module import Module
-    from stratagem.trainer.context import FitState
     from stratagem.trainer.loaders.open import FitData
-    from stratagem.trainer.metrics.log_buffer import LogBuffer
-    from stratagem.trainer.profiling import Profiling
     from stratagem.trainer.resume.find import ResumePoint
     from stratagem.trainer.resume.rank_state import RankState
     from stratagem.trainer.step.schedulers import Schedulers
@@ -86,33 +81,24 @@ class Weights(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Contents:
+class Contents(RunContext):
     """The objects whose state a checkpoint holds: it is collected from them, and restored to them.
 
     Attributes:
-        trainer: the Trainer, with its callbacks.
-        module, datamodule: of the user.
-        strategy: saves and loads the state of models and optimizers.
         prepared: the prepared model.
         schedulers: the learning rate schedulers.
-        state: the state of the training loop.
         data: in a fit, this rank's data.
         former: the state of this rank in the last fit, if this run is no fit.
         step: in a fit, the optimizer step, which may have begun.
-        run_id: the ID of the run.
+        resume_point: where the run has resumed, and the ID of the run.
     """
 
-    trainer: Trainer
-    module: Module
-    datamodule: DataModule | None
-    strategy: Strategy
     prepared: PreparedModel
     schedulers: Schedulers
-    state: FitState
     data: FitData | None
     former: RankState | None
     step: Step | None
-    run_id: str
+    resume_point: ResumePoint
 
     @property
     def rank_state(self) -> RankState | None:
@@ -126,28 +112,16 @@ class Saves:
     Args:
         contents: returns what is saved.
         is_within_step: returns whether an optimizer step has begun, but is not yet complete.
-        resume_point: returns where the run has resumed, with its restarts.
-        rows: the logged values that are not yet written.
-        profiling: passes the saves to the profiler.
 
     Attributes:
         deferred: the checkpoints to save after the current optimizer step.
     """
 
     def __init__(
-        self,
-        contents: Callable[[], Contents],
-        *,
-        is_within_step: Callable[[], bool],
-        resume_point: Callable[[], ResumePoint],
-        rows: LogBuffer,
-        profiling: Profiling,
+        self, contents: Callable[[], Contents], is_within_step: Callable[[], bool]
     ) -> None:
         self._contents = contents
         self._is_within_step = is_within_step
-        self._resume_point = resume_point
-        self._rows = rows
-        self._profiling = profiling
         self.deferred: list[paths.Location] = []
 
     def save(
@@ -163,14 +137,14 @@ class Saves:
         if self._is_within_step() and not weights_only:
             self.deferred.append(path)
             return
-        # A run that resumes from this checkpoint does not write these rows again.
-        self._rows.flush()
         contents = self._contents()
-        weights = weights or collect_weights(contents.strategy, contents.prepared)
+        # A run that resumes from this checkpoint does not write these rows again.
+        contents.rows.flush()
+        weights = weights or self.weights()
         checkpoint = collect_checkpoint(contents, weights, weights_only=weights_only)
         write = contents.trainer.checkpoint_writer.save
-        self._profiling.wrap("save_checkpoint", write)(checkpoint, path)
-        restarts = self._resume_point().restarts
+        contents.profiling.wrap("save_checkpoint", write)(checkpoint, path)
+        restarts = contents.resume_point.restarts
         if restarts is not None and not weights_only:
             contents.strategy.checkpoint_io.when_durable(lambda: restarts.saved(path))
 
@@ -223,7 +197,7 @@ def collect_checkpoint(
     checkpoint: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "stratagem_version": __version__,
-        "run": contents.run_id,
+        "run": contents.resume_point.run_id,
         "strategy": trainer.plan.strategy.name,
         "world_size": strategy.ranks.world_size,
         "epoch": state.epoch,

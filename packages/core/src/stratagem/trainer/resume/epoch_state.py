@@ -16,7 +16,7 @@ from stratagem.trainer.metrics.accumulator import MetricAccumulator
 
 if TYPE_CHECKING:
     from stratagem.interfaces.ranks import Ranks
-    from stratagem.trainer.context import EvaluationContext
+    from stratagem.trainer.context import RunContext
     from stratagem.trainer.metrics.metrics import Metrics
     from stratagem.trainer.step.schedulers import Schedulers
 
@@ -65,14 +65,12 @@ class EpochState:
     Values are read when a checkpoint is saved, and not before.
 
     Args:
-        context: the objects of the fit's evaluations, with the latest values.
+        context: the objects of the fit, with the latest values.
         metrics: the values that training has logged.
         schedulers: the learning rate schedulers.
     """
 
-    def __init__(
-        self, context: EvaluationContext, metrics: Metrics, schedulers: Schedulers
-    ) -> None:
+    def __init__(self, context: RunContext, metrics: Metrics, schedulers: Schedulers) -> None:
         self._ranks, self._module = context.strategy.ranks, context.module
         self._compiles_steps = context.strategy.accelerator.compiles_steps
         self._metrics, self._schedulers = metrics, schedulers

@@ -23,7 +23,7 @@ from stratagem.trainer.step.optimizers import clear_nothing, needs_closure
 if TYPE_CHECKING:
     from stratagem.module.module import Module
     from stratagem.plan.step_options import GradientClip
-    from stratagem.trainer.context import FitState, StepContext
+    from stratagem.trainer.context import StepContext
     from stratagem.trainer.loaders.train_loader import TrainLoader
     from stratagem.trainer.step.update import ModuleUpdate
 
@@ -49,7 +49,6 @@ class Step(TrainStep):
 
     Args:
         context: the objects of a fit.
-        state: the state of the training loop.
 
     Attributes:
         update: takes the place of `Strategy.train_step`, if the Module or the optimizer performs a
@@ -67,7 +66,7 @@ class Step(TrainStep):
 
     update: ModuleUpdate | None = None
 
-    def __init__(self, context: StepContext, state: FitState) -> None:
+    def __init__(self, context: StepContext) -> None:
         module, strategy, hooks = context.module, context.strategy, context.hooks
         prepared, options = context.prepared, context.trainer.options
         self.batch_idx = 0
@@ -86,7 +85,7 @@ class Step(TrainStep):
         self.policy = context.policy
         self.context = context
         self.module = module
-        self.state = state
+        self.state = context.state
         self.metrics = context.metrics
         self._schedulers = context.schedulers
         called = _training_step(module, prepared)
@@ -459,12 +458,11 @@ def _described(outputs: Any) -> str:
     return f"a {type(outputs).__name__}"
 
 
-def make_step(context: StepContext, state: FitState, kind: type[StepType]) -> StepType:
+def make_step(context: StepContext, kind: type[StepType]) -> StepType:
     """Return the optimizer step of a fit, with an `update` if the Module has step hooks.
 
     Args:
         context: the objects of the fit.
-        state: the state of the training loop.
         kind: the class of the step.
 
     Raises:
@@ -472,7 +470,7 @@ def make_step(context: StepContext, state: FitState, kind: type[StepType]) -> St
     """
     refuse_dataloader_iter(context.module.training_step)
     module, prepared, strategy = context.module, context.prepared, context.strategy
-    step = kind(context, state)
+    step = kind(context)
     own = step_hooks_of(module)
     if not module.automatic_optimization:
         if "backward" in own:

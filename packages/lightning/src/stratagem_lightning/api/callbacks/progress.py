@@ -69,7 +69,7 @@ class ProgressBar(callbacks.ProgressBar):
     @property
     def total_val_batches(self) -> float:
         """The number of batches of this epoch's validation, over all loaders."""
-        of, run = self.trainer, self.trainer.last_run
+        of, run = self.trainer, self.trainer.latest_run
         if (
             run is not None
             and run.stage == "fit"

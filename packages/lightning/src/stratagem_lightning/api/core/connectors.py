@@ -168,7 +168,7 @@ def source_of(trainer: Any, name: str, passed: str) -> DataSource:
         name: of the method.
         passed: the attribute of the job that holds loaders that were passed.
     """
-    run = trainer.last_run
+    run = trainer.latest_run
     if run is None:
         return DataSource(None, "")
     loaders = getattr(run.job, passed)
@@ -202,7 +202,7 @@ class DataConnector(_Part):
 
     @property
     def _val_dataloader_source(self) -> DataSource:
-        run = self.trainer.last_run
+        run = self.trainer.latest_run
         passed = "val_loaders" if run is not None and run.stage == "fit" else "loaders"
         return source_of(self.trainer, "val_dataloader", passed)
 
@@ -318,7 +318,7 @@ def check_data(trainer: Any) -> None:
     Raises:
         ConfigurationError: there is no fit.
     """
-    if trainer.last_run is None or trainer.last_run.fit_data is None:
+    if trainer.latest_run is None or trainer.latest_run.fit_data is None:
         raise ConfigurationError(
             "trainer.fit_loop.setup_data() works within a fit, once its loaders are made; expected "
             "a hook from on_fit_start on"

@@ -21,7 +21,7 @@ from stratagem.trainer import (
 from stratagem_lightning.api.core.steps import BackwardStep
 
 if TYPE_CHECKING:
-    from stratagem.trainer import FitState, StepContext, TrainLoader
+    from stratagem.trainer import StepContext, TrainLoader
 
 
 def takes_dataloader_iter(step: Callable[..., Any] | None) -> bool:
@@ -132,9 +132,9 @@ class ReadingStep(BackwardStep):
         ConfigurationError: the run needs a batch before `training_step` reads one.
     """
 
-    def __init__(self, context: StepContext, state: FitState) -> None:
+    def __init__(self, context: StepContext) -> None:
         _check(context)
-        super().__init__(context, state)
+        super().__init__(context)
 
     def micro_batches(self, loader: TrainLoader, accumulate: int) -> Iterator[Collection[Any]]:
         """Yield the iterator over the epoch's batches for each step, as long as it has any."""

@@ -154,7 +154,7 @@ class EvaluationLoop(_View):
     @property
     def batch_progress(self) -> Progress:
         """The batches of the last run."""
-        run = self.trainer.last_run
+        run = self.trainer.latest_run
         count = 0 if run is None else run.evaluation.batches
         return _progress(count, count)
 
@@ -166,19 +166,19 @@ class ValidationLoop(EvaluationLoop):
 
     @property
     def _data_source(self) -> DataSource:
-        run = self.trainer.last_run
+        run = self.trainer.latest_run
         if run is not None and run.stage == "fit" and not run.validation.loaders:
             return DataSource(None, "")  # also if limit_val_batches=0 leaves it out
         return DataConnector(self.trainer)._val_dataloader_source
 
     @property
     def _has_run(self) -> bool:
-        return self.trainer.last_run is not None and self.trainer.last_run.state.validated > 0
+        return self.trainer.latest_run is not None and self.trainer.latest_run.state.validated > 0
 
     @property
     def batch_progress(self) -> Progress:
         """The numbers of batches of the last validation, and of all validations in this epoch."""
-        run, progress = self.trainer.last_run, self.trainer.fit_state
+        run, progress = self.trainer.latest_run, self.trainer.fit_state
         if run is None or run.stage != "fit":
             return _progress(0, 0)
         own = run.validation
@@ -193,13 +193,13 @@ class PredictionLoop(EvaluationLoop):
     @property
     def return_predictions(self) -> bool:
         """Whether `predict` keeps the results of `predict_step`."""
-        run = self.trainer.last_run
+        run = self.trainer.latest_run
         return run is None or run.job.keeps_predictions
 
     @property
     def predictions(self) -> list[Any]:
         """The results of `predict_step` so far; with several loaders, a list for each."""
-        run = self.trainer.last_run
+        run = self.trainer.latest_run
         kept = [] if run is None else list(run.evaluation.predictions)
         return kept[0] if len(kept) == 1 else kept
 
@@ -220,7 +220,7 @@ class EpochLoop(_View):
     @property
     def batch_idx(self) -> int:
         """The index in its epoch of the present or last training batch; -1 before the first."""
-        run = self.trainer.last_run
+        run = self.trainer.latest_run
         if run is not None and run.stage == "fit" and run.step is None:
             return int(self.trainer._last_batch_idx)
         return self._position
@@ -233,7 +233,7 @@ class EpochLoop(_View):
     @property
     def _position(self) -> int:
         """The index in this epoch of the present or last training batch; -1 before the first."""
-        run, done = self.trainer.last_run, int(self.trainer.batches_that_trained)
+        run, done = self.trainer.latest_run, int(self.trainer.batches_that_trained)
         step = None if run is None else run.step
         # Between two epochs nothing is under way, and nothing is done.
         if step is None or (not done and not step.is_under_way):
@@ -249,7 +249,7 @@ class EpochLoop(_View):
     @property
     def _batches_that_stepped(self) -> int:
         """The step of the values that are logged now."""
-        run = self.trainer.last_run
+        run = self.trainer.latest_run
         # The hooks of a batch's end see the step before it is counted, as in Lightning.
         ends_batch = run is not None and run.step is not None and run.metrics.in_step
         if ends_batch and not run.step.is_under_way:
@@ -268,7 +268,7 @@ class EpochLoop(_View):
 
     def _should_check_val_epoch(self) -> bool:
         """Whether validation runs in this epoch."""
-        of, run = self.trainer, self.trainer.last_run
+        of, run = self.trainer, self.trainer.latest_run
         return bool(
             run is not None
             and of.enable_validation
@@ -457,7 +457,7 @@ class FitLoop:
 
     @property
     def _combined_loader(self) -> CombinedLoader | None:
-        run = self.trainer.last_run
+        run = self.trainer.latest_run
         data = None if run is None else run.fit_data
         loader = None if data is None else data.loader.loader
         return combined_loader(loader, "max_size_cycle")

@@ -143,7 +143,7 @@ class TrainerState:
             return None
         if of.sanity_checking:
             return RunningStage.SANITY_CHECKING
-        evaluated = "" if of.last_run is None else of.last_run.evaluation.what
+        evaluated = "" if of.latest_run is None else of.latest_run.evaluation.what
         return _STAGES.get(evaluated, RunningStage.TRAINING)
 
     @property

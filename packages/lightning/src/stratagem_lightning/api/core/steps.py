@@ -20,7 +20,7 @@ from stratagem_lightning.api.strategies.called import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stratagem.trainer import FitState, StepContext
+    from stratagem.trainer import StepContext
 
 
 class BackwardStep(Step):
@@ -28,11 +28,10 @@ class BackwardStep(Step):
 
     Args:
         context: the objects of the fit.
-        state: the state of the training loop.
     """
 
-    def __init__(self, context: StepContext, state: FitState) -> None:
-        super().__init__(context, state)
+    def __init__(self, context: StepContext) -> None:
+        super().__init__(context)
         strategy: Any = context.strategy
         self._strategy = strategy
         vars(strategy).pop("backward", None)
@@ -65,11 +64,10 @@ class FitStep(BackwardStep):
 
     Args:
         context: the objects of the fit.
-        state: the state of the training loop.
     """
 
-    def __init__(self, context: StepContext, state: FitState) -> None:
-        super().__init__(context, state)
+    def __init__(self, context: StepContext) -> None:
+        super().__init__(context)
         self._has_said_that_a_stop_waits = False
         self._hooks_of_end = self.on_batch_end
         self.on_batch_end = (self._call_hooks_of_end,) if self._hooks_of_end else ()

@@ -82,7 +82,7 @@ class _SetUpAgain(NamedTuple):
 
         For a model whose parameters are others than before. Optimizers start from anew.
         """
-        run = trainer.last_run
+        run = trainer.latest_run
         if run is None or not isinstance(trainer.strategy, strategies.SingleDeviceStrategy):
             raise ConfigurationError(
                 "strategy.setup_optimizers() works within a fit on one device, received "

@@ -1,27 +1,39 @@
-"""Turns: which ranks have a batch in each step of an evaluation."""
+"""EvaluationTurns: which ranks have a batch in each step of an evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from stratagem.data.combined_loader import CombinedLoader
-from stratagem.data.sharding import UNKNOWN, knows_length
+from stratagem.data import UNKNOWN
 from stratagem.errors import CommunicationError, UserCodeError
-from stratagem.interfaces.contract_checks import context_of
-
-if TYPE_CHECKING:
-    from stratagem.interfaces.prepared_model import PreparedModel
-    from stratagem.interfaces.ranks import Ranks
-    from stratagem.interfaces.strategy import Strategy
-    from stratagem.trainer.loaders.loaders import EvaluationLoader
+from stratagem.strategies import PreparedModel, Ranks, Strategy, context_of
 
 _END: Any = object()
 
 
-class Turns:
+class EvaluationLoader(Protocol):
+    """A loader of this rank, as the Trainer opens it."""
+
+    @property
+    def name(self) -> str:
+        """The loader's name in errors."""
+
+    @property
+    def batches(self) -> float:
+        """The number of batches to run; infinity: all batches, whose number is unknown."""
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the number of batches is exact."""
+
+    def no_batch_error(self) -> UserCodeError:
+        """Return the error of a loader without batches."""
+
+
+class EvaluationTurns:
     """Yields this rank's batches, and keeps together the ranks that have one.
 
     1. At the start, all ranks exchange their numbers of batches, once.
@@ -38,6 +50,13 @@ class Turns:
         prepared: the prepared model.
         loaders: the loaders of this rank.
         step: the name of the step, for errors.
+
+    Example:
+        >>> from stratagem import Lite
+        >>> from stratagem.strategies import EvaluationTurns
+        >>> lite = Lite(accelerator="cpu")
+        >>> EvaluationTurns(lite.strategy, None, [], "validation_step").follows
+        False
     """
 
     def __init__(
@@ -53,7 +72,7 @@ class Turns:
         self._step = step
         self._counts = [n if min(n) >= 0 else None for n in _exchanged(loaders, self._ranks)]
         can = strategy.capabilities
-        self._follows = not can.allows_uneven_eval and strategy.follows_evaluation
+        self.follows = not can.allows_uneven_eval and strategy.follows_evaluation
         self._needs_equal = not can.allows_uneven_eval and not strategy.follows_evaluation
         self._channels: list[Channel] = []
         """The channels of steps that this rank has led."""
@@ -76,9 +95,7 @@ class Turns:
         limit = None if loader.batches == UNKNOWN else int(loader.batches)
         batches = islice(batches, limit)
         counts = self._counts[index]
-        if self._ranks.world_size == 1:
-            yield from _not_empty(batches, loader, limit)
-        elif counts is None:
+        if counts is None:
             yield from self._agreed(batches, loader)
         else:
             yield from self._counted(batches, counts, loader)
@@ -117,11 +134,11 @@ class Turns:
             with self._meeting():
                 yield from self._turn(iter((batch,)), members)
         if step == 0 and loader.batches != 0:
-            raise _no_batch(loader)
+            raise loader.no_batch_error()
 
     def _turn(self, batches: Iterator[Any], members: tuple[int, ...]) -> Iterator[Any]:
         """Yield the next batch to the members; the other ranks follow, if the strategy needs it."""
-        channel = Channel(self._ranks, members[0]) if self._follows else None
+        channel = Channel(self._ranks, members[0]) if self.follows else None
         if self._ranks.global_rank in members:
             with ExitStack() as stack:
                 stack.enter_context(self._ranks.among(members))
@@ -163,41 +180,18 @@ class Turns:
 
 def _exchanged(loaders: Sequence[EvaluationLoader], ranks: Ranks) -> list[list[int]]:
     """Return each rank's number of batches of each loader; -1 if a rank does not know it."""
-    own = [int(one.batches) if _is_counted(one) else -1 for one in loaders]
+    own = [int(one.batches) if one.is_counted else -1 for one in loaders]
     world_size, rank = ranks.world_size, ranks.global_rank
-    if world_size == 1 or not loaders:
-        return [[number] for number in own]
+    if not loaders:
+        return []
     # One row for each rank, and zeros in the others' rows.
     before, after = [0] * (rank * len(own)), [0] * ((world_size - rank - 1) * len(own))
     numbers = ranks.all_reduce_ints([*before, *own, *after], "sum")
     return [numbers[index :: len(own)] for index in range(len(own))]
 
 
-def _is_counted(loader: EvaluationLoader) -> bool:
-    one = loader.loader
-    parts = one.flattened if isinstance(one, CombinedLoader) else [one]
-    return loader.batches == 0 or (loader.batches != UNKNOWN and all(map(knows_length, parts)))
-
-
 def _ranks_with(values: Any) -> tuple[int, ...]:
     return tuple(rank for rank, value in enumerate(values) if value)
-
-
-def _not_empty(
-    batches: Iterator[Any], loader: EvaluationLoader, limit: int | None
-) -> Iterator[Any]:
-    first = next(batches, _END)
-    if first is _END:
-        if limit != 0:
-            raise _no_batch(loader)
-        return
-    yield first
-    del first  # before the next one is read
-    yield from batches
-
-
-def _no_batch(loader: EvaluationLoader) -> UserCodeError:
-    return UserCodeError(f"{loader.name} yielded no batch; expected at least one")
 
 
 _ENDED, _FAILED = -1, -2
