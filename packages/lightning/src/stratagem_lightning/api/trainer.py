@@ -673,14 +673,11 @@ class Trainer(trainer.Trainer):
     @property
     def ckpt_path(self) -> str | None:
         """The checkpoint that the present run has loaded, or the last one; the request before."""
-        if self.latest_run is None:
+        run = self.latest_run
+        if run is None:
             return None
-        path = self.latest_run.resume_point.path or self.latest_run.job.ckpt_path
-        if (
-            path is not None
-            and self.latest_run.job.ckpt_path == "last"
-            and not storage.is_url(path)
-        ):
+        path = run.resume_point.path or run.job.ckpt_path
+        if path is not None and run.job.ckpt_path == "last" and not storage.is_url(path):
             # The link, if there is one, as Lightning shows it.
             link = Path(path).parent / f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}.ckpt"
             path = link if link.is_symlink() and link.resolve() == Path(path).resolve() else path
