@@ -38,7 +38,7 @@ PUBLIC = {
         "Optimizers Ranks ProcessGroupRanks Components StepOptions GradientClip StepMemory "
         "Compilation StepModule user_module make_optimizers ActivationCheckpointing "
         "apply_activation_checkpointing check_activation_checkpointing use_huge_pages "
-        "return_freed_memory DataSplit ReduceOp"
+        "return_freed_memory DataSplit ReduceOp context_of"
     ),
     "stratagem.accelerators": "Accelerator CPUAccelerator DeviceAccelerator DeviceMemory",
     "stratagem.precision": "Precision EnginePrecision TruePrecision MixedPrecision default_dtype",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count, islice
 from typing import Any, Protocol
 
-from stratagem.data import UNKNOWN
 from stratagem.errors import CommunicationError, UserCodeError
 from stratagem.strategies import PreparedModel, Ranks, Strategy, context_of
 
@@ -92,7 +92,7 @@ class EvaluationTurns:
         Raises:
             UserCodeError: no rank has a batch, or the strategy needs one on each rank.
         """
-        limit = None if loader.batches == UNKNOWN else int(loader.batches)
+        limit = None if math.isinf(loader.batches) else int(loader.batches)
         batches = islice(batches, limit)
         counts = self._counts[index]
         if counts is None:

@@ -197,6 +197,13 @@ def context_of(method: Callable[..., Any], *arguments: Any) -> AbstractContextMa
 
     Raises:
         PluginError: the method returned another object.
+
+    Example:
+        >>> from contextlib import nullcontext
+        >>> from stratagem.strategies import context_of
+        >>> with context_of(lambda: nullcontext("entered")) as entered:
+        ...     print(entered)
+        entered
     """
     context = method(*arguments)
     if not isinstance(context, AbstractContextManager):
