@@ -61,7 +61,7 @@ def resumes(saves: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("target", WAYS)
 @pytest.mark.parametrize("source", WAYS)
-def test_the_next_losses_are_those_of_a_run_without_an_interruption(
+def test_losses_after_a_resume_equal_an_uninterrupted_run_across_formats(
     source: str, target: str, saves: dict[str, Any], resumes: dict[str, Any]
 ) -> None:
     # Tied and frozen parameters, two groups, sizes that two ranks do not divide, a scheduler.

@@ -74,7 +74,7 @@ def failed(gated: Gated, path: Path) -> AsyncCheckpointIO:
 # ---------------------------------------------------------------- the copy
 
 
-def test_what_is_written_is_what_was_there_when_it_was_saved(gated: Gated, tmp_path: Path) -> None:
+def test_async_save_writes_the_values_of_the_call(gated: Gated, tmp_path: Path) -> None:
     io = AsyncCheckpointIO(gated)
     weights, numbers, text = torch.ones(1000), [1, 2], bytearray(b"abc")
     io.save_checkpoint({"weights": weights, "numbers": numbers, "text": text}, tmp_path / "a")
@@ -159,7 +159,7 @@ def test_of_shards_only_the_parts_are_copied() -> None:
     assert chunk.untyped_storage().nbytes() == 80
 
 
-def test_what_is_not_safe_data_is_refused_at_once_and_nothing_is_copied(
+def test_async_save_refuses_unsafe_types_before_a_copy(
     gated: Gated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Snapshots, "take", lambda *_: pytest.fail("it was copied"))
@@ -186,7 +186,7 @@ def test_one_write_at_a_time_also_to_the_same_path(gated: Gated, tmp_path: Path)
     assert (len(gated.begun), gated.at_once) == (8, 1)
 
 
-def test_loading_waits_for_what_is_being_written(gated: Gated, tmp_path: Path) -> None:
+def test_load_checkpoint_waits_for_a_pending_async_save(gated: Gated, tmp_path: Path) -> None:
     io = AsyncCheckpointIO(gated)
     for load in (io.load_checkpoint, io.open_checkpoint):
         gated.gate.clear()
@@ -287,7 +287,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_call_and_once(
     assert gated.begun == ["a"]
 
 
-def test_what_waits_for_a_write_that_fails_is_not_done(gated: Gated, tmp_path: Path) -> None:
+def test_failed_async_save_skips_pending_links_and_removals(gated: Gated, tmp_path: Path) -> None:
     gated.error = FULL
     io = AsyncCheckpointIO(gated)
     SingleFileCheckpointIO().save_checkpoint({"number": 1}, tmp_path / "old")
@@ -300,7 +300,7 @@ def test_what_waits_for_a_write_that_fails_is_not_done(gated: Gated, tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
-def test_an_error_that_nobody_was_told_of_is_the_end_of_the_process(
+def test_unreported_async_save_error_fails_the_process(
     run_script: Callable[..., Any],
 ) -> None:
     finished = run_script(
@@ -350,7 +350,7 @@ def trainer(folder: Path, *callbacks: Callback, **options: Any) -> Trainer:
 BATCHES = [torch.ones(1, 2)] * 6
 
 
-def test_checkpoints_of_a_fit_are_those_of_one_that_waits(tmp_path: Path) -> None:
+def test_async_save_writes_the_checkpoints_of_a_synchronous_fit(tmp_path: Path) -> None:
     files, saver = [], None
     for async_save in (False, True):
         torch.manual_seed(0)
@@ -370,7 +370,7 @@ def test_checkpoints_of_a_fit_are_those_of_one_that_waits(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("form", ["single_file", "directory"])
-def test_last_names_the_newest_and_what_it_named_before_is_gone(form: str, tmp_path: Path) -> None:
+def test_save_last_with_async_save_names_the_newest_checkpoint(form: str, tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True, filename="{step}")
     one = trainer(tmp_path, saver, plugins=form)
     one.fit(Net(), BATCHES)
@@ -413,7 +413,7 @@ def test_a_fit_ends_once_its_last_save_is_durable(gated: Gated, tmp_path: Path) 
     assert gated.writing == 0
 
 
-def test_an_exception_ends_a_fit_once_the_save_before_it_is_durable(
+def test_fit_that_raises_waits_for_the_pending_async_save(
     gated: Gated, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fail(_: Trainer) -> None:
@@ -490,7 +490,7 @@ def test_lite_raises_an_error_in_the_background_at_the_next_backward(
     lite.backward(model(torch.ones(1, 2)).sum())
 
 
-def test_what_lites_run_saves_is_durable_when_it_returns(gated: Gated, tmp_path: Path) -> None:
+def test_lite_run_waits_for_pending_async_saves(gated: Gated, tmp_path: Path) -> None:
     class Saves(Lite):
         def run(self) -> None:
             self.save(tmp_path / "a", {"number": 1})
@@ -500,7 +500,7 @@ def test_what_lites_run_saves_is_durable_when_it_returns(gated: Gated, tmp_path:
     assert (tmp_path / "a").exists()
 
 
-def test_of_two_ranks_both_load_what_one_is_writing_and_both_end_with_its_error(
+def test_async_save_on_two_ranks_loads_and_raises_on_both(
     run_script: Callable[..., Any],
 ) -> None:
     finished = run_script(

@@ -98,7 +98,7 @@ def test_each_rank_writes_its_own_share(fsdp: tuple[Path, list[dict[str, Any]]])
     assert 0.4 < told[1]["written"] / told[0]["written"] < 1
 
 
-def test_the_manifest_tells_who_saved_what(fsdp: tuple[Path, Any]) -> None:
+def test_manifest_has_strategy_world_size_and_checksums(fsdp: tuple[Path, Any]) -> None:
     manifest = json.loads((fsdp[0] / MANIFEST).read_text())
     assert manifest["strategy"] == "fsdp"
     assert manifest["world_size"] == 2
@@ -129,7 +129,7 @@ def test_it_loads_under_any_strategy_and_world_size(
         )
 
 
-def test_a_single_file_of_it_loads_too(
+def test_consolidated_checkpoint_loads_as_a_single_file(
     fsdp: tuple[Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     consolidate_checkpoint(fsdp[0], tmp_path / "one.ckpt")
@@ -202,9 +202,7 @@ def sharded(value: float) -> dict[str, Any]:
     return {"weights": {"w": Shards.of_flat((4, 3), whole.flatten(), start=0)}, "value": value}
 
 
-def test_it_takes_the_place_of_what_was_there_and_leaves_nothing(
-    lite: Lite, tmp_path: Path
-) -> None:
+def test_directory_checkpoint_replaces_the_former_one(lite: Lite, tmp_path: Path) -> None:
     path = tmp_path / "runs" / "model.ckpt"
     for value in (1.0, 2.0):
         lite.save(path, sharded(value))
@@ -228,7 +226,7 @@ def test_a_link_gives_way_to_it(lite: Lite, tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["first", "last"]
 
 
-def test_a_failing_disk_leaves_what_was_there(
+def test_directory_save_on_a_full_disk_keeps_the_former_checkpoint(
     lite: Lite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lite.save(tmp_path / "a", sharded(1.0))
@@ -253,7 +251,7 @@ def test_a_directory_that_cannot_be_made_is_told(lite: Lite, tmp_path: Path) -> 
         lite.save(tmp_path / "file" / "a", sharded(1.0))
 
 
-def test_a_directory_that_may_be_lost_in_a_power_cut_gives_way_to_what_was_there(
+def test_directory_save_with_failed_folder_sync_restores_the_former(
     lite: Lite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lite.save(tmp_path / "a", sharded(1.0))
@@ -330,9 +328,7 @@ def test_a_file_system_without_exchange_is_told(
     assert lite.load(tmp_path / "a")["value"] == 1.0
 
 
-def test_what_a_dead_writer_left_is_removed_and_what_a_living_one_writes_is_not(
-    lite: Lite, tmp_path: Path
-) -> None:
+def test_save_removes_leftovers_of_dead_writers_only(lite: Lite, tmp_path: Path) -> None:
     living = DurableDirectory(tmp_path / "living")
     dead = subprocess.run(
         [
@@ -356,7 +352,7 @@ def test_what_a_dead_writer_left_is_removed_and_what_a_living_one_writes_is_not(
     living.close()
 
 
-def test_what_is_no_safe_data_is_refused_by_name(lite: Lite, tmp_path: Path) -> None:
+def test_directory_save_refuses_unsafe_types_by_name(lite: Lite, tmp_path: Path) -> None:
     with pytest.raises(CheckpointContentError, match=r"cannot save .*checkpoint\['x'\] is of type"):
         lite.save(tmp_path / "a", {**sharded(1.0), "x": object()})
     expanded = torch.zeros(1).expand(1 << 30)

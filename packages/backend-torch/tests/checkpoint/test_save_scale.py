@@ -154,7 +154,7 @@ def rows_of(rank: int, value: float, tensors: int = 100, world_size: int = 4) ->
 # ---------------------------------------------------------------- what is sent
 
 
-def test_a_second_save_sends_little_and_saves_what_there_is_then(tmp_path: Path) -> None:
+def test_second_save_sends_little_and_writes_the_new_values(tmp_path: Path) -> None:
     group = Group(4)
     first = group.sent(lambda: group.save(tmp_path / "a", lambda rank: rows_of(rank, 1.0)))
     again = group.sent(lambda: group.save(tmp_path / "b", lambda rank: rows_of(rank, 5.0)))
@@ -284,7 +284,7 @@ def test_a_rank_asks_the_store_as_often_among_twelve_as_among_three(tmp_path: Pa
     assert requests[3] == requests[12] == {4}
 
 
-def test_what_a_rank_says_may_be_larger_than_a_value_of_the_store() -> None:
+def test_gather_bytes_splits_messages_over_the_store_limit() -> None:
     group = Group(2)
     # Where each begins, and how long each is: what a rank says of the chunks that it has written.
     said = json.dumps([[1 << 40] * 60_000, [1 << 40] * 60_000]).encode() * 5
@@ -309,7 +309,7 @@ def test_another_exchange_in_the_same_store_hears_nothing_of_the_one_before() ->
         assert group.do(round_) == [[said.decode()] * 2] * 2
 
 
-def test_nobody_waits_for_a_lost_rank() -> None:
+def test_stopped_exchange_raises_and_names_the_lost_rank() -> None:
     group = Group(3)
 
     def wait(rank: int) -> None:
@@ -376,7 +376,7 @@ def planned(held: list[dict[str, Tensor | Shards]]) -> GlobalPlan:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_plan_and_its_layout_are_those_of_dcp(seed: int) -> None:
+def test_save_plan_and_layout_equal_dcp(seed: int) -> None:
     held = random_holdings(seed, 4)
     plan = planned(held)
     planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)

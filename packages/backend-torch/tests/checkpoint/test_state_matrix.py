@@ -43,7 +43,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list
 
 @pytest.mark.parametrize("target", WAYS)
 @pytest.mark.parametrize("source", WAYS)
-def test_the_next_losses_are_those_of_a_run_without_an_interruption(
+def test_losses_after_a_resume_equal_an_uninterrupted_run_across_formats(
     source: str, target: str, losses: dict[str, dict[str, list[float]]]
 ) -> None:
     expected = losses["save"][source]

@@ -147,7 +147,7 @@ def test_a_rank_that_is_asked_while_it_asks_answers_with_where_it_failed(
     assert statuses.here() != own, "it is elsewhere once the error is raised"
 
 
-def test_a_rank_reads_a_summary_whose_message_is_on_its_way(
+def test_rank_reads_a_status_summary_sent_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ranks = Simulated(2, monkeypatch)
@@ -178,7 +178,7 @@ def test_where_the_store_has_gone_living_ranks_are_not_called_dead(
     )
 
 
-def test_who_waits_for_a_collector_that_has_ended_collects_itself(
+def test_rank_collects_statuses_if_the_collector_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ranks = Simulated(64, monkeypatch)

@@ -85,7 +85,7 @@ def test_a_rank_waits_until_the_store_is_served(path: str) -> None:
     assert SocketStore(path, timedelta(seconds=20)).add("key", 1) == 1
 
 
-def test_a_store_that_is_not_there_is_a_network_error(path: str, store: SocketStore) -> None:
+def test_unreachable_store_raises_network_error(path: str, store: SocketStore) -> None:
     with pytest.raises(dist.DistNetworkError) as caught:
         SocketStore(f"{path}.other", timedelta(0))
     assert str(caught.value).startswith("rank 0's store cannot be reached: [Errno 2]")

@@ -232,9 +232,7 @@ def reference(accumulate: int = 1) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "way", ["known", "unknown", "sharded", "accumulated", "resumed", "lite", "lite, sharded"]
 )
-def test_joined_ranks_train_on_the_mean_of_those_that_have_a_batch(
-    results: Results, way: str
-) -> None:
+def test_joined_ranks_average_over_ranks_with_a_batch(results: Results, way: str) -> None:
     expected = reference(accumulate=2 if way == "accumulated" else 1)
     for weights in results.weights:
         for name, value in weights[way].items():

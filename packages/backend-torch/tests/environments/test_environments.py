@@ -133,7 +133,7 @@ def set_environ(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, str]]
         (TORCHRUN, "TorchElastic", (2, 2, 4)),
     ],
 )
-def test_a_cluster_is_detected_and_says_how_many_ranks_there_are(
+def test_cluster_is_detected_with_its_world_size(
     environ: Mapping[str, str], name: str, shape: tuple[int, int, int]
 ) -> None:
     made = plan(environ)
@@ -152,7 +152,7 @@ def test_a_cluster_is_detected_and_says_how_many_ranks_there_are(
         (TORCHRUN, "TorchElastic", (4, 2, 3, 1, 1)),
     ],
 )
-def test_an_environment_says_of_a_rank_what_the_plan_was_made_with(
+def test_environment_agrees_with_the_ranks_of_the_plan(
     environ: Mapping[str, str], name: str, ranks: tuple[int, ...], set_environ: Any
 ) -> None:
     set_environ(environ)
@@ -175,7 +175,7 @@ def test_an_environment_says_of_a_rank_what_the_plan_was_made_with(
         ({"LSB_JOBID": "512"}, "LSF"),
     ],
 )
-def test_a_job_whose_script_was_not_started_as_a_rank_is_none_and_says_so(
+def test_cluster_job_without_ranks_is_plain_and_explained(
     environ: Mapping[str, str], name: str
 ) -> None:
     made = plan(environ, strategy="ddp", devices=2)
@@ -210,7 +210,7 @@ def test_a_process_that_another_launcher_started_in_a_pod_is_no_rank_of_kubeflow
     assert why_not("Kubeflow", inside).startswith("LOCAL_RANK is set: another launcher")
 
 
-def test_what_was_started_inside_of_a_cluster_goes_before_it() -> None:
+def test_inner_launcher_takes_precedence_over_the_cluster() -> None:
     assert plan({**STEP, **MPIRUN}).cluster_environment.name == "MPI"
     assert plan({**MPIRUN, **JSRUN}).cluster_environment.name == "LSF"
     assert plan({**STEP, **TORCHRUN}).cluster_environment.name == "TorchElastic"
@@ -318,7 +318,7 @@ def test_the_first_host_of_a_list_in_the_form_of_slurm(hosts: str, first: str) -
 
 
 @pytest.mark.parametrize("hosts", ["", "[", "node[1-2", "node[]"])
-def test_a_list_of_hosts_that_is_none_is_shown(hosts: str) -> None:
+def test_bad_slurm_nodelist_is_shown(hosts: str) -> None:
     with pytest.raises(ConfigurationError, match="a list of hosts such as") as caught:
         slurm.first_host(hosts)
     assert f"SLURM_STEP_NODELIST, received {hosts!r}" in str(caught.value)
@@ -383,7 +383,7 @@ def test_a_job_is_queued_again_by_scontrol(
 @pytest.mark.parametrize(
     ("shown", "requeues"), [("PreemptTime=None", False), ("PreemptTime=2026-11-21T10:36:13", True)]
 )
-def test_sigterm_queues_a_job_again_if_it_is_preempted_and_not_if_it_is_cancelled(
+def test_sigterm_requeues_a_preempted_slurm_job_only(
     shown: str, requeues: bool, scontrol: Callable[[int], Path], set_environ: Any
 ) -> None:
     arguments = scontrol(0)
@@ -495,7 +495,7 @@ def test_ranks_of_one_node_find_rank_0_by_a_file_that_is_gone_at_the_end(
     assert [path for path in home.rglob("*") if path.is_file()] == []
 
 
-def test_who_squats_on_the_port_of_a_killed_run_is_not_believed(
+def test_foreign_process_on_the_port_of_a_killed_run_is_ignored(
     file: Path, rank_0: _Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as squatter:
@@ -509,7 +509,7 @@ def test_who_squats_on_the_port_of_a_killed_run_is_not_believed(
             squatter.accept()
 
 
-def test_nobody_can_take_the_port_that_ranks_are_told(file: Path, rank_0: _Rank) -> None:
+def test_rank_0_listens_before_it_writes_its_port(file: Path, rank_0: _Rank) -> None:
     """Rank 0 listens on it before it writes it."""
     threads, ports = in_threads(1)
     port = rank_0.main_port
@@ -670,7 +670,7 @@ def test_rank_0_says_where_it_could_not_write_its_port(
     assert list(home.rglob("*.port")) == []
 
 
-def test_a_rank_that_does_not_find_rank_0_says_what_they_have_to_share(
+def test_rendezvous_timeout_names_the_shared_folder(
     home: Path, set_environ: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "_RANK_0_TIMEOUT", 0.3)
@@ -708,7 +708,7 @@ def test_mpirun_on_one_node_needs_no_mpi4py(
     assert MPIEnvironment().main_address == "127.0.0.1"
 
 
-def test_mpirun_on_several_nodes_says_what_to_install(
+def test_mpirun_on_several_nodes_without_mpi4py_names_the_package(
     set_environ: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
@@ -734,7 +734,7 @@ def test_jsrun_has_rank_0_on_the_first_host_after_the_batch_host(
     assert LSFEnvironment().main_address == "c1"
 
 
-def test_an_lsf_job_without_host_names_is_told_what_to_set(set_environ: Any) -> None:
+def test_lsf_job_without_hosts_names_master_addr(set_environ: Any) -> None:
     set_environ({**JSRUN, "LSB_HOSTS": ""})
     with pytest.raises(ConfigurationError, match="set MASTER_ADDR to the host of rank 0"):
         _ = LSFEnvironment().main_address

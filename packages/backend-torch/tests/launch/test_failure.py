@@ -102,7 +102,7 @@ def test_the_failure_of_a_rank_is_not_lost_in_a_finalizer(run_script: RunScript)
 
 
 @pytest.mark.slow
-def test_collectives_of_different_sizes_leave_the_stack_of_who_aborts(
+def test_collectives_of_different_sizes_print_the_aborting_stack(
     run_script: RunScript,
 ) -> None:
     # torch aborts one process, and which one is a matter of timing.
@@ -207,7 +207,7 @@ def test_a_next_run_is_refused_if_the_other_ranks_cannot_be_told(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="connections of gloo are found in /proc")
-def test_closed_connections_are_not_those_of_a_server_of_python() -> None:
+def test_close_connections_keeps_sockets_of_python_servers() -> None:
     before = event_loops()
     with socket.create_server(("127.0.0.1", 0)) as server, selectors.EpollSelector() as selector:
         selector.register(server, selectors.EVENT_READ)
@@ -405,7 +405,7 @@ def test_max_time_of_another_rank_stops_this_one() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_whose_parameters_drift_apart_are_named_with_the_parameter(
+def test_parameter_drift_names_the_rank_and_the_parameter(
     run_script: RunScript,
 ) -> None:
     text = """
@@ -568,7 +568,7 @@ def _hanging(kind: str, folder: Path, environment: dict[str, str]) -> tuple[Any,
         ("asleep", (0,), [signal.SIGINT, signal.SIGINT], 12),
     ],
 )
-def test_ranks_that_hang_end_when_they_are_told_to_and_say_where_they_were(
+def test_hanging_ranks_end_on_a_signal_and_print_their_places(
     kind: str,
     to: tuple[int, ...],
     numbers: list[signal.Signals],
@@ -594,7 +594,7 @@ def test_ranks_that_hang_end_when_they_are_told_to_and_say_where_they_were(
 
 
 @pytest.mark.slow
-def test_ranks_that_are_told_to_end_say_for_whom_they_wait(
+def test_second_sigterm_ends_waiting_ranks_with_their_places(
     tmp_path: Path, script_environment: dict[str, str]
 ) -> None:
     """The rank that they wait for may be saving a checkpoint, so they wait on."""

@@ -155,7 +155,7 @@ def test_a_function_of_lite_returns_the_safe_data_of_rank_0(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["spawn", "fork"])
-def test_ranks_draw_what_the_launching_process_would_draw(
+def test_ranks_draw_the_random_numbers_of_the_launching_process(
     launcher: str, run_script: RunScript
 ) -> None:
     text = f"""
@@ -371,7 +371,7 @@ def test_output_of_ranks_gets_a_prefix_or_goes_to_a_folder(
 
 
 @pytest.mark.slow
-def test_a_launch_by_fork_before_one_of_the_script_is_no_part_of_it(run_script: RunScript) -> None:
+def test_fork_launch_before_a_script_launch_is_separate(run_script: RunScript) -> None:
     text = """
     def who(lite, name):
         return [name, lite.all_gather(torch.tensor(lite.global_rank)).tolist()]
@@ -537,7 +537,7 @@ def test_a_child_of_a_rank_that_torchrun_starts_anew_is_a_rank(
     assert not environ.keys() & inherited.keys()
 
 
-def test_a_rank_whose_launcher_has_ended_says_so(run_script: RunScript) -> None:
+def test_rank_with_dead_launcher_ends_with_a_message(run_script: RunScript) -> None:
     text = """
     from stratagem.launch.rank import die_with_parent
 

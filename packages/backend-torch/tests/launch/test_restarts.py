@@ -207,7 +207,7 @@ def test_a_checkpoint_that_is_damaged_is_passed_over(
     assert f"resuming from {str(before)!r}" in said
 
 
-def test_a_run_whose_checkpoints_are_all_gone_begins_anew_and_says_so(
+def test_restart_without_checkpoints_begins_anew_with_a_message(
     fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(Cluster(), killed_after=5)
@@ -220,7 +220,7 @@ def test_a_run_whose_checkpoints_are_all_gone_begins_anew_and_says_so(
     assert "the run '7' was started again and has no checkpoint to go on from" in said
 
 
-def test_what_was_saved_goes_before_what_fit_was_given_which_is_said(
+def test_restart_prefers_the_saved_checkpoint_to_ckpt_path(
     fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(Cluster(run="first"), killed_after=4)

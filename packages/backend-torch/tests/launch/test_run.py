@@ -140,7 +140,7 @@ step()
         (["SCRIPT", "--devices", "2", "a b", "--", "--", "c"], ["a b", "--", "c"]),
     ],
 )
-def test_what_is_not_an_option_of_run_goes_to_the_script_in_order(
+def test_run_passes_other_arguments_to_the_script_in_order(
     tmp_path: Path, arguments: list[str], expected: list[str]
 ) -> None:
     script = tmp_path / "train.py"
@@ -219,7 +219,7 @@ def told(runs: Runs, rank: int) -> dict[str, Any]:
     return found
 
 
-def test_each_rank_knows_who_it_is_and_has_the_arguments(runs: Runs) -> None:
+def test_run_sets_the_rank_variables_and_arguments(runs: Runs) -> None:
     runs(runs.script(TELL), "--devices", "2", "--lr", "0.1")
     first, second = told(runs, 0), told(runs, 1)
     for rank, found in ((0, first), (1, second)):
@@ -385,7 +385,7 @@ def test_no_rank_outlives_the_killed_program(runs: Runs) -> None:
 # -- ends
 
 
-def test_the_exit_code_is_that_of_the_rank_that_failed_first(runs: Runs) -> None:
+def test_run_exits_with_the_code_of_the_first_failed_rank(runs: Runs) -> None:
     code = """
 leave_pid()
 while not pathlib.Path("pid0").exists():

@@ -48,7 +48,7 @@ def run_job(run_script: RunScript, tmp_path: Path) -> Callable[..., Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "mine"])
-def test_it_serves_the_trainer_and_what_was_trained_comes_back(
+def test_subprocess_launcher_returns_the_trained_weights(
     strategy: str, run_job: Callable[..., Any]
 ) -> None:
     assert run_job(
@@ -106,7 +106,7 @@ def test_a_rank_that_fails_is_named_with_its_traceback(run_job: Callable[..., An
 
 
 @pytest.mark.slow
-def test_what_a_script_defines_itself_goes_along_where_cloudpickle_is_installed(
+def test_cloudpickle_packs_functions_of_the_script(
     run_job: Callable[..., Any],
 ) -> None:
     pytest.importorskip("cloudpickle")
@@ -183,7 +183,7 @@ def test_a_rank_that_exits_has_left_its_group(run_job: Callable[..., Any]) -> No
     ) == [7, False]
 
 
-def test_what_a_rank_returns_is_safe_data_or_refused() -> None:
+def test_pack_result_refuses_unsafe_types() -> None:
     weights = torch.nn.Linear(2, 1).state_dict()
     returned = unpack_result(pack_result({"weights": weights, "losses": (0.5, None)}))
     assert torch.equal(returned["weights"]["bias"], weights["bias"])
@@ -224,7 +224,7 @@ def test_an_author_makes_bytes_of_safe_data_and_has_them_back() -> None:
         (torch.ones(1).expand(2**40), "checkpoint['rates'][0] is a tensor of 4398046511104 bytes"),
     ],
 )
-def test_an_author_asks_what_is_safe_data_and_is_told_the_place(value: Any, where: str) -> None:
+def test_check_safe_data_names_the_place_of_unsafe_values(value: Any, where: str) -> None:
     for ask in (check_safe_data, to_bytes):
         with pytest.raises(CheckpointContentError) as caught:
             ask({"rates": [value]}, "a.ckpt")
@@ -280,12 +280,12 @@ def test_ranks_of_another_number_than_planned_are_refused(
     assert message.startswith("WORLD_SIZE=3 in this rank's environment, but the plan has 2 ranks")
 
 
-def test_what_cannot_be_packed_is_named(plan: RunPlan) -> None:
+def test_pack_names_the_argument_that_cannot_be_pickled(plan: RunPlan) -> None:
     with pytest.raises(ConfigurationError, match=r"launcher 'spawn'\), and dict\['lock'\]"):
         pack(plan, double, ({"lock": threading.Lock()},))
 
 
-def test_what_a_rank_cannot_read_is_said(run_job: Callable[..., Any]) -> None:
+def test_run_packed_explains_unreadable_bytes(run_job: Callable[..., Any]) -> None:
     message = run_job(
         """
         import json

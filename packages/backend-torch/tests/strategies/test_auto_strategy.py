@@ -62,7 +62,7 @@ def test_the_least_sharding_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) 
     assert chosen(monkeypatch, 2.1, precision="bf16-true") == "ddp_sharded"
 
 
-def test_what_was_asked_for_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_strategy_keeps_explicit_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(monkeypatch, 2.1, strategy="ddp") == "ddp"
     assert chosen(monkeypatch, 2.1, devices=1) == "single_device"
     assert chosen(monkeypatch, 2.1, plugins=Whole("32-true")) == "ddp"

@@ -23,7 +23,9 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_weights_are_those_of_one_process(strategy: str, weights: Weights) -> None:
+def test_changes_between_steps_train_the_weights_of_one_process(
+    strategy: str, weights: Weights
+) -> None:
     expected = dict(weights["single_device"])
     assert weights[strategy].keys() == expected.keys()
     assert len(expected) == 34

@@ -440,7 +440,7 @@ def test_a_checkpoint_moves_between_ddp_and_a_single_device(results: Results) ->
     assert trainer.global_step == 16
 
 
-def test_each_rank_knows_where_it_is(results: Results) -> None:
+def test_ddp_sets_the_ranks_and_their_environment(results: Results) -> None:
     ports = {out["environment"]["MASTER_PORT"] for out in results.out}
     assert len(ports) == 1
     for rank, out in enumerate(results.out):
@@ -779,7 +779,7 @@ def test_a_caught_error_lets_the_script_go_on(run_script: RunScript) -> None:
     ]
 
 
-def test_what_ranks_cannot_do_alone_is_refused_on_each(run_script: RunScript) -> None:
+def test_ddp_refuses_skipped_steps_and_own_batch_samplers(run_script: RunScript) -> None:
     finished = run_script(
         COMMON
         + textwrap.dedent("""
@@ -857,7 +857,7 @@ def test_an_evaluation_with_fewer_samples_than_ranks_is_known_to_all(
     assert list((tmp_path / "saved").glob("*.ckpt"))
 
 
-def test_what_a_script_did_before_it_launched_stays_apart(
+def test_trainer_before_a_ddp_trainer_stays_independent(
     run_script: RunScript, tmp_path: Path
 ) -> None:
     script = """
@@ -943,9 +943,7 @@ if lite.is_global_zero:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_method_that_goes_past_the_strategy_is_refused_until_it_is_marked(
-    run_script: RunScript, strategy: str
-) -> None:
+def test_lite_method_past_the_strategy_must_be_marked(run_script: RunScript, strategy: str) -> None:
     assert "alike" in run_script(OTHER_METHOD, strategy).stdout
 
 

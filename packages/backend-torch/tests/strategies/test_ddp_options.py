@@ -88,7 +88,7 @@ def test_post_local_sgd_resumes_where_it_was(results: dict[str, Any]) -> None:
     assert results["resumed"] < 1e-6
 
 
-def test_unused_parameters_are_named_with_what_to_pass(results: dict[str, Any]) -> None:
+def test_unused_parameters_are_named_with_a_remedy(results: dict[str, Any]) -> None:
     error = (
         "UserCodeError: the loss did not depend on every parameter, so DDP still waits for "
         "gradients: unused: spare.weight, spare.bias. Let the loss use them, "
@@ -304,7 +304,7 @@ def test_a_backend_that_cannot_take_the_devices_tensors_is_refused(
 # ---------------------------------------------------------------- dp
 
 
-def test_dp_on_one_device_is_the_plain_module_and_says_that_it_is_deprecated() -> None:
+def test_dp_on_one_device_warns_and_keeps_the_module() -> None:
     with pytest.warns(FutureWarning, match="strategy='dp' .* is deprecated.* strategy='ddp'"):
         lite = Lite(accelerator="cpu", strategy="dp", devices=1)
     lite.launch()
@@ -329,7 +329,7 @@ def test_dp_is_refused_for_several_devices_that_are_no_gpus() -> None:
     )
 
 
-def test_dp_joins_what_replicas_return() -> None:
+def test_dp_gathers_the_outputs_of_replicas() -> None:
     """Only the joining: DataParallel itself needs GPUs, and was never run here."""
     from stratagem_torch.strategies.data_parallel import _DataParallel
 

@@ -153,7 +153,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "Own"])
 @pytest.mark.parametrize("view", [False, True])
-def test_twenty_steps_are_those_of_ddp(results: Results, optimizer: str, view: bool) -> None:
+def test_ddp_sharded_trains_twenty_steps_like_ddp(
+    results: Results, optimizer: str, view: bool
+) -> None:
     distance, steps, of_scheduler, of_optimizer = results.out[f"{optimizer}, {view}"]
     assert distance < 1e-6
     assert steps == 20

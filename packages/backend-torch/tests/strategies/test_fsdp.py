@@ -98,9 +98,7 @@ WAYS = ("ddp", "fsdp", "blocks", "grad_op", "no_shard", "hybrid", "offload", "wh
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_losses_are_those_of_one_process(
-    way: str, numbers: Ranks, reference: dict[str, Any]
-) -> None:
+def test_losses_equal_one_process(way: str, numbers: Ranks, reference: dict[str, Any]) -> None:
     # 20 steps with accumulation, clipping, two parameter groups and a scheduler.
     assert len(reference["losses"]) == 2 * models.STEPS
     assert close(numbers[0]["losses"][way], reference["losses"])
@@ -122,7 +120,7 @@ def test_each_rank_holds_its_part_of_parameters_and_optimizer_state(
             assert max(held) < 0.55 * whole
 
 
-def test_evaluation_and_prediction_are_those_of_one_process(
+def test_fsdp_evaluates_and_predicts_like_one_process(
     numbers: Ranks, reference: dict[str, Any]
 ) -> None:
     batches = [torch.tensor(rank["predicted"]).view(-1, 4) for rank in numbers]
@@ -238,7 +236,7 @@ def test_a_method_that_was_marked_runs_with_whole_parameters(behaviour: Ranks) -
     assert behaviour[0]["score gradient"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_ranks_that_were_built_with_other_numbers_begin_with_those_of_rank_0(
+def test_fsdp_broadcasts_the_initial_weights_of_rank_0(
     behaviour: Ranks,
 ) -> None:
     got, expected = (behaviour[0]["weights"][name] for name in ("seeds", "seed 10"))
@@ -283,7 +281,7 @@ def test_tied_weights_stay_tied(behaviour: Ranks) -> None:
         ("own policy", "torch.float32"),
     ],
 )
-def test_number_formats_are_those_asked_for(name: str, parameters: str, behaviour: Ranks) -> None:
+def test_fsdp_precision_sets_the_dtypes(name: str, parameters: str, behaviour: Ranks) -> None:
     losses, activations, held = behaviour[0][name]
     net = models.mlp()
     expected = steps(net, torch.optim.Adam(net.parameters(), lr=1e-2))
@@ -416,14 +414,14 @@ def test_a_model_on_the_meta_device_gets_the_numbers_of_a_plain_build(behaviour:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_on_every_rank(
+def test_fsdp_refuses_bad_settings_on_every_rank(
     name: str, expected: str, behaviour: Ranks
 ) -> None:
     for rank in behaviour:
         assert rank["messages"][name].startswith(expected)
 
 
-def test_what_user_code_has_set_on_a_parameter_is_on_its_shard(behaviour: Ranks) -> None:
+def test_fsdp_keeps_user_attributes_of_parameters(behaviour: Ranks) -> None:
     assert [rank["attribute"] for rank in behaviour] == [0.5, 0.5]
 
 

@@ -57,7 +57,7 @@ def test_each_part_is_sharded_and_the_modules_own_parameters_are_whole(
         assert rank["fsdp"]["whole"] == own
 
 
-def test_what_would_train_wrongly_is_refused_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+def test_fsdp_manual_refuses_plain_backward_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["messages"]["plain"].startswith(
             "UserCodeError: loss.backward() gave the parameter 'perceptual.weight' a gradient of "

@@ -69,7 +69,7 @@ def close(values: Any, expected: Any, tolerance: float = 1e-5) -> bool:
 
 
 @pytest.mark.parametrize("way", ["function", "groups", "own groups", "configure_model"])
-def test_losses_are_those_of_one_process(way: str, ranks: Ranks, reference: dict[str, Any]) -> None:
+def test_losses_equal_one_process(way: str, ranks: Ranks, reference: dict[str, Any]) -> None:
     assert close(ranks[0]["losses"][way], reference["losses"])
 
 
@@ -104,7 +104,7 @@ def test_sums_count_a_part_of_the_data_once(ranks: Ranks) -> None:
         assert rank["logged"]["at once"] == 8.0
 
 
-def test_lite_trains_what_was_built_in_its_context(ranks: Ranks) -> None:
+def test_lite_init_module_trains_like_a_plain_loop(ranks: Ranks) -> None:
     net = models.Network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     expected = []
@@ -118,7 +118,7 @@ def test_lite_trains_what_was_built_in_its_context(ranks: Ranks) -> None:
     assert close(ranks[0]["losses"]["lite"], expected)
 
 
-def test_what_was_built_in_pieces_is_divided_with_its_values(ranks: Ranks) -> None:
+def test_model_parallel_shards_keep_the_initial_values(ranks: Ranks) -> None:
     assert ranks[0]["differ"] == []
     assert ranks[0]["names"] == [
         f"{layer}.{name}"
@@ -127,7 +127,7 @@ def test_what_was_built_in_pieces_is_divided_with_its_values(ranks: Ranks) -> No
     ]
 
 
-def test_what_would_train_nonsense_is_refused_on_every_rank(ranks: Ranks) -> None:
+def test_model_parallel_refuses_bad_input_on_every_rank(ranks: Ranks) -> None:
     for rank in ranks:
         assert rank["messages"]["another"].startswith(
             "UserCodeError: parallelize_fn returned another Identity than the model that it was "

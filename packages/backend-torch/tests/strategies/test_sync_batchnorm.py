@@ -37,7 +37,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return Results(folder)
 
 
-def test_outputs_gradients_and_statistics_are_those_of_one_process(results: Results) -> None:
+def test_sync_batchnorm_equals_batchnorm_in_one_process(results: Results) -> None:
     for out in results.out:
         assert len(out["layers"]) == 13
         for case, distances in out["layers"].items():
@@ -83,7 +83,7 @@ def reference() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", ["trainer", "sharded", "strategy", "lite"])
-def test_a_run_is_that_of_one_process(results: Results, way: str) -> None:
+def test_sync_batchnorm_run_trains_like_one_process(results: Results, way: str) -> None:
     expected = reference()
     for weights in results.weights:
         assert list(weights[way]) == list(expected)
@@ -96,7 +96,7 @@ def test_a_run_is_that_of_one_process(results: Results, way: str) -> None:
 # ---------------------------------------------------------------- one process
 
 
-def test_nothing_changes_where_there_is_one_rank() -> None:
+def test_sync_batchnorm_on_one_rank_changes_no_layer() -> None:
     lite = Lite(accelerator="cpu", step_options=StepOptions(sync_batchnorm=True))
     lite.launch()
     net = nn.Sequential(nn.BatchNorm1d(2))
