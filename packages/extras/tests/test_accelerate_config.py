@@ -70,7 +70,7 @@ def test_two_ranks_train_as_the_file_says(tmp_path: Path) -> None:
     assert finished.stdout.splitlines()[-1] == "2 ddp cpu bf16-mixed"
 
 
-def test_machines_and_ports_are_those_of_the_file(tmp_path: Path) -> None:
+def test_accelerate_config_sets_machines_and_ports(tmp_path: Path) -> None:
     options, variables = read(
         tmp_path,
         num_machines=2,
@@ -111,7 +111,7 @@ def test_options_count_more_than_the_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert json.loads(os.environ["STRATAGEM_LITE"])["precision"] == "bf16-mixed"
 
 
-def test_a_file_with_little_in_it_is_enough(tmp_path: Path) -> None:
+def test_minimal_accelerate_config_is_read(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("distributed_type: 'NO'")
     assert read_config(path) == ({"devices": 1}, {"STRATAGEM_LITE": "{}"})
@@ -165,7 +165,7 @@ def test_a_file_with_little_in_it_is_enough(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(
+def test_unsupported_accelerate_options_are_refused_by_name(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:

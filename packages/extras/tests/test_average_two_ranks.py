@@ -38,7 +38,7 @@ class Net(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def test_an_average_of_sharded_weights_is_that_of_whole_ones(
+def test_ema_of_sharded_weights_equals_ema_of_unsharded_weights(
     run_script: Any, tmp_path: Path
 ) -> None:
     run_script(SCRIPT.read_text(), timeout=240)

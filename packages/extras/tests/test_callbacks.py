@@ -236,12 +236,12 @@ def test_an_error_after_training_leaves_the_average_in_the_model() -> None:
 
 
 @pytest.mark.parametrize("count", ["../..", -1, True, 1.5])
-def test_a_checkpoint_whose_average_has_no_number_of_values_is_refused(count: Any) -> None:
+def test_weight_averaging_refuses_a_bad_n_averaged(count: Any) -> None:
     with pytest.raises(ValueError, match=r"n_averaged is a .*, expected a whole number"):
         WeightAveraging().load_state_dict({"n_averaged": count})
 
 
-def test_averaging_begins_where_it_is_told() -> None:
+def test_ema_starts_at_the_given_step_and_epoch() -> None:
     ema = EMAWeightAveraging(
         update_every_n_steps=2, update_starting_at_step=3, update_starting_at_epoch=1
     )
@@ -285,7 +285,7 @@ def test_swa_says_which_scheduler_it_replaces(caplog: pytest.LogCaptureFixture) 
     assert "Swapping scheduler `StepLR` for `SWALR`" in caplog.text
 
 
-def test_swa_refuses_what_it_cannot_do() -> None:
+def test_swa_refuses_bad_arguments() -> None:
     for wrong, what in (
         ({"swa_lrs": 0.0}, "swa_lrs"),
         ({"swa_lrs": 0.1, "swa_epoch_start": 1.5}, "swa_epoch_start"),
@@ -385,7 +385,7 @@ def test_pruned_weights_stay_zero_and_names_stay_the_models(
     assert any(of_head in line for line in caplog.messages)
 
 
-def test_what_would_be_pruned_is_listed_once() -> None:
+def test_sanitize_parameters_to_prune_lists_shared_parameters_once() -> None:
     model = Net()
     model.other = model.head  # the same parameters under two names
     listed = ModelPruning.sanitize_parameters_to_prune(
@@ -400,7 +400,7 @@ def test_what_would_be_pruned_is_listed_once() -> None:
         ModelPruning.sanitize_parameters_to_prune(model, [(model.head, "mask")])
 
 
-def test_the_lottery_gives_what_is_left_its_first_values() -> None:
+def test_lottery_ticket_resets_kept_weights_to_initial_values() -> None:
     model = Net()
     before = model.head.weight.detach().clone()
     pruning = ModelPruning("random_unstructured", [(model.head, "weight")], amount=1)
@@ -409,7 +409,7 @@ def test_the_lottery_gives_what_is_left_its_first_values() -> None:
     assert int((pruning.masks["head.weight"] == 0).sum()) == 1
 
 
-def test_masks_are_left_in_the_model_where_they_are_not_permanent() -> None:
+def test_pruning_keeps_masks_if_not_permanent() -> None:
     model = Net()
     before = model.head.weight.detach().clone()
     given = [(model.head, "weight")]
@@ -420,7 +420,7 @@ def test_masks_are_left_in_the_model_where_they_are_not_permanent() -> None:
     assert torch.equal(left["head.weight_mask"], pruning.masks["head.weight"])
 
 
-def test_pruning_refuses_what_does_not_fit() -> None:
+def test_pruning_refuses_bad_arguments() -> None:
     with pytest.raises(ConfigurationError, match="expected one of l1_unstructured"):
         ModelPruning("smallest")
     with pytest.raises(ConfigurationError, match="use_global_unstructured=False and a pruning_dim"):
@@ -437,7 +437,7 @@ def test_pruning_refuses_what_does_not_fit() -> None:
 # -- logs
 
 
-def test_learning_rates_are_those_of_the_next_step(tmp_path: Path) -> None:
+def test_learning_rate_monitor_logs_the_rates_of_the_next_step(tmp_path: Path) -> None:
     monitor = LearningRateMonitor(log_momentum=True, log_weight_decay=True)
     logger = CSVLogger(tmp_path)
     one = trainer(monitor, logger=logger, max_epochs=3)
@@ -854,7 +854,7 @@ class Writer(BasePredictionWriter):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_predictions_are_written_with_the_samples_that_they_are_of(workers: int) -> None:
+def test_prediction_writer_receives_predictions_with_their_indices(workers: int) -> None:
     data = TensorDataset(torch.zeros(5, 3), torch.arange(5.0))
     shuffled = DataLoader(data, 2, shuffle=True, num_workers=workers)
     writer = Writer("batch_and_epoch")
@@ -867,7 +867,7 @@ def test_predictions_are_written_with_the_samples_that_they_are_of(workers: int)
     assert [one.tolist() for one in predictions] == indices[0]
 
 
-def test_predictions_of_several_loaders_and_of_what_has_no_indices() -> None:
+def test_prediction_writer_takes_several_loaders_and_plain_lists() -> None:
     writer = Writer("epoch")
     batch = [torch.zeros(2, 3), torch.arange(2.0)]
     trainer(writer).predict(Net(), [loader(), [batch]])

@@ -84,7 +84,7 @@ def test_consolidate_makes_one_file_of_a_directory(tmp_path: Path) -> None:
     assert "is there already" in stratagem("consolidate", source, target, code=1)
 
 
-def test_the_library_reads_what_convert_writes(tmp_path: Path) -> None:
+def test_safetensors_reads_the_output_of_convert(tmp_path: Path) -> None:
     weights = torch.randn(3, 5)
     state = {
         "matrix": weights,
@@ -140,7 +140,7 @@ def test_weights_of_lite_are_found_or_named(tmp_path: Path) -> None:
     )
 
 
-def test_convert_refuses_what_it_cannot_do_and_writes_nothing(tmp_path: Path) -> None:
+def test_convert_refuses_bad_arguments_and_writes_no_file(tmp_path: Path) -> None:
     source = save(tmp_path / "a.ckpt", {"w": torch.ones(2)})
     there = tmp_path / "there.safetensors"
     there.touch()
@@ -207,7 +207,7 @@ def test_a_disk_that_is_full_leaves_no_safetensors_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [source]
 
 
-def test_what_is_at_the_path_was_synced_before(
+def test_convert_syncs_the_file_before_its_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The library renames a file of its own, which it does not sync."""
@@ -225,7 +225,7 @@ def test_what_is_at_the_path_was_synced_before(
 
 
 @pytest.mark.parametrize("package", ["safetensors", "numpy"])
-def test_convert_says_what_to_install(
+def test_convert_names_the_missing_package(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find_spec = importlib.util.find_spec

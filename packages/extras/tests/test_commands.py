@@ -98,7 +98,7 @@ def test_strategies_as_json(program: Program) -> None:
     assert listed["ddp"]["accelerators"] is None
 
 
-def test_strategies_lists_those_of_an_installed_plugin(program: Program) -> None:
+def test_strategies_command_lists_an_installed_plugin(program: Program) -> None:
     program.install("averaging", GOOD_PLUGIN)
     assert row_of(program("strategies").stdout, "average") == [
         "average",
@@ -210,7 +210,7 @@ def test_explain_says_that_many_processes_share_the_cores(program: Program) -> N
     assert program(*many, "2").stdout.splitlines()[2].endswith("your argument")
 
 
-def test_explain_shows_what_was_not_taken_if_asked(program: Program) -> None:
+def test_explain_why_lists_rejected_choices(program: Program) -> None:
     assert "not taken" not in program("explain").stdout
     lines = program("explain", "--why").stdout.splitlines()
     (slurm,) = [line for line in lines if line.startswith("  not taken") and "SLURM" in line]
@@ -243,7 +243,7 @@ def test_explain_takes_every_part_of_a_request(program: Program) -> None:
         (["--num-nodes", "2", "--strategy", "ddp"], "num_nodes=2 needs a cluster"),
     ],
 )
-def test_explain_refuses_what_cannot_be(
+def test_explain_refuses_impossible_arguments(
     program: Program, arguments: list[str], message: str
 ) -> None:
     done = program("explain", *arguments, code=2)
@@ -257,7 +257,7 @@ def test_explain_reads_numbers_as_a_trainer_is_given_them(program: Program) -> N
     assert program("explain", "--devices=0", code=2).stderr.startswith("devices=0 leaves nothing")
 
 
-def test_explain_refuses_what_the_components_themselves_would(program: Program) -> None:
+def test_explain_refuses_arguments_that_a_strategy_refuses(program: Program) -> None:
     done = program("explain", "--strategy=dp", "--accelerator=cpu", "--devices=2", code=2)
     assert done.stderr == (
         "strategy='dp' splits a batch over GPUs, received 2 devices of the accelerator 'cpu': use "
@@ -286,7 +286,7 @@ main()
 # -- doctor
 
 
-def test_doctor_finds_no_problem_where_there_is_none(program: Program) -> None:
+def test_doctor_reports_no_problem_on_a_good_installation(program: Program) -> None:
     program.install("averaging", GOOD_PLUGIN)
     said = program("doctor").stdout
     assert said.endswith("\nNo problem found.\n\nNext: stratagem strategies\n")
@@ -394,7 +394,7 @@ def test_a_failed_check_is_a_problem(program: Program, body: str, problem: str) 
     assert found["problems"] == [f"examined:plug: {problem}"]
 
 
-def test_an_accelerator_whose_probe_fails_is_not_available_and_stops_nothing(
+def test_accelerator_with_failing_probe_is_not_available(
     program: Program,
 ) -> None:
     program.install(
@@ -424,7 +424,7 @@ def test_the_cluster_that_is_detected_is_marked(program: Program) -> None:
     assert rows["plain"] == ""
 
 
-def test_doctor_says_who_can_connect_to_a_run(program: Program) -> None:
+def test_doctor_warns_of_other_users_of_the_machine(program: Program) -> None:
     assert "other users of this machine can connect to it (SECURITY.md)" in program("doctor").stdout
 
 
@@ -468,7 +468,7 @@ def test_a_plugin_that_cannot_check_specs_is_one_failed_check(program: Program) 
     ]
 
 
-def test_a_plugin_answers_what_doctor_says_of_one_distribution(program: Program) -> None:
+def test_stratagem_examine_hook_answers_doctor_for_a_distribution(program: Program) -> None:
     program.install(
         "second",
         """
@@ -485,7 +485,7 @@ def test_a_plugin_answers_what_doctor_says_of_one_distribution(program: Program)
     assert program("doctor", "second").stdout.startswith("second False\nsecond 1.5\n")
 
 
-def test_where_no_plugin_examines_a_distribution_doctor_says_what_to_install(
+def test_doctor_without_examine_hook_names_the_package_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("stratagem_extras.commands.doctor.get_registry", Registry)

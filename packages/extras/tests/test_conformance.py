@@ -193,7 +193,7 @@ print("steps", trainer.global_step)
         ("comet_ml", "CometLogger", "CometLogger(save_dir='.', online=False)", "*.zip"),
     ],
 )
-def test_a_run_without_a_network_leaves_what_is_sent_later(
+def test_offline_run_of_a_service_logger_writes_a_local_file(
     package: str, kind: str, logger: str, file: str, tmp_path: Path
 ) -> None:
     pytest.importorskip(package, reason=SESSION)

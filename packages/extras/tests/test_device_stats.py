@@ -74,7 +74,7 @@ def test_figures_come_before_and_after_each_batch_that_is_logged(
         assert float(before) < float(row["DeviceStatsMonitor.on_train_batch_end/asked"])
 
 
-def test_figures_of_an_evaluation_are_those_of_its_batches(tmp_path: Path) -> None:
+def test_device_stats_monitor_logs_batches_of_an_evaluation(tmp_path: Path) -> None:
     class Validated(Net):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             pass
@@ -103,13 +103,13 @@ def test_figures_of_an_evaluation_are_those_of_its_batches(tmp_path: Path) -> No
     quiet.validate(Validated(), [torch.ones(2, 2)])
 
 
-def test_between_logged_steps_nobody_is_asked(tmp_path: Path) -> None:
+def test_device_stats_are_read_at_logged_steps_only(tmp_path: Path) -> None:
     accelerator = Counting()
     fit(tmp_path, DeviceStatsMonitor(), accelerator=accelerator, log_every_n_steps=6)
     assert accelerator.asked == 4
 
 
-def test_the_processors_figures_are_those_of_the_device_where_it_is_the_device(
+def test_device_stats_on_the_cpu_are_the_cpu_stats(
     tmp_path: Path,
 ) -> None:
     (row,) = fit(tmp_path, DeviceStatsMonitor(), log_every_n_steps=12)

@@ -63,7 +63,7 @@ def test_a_module_that_no_trainer_has_seen_becomes_torchscript() -> None:
         model.trainer  # noqa: B018
 
 
-def test_an_export_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_names_missing_inputs_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserCodeError) as raised:
         Net().to_torchscript(method="trace")
     assert str(raised.value) == (
@@ -81,7 +81,7 @@ def test_an_export_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_what_is_written_as_onnx_is_the_model_in_evaluation_mode(
+def test_to_onnx_exports_the_model_in_eval_mode(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # The exporter itself needs packages that the other tests do without.

@@ -64,7 +64,9 @@ def test_each_of_nine_samples_is_gathered_once(
         assert found[name] == expected
 
 
-def test_what_cannot_be_gathered_is_refused_on_every_rank(of_ranks: list[dict[str, Any]]) -> None:
+def test_gather_for_metrics_refuses_uneven_values_on_every_rank(
+    of_ranks: list[dict[str, Any]],
+) -> None:
     for found in of_ranks:
         assert found["by class"] == (
             "gather_for_metrics() received [7, 7] rows on the ranks, whose last batch has 1 "

@@ -25,7 +25,7 @@ NEED = StepMemory(
 )
 
 
-def test_strategies_that_divide_what_is_too_much_are_named_once_with_their_need() -> None:
+def test_memory_remedies_name_each_kind_of_sharding_once() -> None:
     assert what_would_fit(NEED, 10 * GIB, SPECS, ranks=4) == [
         "strategy='whole' with devices=4: about 8.00 GiB",
         "strategy='host' with devices=4: about 4.00 GiB",

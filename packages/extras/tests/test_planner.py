@@ -87,7 +87,7 @@ def planned(model: Any, batch: Any, strategy: str = "single_device", **options: 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_a_plan_for_one_device_is_what_a_step_holds(precision: str, micro_batches: int) -> None:
+def test_memory_plan_for_one_device_equals_a_real_step(precision: str, micro_batches: int) -> None:
     batch = torch.zeros(200, 10)
     row = planned(Net, batch, precision=precision, accumulate_grad_batches=micro_batches)
     real = held(Net, batch, precision, micro_batches)
@@ -103,7 +103,7 @@ def test_a_model_is_planned_as_the_function_that_builds_it_and_is_not_changed() 
     assert "log" not in vars(model)
 
 
-def test_more_layers_hold_what_each_further_one_adds() -> None:
+def test_memory_plan_grows_linearly_with_layers() -> None:
     batch = torch.zeros(50, 10)
     rows = [planned(lambda n=n: Net(n), batch, "fsdp", devices=4) for n in (7, 8, 40)]
     seven, eight, forty = (row.memory.total for row in rows)
@@ -124,7 +124,7 @@ def test_more_layers_hold_what_each_further_one_adds() -> None:
         ),
     ],
 )
-def test_a_plan_for_two_ranks_is_what_they_hold(model: str, strategies: list[str]) -> None:
+def test_memory_plan_for_two_ranks_equals_a_real_step(model: str, strategies: list[str]) -> None:
     script = ROOT / "benchmarks/planned_memory.py"
     options = ["--models", model, "--precisions", "32-true", "--strategies", *strategies]
     done = subprocess.run(
@@ -136,7 +136,7 @@ def test_a_plan_for_two_ranks_is_what_they_hold(model: str, strategies: list[str
     assert all(0.99 < float(ratio) < 1.01 for *_, ratio in rows), done.stdout
 
 
-def test_plans_of_drawn_models_are_what_real_steps_hold(tmp_path: Path) -> None:
+def test_memory_plans_of_random_models_equal_real_steps(tmp_path: Path) -> None:
     results = tmp_path / "cells.jsonl"
     options = ["--models", "4", "--scale", "0.2", "--strategies", "ddp", "ddp_sharded", "fsdp"]
     script = [sys.executable, str(ROOT / "benchmarks/drawn_memory.py"), "--results", str(results)]
@@ -161,7 +161,7 @@ def test_the_rank_with_the_largest_parameter_is_planned(foreach: bool, temporary
     assert memory.temporary == pytest.approx(4 * temporary, rel=0.01)
 
 
-def test_measured_cells_are_put_beside_those_of_a_page(tmp_path: Path) -> None:
+def test_measured_cells_are_merged_into_the_page(tmp_path: Path) -> None:
     cell = {"model": "lstm", "strategy": "ddp", "precision": "32-true", "checkpointing": False}
     again = {**cell, "checkpointing": True, "model": "vit"}
     page, results = tmp_path / "page.md", tmp_path / "cells.jsonl"
@@ -227,7 +227,7 @@ def test_an_lstm_keeps_a_workspace_for_backward() -> None:
     assert planned(Recurrent, batch).memory.total == pytest.approx(real, rel=0.05)
 
 
-def test_what_gloo_copies_is_counted_on_the_host_alone() -> None:
+def test_memory_plan_counts_copies_of_gloo_on_the_host_only() -> None:
     options = {"devices": 2, "optimizer": "SGD"}
     batch = torch.zeros(2, 1000)
     on_gpu, on_host = (
@@ -321,7 +321,7 @@ def test_seventy_billion_parameters_are_planned_in_little_memory(tmp_path: Path)
         pytest.param(4, ["deepspeed_stage_1", "deepspeed_stage_3"], marks=needs_deepspeed),
     ],
 )
-def test_layers_that_are_extrapolated_hold_what_they_hold_when_they_run(
+def test_extrapolated_layers_equal_simulated_layers(
     devices: int, strategies: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def plan() -> list[Any]:
@@ -388,7 +388,7 @@ def test_an_optimizer_on_a_gpu_steps_all_parameters_at_once() -> None:
         assert 0.5 * whole <= grown <= whole
 
 
-def test_gradients_are_at_most_those_of_all_parameters() -> None:
+def test_planned_gradients_are_at_most_the_parameters() -> None:
     # Three layers hold most at the beginning of backward, and four at its end.
     decoder = partial(PlannedDecoder, 1e9, layers=24, hidden=1536, vocabulary=32_000)
     tokens = torch.zeros(1, 2048, dtype=torch.long)
@@ -459,7 +459,7 @@ class WithKernel(Net):
         return super().forward(twice(inputs))
 
 
-def test_what_needs_values_is_measured_or_left_out_and_the_plan_says_so() -> None:
+def test_memory_plan_notes_parts_that_need_real_values() -> None:
     options: dict[str, Any] = {"devices": 2, "device": "A10", "strategies": ["fsdp", "ddp"]}
     plan = plan_memory(Net, torch.zeros(4, 10), **options, optimizer=ByNumpy)
     rows = {row.name: row for row in plan.strategies}
@@ -488,7 +488,7 @@ def test_gathered_parameters_of_an_offloaded_model_are_on_the_device() -> None:
     assert (same.on_host, same.on_device) == (0, same.memory.total)
 
 
-def test_the_plan_says_what_to_write() -> None:
+def test_memory_plan_prints_the_trainer_call() -> None:
     batch = torch.zeros(5, 10)
     one = 4 * sum(p.numel() for p in Net().parameters())
     whole = plan_memory(Net, batch, devices=4, device="A100-80GB", accumulate_grad_batches=2)
@@ -548,7 +548,7 @@ class Reads(nn.Module):
         self.table = json.loads(Path("nowhere.json").read_text())
 
 
-def test_bad_input_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_plan_memory_refuses_bad_input_with_a_remedy(tmp_path: Path) -> None:
     batch = torch.zeros(5, 10)
     for options, message in (
         ({"devices": 0}, "devices=0: expected a whole number of at least 1"),
@@ -598,7 +598,7 @@ def test_working_memory_has_its_parts() -> None:
 
 
 @needs_deepspeed
-def test_what_is_offloaded_to_a_disk_is_not_in_the_host() -> None:
+def test_memory_plan_counts_nvme_offload_on_disk_only() -> None:
     names = ["deepspeed_stage_3_offload", "deepspeed_stage_3_offload_nvme"]
     options = {"devices": 2, "device": "A10", "precision": "bf16-mixed", "strategies": names}
     batch = torch.zeros(5, 10)
@@ -728,9 +728,7 @@ except ChildProcessError:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks are for Linux")
 @pytest.mark.parametrize("how", ["works", "fails", "hangs"])
-def test_forks_share_the_pieces_and_those_of_a_fork_that_fails_are_done(
-    how: str, tmp_path: Path
-) -> None:
+def test_forks_redo_the_work_of_a_failed_fork(how: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", FORKS, how]
     done = subprocess.run(command, cwd=tmp_path, timeout=120, capture_output=True, text=True)
     assert done.stdout == "no fork is left\n", done.stderr
@@ -750,7 +748,7 @@ def test_the_command_simulates_each_strategy_and_ends_quietly(tmp_path: Path) ->
     assert done.stderr == ""
 
 
-def test_the_command_refuses_what_is_missing_and_what_is_too_much(
+def test_plan_command_refuses_missing_and_conflicting_arguments(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for arguments, message in (
@@ -932,7 +930,7 @@ class Sparse(ParallelStrategy):
         return {name: replace(memory, sent=memory.sent // 10) for name, memory in estimated.items()}
 
 
-def test_a_strategy_that_cannot_be_simulated_says_itself_what_it_holds() -> None:
+def test_memory_plan_uses_the_estimate_of_a_custom_strategy() -> None:
     StrategyRegistry.register("sparse", Sparse, description="sends little")
     try:
         sparse = planned(Net, torch.zeros(8, 10), "sparse", devices=2)

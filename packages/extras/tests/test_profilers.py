@@ -140,7 +140,7 @@ def test_torchs_profiler_has_the_actions_as_ranges(tmp_path: Path) -> None:
         trainer(PyTorchProfiler(shapes=True)).fit(Net(), loader())
 
 
-def test_what_torchs_table_does_not_take_is_refused_before_anything_runs() -> None:
+def test_pytorch_profiler_refuses_unknown_table_kwargs() -> None:
     with pytest.raises(ConfigurationError, match=r"'max_width'.*expected some of header, max_"):
         PyTorchProfiler(table_kwargs={"max_width": 3})
     with pytest.raises(ConfigurationError, match="row_limit and sort_by_key are arguments"):

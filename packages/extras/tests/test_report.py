@@ -153,7 +153,7 @@ def test_the_page_loads_nothing_from_elsewhere(trained: Path, tmp_path: Path) ->
     assert "prefers-color-scheme: dark" in text
 
 
-def test_the_values_that_are_drawn_are_those_of_the_log(tmp_path: Path) -> None:
+def test_report_chart_draws_the_logged_values(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", "step,train_loss\n0,4\n10,2\n20,1.5\n")
     run = read_run(folder, "run")
     assert list(run.series["train_loss"].values) == [4, 2, 1.5]
@@ -365,7 +365,7 @@ def test_folders_of_runs_are_found_in_natural_order(tmp_path: Path) -> None:
         (["run", "--output", "run"], "Is a directory"),
     ],
 )
-def test_errors_say_what_was_expected(
+def test_report_errors_name_the_expected_input(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

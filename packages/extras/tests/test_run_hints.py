@@ -443,7 +443,7 @@ def test_one_variable_switches_all_hints_off(
     assert len(hints(net(), saver, val=loader(shuffle=True))) == 4
 
 
-def test_a_trainer_does_not_list_it_and_trials_have_none(capsys: Any) -> None:
+def test_run_hints_are_unlisted_and_absent_in_trials(capsys: Any) -> None:
     fitted = trainer(max_epochs=1)
     trial = fitted.with_options(fitted.options)
     trial.fit(Net(unused=True), loader())

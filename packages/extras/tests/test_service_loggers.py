@@ -123,7 +123,7 @@ def test_a_rank_that_does_not_write_has_an_experiment_that_takes_every_call(
         ("all", [("a.ckpt", 0.5, ["latest", "best"]), ("b.ckpt", 0.25, ["latest", "best"])]),
     ],
 )
-def test_checkpoints_are_sent_when_they_are_to_be(
+def test_log_model_sets_the_time_of_uploads(
     log_model: Any, sent: list[Any], tmp_path: Path
 ) -> None:
     class Saver(ModelCheckpoint):
@@ -177,7 +177,7 @@ def tensorboard() -> None:
 
 
 @pytest.mark.usefixtures("tensorboard")
-def test_tensorboard_hides_what_comes_after_the_last_checkpoint_beside_it(tmp_path: Path) -> None:
+def test_tensorboard_purges_steps_after_the_resumed_checkpoint(tmp_path: Path) -> None:
     def logger_of(epochs: int, path: str | None) -> Logger:
         logger = TensorBoardLogger(tmp_path, version="one")
         trainer = trainer_in(tmp_path, logger, max_epochs=epochs)
@@ -232,7 +232,7 @@ def test_tensorboard_takes_hyperparameters_of_any_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tensorboard")
-def test_tensorboard_has_a_graph_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_tensorboard_log_graph_writes_the_graph(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path, log_graph=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit.trace

@@ -55,7 +55,7 @@ def test_the_progress_bar_shows_the_values_that_ask_for_it() -> None:
 
 
 @pytest.mark.parametrize("width", [50, 80, 120])
-def test_a_narrow_terminal_shows_what_goes_on_and_cuts_no_value_in_silence(width: int) -> None:
+def test_narrow_terminal_marks_cut_values(width: int) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=width, color_system=None)
     model = Logs(lambda m, batch, i: m.log("a_long_name_of_a_loss", 0.123456, prog_bar=True))

@@ -144,7 +144,7 @@ trainer:
     assert str(cli.trainer.logger.save_dir) == "logs"
 
 
-def test_a_run_saves_its_config_beside_its_checkpoints_and_overwrites_none() -> None:
+def test_trainer_cli_saves_its_config_without_overwriting() -> None:
     cli = TrainerCLI(Line, Ones, args=["fit", *QUIET, "--data.count=8", "--seed_everything=3"])
     folder = Path(cli.trainer.log_dir)
     saved = yaml.safe_load((folder / "config.yaml").read_text())
@@ -200,7 +200,7 @@ def test_an_error_has_a_few_lines_and_no_usage(
         assert noise not in error
 
 
-def test_print_config_and_help_say_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_config_and_help_list_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         made("--print_config")
     printed = yaml.safe_load(capsys.readouterr().out)
@@ -211,7 +211,7 @@ def test_print_config_and_help_say_what_there_is(capsys: pytest.CaptureFixture[s
     assert "predict" in capsys.readouterr().out
 
 
-def test_environment_variables_are_read_where_they_are_to_be(
+def test_default_env_reads_environment_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("STRATAGEM_MODEL__WIDTH", "6")
@@ -265,7 +265,7 @@ def test_a_key_twice_in_a_config_is_refused(
         assert f"twice in one mapping, in lines {lines}: write" in capsys.readouterr().err
 
 
-def test_an_alias_of_a_config_is_what_it_stands_for() -> None:
+def test_yaml_alias_of_a_config_is_resolved() -> None:
     text = "{model: {width: &n 3, rate: 0.5}, data: {count: *n}}"
     assert parsing._load_bounded(text) == {
         "model": {"width": 3, "rate": 0.5},
@@ -327,7 +327,7 @@ def test_before_and_after_a_run_come_the_clis_own_methods() -> None:
     assert called == ["before", "Line", "after"]
 
 
-def test_what_saves_nothing_or_is_nothing_is_refused() -> None:
+def test_trainer_cli_refuses_a_useless_saver_and_unknown_classes() -> None:
     with pytest.raises(ConfigurationError, match=r"save_to_log_dir=False` only makes sense"):
         SaveConfigCallback(None, None, save_to_log_dir=False)
     with pytest.raises(ConfigurationError, match=r"expected a Trainer, Module, DataModule or Ca"):
@@ -363,7 +363,7 @@ class Net(Module):
 """
 
 
-def test_the_program_trains_what_a_file_describes_on_two_ranks(tmp_path: Path) -> None:
+def test_fit_command_trains_from_a_config_file_on_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(MODEL)
     (tmp_path / "run.yaml").write_text(
         "model: {class_path: net.Net, init_args: {width: 3}}\n"

@@ -157,7 +157,7 @@ def test_the_trainer_shows_the_data_that_was_tuned_until_it_runs(
     assert one.train_dataloader.batch_size == 5
 
 
-def test_what_cannot_be_scaled_is_refused() -> None:
+def test_scale_batch_size_refuses_bad_input() -> None:
     tuner = Tuner(trainer())
     with pytest.raises(ConfigurationError, match="given loaders, whose batch size is fixed"):
         tuner.scale_batch_size(Net(), train_dataloaders=Net().train_dataloader())
@@ -236,7 +236,7 @@ def test_a_sweep_ends_where_the_loss_explodes() -> None:
     assert len(finder.results["lr"]) < 50
 
 
-def test_what_cannot_be_swept_is_refused() -> None:
+def test_lr_find_refuses_bad_input() -> None:
     tuner = Tuner(trainer())
     with pytest.raises(ConfigurationError, match="0 < min_lr < max_lr"):
         tuner.lr_find(Net(), min_lr=1.0, max_lr=0.1)
