@@ -111,12 +111,10 @@ TORCH_TESTS = [
     "packages/backend-torch/tests/strategies/test_ddp_sharded.py",
     "packages/backend-torch/tests/checkpoint/test_directory.py",
     "packages/backend-torch/tests/launch/test_end_of_rank.py",
-    "packages/core/tests/test_examples.py",
     "packages/backend-torch/tests/strategies/test_fsdp.py",
     "packages/backend-torch/tests/strategies/test_fsdp_manual.py",
     "packages/core/tests/lite/test_lite.py",
     "packages/core/tests/checkpoint/test_saved_before.py",
-    "packages/extras/tests/test_planner.py",
     "tests/test_readme.py",
 ]
 WHEEL_TESTS = [

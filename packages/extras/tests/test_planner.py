@@ -114,13 +114,19 @@ def test_memory_plan_grows_linearly_with_layers() -> None:
 @pytest.mark.parametrize(
     ("model", "strategies"),
     [
-        ("tied", ["ddp", "ddp_sharded"]),
-        ("tied", ["fsdp", "fsdp_shard_grad_op"]),
-        ("tied", ["model_parallel"]),
-        ("resnet", ["fsdp"]),
-        pytest.param("tied", ["deepspeed_stage_1", "deepspeed_stage_3"], marks=needs_deepspeed),
+        ("tied", ["fsdp"]),
+        pytest.param("tied", ["ddp", "ddp_sharded"], marks=pytest.mark.long),
+        pytest.param("tied", ["fsdp_shard_grad_op", "model_parallel"], marks=pytest.mark.long),
+        pytest.param("resnet", ["fsdp"], marks=pytest.mark.long),
         pytest.param(
-            "tied", ["deepspeed_stage_2", "deepspeed_stage_2_offload"], marks=needs_deepspeed
+            "tied",
+            ["deepspeed_stage_1", "deepspeed_stage_3"],
+            marks=[needs_deepspeed, pytest.mark.long],
+        ),
+        pytest.param(
+            "tied",
+            ["deepspeed_stage_2", "deepspeed_stage_2_offload"],
+            marks=[needs_deepspeed, pytest.mark.long],
         ),
     ],
 )

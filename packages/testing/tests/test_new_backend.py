@@ -241,9 +241,12 @@ SOME = {
     "checkpoint-io": "values or paths or safety",
 }
 """The checks that are tried of those kinds of which all take long; `nox -s guide` runs them."""
+LONG = {"strategy", "launcher"}
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(
+    params=[pytest.param(kind, marks=[pytest.mark.long] * (kind in LONG)) for kind in KINDS]
+)
 def installed(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Program, str]:
     """The program beside a distribution of each kind, which is where it was written."""
     program, kind = Program(tmp_path), request.param

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from fixtures import run_file
 
+pytestmark = pytest.mark.long
+
 SCRIPT = Path(__file__).parents[1] / "state_matrix.py"
 RANKS = (1, 2, 4)
 WAYS = (
