@@ -516,6 +516,7 @@ def test_short_doctor_lists_plugins_and_problems(program: Program) -> None:
     program.plugins = [CORE]
     said = program("doctor").stdout
     assert row_of(said, CORE) == [CORE, __version__, "loaded"]
+    assert row_of(said, "checkpoint_io")[1] == "async, directory, single_file"
     assert said.endswith(
         f"\nNo problem found.\n\nIn full: pip install stratagem-extras=={__version__}\n"
     )

@@ -31,6 +31,9 @@ def run(arguments: Sequence[str]) -> int:
     installed = [("python", python, ""), ("torch", version_of("torch") or "not installed", "")]
     plugins = [(r.distribution, r.version, r.status) for r in registry.reports]
     print_table(("installed", "version", "status"), [*installed, *plugins])
+    kinds = ("accelerator", "precision", "checkpoint_io", "cluster_environment", "launcher")
+    print()
+    print_table(("kind", "names"), [(kind, ", ".join(registry.names(kind))) for kind in kinds])
     checks = [*failed_commands(registry), *misplaced_checks(registry), *plugins_checks(registry)]
     found = problems_of(registry.reports, ambiguous_names(registry), checks)
     print(f"\nProblems: {len(found)}" if found else "\nNo problem found.")
