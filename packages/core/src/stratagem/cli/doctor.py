@@ -27,10 +27,10 @@ def run(arguments: Sequence[str]) -> int:
         return code
     parse_short_form("doctor", SUMMARY, arguments)
     registry = get_registry()
-    python = sys.version.partition(" ")[0]
-    installed = [("python", python, ""), ("torch", version_of("torch") or "not installed", "")]
+    python, torch = sys.version.partition(" ")[0], version_of("torch") or "not installed"
     plugins = [(r.distribution, r.version, r.status) for r in registry.reports]
-    print_table(("installed", "version", "status"), [*installed, *plugins])
+    installed = [("python", python, ""), ("torch", torch, ""), *plugins]
+    print_table(("installed", "version", "status"), installed)
     kinds = ("accelerator", "precision", "checkpoint_io", "cluster_environment", "launcher")
     print()
     print_table(("kind", "names"), [(kind, ", ".join(registry.names(kind))) for kind in kinds])
@@ -68,13 +68,10 @@ def problems_of(
         ambiguous: for each ambiguous (kind, name), the qualified names that claim it.
         checks: checks as (plugin, check), of which the failed ones are problems.
     """
-    lines, notes = [], []
-    for report in reports:
-        plugin = f"{report.distribution} ({report.entry_point})"
-        if report.status in ("broken", "incompatible"):
-            lines.append(f"{plugin} is {report.status}: {report.reason}")
-        notes += [f"{plugin}: {note}" for note in report.notes]
-    lines += notes
+    plugins = [(f"{report.distribution} ({report.entry_point})", report) for report in reports]
+    failed_states = ("broken", "incompatible")
+    lines = [f"{p} is {r.status}: {r.reason}" for p, r in plugins if r.status in failed_states]
+    lines += [f"{plugin}: {note}" for plugin, report in plugins for note in report.notes]
     lines += [_ambiguity(*key, holders) for key, holders in ambiguous.items()]
     failed = ((plugin, check) for plugin, check in checks if check.status == "error")
     lines += [f"{plugin}: {check.name}: {check.detail}" for plugin, check in failed]
