@@ -282,7 +282,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Plugin]:
     return name, CASES[name]
 
 
-def test_it_is_reported_and_stops_nobody(case: tuple[str, Plugin], tmp_path: Path) -> None:
+def test_broken_plugin_is_reported_and_skipped(case: tuple[str, Plugin], tmp_path: Path) -> None:
     name, plugin = case
     seen = json.loads(run(tmp_path, "-c", LOOK, environ=plugin.environ))
 
@@ -369,7 +369,7 @@ def test_a_plugin_that_does_not_return_is_shown_with_its_file(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("command", ["doctor", "strategies"])
-def test_what_a_plugin_prints_while_it_runs_is_cut(command: str, tmp_path: Path) -> None:
+def test_output_of_a_plugin_is_truncated(command: str, tmp_path: Path) -> None:
     flood = (
         "import sys\nfor file in (sys.stdout, sys.stderr):\n    print('flood ' * 10**6, file=file)"
     )
@@ -399,9 +399,7 @@ def start(folder: Path, command: str) -> subprocess.Popen[str]:
 HOSTILE = "\x1b]0;title\x07\x1b[2J\u202e"
 
 
-def test_no_text_of_a_plugin_reaches_the_terminal_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_of_a_plugin_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control characters in metadata, summaries, errors and checks are escaped."""
     monkeypatch.setenv("COLUMNS", "300")  # tables wrap no text
     install(tmp_path, "hostile", Plugin(returning(f'[spec("wanted", summary={HOSTILE!r})]')))
@@ -664,9 +662,7 @@ def promises(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.parametrize("mistake", PROMISES)
-def test_doctor_finds_what_a_spec_promises_and_is_not_there(
-    mistake: str, promises: list[str]
-) -> None:
+def test_doctor_reports_missing_targets_of_a_spec(mistake: str, promises: list[str]) -> None:
     who, expected = f"{distribution_of(mistake)}: strategy {mistake!r}: ", PROMISES[mistake][1]
     (problem,) = (line for line in promises if line.startswith(who))
     assert problem.startswith(f"{who}{expected}")
@@ -684,7 +680,7 @@ def test_doctor_finds_a_class_that_contradicts_its_spec(mistake: str, promises: 
     assert [line for line in promises if line.startswith(who)] == [who + CLASSES[mistake][2]]
 
 
-def test_doctor_finds_nothing_wrong_with_what_is_right(promises: list[str]) -> None:
+def test_doctor_reports_no_problem_of_good_specs(promises: list[str]) -> None:
     assert [line for line in promises if "right" in line] == []
 
 
@@ -696,7 +692,7 @@ TWO = {
 }
 
 
-def test_a_name_of_two_is_ambiguous_only_when_it_is_selected(tmp_path: Path) -> None:
+def test_name_of_two_plugins_is_ambiguous_only_when_selected(tmp_path: Path) -> None:
     for name, plugin in TWO.items():
         install(tmp_path, name, plugin)
     seen = json.loads(run(tmp_path, "-c", LOOK))

@@ -71,7 +71,7 @@ def test_one_device_trains_saves_and_resumes_exactly(alone: Environment) -> None
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_needs_the_torch_backend_says_what_to_install(alone: Environment, what: str) -> None:
+def test_core_alone_names_the_torch_backend_to_install(alone: Environment, what: str) -> None:
     code = f"try:\n    {REFUSED[what]}\nexcept Exception as error:\n    print(error)\n"
     (line,) = alone.python("-W", "ignore", "-c", code).splitlines()
     assert INSTALL in line
@@ -99,7 +99,7 @@ def test_a_process_of_a_cluster_does_not_train_alone(
     alone.python("-W", "ignore", "-c", code, env={**variables, "STRATAGEM_CLUSTER": "none"})
 
 
-def test_the_command_that_starts_ranks_says_what_to_install(alone: Environment) -> None:
+def test_run_command_of_core_alone_names_the_package(alone: Environment) -> None:
     done = alone.shell("stratagem run train.py --devices 2 || echo exit code $?", alone.folder)
     assert done.splitlines() == [
         "stratagem run: error: the command 'run' needs stratagem-backend-torch, which is not "
@@ -108,7 +108,9 @@ def test_the_command_that_starts_ranks_says_what_to_install(alone: Environment) 
     ]
 
 
-def test_a_directory_checkpoint_says_what_to_install(alone: Environment, tmp_path: Path) -> None:
+def test_core_alone_refuses_a_directory_checkpoint_with_the_package(
+    alone: Environment, tmp_path: Path
+) -> None:
     from stratagem import Lite
 
     lite = Lite(accelerator="cpu", plugins="directory")

@@ -58,7 +58,7 @@ def test_the_command_prints_one_text_or_the_list(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(("name", "meant"), [("hangs", "; did you mean 'hang'?"), ("weather", "")])
-def test_an_unknown_name_is_told_which_there_are(
+def test_errors_command_lists_the_known_names(
     name: str, meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):

@@ -114,7 +114,7 @@ def test_a_script_of_the_page_runs(script: str, tmp_path: Path) -> None:
     run(tmp_path, ["script.py"])
 
 
-def test_the_page_names_what_accelerate_has() -> None:
+def test_accelerate_page_lists_existing_names() -> None:
     table = PAGE.partition("## Names")[2].partition("\n## ")[0]
     cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     names = {name for cell in cells for name in re.findall(r"`\.(\w+)", cell)}

@@ -23,7 +23,7 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_gpu_session_fails_where_there_is_no_gpu() -> None:
+def test_gpu_session_fails_without_a_gpu() -> None:
     done = run("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider")
     assert done.returncode == 4
     assert "-m gpu runs the tests that need a GPU, and torch" in done.stderr
@@ -53,7 +53,7 @@ def test_the_benchmark_of_a_gpu_runs_on_the_cpu_to_be_tried() -> None:
     assert titles == ["step", "small step", "loader", "waits"]
 
 
-def test_the_benchmark_of_a_gpu_says_that_there_is_none() -> None:
+def test_gpu_benchmark_without_a_gpu_fails_with_a_message() -> None:
     done = run("benchmarks/gpu.py")
     assert done.returncode == 1
     assert done.stderr.startswith("there is no GPU that torch can use; try with --device cpu")

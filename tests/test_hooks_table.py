@@ -38,7 +38,7 @@ def test_a_hook_without_a_row_fails_the_build(monkeypatch: pytest.MonkeyPatch) -
         hooks.module_table()
 
 
-def test_a_hook_says_when_it_runs_and_with_what() -> None:
+def test_hooks_table_has_time_and_arguments() -> None:
     assert hooks.when(Callback.on_fit_end) == "When fit ends without an exception"
     assert hooks.arguments(Callback.on_before_optimizer_step, 3) == "`optimizer`"
     assert hooks.arguments(Module.transfer_batch_to_device, 1).startswith("`batch`, `device`")

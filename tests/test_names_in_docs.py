@@ -47,7 +47,7 @@ def test_an_attribute_that_a_page_names_exists(page: Path) -> None:
     assert absent == set()
 
 
-def test_the_table_of_changed_imports_names_what_can_be_imported() -> None:
+def test_table_of_changed_imports_lists_importable_names() -> None:
     text = (ROOT / "docs/start/from-lightning.md").read_text()
     rows = re.findall(r"^\|(.+)\|(.+)\|$", text.partition("## 2.")[2].partition("## 3.")[0], re.M)
     names = [name for _, right in rows for name in re.findall(r"`(stratagem[\w.]*)`", right)]

@@ -21,7 +21,7 @@ def test_a_script_of_the_readme_runs(script: str, tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stderr
 
 
-def test_the_demo_imports_only_what_its_session_installs() -> None:
+def test_demo_imports_only_installed_packages() -> None:
     source = (ROOT / "examples/digits.py").read_text()
     imported = set(re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE))
     assert imported - sys.stdlib_module_names <= {"sklearn", "stratagem", "torch"}

@@ -127,7 +127,7 @@ def test_stratagem_brings_core_the_extras_and_the_gpus_of_each_system() -> None:
     assert brought == {CORE, "stratagem-extras", "numpy", *backends}
 
 
-def test_a_session_installs_what_its_packages_require() -> None:
+def test_nox_session_installs_the_required_packages() -> None:
     """They are on no index: pip takes them from the folders that a session names."""
     found = re.findall(r'\(("core"(?:,\s*"[\w-]+")+),?\)', (ROOT / "noxfile.py").read_text())
     assert len(found) >= 4
@@ -140,7 +140,7 @@ def test_a_session_installs_what_its_packages_require() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
-def test_a_package_has_what_its_wheel_needs(package: Path) -> None:
+def test_package_has_readme_licence_and_py_typed(package: Path) -> None:
     name = project_of(package)["name"]
     for source in package.glob("src/*"):
         assert (source / "py.typed").is_file()
@@ -196,7 +196,7 @@ def brought_in_by(name: str, found: set[str]) -> set[str]:
     return found
 
 
-def test_the_table_of_licences_lists_what_core_brings_along() -> None:
+def test_licence_table_lists_the_dependencies_of_core() -> None:
     text = (ROOT / "docs" / "reference" / "licences.md").read_text()
     listed = re.findall(r"^\| ([a-z][a-z0-9, -]+) \| (?!licence)", text, re.MULTILINE)
     names = {name for names in listed for name in names.split(", ")}

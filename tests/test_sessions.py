@@ -90,7 +90,7 @@ def test_a_failure_does_not_end_the_run(run: Runner) -> None:
     assert "2 failed" in (run.folder / "results/bad.log").read_text()
 
 
-def test_a_run_goes_on_where_it_was_and_repeats_what_is_named(run: Runner) -> None:
+def test_continue_runs_remaining_and_named_sessions(run: Runner) -> None:
     run("--only", "bad")
     assert run("--continue") == 1
     assert run.ran() == ["bad", "good", "quiet"]

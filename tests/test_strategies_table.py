@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "packages/core/scripts/strategies_table.py"
 
 
-def test_the_tables_of_strategies_are_those_of_the_specs() -> None:
+def test_strategy_tables_agree_with_the_specs() -> None:
     script = runpy.run_path(str(ROOT / SCRIPT))
     guide = script["GUIDE"].read_text()
     assert guide == script["with_tables"](guide, get_registry()), f"regenerate: python {SCRIPT}"

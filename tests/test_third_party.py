@@ -104,9 +104,7 @@ def test_its_checkpoint_loads_under_another_strategy(trained: dict[str, Any], fo
     assert saved["strategy"] == "local_sgd"
 
 
-def test_the_json_file_says_what_the_checkpoint_holds(
-    trained: dict[str, Any], folder: Path
-) -> None:
+def test_json_file_describes_the_checkpoint(trained: dict[str, Any], folder: Path) -> None:
     described = json.loads((folder / "trainer.ckpt.json").read_text())
     assert described["step"] == len(trained["trainer"]["disagreements"])
     assert {"state_dict", "optimizer_states"} <= set(described["keys"])

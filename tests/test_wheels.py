@@ -63,7 +63,7 @@ def wheel_of(name: str, wheelhouse: Path) -> Path:
     return wheel
 
 
-def test_there_is_one_wheel_for_each_distribution(wheelhouse: Path) -> None:
+def test_each_distribution_has_one_wheel(wheelhouse: Path) -> None:
     built = sorted(path.name.partition("-")[0] for path in wheelhouse.iterdir())
     assert built == sorted(name.replace("-", "_") for name in IMPORT_NAMES)
 
@@ -80,7 +80,7 @@ def test_two_builds_are_the_same_bytes(
     assert first == second
 
 
-def test_what_is_installed_is_complete_and_compatible(installed: tuple[str, Environment]) -> None:
+def test_installed_wheels_are_complete_and_compatible(installed: tuple[str, Environment]) -> None:
     name, environment = installed
     assert "No broken requirements found" in environment.pip("check")
     expected = BROUGHT.get(name, {name, *TORCH})
@@ -118,7 +118,7 @@ def test_an_extra_of_core_brings_the_distribution_and_its_library(
     assert {distribution, library} <= {line.partition("==")[0] for line in listed}
 
 
-def test_without_the_extras_their_names_say_what_to_install(
+def test_core_wheel_names_the_missing_extras(
     wheelhouse: Path, new_environment: Callable[..., Environment]
 ) -> None:
     environment = new_environment("core_alone", wheel_of("stratagem-core", wheelhouse))
@@ -131,14 +131,14 @@ def test_without_the_extras_their_names_say_what_to_install(
     assert "pip install stratagem-extras" in environment.python("-c", code)
 
 
-def test_torch_is_there_for_the_one_who_uses_it(installed: tuple[str, Environment]) -> None:
+def test_wheel_environment_has_torch(installed: tuple[str, Environment]) -> None:
     _, environment = installed
     # numpy is optional to torch, which says so by a warning when it is missing.
     version = environment.python("-W", "ignore", "-c", "import torch; print(torch.__version__)")
     assert version.partition("+")[0].strip() == "2.13.0"
 
 
-def test_the_command_says_how_it_is_used(installed: tuple[str, Environment]) -> None:
+def test_stratagem_script_prints_its_help(installed: tuple[str, Environment]) -> None:
     _, environment = installed
     assert "strategies" in environment.script("stratagem", "--help")
 

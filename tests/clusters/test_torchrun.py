@@ -20,7 +20,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def test_training_goes_on_when_a_node_joins_when_it_is_lost_and_when_a_rank_is_killed(
+def test_torchrun_training_survives_joined_and_lost_nodes(
     start: Callable[..., Any], train: Callable[..., list[str]], results: Any
 ) -> None:
     script = train(seconds=0.25, steps=160, save_every=4)[1:]

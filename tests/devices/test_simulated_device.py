@@ -154,7 +154,7 @@ def test_a_batchs_memory_is_not_handed_out_again_while_a_step_uses_it(flight: An
     assert flight["unsafe frees"] == 0
 
 
-def test_the_simulated_device_shows_what_a_careless_copy_would_do(flight: Any) -> None:
+def test_simulated_device_detects_unsafe_copies(flight: Any) -> None:
     found = flight["careless"]
     assert found["whole"] == {"same losses": True, "overlapping": 24, "unsafe frees": 0}
     assert not found["no wait"]["same losses"]
@@ -188,14 +188,14 @@ def test_an_accelerator_reports_memory_and_waits(one: Any) -> None:
     assert one["synchronized"] == 1
 
 
-def test_ddp_computes_on_devices_what_it_computes_on_the_cpu(ranks: list[Any]) -> None:
+def test_ddp_on_simulated_devices_equals_ddp_on_the_cpu(ranks: list[Any]) -> None:
     assert [rank["devices"] for rank in ranks] == [["sim:1"], ["sim:3"]]
     for rank in ranks:
         assert rank["group"] == "simgloo"
         assert rank["differ by"] < 1e-6
 
 
-def test_batch_statistics_are_those_of_all_devices(ranks: list[Any]) -> None:
+def test_sync_batchnorm_averages_over_simulated_devices(ranks: list[Any]) -> None:
     for rank in ranks:
         assert rank["synchronized differ by"] < 1e-6
         assert rank["synchronized differs from plain"] > 1e-3
@@ -227,13 +227,13 @@ def test_no_step_of_several_ranks_waits_for_a_device(
         assert set(within) == {0}
 
 
-def test_fsdp_computes_on_devices_what_ddp_computes_on_the_cpu(waiting: list[Any]) -> None:
+def test_fsdp_on_simulated_devices_equals_ddp_on_the_cpu(waiting: list[Any]) -> None:
     for rank in waiting:
         ours, reference = rank["losses"]
         assert ours == pytest.approx(reference, abs=1e-6)
 
 
-def test_a_rank_without_memory_is_named_with_what_it_held_and_all_ranks_end(tmp_path: Path) -> None:
+def test_out_of_memory_on_one_rank_is_explained_and_ends_all_ranks(tmp_path: Path) -> None:
     error = run("failing.py", tmp_path, "full", "1", "3", fails=True)
     assert "OutOfMemoryError: sim out of memory. Tried to allocate 67108864 bytes" in error
     script = HERE / "failing.py"
@@ -244,7 +244,7 @@ def test_a_rank_without_memory_is_named_with_what_it_held_and_all_ranks_end(tmp_
     assert "what would fit" in error.lower() or "nothing that is installed here" in error
 
 
-def test_a_device_that_fails_is_named_and_nobody_waits_for_it(tmp_path: Path) -> None:
+def test_failed_device_is_named_and_ends_all_ranks(tmp_path: Path) -> None:
     error = run("failing.py", tmp_path, "lost", "1", "3", fails=True)
     assert "AcceleratorError: sim error: device-side assert triggered" in error
     assert "rank 1 of 2 (sim:3), at " in error
@@ -272,7 +272,7 @@ def test_its_accelerator_passes_the_kit(check: str, server: Server) -> None:
     assert server.failure(component, check) == ""
 
 
-def test_the_search_for_a_batch_size_starts_at_what_is_predicted_to_fit(tmp_path: Path) -> None:
+def test_scale_batch_size_tries_the_predicted_size(tmp_path: Path) -> None:
     result = json.loads(run("batch_size.py", tmp_path).splitlines()[-1])
     first, predicted, *_ = result["tried"]
     assert (first, predicted) == (2, result["found"])
