@@ -81,7 +81,7 @@ def test_a_stream_that_has_a_length_is_said() -> None:
         quick().test(BoringModel(), DataLoader(Sized()))
 
 
-def test_a_value_for_loggers_that_are_not_there_is_said() -> None:
+def test_log_with_logger_true_without_a_logger_warns() -> None:
     class Logs(BoringModel):
         asked: bool | None
 

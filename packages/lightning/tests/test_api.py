@@ -99,7 +99,7 @@ class Noting:
         self.given.append(loss)
 
 
-def test_fabric_saves_what_its_filter_keeps_and_loads_a_bare_state_dict(tmp_path: Path) -> None:
+def test_fabric_save_filter_keeps_chosen_entries(tmp_path: Path) -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     model = torch.nn.Linear(2, 1)
     state = {"model": model, "steps": 3}
@@ -120,7 +120,7 @@ def test_fabric_saves_what_its_filter_keeps_and_loads_a_bare_state_dict(tmp_path
     assert torch.equal(other.weight, model.weight)
 
 
-def test_fabric_calls_with_what_a_callback_takes_and_leaves_out_what_is_no_method() -> None:
+def test_fabric_call_passes_accepted_arguments() -> None:
     noting = Noting()
     fabric = Fabric(accelerator="cpu", devices=1, callbacks=noting, loggers=noting)
     fabric.call("on_end", loss=1.0, step=2)
@@ -376,7 +376,7 @@ def test_the_environment_gives_arguments_that_are_not_given(
     assert Trainer(max_steps=3, enable_checkpointing=False).max_steps == 3
 
 
-def test_what_is_left_out_is_what_lightning_takes(tmp_path: Path) -> None:
+def test_omitted_trainer_arguments_default_like_lightning(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,
@@ -539,7 +539,7 @@ def test_precisions_have_lightnings_methods() -> None:
         MixedPrecision("bf16-mixed", scaler=object())
 
 
-def test_mixed_float16_scales_the_loss_by_the_scaler_that_it_is_given() -> None:
+def test_mixed_precision_uses_the_given_grad_scaler() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     precision = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
     assert isinstance(precision, MixedPrecision)
@@ -601,7 +601,7 @@ def test_file_systems_are_found_by_path(tmp_path: Path) -> None:
     assert not is_dir(store, "s3://bucket/none", strict=True)
 
 
-def test_what_one_rank_gathers_keeps_its_shape(tmp_path: Path) -> None:
+def test_all_gather_on_one_rank_keeps_the_shape(tmp_path: Path) -> None:
     gathered: list[Any] = []
 
     class Gathers(BoringModel):
@@ -725,7 +725,7 @@ def test_the_logger_is_tensorboards_or_a_table_where_that_is_not_installed(
     assert Path(elsewhere.root_dir).absolute() == tmp_path / "lightning_logs"
 
 
-def test_helpers_of_lightnings_users_say_what_is_wrong() -> None:
+def test_lightning_helpers_raise_clear_errors() -> None:
     model = BoringModel()
     with pytest.raises(AttributeError, match="is neither stored in the model namespace nor the"):
         lightning_setattr(model, "learning_rate", 0.1)
@@ -789,9 +789,7 @@ def test_a_model_is_made_with_the_hyperparameters_that_a_logger_has_written(
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
-def test_a_fit_writes_the_file_that_scripts_pass_on_where_there_are_no_hyperparameters(
-    kind: Any, tmp_path: Path
-) -> None:
+def test_fit_without_hyperparameters_writes_hparams_yaml(kind: Any, tmp_path: Path) -> None:
     pytest.importorskip("yaml")
     pytest.importorskip("tensorboard")
     trainer = Trainer(
@@ -852,7 +850,7 @@ def test_hyperparameters_are_written_and_read_as_yaml(tmp_path: Path) -> None:
         save_hparams_to_yaml(tmp_path / "none" / "hparams.yaml", {})
 
 
-def test_what_is_chosen_by_name_is_an_instance_of_lightnings_class() -> None:
+def test_components_chosen_by_name_have_lightning_classes() -> None:
     for name, kind in (
         ("32-true", Precision),
         ("64-true", DoublePrecision),

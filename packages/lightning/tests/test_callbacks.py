@@ -277,7 +277,7 @@ def test_checkpoints_are_named_and_listed_as_lightnings(pl: Any, tmp_path: Path)
     assert newest.best_model_path
 
 
-def test_what_an_error_ends_is_saved_under_the_name_that_was_given(pl: Any, tmp_path: Path) -> None:
+def test_save_on_exception_uses_the_given_filename(pl: Any, tmp_path: Path) -> None:
     class Fails(Callback):
         def on_train_batch_end(self, *args: Any) -> None:
             if args[-1] == 1:

@@ -135,7 +135,9 @@ def command(path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [plugin, command])
-def test_what_is_written_has_lightnings_form(write: Callable[[Path], None], tmp_path: Path) -> None:
+def test_written_checkpoint_has_the_keys_of_lightning(
+    write: Callable[[Path], None], tmp_path: Path
+) -> None:
     path = tmp_path / "written.ckpt"
     write(path)
     written, theirs = torch.load(path), torch.load(THEIRS)
@@ -186,7 +188,7 @@ def test_weights_alone_are_written_for_lightning_too() -> None:
     assert "optimizer_states" not in written
 
 
-def test_what_is_no_trainers_checkpoint_is_written_as_it_is(tmp_path: Path) -> None:
+def test_lightning_checkpoint_io_keeps_other_contents(tmp_path: Path) -> None:
     path = tmp_path / "lite.ckpt"
     LightningCheckpointIO().save_checkpoint({"epoch": 3}, path)
     assert torch.load(path) == {"epoch": 3}

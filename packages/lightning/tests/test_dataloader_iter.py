@@ -194,7 +194,7 @@ class Searches(Pairs):
         (Searches, {}, "its optimizer computes the loss several times in a step: leave"),
     ],
 )
-def test_what_needs_a_batch_before_it_is_read_is_refused(
+def test_dataloader_iter_refuses_options_that_need_batches_early(
     kind: type[Pairs], options: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=rf"training_step takes dataloader_iter, .*{why}"):

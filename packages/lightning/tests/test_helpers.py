@@ -34,9 +34,7 @@ def no_seed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_a_seed_that_nobody_gave_is_said_once(
-    no_seed: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_default_seed_warns_once(no_seed: None, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.warns(
         UserWarning,
         match=r"No seed found: .* takes 0. Pass a seed, or set PL_GLOBAL_SEED",
@@ -114,7 +112,7 @@ def test_signatures_are_read() -> None:
     assert not takes(hook, "dataloader_idx", min_args=3)
 
 
-def test_the_batch_size_of_a_collection_is_that_of_its_first_tensor() -> None:
+def test_extract_batch_size_takes_the_first_tensor() -> None:
     assert [data.weight_of(batch) for batch in (None, "text", torch.zeros(3))] == [1, 1, 3]
     assert data.extract_batch_size({"a": [torch.zeros(3, 2)], "b": torch.zeros(3)}) == 3
     with pytest.warns(UserWarning, match=r"infer the `batch_size` .* batch size we found is 1\."):

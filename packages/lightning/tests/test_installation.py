@@ -40,7 +40,7 @@ def test_another_minor_version_is_refused(
     assert str(caught.value) == said
 
 
-def test_what_is_installed_here_fits() -> None:
+def test_check_installation_accepts_this_installation() -> None:
     check_installation()
 
 
@@ -48,7 +48,7 @@ WITHOUT = "import sys; sys.modules['stratagem_extras'] = None; "
 NEEDED = "stratagem-lightning needs stratagem-extras, which is not installed: pip install stratag"
 
 
-def test_without_the_extras_the_import_says_what_to_install(
+def test_import_without_extras_names_the_package_to_install(
     tmp_path: Path, script_environment: dict[str, str]
 ) -> None:
     ran = subprocess.run(
@@ -63,7 +63,7 @@ def test_without_the_extras_the_import_says_what_to_install(
     assert ran.stderr.splitlines()[-1].startswith(f"stratagem.errors.ConfigurationError: {NEEDED}")
 
 
-def test_without_the_extras_run_says_what_to_install(
+def test_run_as_lightning_without_extras_names_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "train.py"
@@ -94,7 +94,7 @@ except Exception as error:
         ("stratagem-backend-deepspeed", "ImportError 'stratagem.checkpoint' has no 'convert_zero_"),
     ],
 )
-def test_the_conversion_of_shards_is_that_of_the_deepspeed_backend(
+def test_zero_conversion_comes_from_the_deepspeed_backend(
     disabled: str, said: str, tmp_path: Path, script_environment: dict[str, str]
 ) -> None:
     ran = subprocess.run(

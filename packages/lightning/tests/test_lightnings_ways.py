@@ -142,7 +142,7 @@ def test_a_name_has_0_for_a_value_that_was_not_logged(tmp_path: Path) -> None:
         assert saver.format_checkpoint_name({}).endswith("val_loss=0.0.ckpt")
 
 
-def test_a_trainers_own_save_checkpoint_saves_what_is_kept(tmp_path: Path) -> None:
+def test_overridden_save_checkpoint_is_called_by_model_checkpoint(tmp_path: Path) -> None:
     class Notes(Trainer):
         saved: tuple[str, ...] = ()
 
@@ -557,7 +557,7 @@ def test_a_users_strategy_clips_gradients() -> None:
     assert calls == [{"max_norm": 1.0, "norm_type": 2.0, "error_if_nonfinite": True}]
 
 
-def test_launch_refuses_what_a_called_function_returned() -> None:
+def test_fabric_launch_refuses_a_result_of_a_function() -> None:
     fabric: Any = Fabric(accelerator="cpu", devices=1)
     with pytest.raises(TypeError, match="needs to be a callable"):
         fabric.launch(None)
@@ -597,7 +597,7 @@ def parallelize(model: Any, mesh: Any) -> Any:
         ),
     ],
 )
-def test_a_sharding_strategy_says_what_it_cannot_save_and_load(
+def test_sharding_strategy_refuses_unsupported_saves_and_loads(
     strategy: Any,
     kind: type[Exception],
     match: str,

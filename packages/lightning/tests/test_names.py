@@ -187,7 +187,7 @@ def test_a_class_that_is_not_here_can_be_imported_for_isinstance(
         ("plugins.precision.bitsandbytes", "BitsandbytesPrecisionPlugin", "BitsandbytesPrecision"),
     ],
 )
-def test_older_names_of_lightnings_are_those_of_today(
+def test_former_lightning_names_equal_the_present_classes(
     place: str, name: str, new: str, lightning: ModuleType
 ) -> None:
     package = importlib.import_module(f"lightning.pytorch.{place.rpartition('.')[0]}")
@@ -229,7 +229,7 @@ def test_a_class_of_a_backend_that_is_not_installed_can_be_imported(
         ("from lightning.pytorch.trainer import _x", "is private to Lightning"),
     ],
 )
-def test_what_is_not_there_is_an_import_error_that_says_what_to_use(
+def test_missing_lightning_name_raises_import_error_with_advice(
     statement: str, said: str, lightning: ModuleType
 ) -> None:
     with pytest.raises(ImportError) as caught:
@@ -237,7 +237,7 @@ def test_what_is_not_there_is_an_import_error_that_says_what_to_use(
     assert said in str(caught.value)
 
 
-def test_what_is_not_there_is_no_attribute(lightning: ModuleType) -> None:
+def test_missing_lightning_name_raises_attribute_error(lightning: ModuleType) -> None:
     assert not hasattr(lightning.pytorch, "Unheard")
     with pytest.raises(AttributeError, match=r"Stratagem has no 'lightning\.pytorch\.Unheard'"):
         _ = lightning.pytorch.Unheard
@@ -259,7 +259,7 @@ def test_lightning_that_was_imported_before_is_refused(
 # -- what is said
 
 
-def test_one_line_on_rank_0_says_what_lightning_is(
+def test_rank_0_prints_that_lightning_is_stratagem(
     lightning: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forget()

@@ -118,7 +118,7 @@ def test_one_rank_of_ddp_reads_in_the_order_of_several() -> None:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_ranks_of_fabric_shuffle_what_the_loader_shuffles(shuffle: bool) -> None:
+def test_fabric_sampler_keeps_the_shuffle_of_the_loader(shuffle: bool) -> None:
     seed_everything(7)
     source = loader(SAMPLES, shuffle=shuffle)
     expected: DistributedSampler[Any] = DistributedSampler(

@@ -514,7 +514,7 @@ class ReaderAtEnd(Reader):
     on_train_batch_end = on_train_batch_start
 
 
-def test_private_parts_of_a_trainer_are_views_of_it() -> None:
+def test_private_trainer_attributes_are_views() -> None:
     reader = ReaderAtEnd(
         "sorted(t._checkpoint_connector.dump_checkpoint())",
         "sorted(t._checkpoint_connector.dump_checkpoint(True).keys() & {'loops', 'state_dict'})",

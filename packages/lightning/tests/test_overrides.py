@@ -67,7 +67,7 @@ def test_an_override_that_is_never_called_is_refused(
     )
 
 
-def test_a_bar_of_another_form_is_refused_with_what_to_write() -> None:
+def test_overridden_progress_bar_internals_are_refused_with_a_remedy() -> None:
     bar = override(callbacks.RichProgressBar, "_init_progress")
     with pytest.raises(UserCodeError) as raised:
         Trainer(**{**QUIET, "callbacks": bar, "enable_progress_bar": True}).fit(BoringModel())
@@ -121,7 +121,7 @@ def test_hooks_and_methods_of_their_own_are_not() -> None:
     assert seen == ["own"]
 
 
-def test_the_table_names_only_what_is_not_here() -> None:
+def test_table_of_uncalled_methods_lists_uncalled_methods_only() -> None:
     text = files("stratagem_lightning.api.core").joinpath("uncalled.txt").read_text()
     classes = {"Trainer": Trainer, "LightningModule": LightningModule}
     found = 0
@@ -134,7 +134,7 @@ def test_the_table_names_only_what_is_not_here() -> None:
     assert found > 40
 
 
-def test_what_libraries_override_is_called(tmp_path: Path) -> None:
+def test_methods_that_libraries_override_are_called(tmp_path: Path) -> None:
     class Saver(ModelCheckpoint):
         saved: tuple[float, ...] = ()
 

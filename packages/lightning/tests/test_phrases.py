@@ -561,7 +561,7 @@ def test_an_optimizer_is_set_up_once() -> None:
         fabric.setup_optimizers(optimizer)
 
 
-def test_what_is_no_function_is_not_launched() -> None:
+def test_fabric_launch_refuses_other_objects_than_functions() -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     with pytest.raises(TypeError, match="the first argument needs to be a callable"):
         fabric.launch(3)
@@ -582,7 +582,7 @@ def test_the_margin_of_a_binary_search_is_taken_off_as_in_lightning() -> None:
     assert Tuner(make()).scale_batch_size(Sized(), **{**options, "mode": "power"}) == 8
 
 
-def test_another_fault_is_not_called_one_of_the_method() -> None:
+def test_configuration_error_keeps_its_message_in_lr_find() -> None:
     with pytest.raises(ConfigurationError, match="0 < min_lr < max_lr") as raised:
         Tuner(make()).lr_find(sized(), min_lr=1.0, max_lr=0.1)
     assert "is invalid" not in str(raised.value)

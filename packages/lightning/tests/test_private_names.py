@@ -203,7 +203,7 @@ def test_gpus_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("pytorch.trainer.connectors", "_Connector", "Trainer's attributes and its arguments"),
     ],
 )
-def test_what_is_absent_beside_them_says_what_to_use(module: str, name: str, use: str) -> None:
+def test_missing_private_name_raises_with_advice(module: str, name: str, use: str) -> None:
     with pytest.raises(AttributeError) as raised:
         getattr(importlib.import_module(f"stratagem_lightning.{module}"), name)
     assert str(raised.value) == explain(f"stratagem_lightning.{module}", name)

@@ -37,7 +37,7 @@ OVERRIDDEN = {
 }
 
 
-def test_the_page_is_that_of_the_rows() -> None:
+def test_private_names_page_agrees_with_its_rows() -> None:
     made = SCRIPT["page"]()
     assert SCRIPT["PAGE"].read_text() == made, "run packages/lightning/scripts/private_names.py"
     assert sum(map(len, OVERRIDDEN.values())) == len(ROWS["override"])
@@ -105,7 +105,7 @@ def test_an_override_that_is_not_called_is_refused(row: Any, tmp_path: Path) -> 
     assert row.here in str(raised.value)
 
 
-def test_what_is_read_in_a_hook_is_there_or_explained() -> None:
+def test_private_attributes_in_a_hook_work_or_raise_advice() -> None:
     found: dict[str, str] = {}
 
     class Reading(Callback):
@@ -127,7 +127,7 @@ def test_what_is_read_in_a_hook_is_there_or_explained() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS["import"], ids=lambda row: row.name)
-def test_what_is_imported_is_there_or_explained(row: Any) -> None:
+def test_private_imports_work_or_raise_advice(row: Any) -> None:
     module, _, name = f"stratagem_lightning.{row.name}".rpartition(".")
     said = "works"
     try:

@@ -109,7 +109,7 @@ def test_fsdp_takes_lightnings_arguments() -> None:
     assert isinstance(OwnFSDP(), FSDPStrategy)
 
 
-def test_what_fsdp1_takes_stands_for_a_policy() -> None:
+def test_fsdp1_mixed_precision_becomes_a_policy() -> None:
     given = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     assert FSDPStrategy(mixed_precision=given).mixed_precision == MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32
@@ -148,7 +148,7 @@ def test_a_strategy_is_of_use_without_a_fabric() -> None:
     assert SingleDeviceStrategy("cuda:1").root_device == torch.device("cuda", 1)
 
 
-def test_what_is_set_on_a_strategy_is_what_a_fabric_takes() -> None:
+def test_fabric_takes_the_precision_of_its_strategy() -> None:
     strategy = SingleDeviceStrategy("cpu")
     strategy.precision = DoublePrecision()
     fabric = Fabric(strategy=strategy)
@@ -157,7 +157,7 @@ def test_what_is_set_on_a_strategy_is_what_a_fabric_takes() -> None:
     assert isinstance(Fabric(accelerator="cpu", devices=1).strategy, SingleDeviceStrategy)
 
 
-def test_a_strategy_saves_and_fills_what_it_is_given(tmp_path: Path) -> None:
+def test_strategy_checkpoint_methods_save_and_fill_a_state(tmp_path: Path) -> None:
     strategy, path = SingleDeviceStrategy(), tmp_path / "state.ckpt"
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -235,7 +235,7 @@ def test_a_file_that_is_one_state_dict_fills_a_module_or_an_optimizer(tmp_path: 
 # -- plugins
 
 
-def test_precisions_under_earlier_names_are_those_of_now_and_say_so() -> None:
+def test_former_precision_names_warn() -> None:
     for kind, base, name in (
         (precisions.PrecisionPlugin, precisions.Precision, None),
         (precisions.DoublePrecisionPlugin, DoublePrecision, None),

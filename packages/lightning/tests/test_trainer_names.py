@@ -94,7 +94,7 @@ def test_barebones_drops_logged_values() -> None:
     assert trainer.callback_metrics == trainer.logged_metrics == {}
 
 
-def test_what_users_read_of_a_sanity_check() -> None:
+def test_trainer_flags_in_a_sanity_check() -> None:
     def note(trainer: Trainer, module: Module) -> None:
         names = ("training", "validating", "sanity_checking", "evaluating")
         seen.append([name for name in names if getattr(trainer, name)])
@@ -112,7 +112,7 @@ def test_what_users_read_of_a_sanity_check() -> None:
     assert seen == [["training"], check, check, check, ["training"], ["validating", "evaluating"]]
 
 
-def test_what_users_read_of_a_running_trainer() -> None:
+def test_trainer_flags_in_a_run() -> None:
     last: list[bool] = []
     seen: dict[str, Any] = {}
 
@@ -214,7 +214,7 @@ def test_gpus_and_tpu_cores_are_short_for_accelerator_and_devices() -> None:
 @pytest.mark.parametrize(
     "also", [{"accelerator": "cpu"}, {"devices": 3}, {"tpu_cores": 8}], ids=lambda also: str(also)
 )
-def test_a_shorthand_and_what_it_is_short_for_are_refused(also: dict[str, Any]) -> None:
+def test_gpus_together_with_devices_or_accelerator_is_refused(also: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="is short for accelerator=") as caught:
         Fabric(gpus=2, **also)
     assert "give one or the other" in str(caught.value)
@@ -269,7 +269,7 @@ def test_a_strategy_knows_its_trainer(tmp_path: Path) -> None:
         alone.lightning_module  # noqa: B018
 
 
-def test_an_accelerator_answers_what_lightnings_does() -> None:
+def test_accelerator_has_the_methods_of_lightning() -> None:
     accelerator: Any = Trainer(accelerator="cpu", logger=False).accelerator
     assert accelerator.is_available()
     assert accelerator.auto_device_count() >= 1
@@ -279,7 +279,7 @@ def test_an_accelerator_answers_what_lightnings_does() -> None:
         accelerator.unheard  # noqa: B018
 
 
-def test_the_connector_says_what_was_chosen() -> None:
+def test_accelerator_connector_has_the_chosen_components() -> None:
     trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
     connector = trainer._accelerator_connector
     assert connector.strategy is trainer.strategy
@@ -290,7 +290,7 @@ def test_the_connector_says_what_was_chosen() -> None:
     assert trainer.scaler is None
 
 
-def test_other_private_attributes_say_what_to_use() -> None:
+def test_other_private_attributes_raise_with_advice() -> None:
     trainer: Any = Trainer(accelerator="cpu", logger=False)
     with pytest.raises(AttributeError) as raised:
         trainer._results.clear()
