@@ -239,7 +239,7 @@ def test_two_files_of_one_name_are_two_modules(
     sys.modules.pop("test_own_strategy")
 
 
-def test_a_logger_kit_without_read_says_what_to_set() -> None:
+def test_logger_conformance_without_read_raises() -> None:
     class Unread(LoggerConformance):
         logger = "csv"
 

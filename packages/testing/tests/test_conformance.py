@@ -68,7 +68,7 @@ GUIDE = (ROOT / "docs/extend/testing-a-plugin.md").read_text()
 CHECKS = (ROOT / "docs/extend/kit-checks.md").read_text()
 
 
-def test_the_guide_says_of_each_check_what_it_means() -> None:
+def test_kit_checks_guide_lists_each_check() -> None:
     assert CHECKS.partition(BEGIN)[2].partition(END)[0].strip() == tables().strip(), (
         "python -m stratagem_testing.guide docs/extend/kit-checks.md"
     )

@@ -88,7 +88,7 @@ def test_the_entry_points_name_means_it_too(program: Program) -> None:
     assert (found["distribution"], found["version"]) == ("averaging", "1.5")
 
 
-def test_an_entry_point_may_have_the_name_of_the_library_that_it_is_for(program: Program) -> None:
+def test_entry_point_named_as_another_library_is_accepted(program: Program) -> None:
     info = program.install("averaging", NOTHING, requires=RANGE)
     info.joinpath("entry_points.txt").write_text("[stratagem.backends]\npytest = averaging\n")
     assert program.json("doctor", "pytest")["distribution"] == "averaging"
@@ -99,7 +99,7 @@ def test_an_entry_point_may_have_the_name_of_the_library_that_it_is_for(program:
 # -- what an import does besides
 
 
-def test_what_a_plugin_module_does_at_exit_disturbs_nobody(program: Program) -> None:
+def test_doctor_ignores_atexit_functions_and_threads_of_a_plugin(program: Program) -> None:
     program.install(
         "averaging",
         "import atexit\nimport threading\n\n"
@@ -538,7 +538,7 @@ def test_former_names_in_the_sources_are_problems_though_nothing_can_be_imported
     ]
 
 
-def test_an_import_that_is_not_public_is_a_warning_and_names_what_is(program: Program) -> None:
+def test_private_import_of_a_plugin_warns_with_the_public_name(program: Program) -> None:
     program.install("averaging", GOOD, requires=RANGE)
     private = (
         "from stratagem_torch.strategies.ddp import DDPStrategy\n"
@@ -604,14 +604,14 @@ def test_a_requirement_that_is_not_met_here_is_a_problem(program: Program) -> No
     assert len(problems) == 2
 
 
-def test_a_version_that_is_none_is_a_problem(program: Program) -> None:
+def test_bad_version_of_a_plugin_is_a_problem(program: Program) -> None:
     info = program.install("averaging", NOTHING, requires=RANGE)
     info.joinpath("METADATA").write_text("Name: averaging\nVersion: first\n")
     said = program("doctor", "averaging", code=1).stdout
     assert "- version: 'first' in its metadata is no version as PEP 440 has them: 0.1.0" in said
 
 
-def test_an_entry_point_in_a_group_that_nobody_reads_is_a_problem(program: Program) -> None:
+def test_entry_point_in_an_unknown_group_is_a_problem(program: Program) -> None:
     info = program.install("averaging", NOTHING, requires=RANGE)
     info.joinpath("entry_points.txt").write_text("[stratagem.plugins]\nplug = averaging\n")
     said = program("doctor", "averaging", code=1).stdout
@@ -625,7 +625,7 @@ def test_an_entry_point_in_a_group_that_nobody_reads_is_a_problem(program: Progr
     ) in said
 
 
-def test_an_entry_point_named_as_that_of_another_is_a_warning(program: Program) -> None:
+def test_entry_point_with_a_used_name_is_a_warning(program: Program) -> None:
     info = program.install("averaging", NOTHING, requires=RANGE)
     info.joinpath("entry_points.txt").write_text("[stratagem.backends]\none_device = averaging\n")
     said = program("doctor", "averaging").stdout
@@ -660,7 +660,7 @@ def test_one_that_is_not_loaded_cannot_work(program: Program, how: str) -> None:
 
 
 @pytest.mark.parametrize("module", ["numpy", "torch"])
-def test_a_heavy_module_is_named_with_what_it_costs(program: Program, module: str) -> None:
+def test_slow_import_of_a_plugin_is_named_with_its_time(program: Program, module: str) -> None:
     program.install("averaging", NOTHING, requires=RANGE)
     write(program, "averaging", f"    import {module}\n{NOTHING}")
     write(program, module, "import time; time.sleep(0.1)")
@@ -727,7 +727,7 @@ def test_a_name_of_cores_or_of_anothers_is_a_problem(program: Program) -> None:
     assert whys == {"cpu": "no beads", "abacus": "no beads"}
 
 
-def test_what_cannot_be_used_here_is_named_and_alone_a_problem(
+def test_plugin_without_any_usable_component_is_a_problem(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     there = ExaminedComponent("accelerator", "b", "beads:B", why_not="")
@@ -742,7 +742,7 @@ def test_what_cannot_be_used_here_is_named_and_alone_a_problem(
     assert none.problems() == ["nothing that it provides can be used on this machine"]
 
 
-def test_what_a_plugin_says_of_itself_is_shown_and_of_others_not(program: Program) -> None:
+def test_doctor_shows_checks_of_the_examined_plugin_only(program: Program) -> None:
     code = f"""{NOTHING}
     from stratagem.discovery import Check
 

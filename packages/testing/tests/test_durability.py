@@ -82,7 +82,7 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     assert "single_file" in said
 
 
-def test_a_directory_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -> None:
+def test_durability_command_refuses_a_missing_directory(tmp_path: Path) -> None:
     assert durability(tmp_path, into="no/where", code=2).stderr == (
         "'no/where' is not a directory: expected one that is there, on the file system in "
         "question; make it first\n"
@@ -108,7 +108,7 @@ def test_of_two_saves_that_are_under_way_in_the_background_either_is_the_new_one
     assert told.stdout.splitlines() == ["0 1 []", "1 1 []", "2 1 []"]
 
 
-def test_what_ran_no_time_has_no_row(tmp_path: Path) -> None:
+def test_durability_command_prints_rows_of_finished_parts_only(tmp_path: Path) -> None:
     finished = durability(
         tmp_path,
         *("--format", "single_file", "--no-async", "--kills", "1", "--size", "8"),

@@ -78,7 +78,7 @@ def test_the_distribution_may_have_a_name_of_its_own(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_names_only_what_is_public(here: Path, kind: str) -> None:
+def test_new_backend_imports_public_names_only(here: Path, kind: str) -> None:
     run(["ring_average", "--kind", kind])
     files = list(here.rglob("*.py"))
     assert [text for path in files for text in private_imports_of(path)] == []
@@ -104,7 +104,7 @@ def test_each_kind_has_a_module_of_its_own(
     assert KINDS[kind].what in (folder / "README.md").read_text()
 
 
-def test_what_users_of_a_component_have_to_know_is_in_its_readme(here: Path) -> None:
+def test_new_backend_readme_lists_variables_and_requirements(here: Path) -> None:
     run(["ring_average", "--kind", "environment"])
     run(["ring", "--kind", "launcher"])
     readme = (here / "stratagem-backend-ring-average/README.md").read_text()
@@ -116,9 +116,7 @@ def test_what_users_of_a_component_have_to_know_is_in_its_readme(here: Path) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["a", "ring_average", "an_average_over_rings_of_four_neighbours"])
-def test_it_is_in_the_style_that_its_own_pyproject_asks_for(
-    here: Path, name: str, kind: str
-) -> None:
+def test_new_backend_passes_its_ruff_rules(here: Path, name: str, kind: str) -> None:
     run([name, "--kind", kind])
     (folder,) = here.iterdir()
     for command in (["check"], ["format", "--check"]):
@@ -261,7 +259,7 @@ def installed(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Program, 
     return program, kind
 
 
-def test_it_is_found_typed_and_passes_its_kit(
+def test_new_backend_is_found_and_passes_mypy_and_its_kit(
     installed: tuple[Program, str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     program, kind = installed

@@ -423,14 +423,14 @@ def test_a_planted_bug_is_found_and_named(
 
 
 @pytest.mark.parametrize(("name", "check"), RIGHT)
-def test_what_planted_bugs_are_made_of_is_right(
+def test_components_without_planted_bugs_pass(
     name: str, check: str, outcomes: dict[Item, Outcome]
 ) -> None:
     outcomes[item(name, check)].judge(check)
 
 
 @pytest.mark.parametrize(("name", "check", "phrase"), AT_THE_END)
-def test_what_a_strategy_leaves_at_its_end_is_found(
+def test_leftovers_of_a_strategy_are_found(
     name: str, check: str, phrase: str, tmp_path: Path
 ) -> None:
     one = item(name, check)
@@ -581,5 +581,5 @@ def test_an_unusual_strategy_that_is_right_passes_all_checks(name: str, tmp_path
     assert failures(Target(strategy=f"{FILE}:{name}", devices=2, **told), tmp_path) == {}
 
 
-def test_there_are_at_least_thirty() -> None:
+def test_at_least_thirty_bugs_are_planted() -> None:
     assert len({name for name, _, _ in [*PLANTED, *AT_THE_END]}) >= 30

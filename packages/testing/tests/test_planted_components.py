@@ -366,7 +366,7 @@ def test_a_planted_bug_of_processes_is_found_and_named(
         *(("profiler", "Times", check) for check in checks_of("profiler")),
     ],
 )
-def test_what_planted_bugs_are_made_of_is_right(
+def test_components_without_planted_bugs_pass(
     kind: str, name: str, check: str, stratagem_server: Server
 ) -> None:
     component = Component(kind=kind, name=f"{FILE}:{name}", options=OPTIONS[kind])

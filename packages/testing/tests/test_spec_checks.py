@@ -6,7 +6,7 @@ from stratagem.discovery import PrecisionSpec, get_registry
 from stratagem_testing.author.spec_checks import check_spec
 
 
-def test_an_objection_that_is_not_there_is_found_without_a_run() -> None:
+def test_missing_incompatible_because_is_found_without_a_run() -> None:
     spec = PrecisionSpec(
         name="fp9",
         target="stratagem.one_device.precision:TruePrecision",
