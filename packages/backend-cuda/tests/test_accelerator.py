@@ -64,7 +64,7 @@ def test_kernels_are_chosen_as_asked_until_the_end_of_a_run(
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a GPU; `nox -s tests` runs it where there is none"
 )
-def test_without_a_gpu_there_are_no_devices_and_the_reason() -> None:
+def test_availability_without_a_gpu_has_a_reason() -> None:
     found = CUDAAccelerator().availability()
     assert found.count == 0
     assert found.reason.startswith(f"torch {torch.__version__} finds")
@@ -76,7 +76,7 @@ def test_without_a_gpu_there_are_no_devices_and_the_reason() -> None:
 ASSERT = torch.AcceleratorError("CUDA error: device-side assert triggered\nCUDA kernel errors")
 
 
-def test_a_failed_kernel_is_explained_with_what_finds_its_line(
+def test_failed_kernel_advises_cuda_launch_blocking(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
@@ -152,7 +152,7 @@ def _sensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_sensors")
-def test_a_gpus_sensors_are_figures_and_what_it_lacks_is_left_out() -> None:
+def test_nvml_stats_omit_missing_sensors() -> None:
     assert nvml.stats(0) == {
         "utilization_percent": 97.0,
         "memory_utilization_percent": 41.0,
@@ -161,7 +161,7 @@ def test_a_gpus_sensors_are_figures_and_what_it_lacks_is_left_out() -> None:
 
 
 @pytest.mark.usefixtures("_sensors")
-def test_who_else_is_on_a_gpu_has_a_number_a_name_and_a_size() -> None:
+def test_other_processes_have_pid_name_and_size() -> None:
     ((who, size),) = nvml.other_processes(0)
     assert who.startswith("process 1 (")
     assert size == 20
@@ -180,7 +180,7 @@ def test_the_memory_of_a_gpu_is_accounted_for(monkeypatch: pytest.MonkeyPatch) -
     assert CUDAAccelerator().device_stats(device)["alloc_retries"] == 2
 
 
-def test_without_a_driver_there_are_no_sensors() -> None:
+def test_nvml_without_a_driver_returns_no_stats() -> None:
     nvml.handle_of.cache_clear()
     try:
         if nvml.handle_of(0) is None:

@@ -59,7 +59,7 @@ def inputs() -> Tensor:
 
 @needs_bitsandbytes
 @pytest.mark.parametrize("mode", FROZEN)
-def test_a_product_is_that_of_the_weight_within_its_bits(mode: str) -> None:
+def test_quantised_linear_approximates_the_exact_product(mode: str) -> None:
     lite = launched(mode, ignore_modules=())
     layer = nn.Linear(64, 96)
     exact = nn.functional.linear(inputs(), layer.weight, layer.bias).detach()
@@ -144,7 +144,7 @@ def test_a_quantised_layer_is_of_a_kind() -> None:
 
 @needs_bitsandbytes
 @pytest.mark.parametrize("mode", [*FROZEN, "int8-training"])
-def test_what_is_quantised_is_saved_and_loaded_bit_for_bit(mode: str, tmp_path: Path) -> None:
+def test_quantised_weights_round_trip_bit_for_bit(mode: str, tmp_path: Path) -> None:
     lite = launched(mode)
     model = lite.setup(Adapted())
     lite.save(tmp_path / "model.ckpt", {"model": model})

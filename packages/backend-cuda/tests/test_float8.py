@@ -82,7 +82,7 @@ def fit(
 
 
 @needs_torchao
-def test_losses_are_those_of_full_precision_within_the_rounding() -> None:
+def test_float8_losses_are_near_full_precision() -> None:
     _, exact = fit("32-true")
     _, half = fit("bf16-mixed")
     _, rounded = fit(Float8Precision(emulate=True))

@@ -123,7 +123,7 @@ def test_a_gpus_figures_are_in_the_logs(tmp_path: Path) -> None:
     assert 0 < figures.get("temperature_celsius", 40) < 120
 
 
-def test_a_gpu_that_is_full_says_what_was_held(tmp_path: Path) -> None:
+def test_out_of_memory_error_of_a_gpu_lists_memory_use(tmp_path: Path) -> None:
     expected = r"rank 0 of 1 \(cuda:0\), at .*, is out of memory"
     with pytest.raises(torch.OutOfMemoryError, match=expected) as found:
         fit(Net(too_much=True), tmp_path)

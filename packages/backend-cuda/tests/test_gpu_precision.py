@@ -106,7 +106,7 @@ def test_float8_trains_as_bfloat16_does(recipe: str, tmp_path: Path) -> None:
 
 
 @needs("torchao")
-def test_the_emulation_computes_what_the_kernels_do() -> None:
+def test_float8_emulation_equals_the_kernels() -> None:
     skip_without_float8()
     outputs = []
     for emulate in (False, True):
@@ -160,7 +160,7 @@ def test_quantised_layers_compute_and_round_trip(mode: str, error: float, tmp_pa
 
 @needs("bitsandbytes")
 @pytest.mark.parametrize("mode", ["nf4-dq", "int8", "int8-training"])
-def test_what_is_beside_quantised_layers_trains(mode: str) -> None:
+def test_layers_beside_quantised_layers_train(mode: str) -> None:
     lite = launched(BitsandbytesPrecision(mode, ignore_modules={"4"}))
     net = network()
     parameters = [parameter for name, parameter in net.named_parameters() if name[0] in "14"]
@@ -200,7 +200,7 @@ def _matmul_precision() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_matmul_precision")
 @pytest.mark.skipif("NVIDIA_TF32_OVERRIDE" in os.environ, reason="the environment has decided")
-def test_tf32_is_off_until_it_is_asked_for() -> None:
+def test_tf32_is_off_by_default() -> None:
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("this GPU has no TF32")
     a, b = torch.randn(2, 256, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(1))

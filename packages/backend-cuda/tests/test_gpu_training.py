@@ -78,16 +78,14 @@ def losses_of_a_plain_loop(precision: str) -> list[float]:
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("strategy", ["single_device", "ddp"])
-def test_losses_are_those_of_a_plain_loop(strategy: str, precision: str, tmp_path: Path) -> None:
+def test_losses_on_a_gpu_equal_a_plain_loop(strategy: str, precision: str, tmp_path: Path) -> None:
     net = Net()
     trainer(tmp_path, strategy=strategy, precision=precision).fit(net, batches())
     assert net.losses == losses_of_a_plain_loop(precision)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp_sharded", "fsdp_cpu_offload"])
-def test_losses_of_one_sharding_rank_are_near_those_of_a_plain_loop(
-    strategy: str, tmp_path: Path
-) -> None:
+def test_sharding_losses_on_one_gpu_are_near_a_plain_loop(strategy: str, tmp_path: Path) -> None:
     net = Net()
     trainer(tmp_path, strategy=strategy).fit(net, batches())
     assert net.losses == pytest.approx(losses_of_a_plain_loop("32-true"), rel=1e-5)
@@ -99,7 +97,7 @@ def test_without_a_word_the_trainer_takes_the_gpu(tmp_path: Path) -> None:
     assert net.net[0].weight.is_cuda
 
 
-def test_more_gpus_than_there_are_are_refused(tmp_path: Path) -> None:
+def test_trainer_refuses_more_gpus_than_exist(tmp_path: Path) -> None:
     there = torch.cuda.device_count()
     with pytest.raises(ConfigurationError, match=f"devices={there + 1}.*{there}"):
         trainer(tmp_path, devices=there + 1)
@@ -136,9 +134,7 @@ class Reads(Module):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_batch_that_is_copied_ahead_is_whole_when_it_is_used(
-    workers: int, tmp_path: Path
-) -> None:
+def test_prefetched_batches_are_complete(workers: int, tmp_path: Path) -> None:
     net = Reads()
     loader = DataLoader(Numbered(), batch_size=8, pin_memory=True, num_workers=workers)
     trainer(tmp_path).fit(net, loader)
@@ -149,7 +145,7 @@ def test_a_batch_that_is_copied_ahead_is_whole_when_it_is_used(
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize(("first", "second"), [("cuda", "cpu"), ("cpu", "cuda")])
-def test_a_run_goes_on_where_there_is_no_gpu_and_back(
+def test_run_resumes_from_gpu_to_cpu_and_back(
     first: str, second: str, precision: str, tmp_path: Path
 ) -> None:
     on_cpu = "bf16-mixed" if precision == "16-mixed" else precision

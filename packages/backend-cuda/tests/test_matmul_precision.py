@@ -72,7 +72,7 @@ def test_the_trainer_says_it_once(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err == f"stratagem: {HINT}\n"
 
 
-def test_nothing_is_said_to_who_has_decided_or_has_no_such_cores(
+def test_tf32_hint_is_absent_after_a_choice_or_without_tensor_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     accelerator = CUDAAccelerator()

@@ -31,7 +31,7 @@ def test_importing_the_plugin_does_not_import_torch(module: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_plugin_registers_what_the_readme_lists() -> None:
+def test_plugin_registers_the_names_of_its_readme() -> None:
     (module,) = PLUGINS.values()
     specs = importlib.import_module(module).stratagem_components()
     assert {(spec.kind, spec.name, spec.aliases) for spec in specs} == {
@@ -68,7 +68,7 @@ def test_precisions_are_served_by_their_names() -> None:
         _ = ours.Float4
 
 
-def test_an_unknown_precision_lists_what_there_is() -> None:
+def test_unknown_precision_lists_the_known_ones() -> None:
     with pytest.raises(UnknownNameError) as caught:
         Trainer(accelerator="cpu", precision="float4", logger=False)
     assert "unknown precision 'float4'" in str(caught.value)

@@ -145,7 +145,7 @@ def test_gradients_that_a_later_backward_has_added_to_are_not_unscaled_again() -
         precision.unscale_gradients(optimizer)
 
 
-def test_the_numbers_are_those_of_torchs_own_loop() -> None:
+def test_16_mixed_equals_a_torch_loop() -> None:
     torch.manual_seed(3)
     module = Linear()
     own = nn.Linear(4, 1)
@@ -239,7 +239,7 @@ def test_a_step_with_a_closure_is_refused() -> None:
         optimizer.step(lambda: 1.0)
 
 
-def test_it_is_a_precision_of_gpus_and_says_so() -> None:
+def test_16_mixed_refuses_the_cpu() -> None:
     expected = (
         r"precision='16-mixed' works on 'cuda', received accelerator='cpu': pass "
         r"precision='bf16-mixed', or another accelerator"

@@ -58,7 +58,7 @@ def test_all_gpus_are_there_by_default() -> None:
         ("nonsense", []),
     ],
 )
-def test_cuda_visible_devices_means_what_it_means_to_cuda(visible: str, indices: list[int]) -> None:
+def test_cuda_visible_devices_selects_like_cuda(visible: str, indices: list[int]) -> None:
     assert [gpu.index for gpu in visible_gpus(GPUS, visible)] == indices
     assert found(visible).count == len(indices)
 
@@ -80,7 +80,7 @@ def test_macos_has_no_build_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_every_reason_says_what_to_do() -> None:
+def test_unavailable_gpu_reasons_name_a_remedy() -> None:
     assert found(build=None).reason == "torch is not installed"
     without = found(build=TorchBuild("2", None)).reason
     assert "was built without CUDA and ROCm: install the build for your GPU" in without
@@ -96,7 +96,7 @@ def test_every_reason_says_what_to_do() -> None:
     assert found(build=TorchBuild("2.13.0", "13.2")).count == 3
 
 
-def test_a_gpu_that_others_hold_is_said_and_not_counted_where_it_is_the_only_one() -> None:
+def test_gpu_in_exclusive_use_is_reported() -> None:
     held = GPU(0, "GPU-aa1", H100, "is in exclusive use by the process 7")
     assert found(driver=Driver("580", (13, 0), (held,))) == Availability(
         0, f"GPU 0 ({H100}) is in exclusive use by the process 7"
@@ -170,7 +170,7 @@ def test_gpus_that_cannot_be_had_are_refused_before_processes_start(
         devices_of(**options)
 
 
-def test_where_others_hold_every_gpu_there_is_none(machine: Callable[..., None]) -> None:
+def test_gpu_is_unavailable_if_other_processes_hold_all(machine: Callable[..., None]) -> None:
     machine(HELD)
     with pytest.raises(
         ConfigurationError, match=rf"'gpu' is not available .*\(NVIDIA H100\) {HELD}"
@@ -329,7 +329,7 @@ def test_one_gpu_that_cannot_be_opened_hides_no_other(nvml: Callable[..., None])
 # -- this machine
 
 
-def test_what_torch_was_built_for_is_read_without_importing_it() -> None:
+def test_torch_build_is_read_without_importing_torch() -> None:
     code = (
         "import sys; from stratagem_cuda.probe import cuda_availability\n"
         "from stratagem.discovery.installed import torch_build\n"
@@ -375,7 +375,7 @@ def test_asking_the_driver_imports_its_bindings_and_little_else() -> None:
     assert min(times) < 0.1  # five times that: on a machine that does much else
 
 
-def test_a_torch_that_is_nowhere_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_build_without_torch_returns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert torch_build() is None
 
@@ -383,7 +383,7 @@ def test_a_torch_that_is_nowhere_is_none(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.skipif(
     probe.cuda_availability().count > 0, reason="there is a GPU; `nox -s tests` needs none"
 )
-def test_a_trainer_that_asks_for_a_gpu_is_told_why_there_is_none() -> None:
+def test_trainer_without_a_gpu_names_the_reason() -> None:
     with pytest.raises(ConfigurationError, match="accelerator='gpu' is not available on this"):
         Trainer(accelerator="gpu", devices=2, enable_checkpointing=False)
     # And one that leaves it open takes what there is.

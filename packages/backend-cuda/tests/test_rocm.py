@@ -96,7 +96,7 @@ def test_the_wrong_build_of_torch_is_named_with_the_right_one() -> None:
     assert found(ROCM, amd=()).reason.startswith("there is no AMD GPU with a driver (amdgpu")
 
 
-def test_gpus_of_both_vendors_are_those_of_the_build() -> None:
+def test_gpus_of_two_vendors_are_chosen_by_the_build() -> None:
     assert found(CUDA, nvidia=H100).reason == "1 GPU(s): NVIDIA H100"
     assert found(ROCM, nvidia=H100).reason == "4 GPU(s): AMD gfx942"
 
@@ -148,7 +148,7 @@ def test_a_device_node_that_cannot_be_opened_is_said(
     assert "GPU 0 (AMD gfx90a) cannot be used" in found(amd=closed).reason
 
 
-def test_without_the_kernels_list_there_is_no_gpu(
+def test_rocm_without_kernel_nodes_finds_no_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rocm, "NODES", str(tmp_path / "nothing"))

@@ -175,7 +175,7 @@ def test_the_trainer_trains_and_validates_with_it(te: Any) -> None:
     assert all(recipe is not None for _, recipe in te.forwards)
 
 
-def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match="expected one of 'transformer-engine', 'transf"):
         TransformerEnginePrecision("te")
     with pytest.raises(ConfigurationError, match=r"recipe='hybrid'.*a recipe of transformer"):

@@ -163,7 +163,7 @@ def test_arguments_of_nvme_reach_their_sections() -> None:
     assert config["aio"] == {"queue_depth": 16, "intra_op_parallelism": 2}
 
 
-def test_the_known_keys_are_those_of_the_installed_deepspeed() -> None:
+def test_known_keys_agree_with_the_installed_deepspeed() -> None:
     script = Path(__file__).parents[1] / "scripts" / "make_known_keys.py"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(script), "--check"],
@@ -209,7 +209,7 @@ def test_the_presets_are_options() -> None:
         )
 
 
-def test_buckets_are_small_on_the_cpu_unless_they_are_given() -> None:
+def test_default_buckets_on_the_cpu_are_small() -> None:
     small = made({"stage": 3}, device_type="cpu")["zero_optimization"]
     for name in (
         "allgather_bucket_size",
@@ -475,7 +475,7 @@ def test_a_lock_that_a_killed_build_left_is_removed(
     assert "left over by a build that did not end" in capsys.readouterr().err
 
 
-def test_doctor_says_which_ops_can_be_built_and_what_is_missing(
+def test_doctor_lists_ops_and_missing_compilers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from stratagem_deepspeed.doctor import checks
@@ -522,7 +522,7 @@ def test_ops_are_where_torch_builds_them(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert ops.folder_of("cpu_adam") == _get_build_directory("cpu_adam", verbose=False)
 
 
-def test_a_config_that_switches_off_what_an_argument_asks_for_is_refused() -> None:
+def test_config_that_contradicts_an_argument_is_refused() -> None:
     config = {"zero_optimization": {"offload_optimizer": {"device": "none"}}}
     with pytest.raises(ConfigurationError, match=r"device='none', but offload_optimizer=True"):
         DeepSpeedStrategy(stage=2, offload_optimizer=True, config=config)
@@ -593,7 +593,7 @@ def test_an_optimizer_that_has_taken_a_step_is_refused() -> None:
         suited(optimizer, config)
 
 
-def test_an_optimizer_whose_state_dict_has_entries_of_its_own_is_refused() -> None:
+def test_optimizer_with_extra_state_dict_entries_is_refused() -> None:
     class Counts(torch.optim.SGD):
         def state_dict(self) -> dict[str, Any]:
             return {**super().state_dict(), "steps": 3}
@@ -662,7 +662,7 @@ def test_a_missing_compiler_for_gpus_is_said(monkeypatch: pytest.MonkeyPatch) ->
     assert missing.endswith("(torch's Adam)")
 
 
-def test_what_this_machine_lacks_for_deepspeed_is_said_with_the_way_out(
+def test_missing_machine_features_are_refused_with_a_remedy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(preparation, "_cpu_has_float16", lambda: False)

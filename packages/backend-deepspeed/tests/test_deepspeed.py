@@ -45,7 +45,7 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ranks, str]:
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("way", [*STAGES, *OFFLOADED])
-def test_losses_of_20_steps_are_those_of_ddp(
+def test_deepspeed_losses_of_20_steps_equal_ddp(
     way: str, run: str, numbers: tuple[Ranks, str]
 ) -> None:
     # Two parameter groups, a scheduler, tied and frozen parameters, odd sizes.
@@ -55,7 +55,7 @@ def test_losses_of_20_steps_are_those_of_ddp(
 
 
 @pytest.mark.parametrize("way", [*STAGES, *OFFLOADED])
-def test_evaluation_and_prediction_after_training_are_those_of_ddp(
+def test_deepspeed_evaluation_and_prediction_equal_ddp(
     way: str, numbers: tuple[Ranks, str]
 ) -> None:
     own, ddp = (numbers[0][0][f"plain, {each}"] for each in (way, "ddp"))
@@ -91,7 +91,7 @@ def behaviour(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("way", ["", ", not held", ", optimizer after", ", transposed"])
-def test_a_loop_under_lite_is_that_of_ddp(stage: int, way: str, behaviour: Ranks) -> None:
+def test_deepspeed_lite_loop_equals_ddp(stage: int, way: str, behaviour: Ranks) -> None:
     # Three micro-batches a step, with and without no_backward_sync around the first ones.
     assert difference(behaviour[0][f"lite stage {stage}{way}"], behaviour[0]["lite ddp"]) <= 2e-6
 
@@ -154,7 +154,7 @@ def test_a_trainer_that_goes_on_with_another_model_frees_the_one_before(behaviou
         assert rank["replaced models alive"] == [False] * 3
 
 
-def test_what_init_module_builds_is_sharded_as_it_is_made(behaviour: Ranks) -> None:
+def test_init_module_shards_parameters_at_construction(behaviour: Ranks) -> None:
     # A parameter that replaces one of a finished layer is left to setup.
     assert behaviour[0]["whole"] == ["blocks.0.mix"]
     for rank in behaviour:
@@ -253,7 +253,7 @@ def test_a_run_in_float16_resumes_with_its_scale(float16: Any) -> None:
 # ---------------------------------------------------------------- a Module's own pieces of a step
 
 
-def test_a_modules_own_steps_are_those_of_ddp_and_what_cannot_be_is_refused(
+def test_deepspeed_hooks_and_averages_equal_ddp_or_are_refused(
     tmp_path: Path,
 ) -> None:
     for out in launch("deepspeed_hooks.py", tmp_path)[0]:

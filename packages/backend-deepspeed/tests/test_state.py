@@ -75,9 +75,7 @@ def test_losses_after_a_resume_equal_an_uninterrupted_run_across_formats(
             assert resumed == pytest.approx(expected, rel=0, abs=1e-6)
 
 
-def test_each_rank_writes_its_share_and_none_of_another(
-    saves: dict[str, Any], folder: Path
-) -> None:
+def test_each_rank_writes_its_own_shard_only(saves: dict[str, Any], folder: Path) -> None:
     for stage in (2, 3):
         path = folder / "saved" / f"stage {stage} on 2.directory"
         layout = pickle.loads((path / ".metadata").read_bytes())
@@ -174,7 +172,7 @@ def test_a_bfloat16_checkpoint_becomes_one_file_of_float32_weights(
         convert_zero_checkpoint_to_fp32_state_dict(source, tmp_path / "fp32.ckpt")
 
 
-def test_a_loop_of_lite_goes_back_to_what_it_saved(more: dict[str, Any]) -> None:
+def test_deepspeed_lite_loop_restores_its_checkpoint(more: dict[str, Any]) -> None:
     assert more["lite"]["again"] == more["lite"]["first"]
     assert "__1_0.distcp" in more["lite"]["files"]
 

@@ -59,7 +59,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_losses_are_those_of_single_device_on_the_cpu(one: Any) -> None:
+def test_hpu_losses_equal_single_device_on_the_cpu(one: Any) -> None:
     assert one["strategy"] == "hpu_single"
     assert one["devices"] == ["hpu:0"]
     assert one["losses differ by"] < 1e-6
@@ -92,7 +92,7 @@ def test_checkpoints_lie_in_host_memory_and_go_to_the_cpu_and_back(one: Any) -> 
 
 
 @pytest.mark.slow
-def test_the_accelerator_says_what_the_sdk_says(one: Any) -> None:
+def test_hpu_accelerator_returns_the_values_of_the_sdk(one: Any) -> None:
     assert one["device"] == "hpu"
     assert one["stats"]["limit_bytes"] == 96 * 2**30
     assert 0 < one["stats"]["allocated_bytes"] <= one["stats"]["peak_allocated_bytes"]
@@ -102,7 +102,7 @@ def test_the_accelerator_says_what_the_sdk_says(one: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_the_device_cannot_do_is_refused(one: Any) -> None:
+def test_hpu_refuses_unsupported_modes(one: Any) -> None:
     assert one["by index"] == (
         "ConfigurationError: devices=[1] chooses Gaudi devices by index, and they carry none: pass "
         "devices=1, and set HABANA_VISIBLE_MODULES=1 to choose which"
@@ -120,7 +120,7 @@ def test_the_sdk_is_imported_when_the_accelerator_is_set_up(one: Any) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_over_hccl_compute_what_ddp_computes(ranks: list[Any]) -> None:
+def test_two_hccl_ranks_equal_ddp(ranks: list[Any]) -> None:
     for rank in ranks:
         assert (rank["strategy"], rank["group"]) == ("hpu_parallel", "hccl")
         assert rank["losses differ by"] < 1e-6
@@ -203,7 +203,7 @@ def test_an_sdk_that_cannot_be_imported_is_said() -> None:
         ),
     ],
 )
-def test_what_cannot_be_given_is_refused_before_anything_runs(
+def test_hpu_refuses_bad_trainer_options(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], expected: str
 ) -> None:
     monkeypatch.setattr(hpu_probe, "has_sdk", lambda: True)

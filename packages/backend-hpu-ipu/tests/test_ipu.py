@@ -111,7 +111,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("make", [None, adam], ids=["SGD", "AdamW"])
-def test_a_fit_computes_what_it_computes_on_the_cpu(tmp_path: Path, make: Any) -> None:
+def test_ipu_fit_equals_a_fit_on_the_cpu(tmp_path: Path, make: Any) -> None:
     ours, losses = fit(tmp_path, net=Net(make), validates=True)
     theirs, expected = fit(tmp_path, net=Net(make), validates=True, **CPU)
     assert losses.training == pytest.approx(expected.training, rel=1e-5)
@@ -283,9 +283,7 @@ def test_options_are_set_before_a_model_freezes_them(tmp_path: Path, poptorch: A
         ),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_anything_runs(
-    tmp_path: Path, options: Any, expected: str
-) -> None:
+def test_ipu_refuses_bad_trainer_options(tmp_path: Path, options: Any, expected: str) -> None:
     with pytest.raises(ConfigurationError) as refused:
         trainer(tmp_path, **options)
     assert str(refused.value) == expected
@@ -310,7 +308,7 @@ def test_what_cannot_be_done_is_refused_before_anything_runs(
         ),
     ],
 )
-def test_what_cards_cannot_give_is_refused(
+def test_ipu_cards_refuse_bad_trainer_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any, expected: str
 ) -> None:
     monkeypatch.delenv("POPTORCH_IPU_MODEL")
@@ -338,7 +336,7 @@ def test_without_poptorch_the_request_is_refused(
     monkeypatch.undo()
 
 
-def test_several_ipus_are_one_rank_and_its_collectives_give_back_what_they_get(
+def test_several_ipus_are_one_rank(
     tmp_path: Path,
 ) -> None:
     one = trainer(tmp_path, devices=4)
@@ -375,7 +373,7 @@ def test_a_poptorch_that_cannot_be_imported_is_said(
     monkeypatch.undo()
 
 
-def test_cards_are_taken_as_they_are_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ipu_refuses_device_indices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("POPTORCH_IPU_MODEL")
     for index in range(4):
         (tmp_path / f"ipu{index}").touch()
@@ -467,7 +465,7 @@ def test_batches_of_other_shapes_are_refused(tmp_path: Path, options: Any, expec
         fit(tmp_path, **options)
 
 
-def test_the_stub_refuses_what_poptorch_refuses(poptorch: Any) -> None:
+def test_poptorch_stub_raises_like_poptorch(poptorch: Any) -> None:
     net = nn.Linear(2, 1)
     options = poptorch.Options()
     poptorch.DataLoader(options, [torch.ones(2)])

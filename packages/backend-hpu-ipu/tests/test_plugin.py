@@ -34,7 +34,7 @@ def test_importing_the_plugin_does_not_import_torch(module: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLUGINS)
-def test_the_plugin_registers_what_the_readme_lists(name: str) -> None:
+def test_plugin_registers_the_names_of_its_readme(name: str) -> None:
     specs = importlib.import_module(PLUGINS[name]).stratagem_components()
     assert {(spec.kind, spec.name) for spec in specs} == NAMES[name]
     for spec in specs:
@@ -58,6 +58,6 @@ MODULES = sorted(module.name for module in pkgutil.iter_modules(stratagem_hpu_ip
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_examples_in_docstrings_show_what_happens(module: str) -> None:
+def test_docstring_examples_pass(module: str) -> None:
     imported = importlib.import_module(f"stratagem_hpu_ipu.{module}")
     assert doctest.testmod(imported).failed == 0

@@ -31,7 +31,7 @@ def _nodes(folder: Path, *names: str) -> Path:
     return folder / "dev"
 
 
-def test_gaudi_devices_are_those_of_its_driver_that_have_a_node(tmp_path: Path) -> None:
+def test_gaudi_devices_need_a_driver_entry_and_a_node(tmp_path: Path) -> None:
     listed = _gaudi(tmp_path, "intel_vpu", "habanalabs", "habanalabs", "habanalabs")
     nodes = _nodes(tmp_path, "accel/accel0", "accel/accel1", "accel/accel3")
     assert hpu_probe.count_devices(listed, nodes) == 2

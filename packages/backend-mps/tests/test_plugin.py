@@ -35,7 +35,7 @@ def test_the_plugin_and_its_probe_do_not_import_torch(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_plugin_registers_what_the_readme_lists() -> None:
+def test_plugin_registers_the_names_of_its_readme() -> None:
     (spec,) = plugin.stratagem_components()
     assert (spec.kind, spec.name, spec.aliases) == ("accelerator", "mps", ("gpu",))
     assert spec.load() is MPSAccelerator

@@ -26,7 +26,7 @@ def test_a_mac_has_one_device_with_the_machines_memory() -> None:
     assert found() == Availability(1, "Apple silicon's GPU, macOS 14.5", memory=2**34)
 
 
-def test_every_reason_says_what_is_missing() -> None:
+def test_metal_unavailable_reasons_name_the_cause() -> None:
     assert found(Mac("linux")).reason == "Metal needs macOS, and this is linux"
     intel = found(Mac("darwin", "x86_64", (14, 5)))
     assert intel.count == 0
@@ -92,7 +92,7 @@ def test_metal_is_asked_as_torch_asks_it(
     assert loaded == ["CoreGraphics", "Metal"]
 
 
-def test_without_the_framework_there_is_no_metal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_has_metal_is_false_without_the_framework(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(path: str) -> object:
         raise OSError(path)
 

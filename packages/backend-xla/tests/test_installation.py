@@ -97,7 +97,7 @@ def test_where_a_tpu_is_the_command_brings_libtpu(tmp_path: Path) -> None:
     assert installation.install_command() == PAIR.replace("_xla==", "_xla[tpu]==")
 
 
-def test_what_cannot_be_imported_is_an_error_and_not_an_undefined_symbol(install: Install) -> None:
+def test_mismatched_torch_xla_raises_configuration_error(install: Install) -> None:
     install(torch="2.13.0", torch_xla="2.9.0")
     with pytest.raises(
         ConfigurationError, match=r"PyTorch/XLA cannot be used here: torch_xla 2\.9"
@@ -248,7 +248,7 @@ def test_strategies_that_know_nothing_of_xla_keep_the_processor() -> None:
         ({"strategy": "xla", "accelerator": "cpu"}, "runs on 'tpu', received accelerator='cpu'"),
     ],
 )
-def test_what_cannot_be_given_is_refused(options: dict[str, Any], expected: str) -> None:
+def test_xla_refuses_bad_trainer_options(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigurationError, match=expected):
         planned(**options)
 
@@ -283,7 +283,7 @@ def test_without_xla_auto_takes_the_cpu() -> None:
 # -- doctor, and the listing
 
 
-def test_doctor_says_what_is_missing() -> None:
+def test_doctor_warns_of_missing_torch_xla() -> None:
     (check,) = stratagem_doctor()
     assert (check.name, check.status) == ("torch_xla", "warning")
     assert check.detail.endswith(PAIR)
@@ -296,7 +296,9 @@ def test_doctor_calls_a_wrong_pair_an_error(install: Install) -> None:
     assert "needs torch 2.9, and 2.13.0 is installed" in check.detail
 
 
-def test_doctor_says_what_is_there(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_lists_torch_xla_and_its_devices(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(torch_xla="2.9.0", torch="2.9.1")
     versions, devices = stratagem_doctor()
     assert (versions.status, versions.detail) == ("ok", "with torch 2.9.1")

@@ -35,7 +35,7 @@ def test_neither_torch_nor_torch_xla_is_imported(then: str) -> None:
     assert done.stderr.strip() == ""
 
 
-def test_its_specs_are_those_of_the_readme() -> None:
+def test_xla_specs_agree_with_the_readme() -> None:
     accelerators = {s.name: s.aliases for s in SPECS if isinstance(s, AcceleratorSpec)}
     strategies = {s.name: (s.class_name, s.aliases) for s in SPECS if isinstance(s, StrategySpec)}
     assert accelerators == {"tpu": ("xla",)}

@@ -79,7 +79,7 @@ def near(one: Any, other: Any, by: float) -> bool:
 
 
 @pytest.mark.parametrize("what", NUMBERS)
-def test_one_device_computes_what_the_cpu_does(results: Results, what: str) -> None:
+def test_one_xla_device_equals_the_cpu(results: Results, what: str) -> None:
     assert near(results("single_xla")[what], results("single_device")[what], by=5e-6)
 
 
@@ -92,7 +92,7 @@ def test_batch_norms_running_variance_is_torch_xlas(results: Results) -> None:
 
 @pytest.mark.parametrize("what", [*NUMBERS, *EVALUATED])
 @pytest.mark.parametrize("strategy", ON_ALL)
-def test_four_devices_compute_what_one_does(results: Results, strategy: str, what: str) -> None:
+def test_four_xla_devices_equal_one(results: Results, strategy: str, what: str) -> None:
     # The sum of 144 predictions has their rounding errors together.
     by = 1e-5 if what == "predicted" else 1e-6
     assert near(results(strategy)[what], results("single_xla")[what], by=by)
@@ -197,7 +197,7 @@ def test_a_model_can_be_trained_by_one_strategy_after_another(folder: Path) -> N
     assert near(found, expected, by=5e-6)
 
 
-def test_debug_reports_what_is_compiled(folder: Path) -> None:
+def test_xla_debug_reports_compilations(folder: Path) -> None:
     _, printed = run("one_case.py", "debug", folder, devices=4)
     assert "Compilation Cause" in printed
 

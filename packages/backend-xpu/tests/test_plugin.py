@@ -32,7 +32,7 @@ def test_the_plugin_and_its_probe_do_not_import_torch(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_plugin_registers_what_the_readme_lists() -> None:
+def test_plugin_registers_the_names_of_its_readme() -> None:
     (spec,) = plugin.stratagem_components()
     assert (spec.kind, spec.name, spec.aliases) == ("accelerator", "xpu", ("gpu",))
     assert spec.load() is XPUAccelerator
@@ -95,7 +95,7 @@ def test_the_ranks_communicate_over_xccl_and_gloo() -> None:
     assert torch.distributed.Backend.default_device_backend_map["xpu"] == "xccl"
 
 
-def test_a_gpu_that_cannot_be_used_says_what_to_look_at() -> None:
+def test_unusable_intel_gpu_raises_with_advice() -> None:
     if torch.xpu.is_available():
         pytest.skip("there is an Intel GPU")
     with pytest.raises(ConfigurationError, match=r"the GPU xpu:0 cannot be used by this process:"):
@@ -124,7 +124,7 @@ def test_a_device_that_was_reset_is_explained() -> None:
     assert XPUAccelerator().explain_lost_device(RuntimeError("shapes differ")) is None
 
 
-def test_the_probe_is_that_of_the_spec() -> None:
+def test_xpu_spec_names_the_probe() -> None:
     (spec,) = plugin.stratagem_components()
     assert isinstance(spec, AcceleratorSpec)
     assert spec.probe == f"{probe.__name__}:{probe.xpu_availability.__name__}"

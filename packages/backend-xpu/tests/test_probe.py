@@ -60,12 +60,12 @@ def test_the_mask_is_applied_before_the_processors_own_gpu_is_left_out() -> None
     assert found(closed, ARC, ZE_AFFINITY_MASK="0,1").problems == ()
 
 
-def test_the_processors_own_gpu_counts_only_if_there_is_no_other() -> None:
+def test_integrated_gpu_counts_only_if_alone() -> None:
     assert found(INTEGRATED).count == 1
     assert found(INTEGRATED, ARC) == Availability(1, "1 device(s) on 1 Intel GPU(s)")
 
 
-def test_every_reason_says_what_to_do() -> None:
+def test_unavailable_gpu_reasons_name_a_remedy() -> None:
     assert found(ARC, build=None).reason == "torch is not installed"
     assert found().reason.startswith("there is no Intel GPU with a driver (i915 or xe")
     wheel = "pip install torch --index-url https://download.pytorch.org/whl/xpu"
@@ -153,7 +153,7 @@ def test_a_node_of_another_group_names_the_group(
     assert seen(tmp_path)[0].problem.endswith("join the group 'render'")
 
 
-def test_without_sysfs_there_is_no_card(tmp_path: Path) -> None:
+def test_probe_without_sysfs_finds_no_card(tmp_path: Path) -> None:
     assert seen(tmp_path) == []
 
 

@@ -102,7 +102,7 @@ def test_a_model_is_only_evaluated_without_bagua() -> None:
     assert len(Algorithm.made) == before
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_unsupported_arguments_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"'other': expected one of 'gradient_allreduce'"):
         BaguaStrategy(algorithm="other")
     with pytest.raises(ConfigurationError, match="sync_interval_ms"):

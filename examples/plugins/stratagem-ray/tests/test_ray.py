@@ -116,7 +116,7 @@ def test_ranks_of_a_node_see_its_gpus_in_the_order_of_local_ranks(start: Start, 
     assert seen in ({"0,1"}, {"1,0"})
 
 
-def test_a_cluster_without_room_says_what_is_missing(start: Start, told: Told) -> None:
+def test_ray_cluster_without_room_names_missing_resources(start: Start, told: Told) -> None:
     options = {"timeout": 6, "resources_per_rank": {"CPU": 1, "forklift": 1}}
     text = start(told.out, f"--options={json.dumps(options)}").wait(expect=1)
     room = "1 node(s) with CPU: 2, forklift: 2 each (SPREAD)"

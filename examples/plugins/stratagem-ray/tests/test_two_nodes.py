@@ -122,9 +122,7 @@ def test_a_run_goes_on_exactly_on_the_node_that_is_left(cluster: RayCluster, tol
     assert program.result() == undisturbed.result()
 
 
-def test_without_room_on_the_node_that_is_left_it_says_what_is_missing(
-    cluster: RayCluster, told: Told
-) -> None:
+def test_lost_ray_node_names_missing_resources(cluster: RayCluster, told: Told) -> None:
     options = json.dumps({"resources_per_rank": {"CPU": 2}, "timeout": 12})
     program = cluster.train(told.out, "--steps=60", "--pause=0.3", f"--options={options}")
     wait_until(told.have_taken(5), program.text)
