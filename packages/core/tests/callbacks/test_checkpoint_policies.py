@@ -880,7 +880,7 @@ NONFINITE = (SCRIPTS / "checkpoint_policies_nonfinite.py").read_text()
 
 
 @pytest.mark.parametrize(("strategy", "plugins"), [("ddp", "single_file"), ("fsdp", "directory")])
-def test_nonfinite_weights_on_one_rank_skip_the_save_on_all(
+def test_nonfinite_weights_on_one_rank_warn_once_and_keep_last_on_all(
     strategy: str, plugins: str, run_script: RunScript, tmp_path: Path
 ) -> None:
     run_script(NONFINITE, strategy, plugins)
