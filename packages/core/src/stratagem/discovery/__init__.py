@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     )
     from stratagem.discovery.former import (
         FORMER as FORMER,
-        HELD_AS as HELD_AS,
         Change as Change,
         changes_of as changes_of,
         what_became as what_became,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from types import CodeType, FunctionType, ModuleType
+from collections.abc import Iterable, Mapping
+from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 from stratagem import __version__
@@ -91,18 +90,6 @@ FORMER: Mapping[str, Mapping[str, Change]] = {
 }
 """The change of each former name, by the class that had it: methods, attributes and arguments."""
 
-HELD_AS: Mapping[str, tuple[str, ...]] = {
-    "accelerator": ("Accelerator",),
-    "capabilities": ("Capabilities",),
-    "checkpoint_io": ("CheckpointIO",),
-    "plan": ("RunPlan",),
-    "ranks": ("Ranks",),
-    "strategy": ("Strategy", "ParallelStrategy"),
-}
-"""The classes of an object, by the name under which authors have it: `self.ranks`, `plan`."""
-
-_USES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
-
 
 def former_names(kind: type) -> dict[str, Change]:
     """Return the former names of a class and of its bases.
@@ -182,30 +169,25 @@ def with_former_names(kind: type[T]) -> type[T]:
     return kind
 
 
-def check_former_names(kind: type, base: type) -> None:
-    """Check that an author's class neither overrides nor uses a former name of the plugin API.
+def check_former_names(kind: type) -> None:
+    """Check that an author's class overrides no former name of the plugin API.
 
-    A former method that still works is called by its new name, with a DeprecationWarning.
+    A former method that still works is called by its new name, with a DeprecationWarning. A use of
+    a former name is an AttributeError with the present name, and `stratagem doctor` lists the uses.
 
     Args:
         kind: the author's class.
-        base: the interface that it implements.
 
     Raises:
         ConfigurationError: names the place, and what took the place of the former name.
     """
-    changes = former_names(kind)
-    for name, change in changes.items():
+    for name, change in former_names(kind).items():
         for owner in kind.__mro__:
             if not _is_override(owner, name, change):
                 continue
             if not change.works:
                 raise ConfigurationError(what_became(f"{owner.__name__}.{name}", change))
             _serve(owner, kind, name, change)
-    for owner in kind.__mro__[: kind.__mro__.index(base)]:
-        for place, change in () if _is_ours(owner) else _uses_in(owner, changes):
-            if not change.works:
-                raise ConfigurationError(what_became(place, change))
 
 
 def check_former_values(owner: object) -> None:
@@ -242,41 +224,3 @@ def _warn(place: str, change: Change) -> None:
         DeprecationWarning,
         stacklevel=4,
     )
-
-
-def _uses_in(owner: type, own: Mapping[str, Change]) -> Iterator[tuple[str, Change]]:
-    """Yield the places in a class's methods that use a former name, with its change."""
-    tables = {held: changes_of(names) for held, names in HELD_AS.items()}
-    tables["self"] = {name: each for name, each in own.items() if not hasattr(owner, name)}
-    names = {name for table in tables.values() for name in table}
-    for method, code in code_of(owner):
-        if names.isdisjoint(code.co_names):
-            continue
-        held = ""
-        for instruction in dis.get_instructions(code):
-            # The argument of some instructions is a pair of names.
-            last = instruction.argval[-1:] if isinstance(instruction.argval, tuple) else ()
-            argument = last[0] if last else instruction.argval
-            table = tables.get(held, {}) if instruction.opname in _USES else {}
-            if argument in table:
-                yield f"{held}.{argument} in {owner.__name__}.{method}", table[argument]
-            held = argument if isinstance(argument, str) else ""
-
-
-def code_of(owner: type | ModuleType) -> Iterator[tuple[str, CodeType]]:
-    """Yield the code of a class's methods, and of the functions within them, by method.
-
-    Args:
-        owner: a class, or a module, for its functions.
-    """
-    for method, value in list(vars(owner).items()):
-        function = getattr(value, "fget", None) or getattr(value, "__func__", value)
-        for code in _nested(getattr(function, "__code__", None)):
-            yield method, code
-
-
-def _nested(code: object) -> Iterator[CodeType]:
-    if isinstance(code, CodeType):
-        yield code
-        for each in code.co_consts:
-            yield from _nested(each)

@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from stratagem.discovery.absent import remedy_for
@@ -20,7 +20,7 @@ from stratagem.discovery.capabilities import (
     difference,
 )
 from stratagem.discovery.entry_points import is_ours
-from stratagem.discovery.former import check_former_names, code_of
+from stratagem.discovery.former import check_former_names
 from stratagem.discovery.registry import nearest_of
 from stratagem.discovery.specs import ComponentSpec, StrategySpec
 from stratagem.errors import ConfigurationError, PluginError
@@ -54,7 +54,7 @@ def check_overrides(kind: type, base: type, *, by_name: bool = False) -> None:
     """
     if (kind, base, by_name) in _checked or not issubclass(kind, base):
         return
-    check_former_names(kind, base)
+    check_former_names(kind)
     for name, expected, own in _overridden(kind, base):
         if getattr(expected, "__final__", False):
             raise ConfigurationError(
@@ -132,7 +132,7 @@ def uncalled_methods(kind: type) -> Iterator[tuple[type, str]]:
         here = (each for each in vars(module).values() if isinstance(each, type))
         own = [each for each in here if each.__module__ == module.__name__]
         places: list[type | ModuleType] = [module, *own, *authors]
-        for _, code in (found for each in places for found in code_of(each)):
+        for _, code in (found for each in places for found in _code_of(each)):
             if code.co_flags & inspect.CO_OPTIMIZED:  # a class body names what it defines
                 names = (each for each in code.co_consts if isinstance(each, str))
                 named |= {*code.co_names, *names}
@@ -141,6 +141,25 @@ def uncalled_methods(kind: type) -> Iterator[tuple[type, str]]:
             is_own = isinstance(member, FunctionType) and not name.startswith("_")
             if is_own and not hasattr(ours, name) and name not in named:
                 yield each, name
+
+
+def _code_of(owner: type | ModuleType) -> Iterator[tuple[str, CodeType]]:
+    """Yield the code of a class's methods, and of the functions within them, by method.
+
+    Args:
+        owner: a class, or a module, for its functions.
+    """
+    for method, value in list(vars(owner).items()):
+        function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+        for code in _nested(getattr(function, "__code__", None)):
+            yield method, code
+
+
+def _nested(code: object) -> Iterator[CodeType]:
+    if isinstance(code, CodeType):
+        yield code
+        for each in code.co_consts:
+            yield from _nested(each)
 
 
 def _base_of_ours(kind: type) -> type:

@@ -94,7 +94,7 @@ def _make_logger(requested: Any, folder: Path) -> Logger:
         takes_folder = "save_dir" in inspect.signature(spec.load()).parameters
         made = spec.build(**({"save_dir": folder} if takes_folder else {}))
     if isinstance(made, Logger):
-        check_former_names(type(made), Logger)
+        check_former_names(type(made))
         return made
     if not callable(getattr(made, "log_metrics", None)) or isinstance(made, type):
         raise ConfigurationError(

@@ -184,7 +184,7 @@ def make_profiler(profiler: str | Profiler | None) -> Profiler | None:
     if isinstance(profiler, PassThroughProfiler):
         return None
     if isinstance(profiler, Profiler):
-        check_former_names(type(profiler), Profiler)
+        check_former_names(type(profiler))
     if profiler is None or isinstance(profiler, Profiler):
         return profiler
     raise ConfigurationError(

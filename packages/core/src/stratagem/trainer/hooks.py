@@ -174,7 +174,7 @@ def make_callbacks(
                 "of installed callbacks"
                 + (": call the class" if isinstance(callback, type) else "")
             )
-        check_former_names(type(callback), Callback)
+        check_former_names(type(callback))
     made = list(callbacks)
     saves = any(isinstance(callback, ModelCheckpoint) for callback in made)
     if saves and not checkpointing:

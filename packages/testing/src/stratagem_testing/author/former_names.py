@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from stratagem.discovery import FORMER, HELD_AS, Change, changes_of, what_became
+from stratagem.discovery import FORMER, Change, changes_of, what_became
 from stratagem_testing.author.private_imports import sources_of
 
 _BASES: Mapping[str, tuple[str, ...]] = {
@@ -19,6 +19,15 @@ _BASES: Mapping[str, tuple[str, ...]] = {
 }
 """The interfaces of the classes that a module of core has."""
 _RANKS = ("Ranks", "ProcessGroupRanks")
+_HELD_AS: Mapping[str, tuple[str, ...]] = {
+    "accelerator": ("Accelerator",),
+    "capabilities": ("Capabilities",),
+    "checkpoint_io": ("CheckpointIO",),
+    "plan": ("RunPlan",),
+    "ranks": ("Ranks",),
+    "strategy": ("Strategy", "ParallelStrategy"),
+}
+"""The classes of an object, by the name under which authors have it: `self.ranks`, `plan`."""
 
 
 def former_names_in(named: Iterable[str]) -> list[str]:
@@ -101,7 +110,7 @@ def _uses(tree: ast.AST) -> Iterator[tuple[int, str, Change]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             held = _last_name(node.value)
-            changes = changes_of(HELD_AS.get(held, ()))
+            changes = changes_of(_HELD_AS.get(held, ()))
             if node.attr in changes:
                 yield node.lineno, f"{held}.{node.attr}", changes[node.attr]
 
