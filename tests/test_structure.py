@@ -12,10 +12,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/src"))
 
-MOST_LINES = 20_458
+MOST_LINES = 20_325
 MOST_FILES = 13
 MOST_FILLER = 0.08
-MOST_FILES_OF_CORE = 173
+MOST_FILES_OF_CORE = 172
 MOST_BROUGHT_ALONG = {"import of Lite": 8_600, "fit of a Trainer": 18_800}
 
 

@@ -44,11 +44,9 @@ PUBLIC = {
     "stratagem.precision": "Precision EnginePrecision TruePrecision MixedPrecision default_dtype",
     "stratagem.checkpoint": (
         "CheckpointIO Shards LazyTensor SingleFileCheckpointIO DirectoryCheckpointIO read_whole "
-        "first_whole "
-        "Checksum Directory LAYOUT MANIFEST Manifest MappedFile Refused STATE SavedFile Sink "
-        "StoredCheckpointIO encode_manifest has_shards is_directory_checkpoint manifest_of "
-        "open_archive open_member "
-        "read_directory size_of_member verify_files write_archive"
+        "first_whole Checksum Description Manifest MappedFile Refused Sink StoredCheckpointIO "
+        "checksum_of_file has_shards load_json manifest_of open_archive parse_manifest "
+        "write_archive"
     ),
     "stratagem.environments": "ClusterEnvironment",
     "stratagem.launch": (
@@ -69,7 +67,7 @@ PUBLIC = {
     ),
     "stratagem.storage": (
         "absolute check_is_new durable_replace exists join read write DurableDirectory "
-        "StreamedFile is_name to_location"
+        "StreamedFile is_name open_regular to_location"
     ),
     "stratagem.rng": "seed_devices_by",
     "stratagem.loggers": "Logger",

@@ -111,6 +111,7 @@ _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "stratagem.checkpoint": {
         "stratagem_torch.checkpoint.sharded.directory": ("consolidate_checkpoint",),
+        "stratagem_torch.checkpoint.sharded.manifest": ("describe_directory",),
     },
     "stratagem.launch": {
         "stratagem_torch.launch.network": ("free_port",),

@@ -31,7 +31,6 @@ from stratagem.checkpoint import (
     SingleFileCheckpointIO,
     consolidate_checkpoint,
 )
-from stratagem.checkpoint.directory import MANIFEST, STATE
 from stratagem.errors import (
     CheckpointContentError,
     CheckpointCorruptError,
@@ -41,6 +40,7 @@ from stratagem.errors import (
 )
 from stratagem.state.reading.unpickler import SafeUnpickler
 from stratagem.storage.local import DurableDirectory
+from stratagem_torch.checkpoint.sharded.manifest import MANIFEST, STATE
 
 SCRIPT = Path(__file__).parents[1] / "directory_scripts.py"
 

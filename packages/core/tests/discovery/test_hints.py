@@ -127,6 +127,10 @@ def test_if_the_extras_are_disabled_the_line_says_so(code: str) -> None:
 
 # -- without stratagem-backend-torch
 
+NEEDS_TORCH = (
+    "It needs stratagem-backend-torch, which is not installed: pip install stratagem-backend-torch."
+)
+
 RESTARTED = """
 import torch
 from stratagem import Module, Trainer
@@ -150,6 +154,14 @@ from stratagem.trainer.checks import check_divergence_detection
 check_divergence_detection(Fake(capabilities=Fake(parameters="same"), world_size=1), 1)
 check_divergence_detection(Fake(capabilities=Fake(parameters="same"), world_size=2), 1)
 """
+DESCRIBED = """
+import tempfile
+from pathlib import Path
+from stratagem.checkpoint import describe_checkpoint
+folder = Path(tempfile.mkdtemp())
+(folder / "manifest.json").write_text("{}")
+describe_checkpoint(folder)
+"""
 
 
 @pytest.mark.parametrize(
@@ -163,8 +175,16 @@ check_divergence_detection(Fake(capabilities=Fake(parameters="same"), world_size
 def test_missing_torch_backend_fails_in_one_line_with_the_package(code: str, missing: str) -> None:
     hidden = HIDDEN.replace("stratagem-extras", "stratagem-backend-torch")
     assert last_line(hidden.replace("stratagem_extras", "stratagem_torch") + code) == (
-        f"ImportError: {missing}. It needs stratagem-backend-torch, which is not installed: "
-        "pip install stratagem-backend-torch."
+        f"ImportError: {missing}. {NEEDS_TORCH}"
+    )
+
+
+def test_without_the_torch_backend_a_directory_checkpoint_says_what_to_install() -> None:
+    hidden = HIDDEN.replace("stratagem-extras", "stratagem-backend-torch")
+    line = last_line(hidden.replace("stratagem_extras", "stratagem_torch") + DESCRIBED)
+    assert line.startswith("CheckpointFormatError: '")
+    assert line.endswith(
+        f"' is a directory: 'stratagem.checkpoint' has no 'describe_directory'. {NEEDS_TORCH}"
     )
 
 

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 from stratagem.discovery.exports import exporter
 
 if TYPE_CHECKING:
-    from stratagem.checkpoint.archive import Manifest as Manifest, Sink as Sink
+    from stratagem.checkpoint.archive import (
+        Manifest as Manifest,
+        Sink as Sink,
+        load_json as load_json,
+        parse_manifest as parse_manifest,
+    )
     from stratagem.checkpoint.catalog import (
         SUFFIX as SUFFIX,
         Description as Description,
@@ -16,19 +21,9 @@ if TYPE_CHECKING:
         find_all as find_all,
         first_whole as first_whole,
     )
-    from stratagem.checkpoint.checksum import Checksum as Checksum
-    from stratagem.checkpoint.directory import (
-        LAYOUT as LAYOUT,
-        MANIFEST as MANIFEST,
-        STATE as STATE,
-        Directory as Directory,
-        SavedFile as SavedFile,
-        encode_manifest as encode_manifest,
-        is_directory_checkpoint as is_directory_checkpoint,
-        open_member as open_member,
-        read_directory as read_directory,
-        size_of_member as size_of_member,
-        verify_files as verify_files,
+    from stratagem.checkpoint.checksum import (
+        Checksum as Checksum,
+        checksum_of_file as checksum_of_file,
     )
     from stratagem.checkpoint.entries import Refused as Refused
     from stratagem.checkpoint.trainer_format import (
@@ -56,6 +51,9 @@ if TYPE_CHECKING:
     from stratagem_torch.checkpoint.sharded.directory import (
         DirectoryCheckpointIO as DirectoryCheckpointIO,
         consolidate_checkpoint as consolidate_checkpoint,
+    )
+    from stratagem_torch.checkpoint.sharded.manifest import (
+        describe_directory as describe_directory,
     )
 else:
     __getattr__, __dir__ = exporter(__name__, "checkpoint_io")

@@ -318,6 +318,11 @@ def load_json(text: bytes) -> dict[str, Any]:
     Raises:
         ValueError: the text holds another type, a duplicate key, or a value that is not a number.
         RecursionError: the object is nested too deeply.
+
+    Example:
+        >>> from stratagem.checkpoint import load_json
+        >>> load_json(b'{"step": 1}')
+        {'step': 1}
     """
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -341,6 +346,12 @@ def parse_manifest(values: dict[str, Any], path: str) -> Manifest:
     Raises:
         CheckpointCorruptError: the manifest has a newer format.
         ValueError, KeyError: the object is not a manifest.
+
+    Example:
+        >>> from stratagem.checkpoint import parse_manifest
+        >>> values = {"format_version": 1, "stratagem": "0.1.0", "torch": "2.13.0", "contents": []}
+        >>> parse_manifest(values, "a.ckpt").torch
+        '2.13.0'
     """
     version = values["format_version"]
     if type(version) is not int or version < 1:

@@ -17,9 +17,17 @@ from stratagem.checkpoint.archive import (
     read_archive,
     verify_checksum,
 )
-from stratagem.checkpoint.directory import MANIFEST, read_directory, verify_files
-from stratagem.errors import CheckpointError, CheckpointNotFoundError, format_value
+from stratagem.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    format_value,
+)
 from stratagem.storage import paths
+
+_MANIFEST = "manifest.json"
+_IN_DIRECTORY = (_MANIFEST, "state.ckpt", ".metadata")
+"""Files of a directory checkpoint; that of plain `torch.distributed.checkpoint` has the last."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +77,7 @@ def describe_checkpoint(path: str | Path, *, verify: bool = False) -> Descriptio
     """
     path = paths.to_location(path)
     if isinstance(path, Path) and path.is_dir():
-        directory = read_directory(path)
-        if verify:
-            verify_files(directory)
-        return Description(
-            directory.size, len(directory.files) + 1, directory.checksum, directory.manifest
-        )
+        return _describe_directory(path, verify=verify)
     # A file at a URL is downloaded completely only for verification.
     opened = paths.open_local(path) if verify else paths.open_in_place(path)
     with opened as opened_file:
@@ -86,6 +89,29 @@ def describe_checkpoint(path: str | Path, *, verify: bool = False) -> Descriptio
             verify_checksum(file, archive, str(path))
             check_entries(file, archive, str(path))
     return Description(archive.size, 1, archive.checksum, archive.manifest)
+
+
+def _describe_directory(path: Path, *, verify: bool) -> Description:
+    check_directory(path)
+    try:
+        from stratagem.checkpoint import describe_directory
+    except ImportError as error:
+        raise CheckpointFormatError(f"{str(path)!r} is a directory: {error}") from None
+    return describe_directory(path, verify=verify)
+
+
+def check_directory(path: Path) -> None:
+    """Raise if a directory has none of the files of a checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: names the checkpoints in the directory.
+    """
+    if not any(os.path.lexists(path / name) for name in _IN_DIRECTORY):
+        there = sorted(p.name for p in path.glob("*.ckpt"))
+        raise CheckpointNotFoundError(
+            f"{str(path)!r} is a directory without {_MANIFEST!r}, so it is no checkpoint; expected "
+            f"the path of one. The folder contains {', '.join(there) or 'no checkpoints'}"
+        )
 
 
 SUFFIX = ".ckpt"
@@ -143,7 +169,7 @@ def find_all(folders: Iterable[str | os.PathLike[str]]) -> list[paths.Entry]:
         for folder in folders
         for entry in paths.entries(folder)
         if paths.name_of(entry.path).endswith(SUFFIX)
-        or (entry.is_directory and paths.exists(paths.join(entry.path, MANIFEST)))
+        or (entry.is_directory and paths.exists(paths.join(entry.path, _MANIFEST)))
     }
     return sorted(
         found.values(),

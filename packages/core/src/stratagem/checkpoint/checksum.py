@@ -78,6 +78,13 @@ def checksum_of_file(file: BinaryIO, size: int, piece_size: int) -> str:
         file: a local file, opened for reading.
         size: the number of bytes; a file that has become shorter has another checksum.
         piece_size: the piece size in the file's manifest.
+
+    Example:
+        >>> import tempfile
+        >>> from stratagem.checkpoint import checksum_of_file
+        >>> with tempfile.TemporaryFile() as file:
+        ...     checksum_of_file(file, 0, piece_size=0)
+        '99aa06d3014798d86001c324468d497f'
     """
     if not size:
         return Checksum(piece_size).hexdigest()

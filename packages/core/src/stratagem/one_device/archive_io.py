@@ -25,7 +25,6 @@ from stratagem.checkpoint.archive import (
     read_archive,
     verify_checksum,
 )
-from stratagem.checkpoint.directory import read_directory
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import CheckpointCorruptError, CheckpointSaveError, UnknownNameError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
@@ -303,7 +302,7 @@ def _open_directory(
     path: Path, *, verify: bool, ranks: Ranks | None, check_parts: bool = False
 ) -> dict[str, Any]:
     """Open a directory by the format of another distribution, which is imported here."""
-    read_directory(path)  # raises if it is no checkpoint
+    catalog.check_directory(path)
     try:
         directory_format = get_registry().find("checkpoint_io", "directory").spec.load()
     except UnknownNameError as error:

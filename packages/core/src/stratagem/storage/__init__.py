@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from stratagem.storage.local import (
         DurableDirectory as DurableDirectory,
         StreamedFile as StreamedFile,
+        open_regular as open_regular,
         sync_directory as sync_directory,
     )
     from stratagem.storage.paths import (

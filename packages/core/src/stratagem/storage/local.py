@@ -51,6 +51,16 @@ def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
         CheckpointCorruptError: it is no regular file, but a FIFO, a device or a directory, or a
             link that is not followed.
         OSError: it cannot be opened.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from stratagem.storage import open_regular
+        >>> path = Path(tempfile.mkdtemp()) / "a"
+        >>> _ = path.write_bytes(b"abc")
+        >>> with open_regular(path) as file:
+        ...     file.read()
+        b'abc'
     """
     flags = os.O_RDONLY | BINARY | NO_WAIT | (0 if follow else NO_LINK)
     try:

@@ -14,18 +14,12 @@ import torch
 from torch import Tensor
 
 from stratagem.checkpoint import (
-    LAYOUT,
-    MANIFEST,
-    STATE,
     Checksum,
     Manifest,
-    SavedFile,
     Shards,
     SingleFileCheckpointIO,
     StoredCheckpointIO,
-    encode_manifest,
     has_shards,
-    is_directory_checkpoint,
     manifest_of,
     write_archive,
 )
@@ -36,6 +30,14 @@ from stratagem.strategies import Ranks
 from stratagem.system import BINARY
 from stratagem_torch.checkpoint.sharded.exchange import Exchange, StoreExchange
 from stratagem_torch.checkpoint.sharded.layout import encode_layout
+from stratagem_torch.checkpoint.sharded.manifest import (
+    LAYOUT,
+    MANIFEST,
+    STATE,
+    SavedFile,
+    encode_manifest,
+    is_directory_checkpoint,
+)
 from stratagem_torch.checkpoint.sharded.opening import open_directory
 from stratagem_torch.checkpoint.sharded.save_plan import Held, SavePlan, make_plan
 from stratagem_torch.checkpoint.sharded.shard_writer import file_of, write_share

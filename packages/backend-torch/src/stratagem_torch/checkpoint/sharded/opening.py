@@ -6,16 +6,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from stratagem.checkpoint import (
+from stratagem.checkpoint import open_archive
+from stratagem.errors import CheckpointCorruptError
+from stratagem.strategies import Ranks
+from stratagem_torch.checkpoint.sharded.manifest import (
     LAYOUT,
     STATE,
-    open_archive,
     open_member,
     read_directory,
     verify_files,
 )
-from stratagem.errors import CheckpointCorruptError
-from stratagem.strategies import Ranks
 from stratagem_torch.checkpoint.sharded.shard_reader import ShardReader
 
 

@@ -22,17 +22,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from stratagem.checkpoint import (
-    LazyTensor,
-    MappedFile,
-    Refused,
-    Shards,
-    open_member,
-    size_of_member,
-)
+from stratagem.checkpoint import LazyTensor, MappedFile, Refused, Shards
 from stratagem.errors import CheckpointCorruptError
 from stratagem.storage import is_name
 from stratagem_torch.checkpoint.sharded.layout_reader import check_places, read_layout
+from stratagem_torch.checkpoint.sharded.manifest import open_member, size_of_member
 
 
 class ShardReader:

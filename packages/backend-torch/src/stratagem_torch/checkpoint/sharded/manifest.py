@@ -1,4 +1,4 @@
-"""The layout of a directory checkpoint: its manifest and checksums, without torch.
+"""The manifest of a directory checkpoint, and the checksums of its files; without torch.
 
 ::
 
@@ -24,11 +24,15 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from stratagem.checkpoint.archive import Manifest, load_json, parse_manifest
-from stratagem.checkpoint.checksum import checksum_of_file
-from stratagem.errors import CheckpointCorruptError, CheckpointNotFoundError
-from stratagem.storage.local import open_regular
-from stratagem.storage.paths import is_name
+from stratagem.checkpoint import (
+    Description,
+    Manifest,
+    checksum_of_file,
+    load_json,
+    parse_manifest,
+)
+from stratagem.errors import CheckpointCorruptError
+from stratagem.storage import is_name, open_regular
 
 MANIFEST = "manifest.json"
 STATE = "state.ckpt"
@@ -44,10 +48,10 @@ class SavedFile:
 
     Attributes:
         size: in bytes.
-        xxh3_128: its checksum (`stratagem.checkpoint.checksum`), 32 hexadecimal digits.
+        xxh3_128: its checksum (`stratagem.checkpoint.Checksum`), 32 hexadecimal digits.
 
     Example:
-        >>> from stratagem.checkpoint import SavedFile
+        >>> from stratagem_torch.checkpoint.sharded.manifest import SavedFile
         >>> SavedFile(3, "0" * 32).size
         3
     """
@@ -74,7 +78,7 @@ class Directory:
         >>> lite = Lite(accelerator="cpu", plugins="directory")
         >>> lite.launch()
         >>> lite.save(path, {"step": 1})
-        >>> from stratagem.checkpoint import read_directory
+        >>> from stratagem_torch.checkpoint.sharded.manifest import read_directory
         >>> read_directory(path).manifest.contents
         ('step',)
     """
@@ -99,7 +103,8 @@ def encode_manifest(manifest: Manifest, files: Mapping[str, SavedFile]) -> bytes
     """Return the contents of the manifest file, including their own checksum.
 
     Example:
-        >>> from stratagem.checkpoint import Manifest, encode_manifest
+        >>> from stratagem.checkpoint import Manifest
+        >>> from stratagem_torch.checkpoint.sharded.manifest import encode_manifest
         >>> text = encode_manifest(Manifest(stratagem="0.1.0", torch="2.13.0"), {})
         >>> b'"xxh3_128"' in text
         True
@@ -114,7 +119,7 @@ def is_directory_checkpoint(path: Path) -> bool:
     Example:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from stratagem.checkpoint import is_directory_checkpoint
+        >>> from stratagem_torch.checkpoint.sharded.manifest import is_directory_checkpoint
         >>> is_directory_checkpoint(Path(tempfile.mkdtemp()))
         False
     """
@@ -125,7 +130,6 @@ def read_directory(path: Path) -> Directory:
     """Return the manifest of a directory checkpoint, without reading the other files.
 
     Raises:
-        CheckpointNotFoundError: the directory is not a checkpoint.
         CheckpointCorruptError: the manifest is damaged, has a newer format, or is missing although
             its files exist.
 
@@ -137,22 +141,16 @@ def read_directory(path: Path) -> Directory:
         >>> lite = Lite(accelerator="cpu", plugins="directory")
         >>> lite.launch()
         >>> lite.save(path, {"step": 1})
-        >>> from stratagem.checkpoint import read_directory
+        >>> from stratagem_torch.checkpoint.sharded.manifest import read_directory
         >>> sorted(read_directory(path).files)
         ['.metadata', 'state.ckpt']
     """
     file = path / MANIFEST
     if not os.path.lexists(file):
-        if os.path.lexists(path / STATE):
-            # An interrupted copy of our own checkpoint: torch's checkpoints have no such file.
-            raise _damaged(file, "it is missing")
-        if os.path.lexists(path / LAYOUT):
+        if os.path.lexists(path / LAYOUT) and not os.path.lexists(path / STATE):
             return Directory(path, None, None, {})
-        there = sorted(p.name for p in path.glob("*.ckpt"))
-        raise CheckpointNotFoundError(
-            f"{str(path)!r} is a directory without {MANIFEST!r}, so it is no checkpoint; expected "
-            f"the path of one. The folder contains {', '.join(there) or 'no checkpoints'}"
-        )
+        # An interrupted copy of our own checkpoint: torch's checkpoints have no state.ckpt.
+        raise _damaged(file, "it is missing")
     with open_member(path, MANIFEST) as opened:
         if os.fstat(opened.fileno()).st_size > _LARGEST_MANIFEST:
             raise CheckpointCorruptError(f"{str(file)!r} is larger than {_LARGEST_MANIFEST} bytes")
@@ -182,6 +180,36 @@ def read_directory(path: Path) -> Directory:
     return Directory(path, manifest, checksum, files)
 
 
+def describe_directory(path: Path, *, verify: bool) -> Description:
+    """Return the description of a directory checkpoint; `describe_checkpoint` calls it.
+
+    Args:
+        path: the directory.
+        verify: whether to read all files and compare them with their checksums.
+
+    Raises:
+        CheckpointCorruptError: the directory is no whole checkpoint.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from stratagem import Lite
+        >>> path = Path(tempfile.mkdtemp()) / "step=1"
+        >>> lite = Lite(accelerator="cpu", plugins="directory")
+        >>> lite.launch()
+        >>> lite.save(path, {"step": 1})
+        >>> from stratagem.checkpoint import describe_directory
+        >>> describe_directory(path, verify=True).files
+        3
+    """
+    directory = read_directory(path)
+    if verify:
+        verify_files(directory)
+    return Description(
+        directory.size, len(directory.files) + 1, directory.checksum, directory.manifest
+    )
+
+
 def verify_files(directory: Directory, names: Iterable[str] | None = None) -> None:
     """Read files whole and compare them with their checksums.
 
@@ -200,7 +228,7 @@ def verify_files(directory: Directory, names: Iterable[str] | None = None) -> No
         >>> lite = Lite(accelerator="cpu", plugins="directory")
         >>> lite.launch()
         >>> lite.save(path, {"step": 1})
-        >>> from stratagem.checkpoint import read_directory, verify_files
+        >>> from stratagem_torch.checkpoint.sharded.manifest import read_directory, verify_files
         >>> verify_files(read_directory(path)) is None
         True
     """
@@ -233,7 +261,7 @@ def open_member(folder: Path, name: str) -> BinaryIO:
         >>> from pathlib import Path
         >>> folder = Path(tempfile.mkdtemp())
         >>> _ = (folder / "state.ckpt").write_bytes(b"abc")
-        >>> from stratagem.checkpoint import open_member
+        >>> from stratagem_torch.checkpoint.sharded.manifest import open_member
         >>> with open_member(folder, "state.ckpt") as file:
         ...     file.read()
         b'abc'
@@ -255,7 +283,7 @@ def size_of_member(folder: Path, name: str) -> int:
         >>> from pathlib import Path
         >>> folder = Path(tempfile.mkdtemp())
         >>> _ = (folder / "state.ckpt").write_bytes(b"abc")
-        >>> from stratagem.checkpoint import size_of_member
+        >>> from stratagem_torch.checkpoint.sharded.manifest import size_of_member
         >>> size_of_member(folder, "state.ckpt"), size_of_member(folder, "other")
         (3, -1)
     """
