@@ -49,7 +49,7 @@ def visible_gpus(gpus: Sequence[GPU], visible: str | None) -> list[GPU]:
             matching = [gpu for gpu in gpus if gpu.uuid.startswith(name)]
         else:
             matching = []
-        # An ambiguous beginning names none, and a GPU that is named twice ends the list as well.
+        # An ambiguous prefix selects no GPU; a GPU named twice ends the list as well.
         if len(matching) != 1 or matching[0] in seen:
             break
         seen += matching

@@ -188,7 +188,7 @@ def _why_none(
     return "; ".join(f"GPU {gpu.index} ({gpu.name}) {gpu.problem}" for gpu in seen)
 
 
-# -- what is asked of the machine
+# -- queries of the machine
 
 LIBRARY = "libnvidia-ml.so.1"
 NO_DRIVER = f"there is no NVIDIA driver ({LIBRARY} was not found)"
@@ -241,7 +241,8 @@ def _gpus(nvml: Any) -> Iterator[GPU]:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             name, uuid = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle)
         except nvml.NVMLError as error:
-            # It is listed and cannot be opened: fallen off the bus, or not this user's.
+            # NVML lists the GPU and cannot open it: it has fallen off the bus, or belongs to
+            # another user.
             yield GPU(index, "", "a GPU", f"cannot be used: {error}")
             continue
         instances = list(_instances(nvml, handle))

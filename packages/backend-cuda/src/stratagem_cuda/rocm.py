@@ -26,7 +26,7 @@ FLOAT8 = ("gfx942", "gfx950", "gfx1200", "gfx1201")
 
 def find_gpus() -> list[GPU]:
     """Return the AMD GPUs of this machine that this process may read about."""
-    if not os.path.isdir(NODES):  # noqa: PTH112 - most machines have none, and pathlib is slow
+    if not os.path.isdir(NODES):  # noqa: PTH112 - pathlib is slow
         return []
     from pathlib import Path
 
@@ -48,7 +48,7 @@ def gpus_of(nodes: Path, device: Path) -> Iterator[GPU]:
     index = 0
     for node in sorted(nodes.glob("*"), key=lambda each: (len(each.name), each.name)):
         facts = _numbers(node / "properties")
-        # What a container may not see is unreadable there.
+        # Files that a container may not see are unreadable.
         if not facts.get("simd_count"):
             continue
         banks = (_numbers(bank / "properties") for bank in node.glob("mem_banks/*"))

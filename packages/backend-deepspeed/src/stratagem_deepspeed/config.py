@@ -101,7 +101,7 @@ def engine_config(options: Options, user: Mapping[str, Any], facts: Facts) -> di
     config.fill((ZERO, "stage"), _STAGE)
     config.fill((ZERO, "contiguous_gradients"), True)
     _buckets(config, facts)
-    # Below stage 2 gradients are reduced in the step, when there is no backward to overlap with.
+    # Below stage 2, DeepSpeed reduces gradients in the step, without a backward to overlap with.
     config.fill((ZERO, "overlap_comm"), config.get((ZERO, "stage")) in (2, 3))
     config.put(("managed_gradient_accumulation",), False, "the loop says when to step")
     _precision(config, facts)

@@ -76,7 +76,7 @@ def _load(path: Path) -> Any:
 
 
 def _read(path: Path) -> bytes:
-    # Looked at before it is opened: opening a named pipe waits until somebody writes into it.
+    # Check before opening: opening a named pipe blocks until another process writes into it.
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError("it is no regular file")
     with path.open("rb") as file:

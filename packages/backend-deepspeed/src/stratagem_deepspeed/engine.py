@@ -120,7 +120,7 @@ class EngineModule(nn.Module):
         """Make the engine, which moves, converts and (at stage 3) shards the model's parameters."""
         names = {id(p): name for name, p in self.module.named_parameters()}
         groups = optimizer.param_groups if optimizer is not None else []
-        # DeepSpeed puts flat tensors into the groups, and drops those that are empty.
+        # DeepSpeed puts flat tensors into the groups, and drops empty groups.
         self.groups = [[names[id(p)] for p in g["params"]] for g in groups if g["params"]]
         if optimizer is None and "optimizer" in config:
             self.groups = [list(names.values())]
@@ -130,7 +130,8 @@ class EngineModule(nn.Module):
             )
         self._linear = linear.replaced
         if stage_of(config) == 3:
-            # DeepSpeed replaces it when it shards a model; one that was built in shards has none.
+            # DeepSpeed replaces this function when it shards a model; a model built in shards does
+            # not have it.
             self._linear = self._linear or _linear_of_stage_3(engine)
             _share_weights(engine.optimizer)
         self.config = config
@@ -250,7 +251,7 @@ def watch_frozen(name: str, parameter: nn.Parameter) -> Any:
             "requires_grad=True then: unfreeze it before fit or setup, or take fsdp or ddp"
         )
 
-    # torch takes a hook for what requires a gradient, and keeps it for what does not.
+    # torch registers hooks on parameters with a gradient only, and keeps them afterwards.
     parameter.requires_grad_(True)
     try:
         return parameter.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
@@ -308,8 +309,8 @@ def _loosen(module: nn.Module) -> None:
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    # A list for the modules whose forward runs; the root stands in it from the start, and puts
-    # itself there again whenever it is called.
+    # A list of the modules whose forward runs; the root is in it from the start, and adds itself
+    # again on each call.
     stack = parameter_offload.FWD_MODULE_STACK
     stack[:] = [one for one in stack if one is not module]
     # The functions that parameters carry hold the object that has sharded them, and it the module.
@@ -351,7 +352,7 @@ def _release(engine: Any, module: nn.Module) -> None:
             vars(parameter).pop(name, None)
     if stage_of(engine.config) != 3:
         return
-    # A cache for all engines, whose keys are modules.
+    # A cache for all engines, with modules as keys.
     for function in _coordinators_caches():
         function.cache_clear()
     for part in module.modules():

@@ -78,7 +78,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
             init_args=arguments,
             shards=_SHARDED_AT[arguments.get("stage", 2)],
             offloads=_offloads(arguments),
-            # A plan keeps in the host what a run keeps on NVMe.
+            # A plan counts NVMe offload as host memory.
             placement_arguments=("offload_optimizer_device", "offload_params_device"),
         )
         for name, (summary, arguments) in _PRESETS.items()

@@ -110,7 +110,7 @@ class EngineState:
         self._engine: Any = called.__dict__["engine"]
         self._zero: Any = None if self._engine is None else self._engine.optimizer
         self._is_stage_3 = self._engine is not None and stage_of(called.config) == 3
-        # What each rank holds is returned, or whole tensors on rank 0.
+        # True: each rank returns its shards. False: rank 0 returns unsharded tensors.
         self._takes_shards = strategy.checkpoint_io.supports_shards
 
     # -- weights
@@ -342,7 +342,7 @@ class EngineState:
                 options["step"] = int(step)
         self._link()
 
-    # -- what the engine has beside them
+    # -- further state of the engine
 
     def _engines_own(self) -> dict[str, Any]:
         """Return the loss scale and the scheduler of the config, as weights-only-safe data."""

@@ -185,7 +185,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         save_full_weights: bool = False,
         **components: Any,
     ) -> None:
-        arguments = dict(locals())  # first of all, when there is nothing else
+        arguments = dict(locals())  # first statement: locals() has the arguments only
         if save_full_weights and components.get("checkpoint_io") is None:
             components["checkpoint_io"] = "single_file"
         super().__init__(**components)
@@ -215,7 +215,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         """Whether the config defines the optimizer; see `Strategy.makes_optimizers`."""
         return "optimizer" in self.user_config
 
-    # -- what is known of the run
+    # -- facts of the run
 
     def bind(self, components: Components) -> None:
         """Take and check the plan's components, and build the ops that are needed."""
@@ -225,7 +225,8 @@ class DeepSpeedStrategy(ParallelStrategy):
             self.facts,
             precision=components.precision.name,
             world_size=components.device_count,
-            # A plan simulates the step on the host, with what the engine does on other devices.
+            # A plan simulates the step on the host, with the operations of the engine on other
+            # devices.
             device_type=getattr(components.accelerator, "plans_for", kind),
             **facts_of_steps(components.step),
         )
@@ -470,7 +471,7 @@ class DeepSpeedStrategy(ParallelStrategy):
             )
         called = prepared.module
         assert isinstance(called, EngineModule)
-        # The engine leaves out a step whose gradients overflowed.
+        # The engine skips a step if gradients overflowed.
         self.precision.step_was_skipped = not called.step()
 
     # -- state

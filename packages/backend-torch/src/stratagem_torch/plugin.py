@@ -68,7 +68,7 @@ _UNUSED: tuple[dict[str, bool], ...] = (
     {"find_unused_parameters": False},
 )
 
-# name, arguments, what is sharded, summary
+# name, arguments, sharded state, summary
 _FSDP_ROWS: tuple[tuple[str, dict[str, object], tuple[str, ...], str], ...] = (
     ("fsdp", {}, _ALL, "parameters, gradients and optimizer state sharded (FSDP2)"),
     ("fsdp_cpu_offload", {"cpu_offload": True}, _ALL, "fsdp with shards in host memory"),
@@ -203,7 +203,7 @@ _COMPONENTS: tuple[ComponentSpec, ...] = (
         interactive=True,
         new_processes=True,
     ),
-    # The priorities follow who starts whom: torchrun may run under any of the others, jsrun sets
+    # The priorities follow the nesting of launchers: torchrun may run under any other, jsrun sets
     # the variables of mpirun too, and mpirun may start its daemons with srun.
     _environment(
         name="TorchElastic",

@@ -93,7 +93,7 @@ class XLAAccelerator(Accelerator):
         """Return the device's RNG state, one int64."""
         xla_model = import_torch_xla().core.xla_model
         state: int = xla_model.get_rng_state(str(device))
-        # What was drawn since the last sync counts as drawn; the next sync would forget it.
+        # Count the numbers drawn since the last sync: the next sync would forget them.
         xla_model.set_rng_state(state, str(device))
         return torch.tensor([state - 2**64 if state >= 2**63 else state])
 

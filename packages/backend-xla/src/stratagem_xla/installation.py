@@ -117,7 +117,7 @@ def checks() -> Iterator[Check]:
     problem = version_problem()
     name = "torch_xla" if xla is None else f"torch_xla {xla}"
     if problem:
-        # Not installed at all, it is only not to be used; a wrong pair is to be repaired.
+        # A missing torch_xla is only unusable; a mismatched pair needs a repair.
         yield Check(name, "warning" if xla is None else "error", problem)
         return
     yield Check(name, "ok", f"with torch {version_of('torch')}")

@@ -25,7 +25,7 @@ def import_torch_xla() -> Any:
         problem = "" if found.count else found.reason
     if problem:
         raise ConfigurationError(f"PyTorch/XLA cannot be used here: {problem}")
-    # Below it warns at each compilation of what its own partitioner is to be replaced by.
+    # Below level 2, XLA warns at each compilation about the successor of its partitioner.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import torch_xla
 

@@ -182,7 +182,7 @@ class XLAFSDPStrategy(XLAStrategy):
         self, prepared: PreparedModel, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> None:
         super().load_optimizer_state(prepared, optimizer, state)
-        # New state the compiler divides as its parameter; what is loaded comes whole.
+        # The compiler shards new state like its parameter; loaded state is unsharded.
         for parameter, entry in optimizer.state.items():
             # An optimizer may keep state under other keys than parameters.
             for value in entry.values() if isinstance(parameter, Tensor) else ():

@@ -147,7 +147,7 @@ def _compile(part: nn.Module, compile: Callable[..., Any]) -> None:
     part.__dict__[_MARK] = None, "", None
     forward: Any = part.__dict__.get("forward")
     if hasattr(forward, "forward_to_repeat"):
-        # Activation checkpointing stays outside: it runs what is compiled once more.
+        # Compile inside of activation checkpointing, which repeats the compiled forward.
         inner = forward.forward_to_repeat
         part.__dict__[_MARK] = forward, "forward_to_repeat", inner
         forward.forward_to_repeat = _Compiled(compile(_framed(inner, part)), inner)
@@ -232,7 +232,7 @@ def _framed(call: Callable[..., Any], part: nn.Module) -> Callable[..., Any]:
     return forward
 
 
-# -- what users have compiled themselves
+# -- functions compiled by users
 
 
 def own_module(module: Any) -> Any:

@@ -321,7 +321,7 @@ def generators_held_by_data(loader: Any) -> list[Any]:
     """
     kinds, dataset = _kinds(), getattr(loader, "dataset", None)
     found = {id(held): held for held in generators_of(*_chain(dataset, "dataset"))}
-    # What each thread or module shares is nobody's own.
+    # Generators that several threads or modules share have no single owner.
     seen = {id(random.random.__self__), id(torch.default_generator)}  # type: ignore[attr-defined]
     if "numpy" in sys.modules:
         seen.add(id(sys.modules["numpy"].random.rand.__self__))

@@ -125,8 +125,8 @@ class Mirror(ModuleType):
 
     def __init__(self, name: str) -> None:
         super().__init__(name, f"Stratagem's, under the name that Lightning has for it: {name}.")
-        # A package, so that the import system asks the finder for names that are missing: what an
-        # AttributeError says of them, `from ... import` does not show.
+        # A package: the import system asks the finder for missing names, and `from ... import` does
+        # not show the text of an AttributeError.
         self.__path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:

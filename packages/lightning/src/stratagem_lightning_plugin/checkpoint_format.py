@@ -69,7 +69,7 @@ def from_lightning(checkpoint: Mapping[str, Any], path: str) -> dict[str, Any]:
             "its weights with load_from_checkpoint, or upgrade it by Lightning's own program"
         ) from error
     is_done = is_last or epochs["completed"] >= epochs["ready"]
-    # In the hooks at a batch's end it is processed and not completed.
+    # In the hooks at a batch's end, the batch is processed and not completed.
     trained = batches["processed"]
     return {
         **taken,

@@ -98,7 +98,7 @@ class Child:
         """Kill it and its children, if they live; return everything that it has reported."""
         self.kill()
         os.waitpid(self.pid, 0)
-        # All of it is in the pipe, whose end a process that outlives this one may hold open.
+        # All reports are in the pipe, but a process that outlives this one may hold its end open.
         with suppress(StuckError):
             while self.next_report(0.0) is not None:
                 pass

@@ -55,7 +55,7 @@ def place_of(told: str | Callable[..., Any]) -> str:
         found = importlib.util.find_spec(told.__module__)
     except (ImportError, ValueError):
         found = None
-    # A test's module is often loaded from its file, under a name that nobody can import.
+    # A test's module is often loaded from its file, under a name that cannot be imported.
     return f"{told.__module__ if found and _is_installed(found.name) else file}:{name}"
 
 
@@ -69,7 +69,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _load(file: Path) -> ModuleType:
-    # Under its own name, a process that a launcher spawns finds what is pickled: it has sys.path.
+    # Under its own name: a process that a launcher spawns unpickles by that name, and has sys.path.
     if file.stem.isidentifier() and file.stem not in sys.modules:
         sys.path.insert(0, str(file.parent))
         return importlib.import_module(file.stem)
@@ -84,7 +84,7 @@ def _load(file: Path) -> ModuleType:
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # before it runs: what it defines is pickled by this name
+        sys.modules[name] = module  # before it runs: its definitions are pickled by this name
         sys.path.insert(0, str(file.parent))
         spec.loader.exec_module(module)
     return sys.modules[name]

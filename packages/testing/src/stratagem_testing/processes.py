@@ -67,7 +67,7 @@ def end_children(patience: float) -> tuple[str, ...]:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             found.append(line)
-        left = look()  # the children of those have become this one's
+        left = look()  # their children have become this process's
     _reap()
     return tuple(found)
 

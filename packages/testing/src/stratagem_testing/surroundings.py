@@ -153,7 +153,7 @@ def open_files() -> list[str]:
     gc.collect()
     found = []
     for each in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # it was that of the folder itself
+        with contextlib.suppress(OSError):  # the file went with its folder
             found.append(str(each.readlink()))
     return [path for path in found if path.startswith("/") and not path.startswith("/proc")]
 

@@ -108,5 +108,5 @@ class BitsandbytesPrecision(TruePrecision):
         found = find_layers(module, nn.Linear, self.ignore_modules).values()
         layers = [layer for layer in found if layer not in adapters]
         frozen = [layer for layer in layers if not layer.weight.requires_grad]
-        # Without any, the user has chosen none: this precision freezes all.
+        # If the user has frozen no parameter, this precision freezes all.
         return frozen if frozen and self.mode != "int8-training" else layers

@@ -85,13 +85,13 @@ class Float16Mixed(MixedPrecision):
     @cached_property
     def scaler(self) -> torch.amp.GradScaler:
         """The scaler of the loss."""
-        # Made on the rank: whether there is a GPU is asked of CUDA, and the launching process,
-        # which may be forked, must not have asked.
+        # The scaler is made on the rank: it queries CUDA, and a launching process that has queried
+        # CUDA cannot fork.
         return torch.amp.GradScaler(self._device_type, **self._options)  # type: ignore[arg-type]
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         self._adapt()
-        # What this adds to unscaled gradients is scaled: torch refuses to unscale those again.
+        # Gradients from this backward are scaled: torch refuses to unscale twice.
         self._unscaled.clear()
         return self.scaler.scale(loss)
 

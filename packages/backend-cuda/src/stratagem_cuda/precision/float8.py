@@ -100,11 +100,12 @@ class Float8Precision(MixedPrecision):
         config = dataclasses.replace(
             Float8LinearConfig.from_recipe_name(self.recipe),
             emulate=self.emulate,
-            # Without it a batch whose size is no multiple of 16 fails, such as an epoch's last one.
+            # Without padding, a batch fails if its size is no multiple of 16, such as an epoch's
+            # last one.
             pad_inner_dim=True,
         )
         for layer in find_float8_linear(module, self.ignore_modules):
-            # What torchao returns is another module of the same parameters.
+            # torchao returns another module with the same parameters.
             converted = convert_to_float8_training(layer, config=config)
             become(layer, type(converted), vars(converted))
             if self.emulate:

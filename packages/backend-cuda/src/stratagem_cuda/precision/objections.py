@@ -17,7 +17,7 @@ def bitsandbytes(plan: Any) -> str:
 def float8(plan: Any) -> str:
     """Return why float8 by torchao cannot be used in a plan, or ""."""
     accelerator = plan.accelerator
-    # What device an object of another name has, it says itself, when it is bound.
+    # An accelerator object with another name is checked in the bind() of the precision.
     has_kernels = accelerator.name == "cuda" or accelerator.spec is None
     return why_no_float8(plan.precision.name, accelerator.name, has_kernels=has_kernels)
 

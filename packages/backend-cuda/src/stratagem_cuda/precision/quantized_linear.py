@@ -158,8 +158,8 @@ class _EightBitsTrained(QuantizedLinear):
         """Leave the weight unchanged: each forward quantises it."""
 
     def _multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        # For a weight with a gradient, the CPU has kernels where bitsandbytes is told that it
-        # trains; for one without, it has those that multiply in 8 bits, as has a GPU.
+        # Weights with a gradient use the training kernels of bitsandbytes on the CPU; weights
+        # without one use the 8-bit kernels, as on a GPU.
         has_gradient = torch.is_grad_enabled()
         weight = self.weight if has_gradient else self.weight.detach()
         state = _state(is_training=has_gradient)

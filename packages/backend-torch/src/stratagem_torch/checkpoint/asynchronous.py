@@ -74,7 +74,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self._write: _Write | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # To processes that are started anew goes what it was made from.
+        # Processes that are started anew receive the constructor's arguments.
         return type(self), (self.inner,), {"_pins_memory": self._pins_memory}
 
     def bind(self, accelerator: Accelerator) -> None:

@@ -117,6 +117,6 @@ def _hash(parameter: nn.Parameter) -> Tensor:
 
 @lru_cache
 def _weights(count: int) -> Tensor:
-    # Odd numbers of 62 bits, so that a product keeps what it is made of; it may overflow.
+    # Odd numbers of 62 bits, so that a product loses no factor; it may overflow.
     generator = torch.Generator().manual_seed(count)
     return torch.randint(1, 2**62, (count,), generator=generator) | 1

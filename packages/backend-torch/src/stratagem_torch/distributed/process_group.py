@@ -49,12 +49,12 @@ def leave_process_group(hang_watch: HangWatch) -> None:
         if not this_rank.failed:
             _leave_together(statuses)
     except RuntimeError:
-        pass  # the store has gone with the rank that held it: there is nobody to wait for
+        pass  # the store has gone with its rank: no rank is left to wait for
     hang_watch.stop()
     statuses.leave()
     if this_rank.device_is_lost:
-        # The group would wait for what its device still has to do. Nor can threads of a group that
-        # is alive be left to the end of the interpreter.
+        # The group would wait for pending work of its device. Threads of a live group cannot be
+        # left to the end of the interpreter either.
         if this_rank.failed:
             this_rank.at_end.insert(0, exit_with_error)
         return
@@ -71,7 +71,7 @@ def _leave_together(statuses: RankStatuses) -> None:
     """
     if statuses.rank != 0:
         statuses.exchange.wait_for_all_to_join(_PATIENCE)
-        # Last, since rank 0 may end with the store as soon as it is done.
+        # Last, since rank 0 may close the store as soon as it has finished.
         statuses.leave()
         statuses.mark_done()
         return
@@ -79,7 +79,7 @@ def _leave_together(statuses: RankStatuses) -> None:
     try:
         _wait_for_others(statuses, statuses.staying, "has ended its script")
     except CommunicationError as error:
-        # This process is ending already: nobody can catch the error.
+        # This process is ending already: no caller can catch the error.
         record_failure(error)
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         exit_with_error()
@@ -310,7 +310,7 @@ class ProcessGroupRanks(Ranks):
         """Return every rank's tensor, stacked; see `Ranks.all_gather`."""
         tensor = tensor.to(self._device()).contiguous()
         if sync_grads:
-            # The public function around it warns on every call that it is deprecated (torch 2.13).
+            # The public function around it raises a deprecation warning on every call (torch 2.13).
             from torch.distributed.nn.functional import _AllGather
 
             apply: Any = _AllGather.apply
@@ -513,7 +513,7 @@ def join_process_group(
         joined = store = dist.distributed_c10d._get_default_store()
     else:
         joined, store = _join_store(ranks, environment, limit, several_nodes=several_nodes)
-        loops_before = event_loops()  # with that of the store, which stays
+        loops_before = event_loops()  # includes the loop of the store, which stays
         # The prefix that env:// rendezvous uses, so that a rank may join by either way.
         with _naming_absent_ranks(store, ranks, timeout):
             _init(backend, joined, "default_pg", ranks, limit)

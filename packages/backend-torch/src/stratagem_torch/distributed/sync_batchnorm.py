@@ -176,8 +176,8 @@ class _NormalizeOverRanks(torch.autograd.Function):
         shape = [1, input.shape[1]] + [1] * (input.dim() - 2)
         gradient = gradient.to(mean.dtype)
         normalized = (input.to(mean.dtype) - mean.view(shape)).mul_(scale.view(shape))
-        # Summed on this rank they are the gradients of bias and weight; summed over all ranks,
-        # what the statistics contribute to the gradient of the input.
+        # Summed on this rank: the gradients of bias and weight. Summed over all ranks: the
+        # contribution of the statistics to the gradient of the input.
         own = torch.stack([gradient.sum(over), (gradient * normalized).sum(over)])
         of_input = None
         if ctx.needs_input_grad[0]:

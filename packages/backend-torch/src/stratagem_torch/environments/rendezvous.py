@@ -197,7 +197,8 @@ class _Announcement:
 
     def _write(self, path: Path) -> None:
         text = f"{self._port} {secrets.token_hex(16)} {self._store}"
-        # Created with mode 0600. It replaces the file at once, so that nobody reads half of it.
+        # mkstemp creates the file with mode 0600. The atomic rename hides incomplete files from
+        # readers.
         descriptor, name = tempfile.mkstemp(".port", f"{path.stem}-", path.parent)
         temporary = Path(name)
         try:

@@ -71,7 +71,7 @@ def make_store_file(folder: str | os.PathLike[str] | None = None) -> str | None:
     try:
         if folder is None:
             _remove_forgotten()
-        # A socket's path is short: within a folder of ours its name need not say whose it is.
+        # The path of a socket must be short: within a folder of its own, its name needs no owner.
         prefix = _STORE if folder is None else "store-"
         path = f"{tempfile.mkdtemp(prefix=prefix, dir=folder)}/store"
         if len(os.fsencode(path)) > _LONGEST_PATH:

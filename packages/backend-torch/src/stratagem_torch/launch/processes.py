@@ -249,7 +249,7 @@ def _report(folder: Path, run: Callable[[], Any]) -> None:
     except SystemExit:
         raise
     except BaseException as error:
-        # The parent shows what was recorded.
+        # The parent prints the recorded error.
         record_failure(error)
         sys.exit(1)
     finally:

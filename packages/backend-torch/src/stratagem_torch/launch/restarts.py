@@ -54,8 +54,8 @@ class Restarts:
     def __init__(self, strategy: Strategy, folder: str | Path, *, saves: bool = True) -> None:
         self._strategy = strategy
         self._run_id = strategy.cluster_environment.run_id()
-        # The script's arguments as well: torchrun calls every run "none" by default. They are bytes
-        # of any kind, which Python keeps as surrogates where they are no UTF-8.
+        # The key includes the script's arguments: torchrun gives every run the id "none" by
+        # default. Arguments may be any bytes; Python keeps bytes that are not UTF-8 as surrogates.
         arguments = "\0".join([str(self._run_id), *sys.argv])
         key = zlib.crc32(arguments.encode(errors="surrogatepass"))
         name = f"{re.sub(r'[^A-Za-z0-9.-]', '_', str(self._run_id))}-{key:08x}-{next(_fits)}.json"
@@ -131,7 +131,7 @@ class Restarts:
             begins = f"it begins with {argument}" if argument else "it begins anew"
             self._print(f"was started again and has no checkpoint to go on from: {begins}")
             return ""
-        # What fit was given is where the run began; it has gone on since.
+        # The ckpt_path of fit is the start of the run, which has continued since.
         instead = f", in the place of {argument}" if argument else ""
         self._print(f"was started again: resuming from {whole!r}{instead}")
         return whole

@@ -399,7 +399,7 @@ def _become_torchrun(launch: Launch) -> NoReturn:
     environment = {
         **os.environ,
         # With the store of the rendezvous shared, the restart after a `kill -9` failed in 3 of 4
-        # runs (torch 2.13.0, connectFullMesh refused); with a store of its own, in none of 4.
+        # runs (torch 2.13.0, connectFullMesh refused); with a separate store, in 0 of 4.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": threads_per_rank(launch.devices),
     }

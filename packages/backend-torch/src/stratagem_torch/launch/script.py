@@ -95,5 +95,5 @@ class ScriptLauncher(Launcher):
         os.environ.update({k: v for k, v in own.items() if k != "OMP_NUM_THREADS"})
         own_variables()
         if listener is not None:
-            # After the others have started, who would inherit the number and not the socket.
+            # After the other ranks have started: they would inherit the number and not the socket.
             os.environ[LISTEN_FD_VARIABLE] = str(listener.detach())

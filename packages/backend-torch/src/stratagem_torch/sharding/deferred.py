@@ -32,7 +32,7 @@ _SMALL = 4096
 
 _PIECE = "_stratagem_piece"
 
-# What can be asked of a parameter that was sharded eagerly.
+# Attributes of a parameter that was sharded eagerly.
 _METADATA = {
     torch.Tensor.numel,
     torch.Tensor.nelement,
@@ -116,7 +116,7 @@ class DeferredBuild(TorchFunctionMode):
             return
         replaced = module._parameters.get(name)
         if isinstance(parameter, DTensor) and replaced is not None and not replaced.requires_grad:
-            # torch 2.9's parallelize_module makes what it divides trainable.
+            # torch 2.9's parallelize_module makes sharded parameters trainable.
             parameter.requires_grad_(False)
         self._keep(parameter)
 
@@ -124,7 +124,7 @@ class DeferredBuild(TorchFunctionMode):
         """Count a new parameter among those that are whole; put others away if there are many."""
         with torch._C.DisableTorchFunction():
             if (
-                type(parameter) is nn.Parameter  # not one of another kind, such as a DTensor
+                type(parameter) is nn.Parameter  # no other class, such as a DTensor
                 and parameter.is_floating_point()
                 and not parameter.is_meta
                 and parameter.numel() > _SMALL

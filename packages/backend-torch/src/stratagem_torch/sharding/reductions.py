@@ -46,7 +46,7 @@ class Reductions:
                         group.post_backward = self._comparing(group, group.post_backward)
 
     def _begin(self, *_: Any) -> None:
-        self._last = ""  # the order is that of one backward
+        self._last = ""  # the order of one backward
 
     def _comparing(self, group: Any, reduce: Callable[..., None]) -> Callable[..., None]:
         def compare_and_reduce(*unused: Any) -> None:

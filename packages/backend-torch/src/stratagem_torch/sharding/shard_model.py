@@ -84,7 +84,7 @@ def give_values(part: nn.Module, device: torch.device, *, name: str) -> None:
     if any(tensor.is_meta for tensor in _own(part)):
         _initialise(part, device, name=name)
     if type(part)._apply is not nn.Module._apply and not part._parameters:
-        part.to(device)  # its tensors may be other attributes, as those of torchmetrics are
+        part.to(device)  # its tensors may be other attributes, as in torchmetrics
     for parameter in part._parameters.values():
         if parameter is not None and _is_whole(parameter):
             _put_on(parameter, device)
@@ -100,7 +100,7 @@ def _put_on(parameter: nn.Parameter, device: torch.device) -> None:
     moved = parameter.data.to(device).contiguous()
     if torch._has_compatible_shallow_copy_type(parameter.data, moved):
         parameter.data = moved
-    else:  # of a device whose tensors are of another kind than the host's
+    else:  # the device's tensors have another type than the host's
         there = nn.Parameter(moved, requires_grad=parameter.requires_grad)
         torch.utils.swap_tensors(parameter, there)  # type: ignore[no-untyped-call]
 

@@ -106,7 +106,7 @@ def refuse_other_backward(module: nn.Module, parameters: Iterable[nn.Parameter])
                 )
 
         trains = parameter.requires_grad
-        # torch takes a hook for what requires a gradient, and keeps it for what does not.
+        # torch registers hooks on parameters with a gradient only, and keeps them afterwards.
         parameter.requires_grad_(True)
         parameter.register_post_accumulate_grad_hook(check)  # type: ignore[no-untyped-call]
         parameter.requires_grad_(trains)

@@ -186,7 +186,7 @@ class DDPStrategy(ParallelStrategy):
                 f"{self.accelerator.name!r} does not have: pass sync_batchnorm=True, which gives "
                 "them a forward that runs here too"
             )
-        # There is none to choose by where devices carry no index.
+        # Devices without an index leave no choice.
         device_ids = None if self.device.index is None else [self.device]
         arguments: dict[str, Any] = dict(self.ddp_arguments)
         if self.communication_hook.needs_one_bucket(self.communication_backend):

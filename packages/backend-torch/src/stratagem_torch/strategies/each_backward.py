@@ -163,7 +163,7 @@ class EachBackward:
             reducer._check_reducer_finalized()
         except RuntimeError:
             # A backward over other parameters has begun the reduction, or a checkpointed segment
-            # runs its own backward within that of the loss.
+            # runs its own backward within the backward of the loss.
             return
         # Within a forward pass DDP has not seen the order of the last backward's gradients.
         reducer._rebuild_buckets()

@@ -279,7 +279,7 @@ class ShardedStrategy(ParallelStrategy):
         """Run backward; gradients are reduced to shards in it."""
         assert isinstance(prepared, ShardedPrepared)
         self._backwards += 1
-        if self._backwards.bit_count() == 1:  # 1, 2, 4, ...: what every step does is found at once
+        if self._backwards.bit_count() == 1:  # 1, 2, 4, ...: finds a repeated change at once
             check_changes(prepared.groups)
         OwnBackward.runs = True
         try:

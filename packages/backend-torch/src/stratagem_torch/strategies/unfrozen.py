@@ -57,7 +57,7 @@ class UnfrozenGradients:
                     torch.autograd.Variable._execution_engine.queue_callback(self._average)
                 self._found[index] = unfrozen
 
-        # torch takes a hook for what requires a gradient, and keeps it for what does not.
+        # torch registers hooks on parameters with a gradient only, and keeps them afterwards.
         with requiring_gradients([parameter]):
             return parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 

@@ -39,7 +39,7 @@ _END_SIZE = 22
 _LONGEST_COMMENT = 0xFFFF
 # The manifest must fit in the comment, whatever the number and length of names.
 _ROOM_FOR_NAMES, _NAME_LENGTH = 16_000, 200
-# Hash and write this many bytes at once, so that they are still in the processor's cache.
+# Hash and write this many bytes at once, while the processor's cache has them.
 _AT_ONCE = 1 << 20
 # Shorter writes are collected first.
 _SMALL = 64 << 10

@@ -167,4 +167,4 @@ class _Reader:
         except BlockingIOError:
             return False
         except OSError:
-            return True  # a file system without this; most of those have nothing but memory
+            return True  # a file system without this flag; most of them are in memory

@@ -140,7 +140,7 @@ def aligned(rows: Sequence[Sequence[str]], width: int | None = None, *, color: b
     widths = [max(map(len, column)) for column in columns]
     if width is not None:
         words = [max(map(len, " ".join(column).split(" ")), default=0) for column in columns]
-        # Words stay whole while there is room, and then all but long ones, such as paths.
+        # Keep words whole while they fit, and then all except long ones, such as paths.
         for least in (words, [min(word, 16) for word in words], [8] * len(words)):
             while sum(widths) + 2 * (len(widths) - 1) > width and any(map(gt, widths, least)):
                 widest = max(range(len(widths)), key=lambda n: (widths[n] > least[n], widths[n]))

@@ -160,7 +160,7 @@ def _map_attributes(function: Callable[[Any], Any], instance: Any) -> Any:
 def _has_to(data: Any) -> bool:
     try:
         return callable(getattr(data, "to", None)) and not isinstance(data, type)
-    except KeyError:  # of a dict whose items are its attributes
+    except KeyError:  # a dict with items as attributes
         return False
 
 

@@ -183,7 +183,7 @@ def _listed(value: str) -> set[str]:
     return {normalise(part) for part in value.split(",") if part.strip()}
 
 
-# -- what is installed
+# -- installed distributions
 
 
 def _distributions(
@@ -316,7 +316,7 @@ def _requirement_on_core(metadata: str) -> str:
         except InvalidRequirement:
             clauses.append(clause)  # it cannot be read, which the report says
             continue
-        # One of an extra or of another platform does not hold.
+        # A requirement of an extra or of another platform does not hold.
         if normalise(requirement.name) == CORE and (
             requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         ):
@@ -329,8 +329,8 @@ def fits(clauses: str, version: str) -> bool | None:
 
     None: the clauses cannot be parsed.
     """
-    # Plain numbers are compared here: importing `packaging` costs a quarter of what listing
-    # strategies may cost.
+    # Plain numbers are compared here: importing `packaging` would use a quarter of the time limit
+    # for listing strategies.
     try:
         return all(
             _holds(clause.strip(), _numbers(version)) for clause in clauses.split(",") if clause

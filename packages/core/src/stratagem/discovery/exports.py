@@ -29,8 +29,8 @@ def exporter(module: str, kind: str | None) -> tuple[Callable[[str], Any], Calla
             return [known for known in names() if _is_there(find, known)]
         if name in modules:
             return getattr(importlib.import_module(modules[name]), name)
-        # A submodule is found by the import itself. A dotted path is nobody's name, though
-        # jsonargparse asks for "function.<locals>.Class".
+        # A submodule is found by the import itself. A dotted path is no name, though jsonargparse
+        # looks up "function.<locals>.Class".
         if name.startswith("_") or not name.isidentifier() or _is_submodule(module, name):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         # By target, since several names may mean one class with different arguments.

@@ -404,7 +404,7 @@ class Registry:
             elif near:
                 parts.append(f"Did you mean {near!r}?")
                 if self.has(kind, near) and self._owner(kind, near) == distribution_of(plain, kind):
-                    providers = []  # it is installed, and has the nearest name
+                    providers = []  # installed, and has the nearest name
             parts += providers
         if kind == "accelerator" and not hint:
             parts.append(

@@ -405,7 +405,7 @@ def load_target(target: Target, *, what: str) -> Any:
         for part in attribute.split("."):
             found = getattr(found, part)
     except (MissingPackageError, KeyboardInterrupt):
-        raise  # the first says what to install
+        raise  # the first error names the package to install
     # A vendor's SDK may raise any exception at import; the error names the component.
     except BaseException as error:
         raise PluginError(

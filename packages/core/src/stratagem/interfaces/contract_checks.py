@@ -133,7 +133,7 @@ def uncalled_methods(kind: type) -> Iterator[tuple[type, str]]:
         own = [each for each in here if each.__module__ == module.__name__]
         places: list[type | ModuleType] = [module, *own, *authors]
         for _, code in (found for each in places for found in _code_of(each)):
-            if code.co_flags & inspect.CO_OPTIMIZED:  # a class body names what it defines
+            if code.co_flags & inspect.CO_OPTIMIZED:  # class bodies define attributes by names
                 names = (each for each in code.co_consts if isinstance(each, str))
                 named |= {*code.co_names, *names}
     for each in authors:

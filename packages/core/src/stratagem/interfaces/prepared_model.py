@@ -139,7 +139,7 @@ class PreparedModel:
         if type(optimizer).zero_grad is not Optimizer.zero_grad:
             return optimizer.zero_grad
 
-        # Not a nested function, since those can be neither copied nor pickled.
+        # A partial, since nested functions can be neither copied nor pickled.
         return partial(_clear_gradients, optimizer)
 
 
@@ -208,7 +208,7 @@ class ParameterReferences:
                     owners.setdefault(id(parameter), []).append((owner, attribute))
         self._tied = [places for places in owners.values() if len(places) > 1]
         named = dict(module.named_parameters())
-        # Not the parameters themselves, whose memory a conversion frees one by one.
+        # Keep no references to the parameters: a conversion frees their memory one by one.
         self._own = {name: _own_of(parameter) for name, parameter in named.items()}
         names = {id(parameter): name for name, parameter in named.items()}
         self._optimizers = [

@@ -142,7 +142,7 @@ class Strategy(Stepping, UserNames, ABC):
     ranks: Ranks
     device: torch.device
     requested: Mapping[str, Any] = MappingProxyType({})
-    _set_up: Any = None  # the teardown that it is owed; see runtime/set_up.py
+    _set_up: Any = None  # a set-up without its teardown; see runtime/set_up.py
 
     def __init__(
         self,

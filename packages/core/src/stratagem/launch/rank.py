@@ -293,8 +293,8 @@ def run_as_rank(function: Callable[..., Result], *args: Any, **kwargs: Any) -> R
         resolved = _resolved(error)
         if this_rank.watch is None:
             record_failure(resolved)
-        # With a watch, the caller may handle the error, on every rank alike. If it is not handled,
-        # the hook below ends the ranks.
+        # With a watch, the caller may handle the error, on every rank alike. Otherwise the hook
+        # below ends the ranks.
         if resolved is error:
             raise
         raise resolved from (None if isinstance(resolved, RankFailedError) else error)

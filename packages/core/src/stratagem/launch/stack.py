@@ -53,7 +53,7 @@ def users_line(frame: FrameType | None) -> str:
         file = frame.f_code.co_filename
         if not file.startswith(_LIBRARIES):
             here = f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
-            # What multiprocessing runs a spawned process by is called <string>, as is `python -c`.
+            # multiprocessing runs a spawned process from <string>, as does `python -c`.
             if "site-packages" not in file and file != "<string>":
                 return here
             outside = outside or here

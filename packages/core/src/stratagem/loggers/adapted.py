@@ -53,7 +53,7 @@ class AdaptedLogger(Logger):
         self.save_dir = save_dir if isinstance(save_dir, (str, Path)) else None
 
     def __getattr__(self, name: str) -> Any:
-        if name == "adapted":  # a copy whose attributes are not set yet
+        if name == "adapted":  # a copy without attributes yet
             raise AttributeError(name)
         return getattr(self.adapted, name)
 

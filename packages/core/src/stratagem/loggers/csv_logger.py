@@ -95,7 +95,7 @@ class CSVLogger(Logger):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        # What a script asks of an experiment, or of a logger, that this one is not.
+        # Attributes of other experiments or loggers.
         raise AttributeError(
             f"{type(self).__name__!r} has no {name!r}: it takes values and hyperparameters. "
             "Trainer(logger='tensorboard') has an experiment that takes pictures and texts too "
@@ -110,7 +110,7 @@ class CSVLogger(Logger):
         return str(self._folder.root)
 
     @property
-    def version(self) -> int | str:  # type: ignore[override]  # chosen when it is asked for
+    def version(self) -> int | str:  # type: ignore[override]  # chosen on first use
         """The run's number or name; choosing a free one makes its folder.
 
         Raises:
@@ -211,7 +211,7 @@ class CSVLogger(Logger):
     def _is_there(self, row: Mapping[str, Any]) -> bool:
         """Whether the interrupted run has written a row, perhaps with further values."""
         left = self._last_rows.get(str(row["step"]), [])
-        for index, record in enumerate(left):  # in the order in which they are written again
+        for index, record in enumerate(left):  # in the order of the rewrite
             other = dict(zip(self._columns, _fields(record), strict=False))
             if all(other.get(name) == str(value) for name, value in row.items()):
                 del left[index]

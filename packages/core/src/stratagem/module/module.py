@@ -84,8 +84,8 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
 
     def __init__(self) -> None:
         super().__init__()
-        # In __dict__: reading it is 20 times faster than through nn.Module's __getattr__, and the
-        # Trainer must not become a part of the model.
+        # In __dict__: reads are 20 times faster than through nn.Module's __getattr__, and the
+        # Trainer does not become a part of the model.
         self.__dict__["_trainer"] = None
         self.__dict__["_metrics"] = None
 
@@ -521,7 +521,7 @@ Module.load_from_checkpoint = _OfClass(  # type: ignore[method-assign, assignmen
     Module.load_from_checkpoint.__func__  # type: ignore[attr-defined]
 )
 
-# torch.jit.script compiles all properties of a class except those in this list.
+# torch.jit.script compiles all properties of a class except the ones in this list.
 Module.__jit_unused_properties__ = [
     name for base in Module.__mro__ for name, own in vars(base).items() if isinstance(own, property)
 ]

@@ -190,7 +190,7 @@ class DeviceAccelerator(Accelerator):
         try:
             torch.empty(0, device=device).record_stream(torch.accelerator.current_stream(device))
         except NotImplementedError:
-            return super().batch_mover(device)  # of a device whose memory belongs to no stream
+            return super().batch_mover(device)  # memory of this device belongs to no stream
         return _StreamMover(device)
 
     def synchronize(self, device: torch.device) -> None:

@@ -121,7 +121,7 @@ class MappedFile:
         self._size = os.fstat(descriptor).st_size
         if not self._size:
             raise not_whole(path, 0, "it is empty")
-        # By the descriptor: the file that was verified, though another may have its name by now.
+        # Open by the descriptor of the verified file: another file may have its name now.
         place = descriptor_path(descriptor)
         if place is not None:
             self._storage: Any = torch.UntypedStorage.from_file(place, False, self._size)

@@ -59,7 +59,7 @@ def resolve(
         ConfigurationError: the request cannot be met; says what was expected, what was received
             and what to do.
     """
-    # Each decision needs those before it.
+    # Each decision needs the earlier ones.
     resolution = Resolution(request, registry, probe or probe_accelerator)
     named = _named_strategy(resolution)
     wanted = None if named is None else capabilities_of(named)
@@ -171,7 +171,7 @@ def _chosen_by_plugin(resolution: Resolution, fitting: tuple[str, ...]) -> Selec
     return None
 
 
-# -- what fits together
+# -- compatibility of the components
 
 
 def _check_strategy(

@@ -136,7 +136,7 @@ class Profiler(ABC):
     def wrap(self, action_name: str, function: Callable[..., Result]) -> Callable[..., Result]:
         """Return a function that profiles each call."""
 
-        # What a module has in its __dict__ is not a function's to copy.
+        # Do not copy the __dict__ of a module to a function.
         @wraps(function, WRAPPER_ASSIGNMENTS, ())
         def profiled(*args: Any, **kwargs: Any) -> Result:
             self.start(action_name)

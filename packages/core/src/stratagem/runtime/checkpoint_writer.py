@@ -82,7 +82,7 @@ class CheckpointWriter:
         return bool(self.ranks.broadcast(linked))
 
 
-# -- what a strategy contributes to a checkpoint, under both front ends
+# -- a strategy's part of a checkpoint, under both front ends
 
 
 def model_state(strategy: Strategy, prepared: PreparedModel) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _compared_with_other_ranks(
         PluginError: ranks returned different names, so that what is saved would lack some.
     """
     ranks = strategy.ranks
-    # Every rank may hold other shards; what is whole, rank 0 alone writes.
+    # Every rank may hold other shards; rank 0 alone writes unsharded values.
     names = sorted(name for name, value in state.items() if not isinstance(value, Shards))
     # A hash, so that the ranks exchange 24 bytes each and not the names.
     numbers = [len(names), zlib.crc32("\n".join(names).encode()), len(missing)]

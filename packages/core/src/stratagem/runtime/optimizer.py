@@ -119,7 +119,7 @@ def wrap_optimizer(optimizer: Optimizer, prepared: PreparedModel, strategy: Stra
         raise ConfigurationError(
             "setup() received an optimizer that was set up before: pass the optimizer itself"
         )
-    # Nobody is to find it at a place of its own: command lines look for classes by name.
+    # The qualified name hides the class: command lines look for classes by name.
     place = f"wrap_optimizer.<locals>.{own.__qualname__}"
     names = {"__module__": __name__, "__qualname__": place, "__doc__": own.__doc__}
     kind = type(own.__name__, (LiteOptimizer, own), names)

@@ -47,7 +47,7 @@ class SetUp:
         alive = self.left or self._alive()
         try:
             self.teardown()
-        # Nobody catches it here: it would be printed as ignored, and the exit code would be 0.
+        # No caller catches it here: Python would print it as ignored and exit with code 0.
         except Exception as error:
             name = type(alive).__name__
             fail_at_end(error, f"{name}.teardown() failed after the run was done")

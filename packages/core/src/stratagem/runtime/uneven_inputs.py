@@ -83,7 +83,8 @@ class UnevenInputs:
             )
         missing = most - own
         having = self._ranks.all_reduce_ints([own > position for position in range(most)], "sum")
-        # Gradients are averaged over all ranks; this makes it an average over those with a batch.
+        # Gradients are averaged over all ranks; this makes it an average over the ranks with a
+        # batch.
         weights = [self._ranks.world_size / count for count in having[:own]]
         return micro_batches + self._last * missing, weights + [0.0] * missing
 

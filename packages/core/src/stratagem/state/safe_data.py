@@ -25,7 +25,7 @@ from stratagem.errors import (
 )
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, bytearray)
-# An expanded tensor of up to so many bytes does no harm when it is copied.
+# Copying an expanded tensor of up to this many bytes does no harm.
 _FREE_SIZE = 64 << 20
 _FREE_VALUES = 10_000_000
 # So often may tensors and lists be shared: a model's layers may all have the same weights.
@@ -72,8 +72,8 @@ def _find_offending_value(data: Any, path: str) -> str | None:
             if found := _find_offending_value(value, f"{path}[{index}]"):
                 return found
         return None
-    # A tensor of another class can be read where its class was registered as safe, as that of
-    # torch.distributed.tensor is.
+    # A tensor of another class can be read if its class was registered as safe, like that of
+    # torch.distributed.tensor.
     if isinstance(data, Tensor) and kind in torch.serialization.get_safe_globals():
         return None
     return f"{path or 'it'} is of type {kind.__module__}.{kind.__qualname__}"
@@ -144,7 +144,7 @@ class _Extent:
         return extent
 
     def _of_tensor(self, tensor: Tensor) -> int:
-        # Only a plain tensor's elements are what its storage holds.
+        # Only a plain tensor stores exactly its elements.
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.device.type == "meta":
             return 0
         size = tensor.numel() * tensor.element_size()

@@ -59,7 +59,7 @@ class Shards:
         """Return the same chunks with `function` of each."""
         return Shards(self.shape, self.dtype, [(o, function(chunk)) for o, chunk in self.chunks])
 
-    # What torch.distributed.checkpoint asks of an object that it saves and fills.
+    # The methods that torch.distributed.checkpoint calls on an object that it saves and fills.
 
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
         from torch.distributed.checkpoint.metadata import (

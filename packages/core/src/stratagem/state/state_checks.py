@@ -29,7 +29,7 @@ _ADVICE = "Use what it was saved with, or load the weights alone and begin anew"
 _NUMBER, _TENSOR = "a number", "a tensor of floats"
 _ADAM = ("step", "exp_avg exp_avg_sq max_exp_avg_sq")
 _LBFGS = "d t old_dirs old_stps ro al H_diag prev_flat_grad prev_loss"
-# What torch's own optimizers keep for a parameter: numbers, tensors of its shape, and the rest.
+# State of torch's own optimizers for a parameter: numbers, tensors of its shape, and other values.
 _ENTRIES = {
     "ASGD": ("step eta mu", "ax"),
     "Adadelta": ("step", "square_avg acc_delta"),
@@ -92,7 +92,7 @@ def check_optimizer_state(
             value: Any = entry.get(key)
             what = f"{key!r} of {name}"
             is_asked = key not in _OPTIONS or options.get(name, {}).get(_OPTIONS[key])
-            # SGD and Muon have none before their first step.
+            # SGD and Muon have no state before their first step.
             if value is None and (not is_asked or key == tensors == "momentum_buffer"):
                 continue
             if key not in entry:

@@ -36,8 +36,8 @@ _WRAPPER = "_orig_mod."
 """What torch.compile(module) puts before the names of a module; models here have none of it."""
 _OTHER = "other_state"
 """The entry for the state of an optimizer that belongs to none of its parameters."""
-# Group options that not every version of an optimizer has, nor every implementation (DeepSpeed's
-# Adam lacks some of torch's): where the checkpoint has none, the optimizer keeps its own.
+# Group options that some versions or implementations of an optimizer lack (DeepSpeed's Adam lacks
+# some of torch's): if they are missing in the checkpoint, the optimizer keeps its own.
 _DISPENSABLE = frozenset(
     {
         "amsgrad",

@@ -56,7 +56,7 @@ class Claim:
         """Release the claim."""
         if sys.platform == "win32":
             self._close()  # no open file can be removed
-        # Those of dead owners first: see `_take`.
+        # Names of dead owners first: see `_take`.
         for marker, mark in self._markers.items():
             if _is_there(marker, mark):
                 paths.remove(marker)
@@ -98,7 +98,7 @@ def claim(
 def _claim_local(path: Path, may_exist: bool, from_unseen: bool) -> Claim | None:
     path.parent.mkdir(parents=True, exist_ok=True)
     for marker in path.parent.glob(".*.claim"):
-        # That of a process that was killed goes as it would if somebody wanted its name.
+        # Remove the lock file of a killed process, as a process that needs its name would.
         void = marker != _marker_of(path) and (_look(marker) or ("", False))[1]
         if void and (taken := _take(_path_of(marker))):
             taken.release()

@@ -122,7 +122,7 @@ def remove_leftovers(directory: Path) -> None:
             flags = os.O_RDONLY if leftover.is_dir() else os.O_RDWR
             descriptor = os.open(leftover, flags | NO_LINK)
         except OSError:
-            continue  # it has its name by now, or it is somebody else's
+            continue  # it has got its name, or belongs to another process
         try:
             owner = Owner.parse(leftover.name.removeprefix(_PREFIX).partition("-")[0])
             ended = has_ended(owner, descriptor, os.fstat(descriptor).st_mtime)
@@ -133,12 +133,12 @@ def remove_leftovers(directory: Path) -> None:
                 remove(leftover)
 
 
-# The disk is given its work every so many bytes, so that little is left for fsync to wait for. Of
-# 403 MB, medians of 12 rounds on a cloud disk: 0.59 of a plain write's time; at every 64 MB 0.70,
-# and 0.80 without the alignment.
+# Start the disk's writes at intervals of this many bytes, so that fsync waits for little. Of 403
+# MB, medians of 12 rounds on a cloud disk: 0.59 of a plain write's time; at every 64 MB 0.70, and
+# 0.80 without the alignment.
 _WRITEBACK = 16 << 20
 _ALIGNMENT = 1 << 20
-# Start to write what is in this range; do not wait (sync_file_range(2)).
+# Start to write the data of this range; do not wait (sync_file_range(2)).
 _SYNC_FILE_RANGE_WRITE = 2
 
 
@@ -150,8 +150,7 @@ class StreamedFile:
     """
 
     def __init__(self, descriptor: int) -> None:
-        # Small pieces are collected; those that are longer than the buffer are written from where
-        # they are.
+        # The buffer collects small pieces; pieces longer than the buffer are written directly.
         self._file = os.fdopen(descriptor, "wb", buffering=1 << 18)
         self.size = 0
         self._handed_over = 0
@@ -160,7 +159,7 @@ class StreamedFile:
         """Write all of `data`."""
         self._file.write(data)
         self.size += len(data)
-        # What is being written to the disk is not touched again: the next write would wait for it.
+        # Do not touch a part that is being written to the disk: the next write would wait for it.
         end = self.size // _ALIGNMENT * _ALIGNMENT
         if end - self._handed_over >= _WRITEBACK:
             self._file.flush()
@@ -236,7 +235,7 @@ class DurableFile:
             try:
                 self._file.close()
             except OSError:
-                # A full disk again, at what was still in the buffer: the first error says it.
+                # The rest of the buffer met the full disk again: the first error says so already.
                 if error is None:
                     raise
 
@@ -262,7 +261,7 @@ class DurableFile:
 def _create_locked(directory: Path) -> tuple[Path, int]:
     while True:
         path = temporary_path(directory)
-        # With the rights that the umask leaves, not those of a temporary file.
+        # With the permissions of the umask, unlike a temporary file.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY
         descriptor = os.open(path, flags, 0o666)
         try:
@@ -339,7 +338,7 @@ class DurableDirectory:
         try:
             sync_directory(self.path.parent)
         except OSError:
-            # Nobody knows which of the two a power cut would leave: back to the one that is safe.
+            # After a power cut either could be left: restore the one that is safe.
             if replaces:
                 _exchange(self.temporary, self.path)
             else:

@@ -69,7 +69,7 @@ class Owner:
         except (ProcessLookupError, OverflowError):
             return False
         except PermissionError:
-            pass  # it is another user's
+            pass  # the process belongs to another user
         started = _started(self.pid)
         return started is None or started == self.started
 
@@ -103,7 +103,7 @@ def has_ended(
     except BlockingIOError:
         return False
     except OSError:
-        pass  # there are no locks here
+        pass  # this file system has no locks
     else:
         # In another container under this kernel, which would know of its lock. From another machine
         # locks may or may not be seen.
@@ -117,7 +117,7 @@ def _here() -> tuple[str, int]:
     """Return this process's machine and namespace, which its forks share."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        namespace = os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 - it is a link to no path
+        namespace = os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 - a link to no path
     except OSError:
         boot, namespace = platform.node(), 0  # of another system than Linux
     return hashlib.sha256(boot.encode()).hexdigest()[:16], namespace

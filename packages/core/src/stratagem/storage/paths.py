@@ -28,7 +28,7 @@ Location = Path | str
 # Bytes of a name that Linux's file systems take.
 _LONGEST_NAME = 255
 _COLLAPSED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
-# What a file system says that has no symbolic links.
+# Errors of file systems without symbolic links.
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
@@ -213,7 +213,7 @@ def entries(folder: str | os.PathLike[str]) -> list[Entry]:
         try:
             found.append(Entry(target, target.stat().st_mtime, target.is_dir()))
         except OSError as error:
-            # Of a link, that it is broken is worth saying; a file was removed just now.
+            # Report a broken link; a missing file was removed just now.
             if not path.is_symlink() and not isinstance(error, FileNotFoundError):
                 raise
             if path.is_symlink():
@@ -256,7 +256,7 @@ def open_local(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             files (TMPDIR).
     """
     path = to_location(path)
-    # Unbuffered: who reads checkpoints does so in large pieces.
+    # Unbuffered: checkpoints are read in large pieces.
     if isinstance(path, Path):
         with local.open_regular(path) as file:
             yield file
@@ -414,7 +414,7 @@ def link(target: str | os.PathLike[str], path: str | os.PathLike[str]) -> bool:
 
 
 def _link_local(target: Path, path: Path) -> bool:
-    # A name that follows from the path: what a dead process left is taken away by the next one.
+    # The name follows from the path, so the next process removes the file of a killed one.
     temporary = path.with_name(f".{path.name}.link")
     temporary.unlink(missing_ok=True)
     try:

@@ -92,7 +92,7 @@ def fetch(url: str) -> int:
             try:
                 _fill(descriptor, size, partial(files.get_file, there), key, folder)
             except BaseException as error:
-                os.ftruncate(descriptor, 0)  # those who wait see that it is not whole
+                os.ftruncate(descriptor, 0)  # waiting processes see an incomplete copy
                 os.close(descriptor)
                 if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                     raise OSError(
@@ -113,7 +113,7 @@ def _fill(
     system.lock(descriptor)
     found = os.fstat(descriptor)
     if not found.st_nlink and found.st_size == size:
-        return  # another process has fetched it; what a killed one has left has a name still
+        return  # another process has fetched it; the file of a killed process still has a name
     try:
         os.ftruncate(descriptor, 0)
         get_file(str(system.descriptor_path(descriptor)))
@@ -125,7 +125,7 @@ def _fill(
             )
     finally:
         if found.st_nlink:
-            with suppress(FileNotFoundError):  # who cleans up temporary files was quicker
+            with suppress(FileNotFoundError):  # a cleaner of temporary files was quicker
                 os.unlink(name, dir_fd=folder)
 
 

@@ -69,7 +69,7 @@ class BaseFinetuning(Callback):
         """
         raise NotImplementedError(f"{type(self).__name__} has to define finetune_function()")
 
-    # -- what overrides are made of
+    # -- parts of overrides
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:

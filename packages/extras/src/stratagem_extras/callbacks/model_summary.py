@@ -73,7 +73,7 @@ class ModelSummary(Callback):
         convert, context = strategy.input_converter(), strategy.precision.forward_context()
         example = example if example is None or convert is None else convert(example)
         prepared = trainer.run.require_prepared()
-        # What shards a model takes its parts together around the call of what was prepared.
+        # A strategy with sharded parameters gathers them around the call of the prepared module.
         call = partial(prepared.evaluation_module, "forward")
         with strategy.evaluation(prepared), context or nullcontext():
             keeps = self.keeps_rng_state

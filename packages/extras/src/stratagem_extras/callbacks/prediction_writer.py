@@ -170,7 +170,7 @@ class _RecordedIndices:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_inner":
-            raise AttributeError(name)  # while it is copied, for one
+            raise AttributeError(name)  # for example during a copy
         return getattr(self._inner, name)
 
     def take(self, batch_idx: int) -> Any:

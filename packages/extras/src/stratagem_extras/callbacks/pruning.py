@@ -259,7 +259,7 @@ class ModelPruning(Callback):
         amount = self._amount(epoch) if callable(self._amount) else self._amount
         if not amount:
             return
-        # All ranks have the same weights; where torch draws what to prune, rank 0's counts.
+        # All ranks have the same weights; if torch draws the mask at random, rank 0's counts.
         masks, before = self._draw_masks(amount), self._gone()
         self._masks = {
             name: trainer.ranks.broadcast(mask) if trainer.world_size > 1 else mask

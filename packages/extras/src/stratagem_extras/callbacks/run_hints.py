@@ -83,7 +83,7 @@ class RunHints(Callback):
         if batches in (0, float("inf")):
             return
         accumulated = run.limits.accumulation(0)
-        # Both are means over an epoch, whose last step may have fewer batches.
+        # Both are means over an epoch; the last step may have fewer batches.
         own = size * count * batches / ceil(batches / accumulated)
         if not 2 / 3 < own / saved < 3 / 2:
             self._say(
@@ -394,7 +394,7 @@ def _samples_of_saved_step(checkpoint: dict[str, Any]) -> float | None:
         batches = progress.get("batches_before", 0) + progress["batches"]
         samples = size * count * batches / steps
     except (ArithmeticError, AttributeError, LookupError, TypeError):
-        return None  # there is none, or what is restored next names the wrong entry
+        return None  # no checkpoint, or the next restored value names the wrong entry
     return samples if isinstance(samples, float) and samples > 0 else None
 
 

@@ -142,7 +142,7 @@ class StochasticWeightAveraging(Callback):
             }
             self.n_averaged = self._averages.count = restored["count"]
             self._schedule.load_state_dict(restored["schedule"])
-            # What it has set when it was made is not what the checkpoint says.
+            # Values set at construction differ from the checkpoint's.
             for group, rate in zip(
                 trainer.optimizers[0].param_groups, restored["rates"], strict=True
             ):

@@ -122,7 +122,7 @@ class Throughput:
         if lengths is not None and before[3] is not None:
             rates["items_per_sec"] = (lengths - before[3]) / elapsed
         if self._flops:
-            # Those of the first batch lie before the time that is measured.
+            # The operations of the first batch precede the measured time.
             rates["flops_per_sec"] = sum(list(self._flops)[1:]) / elapsed
         for name, rate in rates.items():
             metrics[f"device{self._separator}{name}"] = rate

@@ -41,7 +41,7 @@ def _check_aliases(text: str) -> None:
             continue
         anchor, size = getattr(event, "anchor", None), 1
         if isinstance(event, yaml.AliasEvent):
-            # One within what it stands for has no end.
+            # An alias within its own anchor has no end.
             anchor, size = None, sizes.get(event.anchor, _MOST_VALUES + 1)
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, size = opened.pop()

@@ -107,7 +107,8 @@ def strategies(arguments: Sequence[str]) -> int:
     if left_out and not options.all:
         print(f"\nand {len(left_out)} such as {left_out[0]}: `stratagem strategies --all`")
     print_failed_plugins(registry)
-    # Those that can be used come first; with none of them, the error of this command says more.
+    # Usable strategies come first; without any usable strategy, the error of this command says
+    # more.
     print(f"\nNext: stratagem explain --strategy {shown[0].name if shown else 'auto'}")
     return 0
 

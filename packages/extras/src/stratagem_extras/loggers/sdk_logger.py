@@ -21,7 +21,7 @@ class DummyExperiment:
     """
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # not what copy and pickle ask for
+        if name.startswith("__"):  # copy and pickle look up such names
             raise AttributeError(name)
         return self._nothing
 
@@ -87,5 +87,5 @@ class SDKLogger(Logger):
         assert self.experiment is not None
 
     def __getstate__(self) -> dict[str, Any]:
-        # What writes belongs to this process.
+        # The writer belongs to this process.
         return {**self.__dict__, "_experiment": None}

@@ -91,7 +91,7 @@ class TensorBoardLogger(SDKLogger):
         return self._name
 
     @property
-    def version(self) -> int | str:  # type: ignore[override]  # chosen when it is asked for
+    def version(self) -> int | str:  # type: ignore[override]  # chosen on first use
         """The run's number or name; choosing a free one makes its folder."""
         return self._folder.version
 
@@ -152,7 +152,7 @@ class TensorBoardLogger(SDKLogger):
             return
         from torch.utils.tensorboard import summary
 
-        hparams: Any = summary.hparams  # it is not annotated
+        hparams: Any = summary.hparams  # not annotated
         given = as_mapping(params)
         values = metrics if metrics is not None else {}
         if metrics is None and self._default_hp_metric:
@@ -189,7 +189,7 @@ class TensorBoardLogger(SDKLogger):
                 warnings.filterwarnings("ignore", ".*torch.jit", DeprecationWarning)
                 warnings.filterwarnings("ignore", ".*torch.jit", FutureWarning)
                 self.experiment.add_graph(model, _moved(example, model))
-        except Exception as error:  # whatever the model does when it is traced
+        except Exception as error:  # tracing may raise any error of the model
             warnings.warn(
                 f"TensorBoardLogger(log_graph=True): the model cannot be traced with "
                 f"{type(example).__name__} {example!r:.80}, so its graph is not written "

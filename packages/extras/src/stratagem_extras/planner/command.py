@@ -133,7 +133,7 @@ def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         f"{planned.parameters:,} parameters; {options.num_nodes} node(s) of {options.devices} "
         f"device(s) of {format_size(planned.capacity)} and {host}"
     )
-    kept = {"host": "on_host", "disk": "on_disk"}  # columns that are left out if they are empty
+    kept = {"host": "on_host", "disk": "on_disk"}  # columns omitted if empty
     kept = {c: a for c, a in kept.items() if any(getattr(r, a) for r in planned.strategies)}
     is_wide = shutil.get_terminal_size().columns >= _WIDE
     headers = ["strategy", "fits", "device", *kept]

@@ -478,7 +478,7 @@ class Planner:
         pieces: dict[str, list[int]] = {}
         for number, (spec, _) in enumerate(groups):
             pieces.setdefault(_simulated_as(spec), []).append(number)
-        # Those that divide most take longest, and come first.
+        # Strategies that shard most take longest, and come first.
         order = sorted(pieces.values(), key=lambda piece: -len(groups[piece[0]][0].shards))
         done = divide(
             len(order), lambda piece: [self._row(*groups[n], machines) for n in order[piece]]
@@ -490,7 +490,7 @@ class Planner:
         self, spec: StrategySpec, alike: tuple[str, ...], machines: _Machines
     ) -> PlannedStrategy:
         """Return the memory use of a strategy."""
-        gc.freeze()  # what is there stays there
+        gc.freeze()  # keep existing objects out of the collector
         capabilities, ranks = spec.capabilities, machines.devices * machines.nodes
         runs_on = capabilities.accelerators
         kind = "cpu" if machines.kind == "auto" else machines.kind
@@ -524,7 +524,7 @@ class Planner:
                 return row(strategy, self._steps[key], how)
         except ConfigurationError as error:
             return PlannedStrategy(spec.name, alike, why_not=format_text(str(error), 400))
-        # What needs real tensors, such as DistributedDataParallel, is computed instead.
+        # Strategies that need real tensors, such as DistributedDataParallel, are computed instead.
         except Exception as error:
             _log.debug("%s cannot be simulated: %s", spec.name, error)
         alone = self._alone(foreach)
@@ -621,7 +621,7 @@ def _row_of(
     are on the device, for a model whose largest parameter has so many elements.
     """
     on_device = getattr(strategy, "kept_on_device", lambda largest: 0)(largest)
-    # Those that are gathered for a step are on the device.
+    # Parameters gathered for a step are on the device.
     kept = min(memory.parameters for memory in phases.values())
 
     def off(memory: PlannedMemory) -> dict[str, int]:
@@ -751,7 +751,7 @@ def _own_optimizer(module: nn.Module) -> Optimizer:
     try:
         configured: Any = getattr(module, "configure_optimizers", list)()
     except NotImplementedError:
-        configured = None  # a Module that has none
+        configured = None  # a Module without optimizers
     while isinstance(configured, (list, tuple, dict)) and configured:
         configured = configured["optimizer"] if isinstance(configured, dict) else configured[0]
     if isinstance(configured, Optimizer):
@@ -796,7 +796,7 @@ def _options(spec: StrategySpec) -> dict[str, Any]:
     options = {k: v for k, v in sorted(spec.init_args.items()) if k not in _LAUNCHERS}
     try:
         known = inspect.signature(spec.load()).parameters
-    except Exception:  # what it needs is not installed, which its row will say
+    except Exception:  # a package is missing, which its row will say
         return options
     return {k: v for k, v in options.items() if k not in known or known[k].default != v}
 

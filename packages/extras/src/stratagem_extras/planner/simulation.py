@@ -295,12 +295,12 @@ def simulated_ranks(strategy: Strategy, components: Components) -> Iterator[None
         ConfigurationError: this process has joined a process group.
     """
     with simulated_group(components):
-        # In the group, by which a strategy knows that it is simulated and builds no kernels.
+        # The group tells a strategy that this is a simulation, so that it builds no kernels.
         strategy.bind(components)
         if isinstance(strategy, ParallelStrategy):
             strategy.init_process_group = lambda: None  # type: ignore[method-assign]
         strategy.setup_environment()
-        # Fake tensors cannot be sent as data: what others would send is as rank 0's own.
+        # Fake tensors cannot be sent as data: assume that other ranks would send rank 0's data.
         with patch.multiple(
             type(strategy.ranks),
             broadcast=lambda ranks, data, src=0: data,

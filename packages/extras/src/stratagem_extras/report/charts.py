@@ -19,7 +19,7 @@ _WIDTH, _HEIGHT = 400, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 12, 10, 26
 _DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
-# title of a group, what the name of a metric in it matches; the first group that matches wins
+# title of a group, pattern of a metric's name; the first group that matches wins
 _GROUPS = (
     ("Step times by rank", r"rank.?\d+.*(time|second|_s\b|_ms\b)|(time|second).*rank.?\d+"),
     ("Learning rates", r"^lr\b|^lr-|learning_rate|momentum|weight_decay"),

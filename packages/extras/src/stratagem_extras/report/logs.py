@@ -231,7 +231,7 @@ def _read_events(folder: Path, run: Run) -> None:
         run.notes.append("TensorBoard's files are not read: pip install tensorboard")
         return
     accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    # A file of another version, or one that is damaged, is no reason to show none of the others.
+    # A damaged file, or a file of another version, must not hide the others.
     try:
         accumulator.Reload()
         tags = accumulator.Tags()["scalars"]

@@ -72,7 +72,7 @@ def write_page(runs: Sequence[Run]) -> str:
         more = f"<p>{len(some) - _MOST_CHARTS} more are in the table of values.</p>"
         drawn = "".join(map(draw, some[:_MOST_CHARTS]))
         body = f'<div class="charts">{drawn}</div>{more if len(some) > _MOST_CHARTS else ""}'
-        # Up to three charts stand side by side, those of small groups too.
+        # Up to three charts stand side by side, also in small groups.
         sections.append((title, {1: "one", 2: "two"}.get(len(some), "whole"), body))
     if any(run.hyperparameters for run in runs):
         sections.append(("Hyperparameters", "whole", _hyperparameters(runs)))

@@ -61,7 +61,7 @@ def search(
         else:
             good = tried
             if tried < size or tried >= most:
-                break  # there is no more data, or it is not to be larger
+                break  # no more data, or the size has reached its limit
         if bad is None:
             expected = predict(size) if size == start else 0
             size *= 2
@@ -118,7 +118,7 @@ def predicted_size(trainer: Trainer, model: Module, loader: Any, size: int) -> i
     found, room = 0, StepMemory.USABLE * capacity
     try:
         one = held(1)
-        for _ in range(2):  # samples of a small batch may not be in what a step holds most
+        for _ in range(2):  # samples of a small batch may not be part of a step's peak memory
             times = found or 2
             if (more := held(times) - one) <= 0:
                 break

@@ -148,7 +148,7 @@ class Snapshot(Callback):
         model, strategy = self._model, self._strategy
         prepared, self._prepared = self._prepared, None
         if self._weights is not None and prepared is not None:
-            # A copy: some strategies take apart what they are given.
+            # A copy: some strategies take their input apart.
             state = {
                 name: value.clone() if isinstance(value, Tensor) else value
                 for name, value in self._weights.items()

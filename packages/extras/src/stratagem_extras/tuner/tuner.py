@@ -216,7 +216,8 @@ class Tuner:
         # Here the error is gone, and with it the frames of the trial.
         tried.snapshot.restore()
         del trainer
-        # The next trial, and the fit, begin with memory in one piece: what fits follows from that.
+        # The next trial, and the fit, begin with unfragmented memory: the size that fits depends on
+        # that.
         tried.free_memory()
         return loader
 

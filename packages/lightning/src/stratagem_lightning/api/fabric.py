@@ -47,7 +47,7 @@ class Fabric(Lite):
     @in_lightnings_words
     def __init__(self, *arguments: Any, **options: Any) -> None:
         named = inspect.signature(Lite).bind_partial(*arguments).arguments
-        if not named.keys() & options.keys():  # otherwise Lite says what was given twice
+        if not named.keys() & options.keys():  # otherwise Lite names the duplicate argument
             options = replace_half_on_cpu(expand_shorthands({**options, **named}))
             arguments = ()
         super().__init__(*arguments, **options)
@@ -197,7 +197,7 @@ class Fabric(Lite):
     def _shard_loader(self, loader: Any, index: int, count: int) -> Any:
         """Return a loader that reads one rank's part of the data, in Lightning's order."""
         sharded = super()._shard_loader(loader, index, count)
-        # Fabric shuffles only what the loader shuffles, of training data too.
+        # Fabric keeps the shuffle setting of the loader, for training data too.
         return in_order_of_distributed_sampler(sharded, "", shuffles=True)
 
     def launch(self, function: Any = _NOTHING, *args: Any, **kwargs: Any) -> Any:

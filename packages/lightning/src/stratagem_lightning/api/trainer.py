@@ -228,7 +228,7 @@ class Trainer(trainer.Trainer):
             enable_model_summary=enable_model_summary,
             **options,
         )
-        # `make_sharded_loader` gets all loaders, also those that are not divided.
+        # `make_sharded_loader` gets all loaders, also the undivided ones.
         self._divides_data = self.options.use_distributed_sampler
         self.options = replace(self.options, use_distributed_sampler=True)
         if quick and plain and logger not in (False, []):
@@ -425,7 +425,7 @@ class Trainer(trainer.Trainer):
     ) -> Any:
         """Return a loader that reads one rank's part of the data, in Lightning's order."""
         advice.warn_of_loader(loader, what)
-        # It is None while a Tuner opens the data.
+        # The latest run is None while a Tuner opens the data.
         left = None if self.latest_run is None else ask_for_iterator(loader, what, self.latest_run)
         if left is not None:
             self._asks.append(left)
@@ -678,7 +678,7 @@ class Trainer(trainer.Trainer):
             return None
         path = run.resume_point.path or run.job.ckpt_path
         if path is not None and run.job.ckpt_path == "last" and not storage.is_url(path):
-            # The link, if there is one, as Lightning shows it.
+            # Show the link, if one exists, as Lightning does.
             link = Path(path).parent / f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}.ckpt"
             path = link if link.is_symlink() and link.resolve() == Path(path).resolve() else path
         return None if path is None else str(path)

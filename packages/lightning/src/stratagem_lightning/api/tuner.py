@@ -39,7 +39,7 @@ class Tuner(tuner.Tuner):
         _check_loaders(given.arguments)
         _warn_of_two_places(given.arguments["model"], given.arguments.get("batch_arg_name"))
         found = super().scale_batch_size(*args, **options)
-        given.arguments["model"].trainer = self._trainer  # not that of the trials
+        given.arguments["model"].trainer = self._trainer  # not the Trainer of the trials
         return found
 
     @in_lightnings_words
@@ -52,7 +52,7 @@ class Tuner(tuner.Tuner):
         self._refuse_finder(tuner.LearningRateFinder)
         given = inspect.signature(tuner.Tuner.lr_find).bind(self, *args, **options)
         found = super().lr_find(*args, **options)
-        given.arguments["model"].trainer = self._trainer  # not that of the trials
+        given.arguments["model"].trainer = self._trainer  # not the Trainer of the trials
         return found
 
     def _scale(self, job: Any, steps: int, limits: dict[str, Any]) -> int | None:

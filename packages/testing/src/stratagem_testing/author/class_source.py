@@ -119,7 +119,8 @@ class _Source:
         if not isinstance(expression, ast.Name):
             return "", ""
         for line in _FROM_IMPORT.findall(self.module):
-            # What names it alone: parsing every import takes as long as parsing the class.
+            # Only lines that contain the name: parsing every import takes as long as parsing the
+            # class.
             for node in ast.parse(line).body if expression.id in line else ():
                 if isinstance(node, ast.ImportFrom):
                     for alias in node.names:
@@ -193,8 +194,8 @@ def _class_in(path: str, changed: int, name: str) -> _Source | None:
     """Return a class of a file that was `changed` at that time; several specs share one."""
     with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - pathlib is slow to import
         text = file.read()
-    # Only what is asked for is parsed: whole classes take as long as a fifth of doctor. No pattern
-    # has the name in it, since compiling one takes long too.
+    # Parse the requested class only: all classes take a fifth of doctor's time. The patterns are
+    # constant, since compiling them for each name is slow too.
     found = next((match for match in _CLASS.finditer(text) if match[1] == name), None)
     head = None if found is None else _HEAD.match(found[0])
     if found is None or head is None:

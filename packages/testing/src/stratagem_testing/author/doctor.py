@@ -179,7 +179,7 @@ def distribution_named(name: str, registry: Registry) -> str:
         )
     if by_entry:
         return next(iter(by_entry))
-    # Last: an entry point often has the name of the library that it is for.
+    # Last: an entry point often has the name of another library.
     if version_of(wanted) is not None:
         return wanted
     providers = dict.fromkeys(
@@ -189,7 +189,7 @@ def distribution_named(name: str, registry: Registry) -> str:
         if name.casefold() in (candidate.spec.name.casefold(), *candidate.spec.aliases)
     )
     known = [*distributions, *(report.entry_point for report in registry.reports)]
-    # Without what most names begin with, which makes any two of them alike.
+    # Without common first words, which make any two names alike.
     short = {_FIRST_WORDS.sub("", normalise(each)): each for each in reversed(known)}
     nearest = "" if providers else nearest_of(_FIRST_WORDS.sub("", wanted), list(short))
     raise UnknownNameError(
@@ -200,7 +200,7 @@ def distribution_named(name: str, registry: Registry) -> str:
     )
 
 
-# -- what is looked at
+# -- parts of the examination
 
 
 def _metadata_checks(distribution: str, entries: list[PluginEntry]) -> Iterator[Check]:
@@ -325,7 +325,7 @@ def _import_checks(
     distribution: str, entries: list[PluginEntry], registry: Registry
 ) -> Iterator[Check]:
     if distribution == CORE or distribution in names_by_distribution():
-        return  # released together with what they import
+        return  # released together with its imports
     named = [entry.value for entry in entries] + [
         candidate.spec.target
         for kind in _KINDS
@@ -341,14 +341,14 @@ def _import_checks(
 def _mistakes(spec: ComponentSpec, registry: Registry) -> list[str]:
     """Return what is wrong with a component, by its class and by what its spec names."""
     mistakes = _by_its_class("mistakes_of", spec)
-    # An import shows what the source does, and more: what both see is said once.
+    # An import finds the mistakes of the source, and more: report the common ones once.
     seen = [text for text in check_spec(spec, registry) if not mistakes or "it names " in text]
     return [*mistakes, *seen]
 
 
 def _by_its_class(look: str, spec: ComponentSpec) -> list[str]:
     """Return what a function of `component_checks` says of a component."""
-    # What an import prints must not get into the JSON.
+    # Output of an import must not get into the JSON.
     with contextlib.redirect_stdout(sys.stderr):
         # By name: the program does without torch, and this cannot.
         function: Callable[[ComponentSpec], list[str]] = load_target(
@@ -381,7 +381,7 @@ def _examined(candidate: Candidate, registry: Registry, mistakes: list[str]) -> 
     return ExaminedComponent(spec.kind, spec.name, str(spec.target), reason)
 
 
-# -- what is printed
+# -- output
 
 
 def as_data(examination: Examination) -> dict[str, Any]:

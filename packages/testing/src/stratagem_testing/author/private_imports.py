@@ -50,7 +50,7 @@ def _lists_names(module: str) -> bool:
 def names_of(module: str) -> frozenset[str]:
     """Return the names that a module lists, in `__all__` or in a `__dir__` of its own."""
     found = importlib.import_module(module)
-    # Not by getattr: a list that is made when it is asked for imports whatever is installed.
+    # Not by getattr: a list that is computed on access imports any installed package.
     listed: list[str] | None = vars(found).get("__all__")
     if listed is None:
         listed = dir(found) if "__dir__" in vars(found) else []

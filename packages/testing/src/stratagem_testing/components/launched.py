@@ -84,7 +84,7 @@ def main(path: str) -> None:
 
 def _lite(launch: Launch) -> Lite:
     component = Component(kind="launcher", name=launch.kind)
-    # One that starts no ranks is not asked for: a front end finds that it is what there is.
+    # A launcher that starts no ranks is not selected: a front end finds it by itself.
     is_found = not getattr(component.spec, "starts_ranks", True)
     lite = Lite(
         accelerator="cpu",

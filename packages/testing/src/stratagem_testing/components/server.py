@@ -95,9 +95,9 @@ def failures(component: Component) -> dict[str, str]:
 def main() -> None:
     """Serve: a line of JSON for each check, from stdin, and one with its failure to stdout."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a check prints is no answer
+    os.dup2(2, 1)  # output of a check is no answer
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
-    # A fork copies no threads, and whoever waits for one of torch's would wait forever.
+    # A fork copies no threads: waiting for a thread of torch would never end.
     torch.set_num_threads(1)
     importlib.import_module("torch._dynamo")  # as the first optimizer does, in seconds
     for line in sys.stdin:
@@ -119,7 +119,7 @@ def _failure(component: Component, check: str, deadline: float) -> str:
         folder.mkdir()
         os.chdir(folder)
         sys.path[:0] = component.search_path
-        warnings.simplefilter("ignore")  # what users are told is tested elsewhere
+        warnings.simplefilter("ignore")  # messages for users are tested elsewhere
         report(failure=_said(component, check, folder))
 
     with TemporaryDirectory(prefix="stratagem-kit-") as name:
@@ -131,7 +131,7 @@ def _failure(component: Component, check: str, deadline: float) -> str:
             except StuckError as error:
                 child.kill()
                 said = f"the process of the check did not come to its end ({error})"
-            # An end in order, of which processes that are still there are the component's.
+            # An orderly end: processes that still run belong to the component.
             left = end_session(child.pid, 0.0) if said else end_session(child.pid, _PATIENCE)
             child.end()
             left += end_children(0.0 if said else _PATIENCE)

@@ -30,7 +30,7 @@ def judge(subject: Subject, folder: Path, durable: int, begun: int, report: Repo
     except MixedError as error:
         report(wrong=f"mixed: {error}")
         return
-    # Whatever a damaged checkpoint makes loading raise: that is what is asked here.
+    # Loading a damaged checkpoint may raise any error: this check is about that.
     except Exception as error:
         report(wrong=f"corrupt: {type(error).__name__}: {error}")
         return

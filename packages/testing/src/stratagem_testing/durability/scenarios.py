@@ -128,7 +128,7 @@ class Scenarios:
             self._break(row, folder, partial(faults.lose_right_to_write, folder))
         return row
 
-    # -- what they have in common
+    # -- shared methods
 
     def _break(self, row: Row, folder: Path, break_disk: faults.Break) -> bool:
         """Run a child that saves, breaks its disk, and saves; return whether something broke."""
@@ -196,7 +196,7 @@ class Scenarios:
         """Make a folder; it goes afterwards, with what is in it."""
         self._folders += 1
         with tempfile.TemporaryDirectory(prefix="durability-", dir=self._directory) as folder:
-            # Where a user who is not root may come too; see `faults.lose_right_to_write`.
+            # Also readable for users other than root; see `faults.lose_right_to_write`.
             Path(folder).chmod(0o755)
             yield Path(folder)
 

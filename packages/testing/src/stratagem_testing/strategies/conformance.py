@@ -66,7 +66,7 @@ class StrategyConformance(Conformance):
     def target(cls) -> Target:
         """Return the strategy to test, given by the attributes of this class."""
         strategy = place_of(cls.strategy)
-        # Devices and the like follow from what it can do.
+        # Devices and the like follow from its capabilities.
         capabilities = Target(strategy=strategy, accelerator=cls.accelerator).capabilities()
         one = capabilities.one_process
         devices = (1 if one else 2) if cls.devices is None else cls.devices

@@ -35,7 +35,7 @@ class Numbered(Dataset[Any]):
 
     def __init__(self, samples: int) -> None:
         generator = torch.Generator().manual_seed(1)
-        # All of them, so that a sample is the same however many there are.
+        # Draw all, so that a sample does not depend on their number.
         inputs = torch.randn(_MOST, FEATURES, generator=generator)
         noise = torch.randn(_MOST, 1, generator=generator)
         self.inputs = inputs[:samples]

@@ -134,13 +134,13 @@ def play_nodes(target: Target) -> None:
 
 def _run(lite: Lite, path: str, before: Surroundings | None) -> None:
     """Run all items on this rank."""
-    warnings.simplefilter("ignore")  # what users are told is tested elsewhere
+    warnings.simplefilter("ignore")  # messages for users are tested elsewhere
     session = Session.read(path)
     load_checks()
     rank, world_size = lite.ranks.global_rank, lite.ranks.world_size
     up = _watch_teardown(lite.strategy)
-    # What is called at the end is called from the last to the first: this comes after all else. It
-    # holds the strategy, which is torn down only if somebody still has it.
+    # Functions at the end are called in reverse order: this one comes last. It holds the strategy,
+    # which is torn down only while a reference exists.
     note = partial(_note_what_is_left, session, rank, before, up, lite.strategy)
     this_rank.at_end.insert(0, note)
     faulthandler.enable(sys.stderr)

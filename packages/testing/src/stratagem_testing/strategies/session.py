@@ -94,7 +94,7 @@ class Reference:
         own = self._folders.setdefault(plain, self.folder / f"reference{len(self._folders)}")
         missing = [name for name in names if (plain, name) not in self._ran]
         if missing:
-            # All at once: what takes time is the start of a process.
+            # All at once: starting processes takes most of the time.
             missing = [n for n, c in CHECKS.items() if c.reference and (plain, n) not in self._ran]
             work = {(plain, name): _work((plain, name), own, own) for name in missing}
             self._ran.update(_run(work, own, self.deadline))
@@ -156,7 +156,7 @@ def run_checks(
             outcomes[item] = _outcome(one, ran[item], references, after.get(item))
             followed = CHECKS[item[1]].follows
             if followed and outcomes[item[0], followed].failure:
-                outcomes[item] = Outcome()  # what it needs is not there, as the other one says
+                outcomes[item] = Outcome()  # a requirement is missing, as the other outcome says
     return outcomes
 
 

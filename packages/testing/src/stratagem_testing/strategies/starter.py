@@ -76,7 +76,7 @@ def starter() -> Starter:
 def main() -> None:
     """Serve: a line of JSON for each script, and its process and its exit code as the answers."""
     answers = os.fdopen(os.dup(1), "w")
-    # A fork copies no threads, and whoever waits for one of torch's would wait forever.
+    # A fork copies no threads: waiting for a thread of torch would never end.
     importlib.import_module("torch").set_num_threads(1)
     importlib.import_module("torch._dynamo")  # as the first optimizer does, in seconds
     requests = os.fdopen(os.dup(0))
@@ -105,7 +105,7 @@ def _become(script: Path, argument: str, environ: Mapping[str, str]) -> None:
     os.environ.update(environ)
     searched = [str(script.parent), *environ.get("PYTHONPATH", "").split(os.pathsep)]
     sys.path[:] = [*filter(None, searched), *(p for p in sys.path[1:] if p not in searched)]
-    # What the launcher "script" runs again.
+    # The launcher "script" runs these again.
     sys.argv = [str(script), argument]
     sys.orig_argv = [sys.executable, *sys.argv]
     runpy.run_path(str(script), run_name="__main__")

@@ -118,7 +118,7 @@ class _Save:
         self._manifest: Manifest = manifest_of(checkpoint, io)
         self._directory: DurableDirectory | None = None
         self._held = Held([], [])
-        # A rank that fails says so, so that none of the others waits for it.
+        # A rank that fails reports its error, so that the other ranks do not wait for it.
         try:
             self._temporary = self._agree(self._begin())
         except BaseException:
@@ -172,7 +172,7 @@ class _Save:
             self._settle(exchange, record)
             self._plan.places = places
         except BaseException:
-            # Rank 0 may not know what this rank believes that it does.
+            # Rank 0 may not hold the plan that this rank assumes.
             self._io.last_plan = None
             raise
         finally:

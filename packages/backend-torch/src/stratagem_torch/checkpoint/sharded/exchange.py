@@ -85,7 +85,7 @@ class StoreExchange:
             answer, _ = self._wait_for(lambda: self._receive("answer"))
             return json.loads(answer)
         for key in self._answered:
-            # Read by all: they have sent what they send after it.
+            # Every rank has read it: all have sent their later messages.
             self._store.delete_key(key)
         self._answered = self._send("answer", json.dumps(data).encode())
         return data
@@ -97,7 +97,7 @@ class StoreExchange:
 
     def _send(self, name: str, data: bytes) -> list[str]:
         keys = []
-        # The first one last: it says how many there are, and is what the other side waits for.
+        # The first piece is sent last: it has the number of pieces, and the receiver waits for it.
         pieces = [data[at : at + _PIECE] for at in range(0, len(data), _PIECE)] or [b""]
         for number, piece in reversed([*enumerate(pieces)]):
             keys.append(self._key(name, number))

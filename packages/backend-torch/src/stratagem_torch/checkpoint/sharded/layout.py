@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.metadata import (
 from stratagem.state import bytes_of
 from stratagem_torch.checkpoint.sharded.save_plan import GlobalPlan
 
-# Newer protocols number by themselves what is remembered.
+# Protocols from 4 on number memoized values implicitly.
 _PROTOCOL = 2
-# What stands in many rows is remembered under numbers from here on; a value between uses a few
-# below it.
+# Values of many rows are memoized under numbers from here on; temporary values use the numbers
+# below.
 _FIRST = 64
 
 Get = Callable[[Any], bytes]

@@ -26,7 +26,7 @@ from stratagem.checkpoint import Refused
 from stratagem.errors import CheckpointCorruptError, format_text, format_value
 from stratagem.state import SafeUnpickler, check_dims
 
-# Where a tensor stands in a checkpoint: so many keys lead to it.
+# Most keys that lead to a tensor of a checkpoint.
 _DEEPEST = 256
 
 
@@ -47,7 +47,7 @@ def _size(*args: Any) -> torch.Size:
     return torch.Size(numbers)
 
 
-# What DCP's layouts are made of; to make any of it runs nothing else.
+# Classes in the layouts of DCP; building them runs no other code.
 _CLASSES: Mapping[str, Any] = {
     f"{kind.__module__}.{kind.__qualname__}": kind
     for kind in (
@@ -198,7 +198,7 @@ def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
     dims = range(len(chunks[0].offsets))
     if not dims:
         return True
-    # Along the dim in which they differ most, only those that are open have to be looked at.
+    # Along the dim with the most different offsets, only open chunks have to be compared.
     along = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
     opened: list[ChunkStorageMetadata] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):

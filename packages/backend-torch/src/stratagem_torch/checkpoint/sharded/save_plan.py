@@ -155,10 +155,10 @@ class GlobalPlan:
         numbers, ends = self.numbers, self.offsets + self.sizes
         out = ((self.offsets < 0) | (ends > shapes[numbers])).any(1)
         covered = torch.zeros_like(volumes).index_add_(0, numbers, self.sizes.prod(1))
-        # Each element weighs the product of a random number for each of its indices, so that a box
-        # weighs what its sides do. The chunks of a tensor weigh together what it does where each
-        # element is in one of them; by chance alone less often than once in 2**60 (the lemma of
-        # Schwartz and Zippel).
+        # The weight of an element is the product of a random number per index, so the weight of a
+        # box is the product over its sides. If each element is in one chunk, the weights of the
+        # chunks add up to that of the tensor; otherwise they do so by chance less often than once
+        # in 2**60 (Schwartz-Zippel lemma).
         of_chunks, of_tensors = torch.ones_like(numbers), torch.ones_like(volumes)
         for dim in range(shapes.shape[1]):
             of_chunks *= _up_to(ends[:, dim], dim) - _up_to(self.offsets[:, dim], dim)

@@ -152,7 +152,7 @@ class RankStatuses:
         try:
             self.exchange.report(own)
         except RuntimeError:
-            pass  # the store has gone, and with it those who would ask
+            pass  # the store has gone, and with it the ranks that would query
         finally:
             self._failing = None
 

@@ -396,7 +396,7 @@ class StatusExchange:
 
     def mark_joined(self) -> None:
         """Report that this rank is connected to all others; the last rank informs all ranks."""
-        with contextlib.suppress(RuntimeError):  # it is busy: who leaves first waits longer
+        with contextlib.suppress(RuntimeError):  # busy: the rank that leaves first waits longer
             if self._store.add("joined", 1) == self._world_size:
                 self._store.set("all joined", "")
 

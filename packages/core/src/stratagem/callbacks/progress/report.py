@@ -71,8 +71,8 @@ def full_numel(parameter: Tensor) -> int:
     """
     if isinstance(parameter, UninitializedParameter):
         return 0
-    # A DTensor's numel is that of all shards. An engine that partitions parameters leaves an empty
-    # one, with its number of elements in `ds_numel`.
+    # A DTensor's numel counts all shards. An engine that partitions parameters leaves an empty one,
+    # with its number of elements in `ds_numel`.
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 

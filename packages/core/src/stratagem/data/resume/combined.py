@@ -65,8 +65,8 @@ class CombinedResumable:
             is_over = done > end and self.loader.mode != "max_size_cycle"
             if is_over:
                 part.pass_over()
-            # A loader at its start begins when it is needed, as in a run that was not
-            # interrupted; but loaders that are read together begin with the epoch.
+            # A loader at its start begins when it is needed, as in an uninterrupted run; but
+            # parallel loaders begin with the epoch.
             at_start = done == 0 and self.loader.mode != "sequential"
             of_own = of if length == math.inf and self.loader.mode != "sequential" else math.inf
             begins = (own or at_start) and not is_over

@@ -461,7 +461,7 @@ class Resumable:
         loader = self._user_loader
         return {
             "dataset": type(loader.dataset).__name__,
-            # Not by its truth, which its length decides, and it may have none.
+            # Compare with None: a sampler without `__len__` has no truth value.
             "batch sampler": "BatchSampler"
             if loader.batch_sampler is None
             else type(loader.batch_sampler).__name__,
@@ -595,7 +595,7 @@ class Resumable:
 
     def _note_before_last(self, batches: Iterator[Any], left: int, loaded: Any) -> Iterator[Any]:
         yield from islice(batches, left - 1)
-        # Before its first batch, it may not have taken over what it has loaded.
+        # Before its first batch, the loader may not have applied its loaded state.
         use_loaded = left == 1 and loaded is not None
         self._before_last = loaded if use_loaded else self._stateful.state_dict()
         yield from batches
@@ -647,7 +647,7 @@ class Resumable:
     def _warn_if_inexact(self) -> None:
         if self._indices is not None:
             if self._indices.start is None:
-                return  # no batch of it was read yet
+                return  # no batch was read yet
             if not self.inexact and (reason := self._indices.why_not_drawn_again()):
                 self.inexact = f"the sampler of {self._name} {reason}"
         self._warned = True
@@ -712,5 +712,5 @@ class _SeededDataset:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("_dataset", "_read"):
-            raise AttributeError(name)  # while it is pickled to a worker, for one
+            raise AttributeError(name)  # for example during the pickling for a worker
         return getattr(self._dataset, name)

@@ -30,7 +30,7 @@ def load_archive(
     Raises:
         CheckpointCorruptError: it is no whole archive of weights-only-safe data.
     """
-    # The same memory: what is checked is what is loaded.
+    # The same memory: the checked bytes are the loaded ones.
     octets = (ctypes.c_uint8 * size).from_address(memory.data_ptr() + start)
     octets.owner = memory  # type: ignore[attr-defined]
     contents = memoryview(octets).cast("B")
@@ -79,7 +79,7 @@ def _unpickle(unpickler: ArchiveUnpickler, path: str, size: int) -> Any:
         raise CheckpointCorruptError(
             f"{path!r} was refused: loading its {size} bytes would take more memory than there is"
         ) from error
-    # What an unpickler and torch raise for damaged contents is not documented.
+    # The errors of unpickler and torch for damaged contents are not documented.
     except Exception as error:
         raise not_whole(path, size, f"{type(error).__name__}: {format_text(str(error))}") from error
     return loaded

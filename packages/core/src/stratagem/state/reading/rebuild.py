@@ -124,7 +124,7 @@ def _strided(
     _check_range(stored, offset, size, stride, dtype)
     tensor = torch.empty((0,), dtype=dtype, device="cpu")
     tensor.set_(stored._untyped_storage, offset, tuple(size), tuple(stride))
-    if metadata:  # that it is conjugate or negative
+    if metadata:  # the tensor is conjugate or negative
         _torchs(torch._utils, "set_tensor_metadata")(tensor, metadata)
     return tensor
 
@@ -133,7 +133,7 @@ def _tensor(stored: Any, offset: Any, size: Any, stride: Any) -> Tensor:
     return _strided(stored, offset, size, stride, stored.dtype, None)
 
 
-# Hooks cannot be saved; what stands in their place is passed over.
+# Hooks cannot be saved; their placeholder is ignored.
 def _tensor_v2(
     stored: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, metadata: Any = None
 ) -> Tensor:
@@ -163,7 +163,7 @@ def _sparse(layout: Any, data: Any) -> Tensor:
     *tensors, size = data[:3] if layout is torch.sparse_coo else data
     for tensor in tensors:
         _plain(tensor)
-    # Not torch's function, which makes sparse tensors whose indices lead out of them.
+    # torch's function makes sparse tensors with indices out of bounds.
     if layout is torch.sparse_coo:
         indices, values = tensors
         order: Any = {"is_coalesced": data[3] if len(data) > 3 else None}

@@ -21,13 +21,14 @@ import torch
 
 from stratagem.checkpoint.entries import Refused
 
-# A call takes three bytes at least, and what it returns one more where it is remembered.
+# A call takes at least three bytes, and a memoized result one more.
 _CALL = 4
-# Keys may share their parts: so many more values may be looked at than the pickle has bytes.
+# Keys may share their parts: this many more values than bytes of the pickle may be visited.
 _FREE_KEYS = 100_000
 _MOST_DIMS = 64
-# Keys with the hash of another key: a dict of n of them takes n squared comparisons. The hashes of
-# texts and bytes are random, and small integers have different ones, so real checkpoints have none.
+# Keys with the hash of another key: a dict of n such keys takes n squared comparisons. The hashes
+# of texts and bytes are random, and small integers have different hashes, so real checkpoints have
+# no such keys.
 _MOST_COLLISIONS = 1000
 _SMALL = (1 << 61) - 1
 _SIZED = (list, tuple, torch.Size, dict, OrderedDict, Counter, set, str, bytes, bytearray)
@@ -127,7 +128,7 @@ class SafeUnpickler:
         """Raise, because persistent IDs are not supported here."""
         raise pickle.UnpicklingError("a value outside of the pickle")
 
-    # -- what the operations have in common
+    # -- shared by the operations
 
     def _take(self, count: int) -> bytes:
         begin = self._at

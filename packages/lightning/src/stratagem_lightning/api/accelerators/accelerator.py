@@ -103,7 +103,7 @@ class Accelerator(accelerators.Accelerator, metaclass=InstanceCheck):
         """Return the device with this index."""
         try:
             return self.get_parallel_devices(self.parse_devices([index]))[0]
-        except TypeError:  # they are counted, as the processor's are
+        except TypeError:  # counts, like the processor's
             return self.get_parallel_devices(self.parse_devices(index + 1))[index]
 
     def device_stats(self, device: torch.device) -> dict[str, Any]:

@@ -250,7 +250,7 @@ class EpochLoop(_View):
     def _batches_that_stepped(self) -> int:
         """The step of the values that are logged now."""
         run = self.trainer.latest_run
-        # The hooks of a batch's end see the step before it is counted, as in Lightning.
+        # The hooks of a batch's end see the step before its count, as in Lightning.
         ends_batch = run is not None and run.step is not None and run.metrics.in_step
         if ends_batch and not run.step.is_under_way:
             return int(self.trainer.fit_state.logged_step)

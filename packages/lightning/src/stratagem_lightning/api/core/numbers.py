@@ -93,7 +93,7 @@ def in_order_of_distributed_sampler(loader: Any, what: str, *, shuffles: bool) -
     if isinstance(own, (RandomSampler, SequentialSampler)):
         part.sampler = DistributedSampler(loader.dataset, **options)
     elif SEED_VARIABLE in os.environ and (part.even or what != "predict"):
-        # Drawn from the global RNGs, whose states the ranks share after `seed_everything`.
+        # Drawn from the global RNGs: the ranks share their states after `seed_everything`.
         options |= {"num_replicas": part.count, "rank": part.index}
         return with_sampler(loader, DistributedSamplerWrapper(own, **options))
     else:

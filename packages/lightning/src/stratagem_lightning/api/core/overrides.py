@@ -12,7 +12,7 @@ from stratagem.errors import UserCodeError
 from stratagem.trainer import is_users
 from stratagem_lightning.api.instance_check import Shown
 
-# What strategies have of Lightning's methods.
+# Strategies with Lightning's methods.
 from stratagem_lightning.api.strategies import called as called
 from stratagem_lightning.api.utilities.exceptions import UserRuntimeError, UserTypeError
 

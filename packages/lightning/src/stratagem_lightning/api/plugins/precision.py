@@ -54,7 +54,7 @@ class Precision(own.Precision, metaclass=InstanceCheck):
         """The name that selects the precision."""
         return self.name
 
-    # -- what Stratagem calls, in Lightning's words
+    # -- Stratagem's methods, in Lightning's words
 
     def module_init_context(self) -> AbstractContextManager[Any]:
         """Return a context in which to build a model."""

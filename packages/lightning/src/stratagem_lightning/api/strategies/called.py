@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stratagem.strategies import PreparedModel
 
 
-# -- what `super()` finds in such an override
+# -- targets of `super()` in such an override
 
 
 def _before_or_after_backward(self: Any, closure_loss: Tensor) -> None:

@@ -37,7 +37,7 @@ def filtered(state: Mapping[str, Any], filter: Any) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for name, value in state.items():
         if name not in filter or not (hasattr(value, "state_dict") or isinstance(value, Mapping)):
-            kept[name] = value  # a single value is kept as it is
+            kept[name] = value  # keep a single value
             continue
         items: Iterable[tuple[str, Any]] = (
             value.state_dict() if hasattr(value, "state_dict") else value

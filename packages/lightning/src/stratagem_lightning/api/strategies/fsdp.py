@@ -19,7 +19,7 @@ from stratagem import strategies
 from stratagem.errors import ConfigurationError
 from stratagem_lightning.api.instance_check import InstanceCheck, of_class
 
-# What a strategy answers of a checkpoint.
+# Methods of a strategy on checkpoints.
 from stratagem_lightning.api.strategies import single_device as single_device
 
 

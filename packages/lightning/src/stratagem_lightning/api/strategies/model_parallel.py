@@ -5,7 +5,7 @@ from __future__ import annotations
 from stratagem import strategies
 from stratagem_lightning.api.instance_check import InstanceCheck, of_class
 
-# What a strategy answers of its device mesh before the launch.
+# The device mesh of a strategy before the launch.
 from stratagem_lightning.api.strategies import single_device as single_device
 
 

@@ -24,7 +24,7 @@ from stratagem.runtime import SkippedInit
 from stratagem.strategies import Ranks
 from stratagem.trainer import Trainer
 
-# `strategy.accelerator` answers what Lightning's do once this module is imported.
+# Importing this module gives `strategy.accelerator` the methods of Lightning's.
 from stratagem_lightning.api.accelerators import accelerator as accelerator
 from stratagem_lightning.api.instance_check import InstanceCheck, of_class
 from stratagem_lightning.api.strategies.called import call_in_setup

@@ -19,7 +19,7 @@ from stratagem_lightning.api.utilities.phrases import in_lightnings_words
 SEED_VARIABLE = "PL_GLOBAL_SEED"
 WORKERS_VARIABLE = "PL_SEED_WORKERS"
 
-# By the name whose level scripts raise, so that nothing is said.
+# Scripts raise the level of this logger by name, to silence the message.
 _log = logging.getLogger("lightning.fabric.utilities.seed")
 if not logging.getLogger("lightning.fabric").level:
     logging.getLogger("lightning.fabric").setLevel(logging.INFO)
@@ -95,7 +95,7 @@ def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
         rank: of the process that reads; None: this one.
     """
     rank = rank_zero_only.rank if rank is None else rank
-    # The number that all workers of a loader share; the sequences are those of Lightning.
+    # All workers of a loader share this number; the sequences equal Lightning's.
     base = torch.initial_seed() - worker_id
     of_torch, high, low = _sequence(base, worker_id, rank)
     torch.manual_seed(of_torch)

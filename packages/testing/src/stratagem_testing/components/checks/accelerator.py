@@ -88,7 +88,7 @@ def _probe(bench: Bench) -> None:
     """The spec's probe returns the same as the class, without importing torch."""
     spec = bench.component.spec
     if not isinstance(spec, AcceleratorSpec):
-        return  # it is not published: nobody asks it without importing its class
+        return  # not published: its users import its class
     own, class_finds = load_target(spec.probe, what="the probe")(), bench.make().availability()
     assert own.count == class_finds.count, (
         f"the spec's probe finds {own.count} devices ({own.reason}), and the class's "
@@ -170,10 +170,10 @@ def _set_up(bench: Bench) -> None:
 def _nothing_left(bench: Bench) -> None:
     """After teardown, settings, variables, threads and functions are as before setup."""
     first, begun, variables = bench.make(), Surroundings.now(), dict(os.environ)
-    devices_of(bench, first)  # the first of a process may load what stays
+    devices_of(bench, first)  # the first call in a process may load permanent modules
     first.teardown()
     changed = [each for each in begun.changes() if each.startswith(_SETTINGS)]
-    # What the first has left of these, the second would find.
+    # The second run would find leftovers of the first.
     os.environ.clear()
     os.environ.update(variables)
     before = Surroundings.now()

@@ -219,7 +219,7 @@ def _reading(bench: Bench) -> None:
     accelerator = bench.make()
     device = devices_of(bench, accelerator)[0]
     if accelerator.is_host:
-        return  # nobody asks for a copy of what is there
+        return  # no copy of existing data is requested
     tensors = [
         torch.tensor(1.5, device=device),
         torch.tensor([7], device=device),

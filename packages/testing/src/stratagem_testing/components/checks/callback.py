@@ -119,7 +119,7 @@ def _stages(bench: Bench) -> None:
     callback = bench.make()
     torch.manual_seed(0)
     model, trainer = Learner(), _trainer(bench, callback)
-    trainer.fit(model, loader(32, 1), loader(16, 1))  # what torch starts at first use is there
+    trainer.fit(model, loader(32, 1), loader(16, 1))  # torch initialises its lazy parts here
     before = Surroundings.now()
     trainer = _trainer(bench, callback, num_sanity_val_steps=2)
     trainer.fit(model, loader(32, 1), loader(16, 1))
@@ -315,7 +315,7 @@ def _resume(bench: Bench, saves: _Saves, **options: Any) -> None:
     ]
     late = again.since(again.began) != done.since(again.began)
     if wrong or loaded or late:
-        # What two uninterrupted runs have differently, such as seconds, cannot be compared.
+        # Values that differ between two uninterrupted runs, such as seconds, cannot be compared.
         other, told = bench.make(), _Effects()
         _fit(bench, other, effects=told, **options)
         varies = [key for key in expected if _differ(expected, other.state_dict(), key)]

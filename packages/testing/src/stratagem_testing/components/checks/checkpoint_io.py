@@ -354,7 +354,7 @@ def _again(bench: Bench) -> None:
     io.save_checkpoint(larger, path)
     io.wait()
     first = bench.files()
-    os.umask(mask := os.umask(0))  # there is no other way to read it
+    os.umask(mask := os.umask(0))  # the only way to read the umask
     for name in first:
         if (file := bench.folder / name).is_file():
             mode = file.stat().st_mode & 0o777
@@ -403,7 +403,7 @@ def _two_runs(bench: Bench) -> None:
         real = getattr(os, name)
 
         def hooked(*arguments: Any, **options: Any) -> Any:
-            if not begun:  # what the first one has written gets its name while the other one saves
+            if not begun:  # the file of the first save gets its name while the second one saves
                 begun.append(name)
                 saved(bench.make(), paths[1], 1)
             return real(*arguments, **options)

@@ -69,7 +69,7 @@ def _executed(bench: Bench) -> None:
             for name, call in _opened(io, path):
                 error = bench.error(call)
                 _not_executed(bench, f"{name} of a checkpoint whose {file.name} is a pickle")
-                # What is not read need not be refused, unless the question is whether it is whole.
+                # Unread contents need not be refused, unless the call checks completeness.
                 assert error is not None or name == "open_checkpoint", (
                     f"{name} took a checkpoint whose {file.name} somebody has replaced by a pickle"
                 )
@@ -92,7 +92,7 @@ def _unpickled(bench: Bench) -> None:
     named: list[str] = []
 
     def note(event: str, arguments: tuple[Any, ...]) -> None:
-        # One that decides itself what it makes has a find_class of its own, which calls this one.
+        # An unpickler with its own rules has a find_class of its own, which calls this one.
         if event == "pickle.find_class" and sys._getframe(1).f_code.co_name != "find_class":
             named.append(".".join(map(str, arguments)))
 
@@ -137,7 +137,7 @@ def _loaded_hostile(bench: Bench) -> None:
     error = bench.error(save)
     copyreg.dispatch_table.pop(torch.device)
     if (bench.folder / _MARK).exists():
-        (bench.folder / _MARK).rmdir()  # a copy of what is saved is made in the same way
+        (bench.folder / _MARK).rmdir()  # a copy of the saved state is made in the same way
     if error is None:
         for name, call in _opened(io, path):
             bench.error(call)
@@ -197,7 +197,7 @@ def _damage(bench: Bench) -> None:
 def _judge_damaged(bench: Bench, io: CheckpointIO, path: Path, how: str) -> None:
     error = bench.error(lambda: io.verify_checkpoint(path))
     if error is None:
-        # Bytes that nobody reads may be any: what comes back must be what was saved.
+        # Unread bytes may have any value: the loaded values must equal the saved ones.
         try:
             number = number_in(io, path)
         except Exception as other:
@@ -264,7 +264,7 @@ def _half(bench: Bench) -> None:
     assert not isinstance(error, CheckpointNotFoundError) or "empty.ckpt" in str(error)
 
 
-# -- durability: what `stratagem checkpoint durability` does, in small
+# -- durability: a small form of `stratagem checkpoint durability`
 
 
 @check(KIND, "durability/fsync")

@@ -120,7 +120,7 @@ def _read_when_asked(bench: Bench) -> None:
             "when a method is called, and not in __init__; raise ConfigurationError if only a rank "
             "can make it"
         ) from None
-    # A front end asks some of it there, before a launcher copies the object.
+    # A front end reads some attributes there, before a launcher copies the object.
     bench.error(lambda: made.creates_processes_externally)
     for _, ask in _reads(made):
         bench.error(ask)
@@ -223,7 +223,7 @@ def _detected(bench: Bench) -> None:
     """The spec detects the cluster if the variables of a rank are set, and only then."""
     spec = bench.component.spec
     if not isinstance(spec, ClusterEnvironmentSpec) or not spec.variables:
-        return  # it is chosen by name
+        return  # chosen by name
     for number, variables in enumerate(_ranks(bench)):
         why_not = spec.why_not(variables)
         assert not why_not, f"it is not detected with the variables of `ranks`[{number}]: {why_not}"
@@ -298,7 +298,7 @@ def _meeting(bench: Bench) -> None:
             report(listens=listener.getsockname()[1])
             again = environment.take_listener()
             report(again=again is None)
-            signal.pause()  # the others may ask this rank where it is
+            signal.pause()  # the other ranks may query this rank's place
 
     children = [bench.in_child(partial(meet, variables=each)) for each in _ranks(bench)]
     try:
@@ -378,7 +378,7 @@ def _of_other_jobs(bench: Bench) -> list[dict[str, Any]]:
         if early is not None:
             report(early=[early.main_address, address])
         ports = {bench.make().main_port for _ in range(2)}
-        if early is not None and len(ports) == 1:  # it is no free one that each has chosen
+        if early is not None and len(ports) == 1:  # a shared port, and not any free port
             report(early=[early.main_port, ports.pop()])
         holding = [name for name in alike if address in ranks[0][name]]
         for name in holding:

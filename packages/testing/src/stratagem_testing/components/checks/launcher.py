@@ -67,7 +67,7 @@ def _start(bench: Bench, what: str) -> subprocess.Popen[str]:
     (bench.folder / "program.py").write_text(_SCRIPT)
     (bench.folder / "temporary").mkdir()
     spec = _spec(bench)
-    # What starts no ranks finds that it is one.
+    # A launcher that starts no ranks runs as a rank.
     of_rank = {} if spec is None or spec.starts_ranks or spec.name != "external" else _ONE_RANK
     return subprocess.Popen(
         [sys.executable, "program.py", "launch.json"],
@@ -131,7 +131,7 @@ def _itself(bench: Bench) -> None:
     spec = _spec(bench)
     if spec is None:
         return
-    # A class may serve several names: what it says is the least that all of them can do.
+    # A class may serve several names: its fields are the minimum of all names.
     for field in _FIELDS:
         if getattr(type(launcher), field):
             assert getattr(spec, field), (
@@ -287,7 +287,7 @@ def _result(bench: Bench) -> None:
 def _executed(bench: Bench) -> None:
     """An unsafe result of new processes raises an error, and is not executed."""
     if not (_can(bench, "new_processes") and bench.option("plain_results")):
-        return  # it never leaves the process, or the test's class says that it is pickled
+        return  # it never leaves the process, or the test's class declares pickling
     code, stderr = _run(bench, "hostile")
     assert not (bench.folder / "executed").exists(), (
         "a result that has code of its own was unpickled in the launching process: send "
@@ -401,7 +401,7 @@ def _forwarded(bench: Bench) -> None:
     (bench.folder / "end").touch()
     code = _wait(process, _SOON)
     end_session(process.pid, 2.0)
-    # The Trainer's ranks agree on what one of them has heard.
+    # The Trainer's ranks share a signal that reached a single rank.
     assert reached, (
         "SIGUSR1 to the launching process reached no rank: forward it, or no checkpoint is saved "
         "before the job's time is over"

@@ -93,7 +93,7 @@ def _accelerators(bench: Bench) -> None:
     without: Any = _accelerator(bench)
     without.autocast = lambda dtype: None
     precision = bench.make()
-    right = [precision.dtype] * 2  # if it is so with autocast: that is another check
+    right = [precision.dtype] * 2  # another check covers autocast
     if (
         bench.error(lambda: precision.bind(without), ConfigurationError) is None
         and bench.error(lambda: _products_of(bench, bound(bench))) is None

@@ -221,7 +221,7 @@ def _judge_scale(precision: Precision) -> None:
         "gradients become zero then. Halve it"
     )
     if skipped and precision.state_dict() != state:
-        # Of losses whose gradients overflow by the scale alone.
+        # Losses with gradients that overflow by the scale alone.
         gradient = min(2.0**127, 2.0**130 / initial)
         skipped = _take(precision, _OVERFLOWS, gradient)[1]
         assert skipped < _OVERFLOWS, (
@@ -332,7 +332,7 @@ def _losses(bench: Bench) -> None:
         own = training.losses_of(own_lite, make)
         expected = training.losses_of(bench.lite(accelerator=bench.option("accelerator")), make)
         assert all(map(math.isfinite, own)), f"losses are not finite: {own}"
-        # What it freezes (weights in 4 bits) trains otherwise: then the first loss is compared.
+        # A precision that freezes weights (4 bits) trains otherwise: compare the first loss only.
         count = len(own) if _trains_all(bench, make) else 1
         for step in range(count):
             assert math.isclose(own[step], expected[step], rel_tol=tolerance, abs_tol=tolerance), (

@@ -132,7 +132,7 @@ def _same(bench: Bench) -> None:
 @check(KIND, "runs/nothing left")
 def _left(bench: Bench) -> None:
     """Two runs leave no thread, process or changed setting of torch."""
-    _fit(bench, bench.make())  # what torch starts when it is first profiled
+    _fit(bench, bench.make())  # torch's profiler initialises itself on first use
     profiler, before = bench.make(), Surroundings.now()
     for _ in range(2):
         _fit(bench, profiler)

@@ -87,7 +87,7 @@ def _judge_refusals(found: Result) -> None:
 def _spec(probe: Probe) -> dict[str, Any]:
     """The spec and the class have the same capabilities, and the spec's target is the class."""
     if probe.target.is_place:
-        return {}  # it is not published
+        return {}  # not published
     own = type(probe.trainer().strategy)
     spec = get_registry().find("strategy", probe.target.strategy).spec
     assert isinstance(spec, StrategySpec)
@@ -406,7 +406,7 @@ def _compiles(probe: Probe) -> dict[str, Any]:
 
     def train() -> dict[str, Any]:
         noted, module = _Losses(), _Pure()
-        # The graphs are run as they are: nothing is generated, which takes long.
+        # Run the graphs without a code generator, which is slow.
         trainer = probe.trainer(compile={"backend": "eager"}, callbacks=[noted], max_epochs=1)
         trainer.fit(module, probe.loader(32))
         return {"shard": list(trainer.ranks.data_split), "losses": noted.losses, "own": {}}

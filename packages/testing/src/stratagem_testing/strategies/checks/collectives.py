@@ -226,7 +226,7 @@ def _gather(probe: Probe) -> dict[str, Any]:
     ranks = probe.lite().ranks
     uneven = torch.arange(float(2 * probe.rank + 1)) + probe.rank
     gathered = ranks.gather_objects({"rank": probe.rank, "uneven": uneven, 3: (probe.rank, None)})
-    own = bytes([65 + probe.rank]) * (2 * probe.rank)  # none on rank 0
+    own = bytes([65 + probe.rank]) * (2 * probe.rank)  # empty on rank 0
     to_zero = ranks.gather_bytes(own)
     handed = [b"part %d" % rank for rank in range(probe.world_size)]
     return {

@@ -114,7 +114,7 @@ def _arguments(probe: Probe) -> dict[str, Any]:
         try:
             signature.bind(**given)
         except TypeError:
-            return None  # it has arguments of its own that nobody else knows
+            return None  # it has unknown arguments of its own
         return kind(**given)
 
     def launches() -> None:
@@ -439,7 +439,7 @@ def _left(probe: Probe) -> dict[str, Any]:
     """A run leaves no process group, thread, environment variable, setting or patch behind."""
     learner = Learner()
     probe.fit(learner)
-    # The first run of a process may set up what stays: modules, the group of all ranks.
+    # The first run of a process may make permanent state: modules, the group of all ranks.
     before = Surroundings.now()
     left = []
     for _ in range(2):
@@ -586,7 +586,7 @@ class _Tensors(Callback):
     def on_train_batch_end(self, trainer: Any, *of_batch: Any) -> None:
         if trainer.global_step % _BETWEEN == 0:
             gc.collect()
-            # By class: what an object says that it is may be computed.
+            # By class: the attribute `__class__` may be computed.
             kinds = (torch.Tensor, FunctionType)
             held = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
             nodes = _nodes(one for one in held if not isinstance(one, FunctionType))
@@ -639,8 +639,8 @@ def _judge_memory(found: Result) -> None:
         counts = told["counts"]
         grown = [after - before for before, after in pairwise(counts)]
         left = "; ".join(f"{number:.3g} times {kind}" for number, kind in reversed(told["grown"]))
-        # Whoever keeps more at each step keeps one at the least, between all counts; what other
-        # processes have not taken yet comes and goes.
+        # A leak at each step adds at least one object between all counts; messages that other
+        # processes have not taken yet vary.
         assert min(grown, default=0) < _BETWEEN, (
             f"rank {rank} has {counts} tensors, nodes and functions after {_BETWEEN}, "
             f"{2 * _BETWEEN} and more steps: each step leaves "

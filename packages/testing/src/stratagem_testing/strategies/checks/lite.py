@@ -554,7 +554,7 @@ def _state(probe: Probe) -> dict[str, Any]:
         return losses
 
     def state(model: Any, optimizers: list[Any], step: int) -> dict[str, Any]:
-        # In another order, which is not what decides.
+        # In another order, which must not matter.
         named = {f"optimizer {i}": each for i, each in reversed([*enumerate(optimizers)])}
         return {**named, "model": model, "step": step}
 

@@ -54,10 +54,10 @@ def _train(probe: Probe, model: str, optimizer: str = "momentum", **options: Any
 
 
 def _register_model(model: str) -> None:
-    # Statistics of batch norm over all ranks are what one process has.
+    # Statistics of batch norm over all ranks equal the ones in one process.
     options: dict[str, Any] = {"sync_batchnorm": True} if model == "batch_norm" else {}
     if model == "dense":
-        # What a strategy counts may make later steps other ones.
+        # Counters of a strategy may change later steps.
         options["max_epochs"] = 8
 
     def judge(found: Result) -> None:

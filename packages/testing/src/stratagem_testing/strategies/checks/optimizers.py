@@ -135,7 +135,7 @@ def _train(
         loss = mse_loss(model(inputs), target)
         lite.backward(loss)
         if clip:
-            # All before the first step, so that a wrong one of them shows.
+            # Clip all before the first step, so that a wrong clip shows.
             for optimizer in optimizers:
                 lite.clip_gradients(model, optimizer, **clip)
         for optimizer in optimizers:

@@ -18,7 +18,7 @@ def _light(probe: Probe) -> dict[str, Any]:
     So `stratagem strategies` stays fast. `PluginConformance` checks the rest of a plugin.
     """
     if probe.rank != 0 or probe.target.is_place:
-        return {}  # it has no plugin module: it is not published
+        return {}  # no plugin module: not published
     registry = get_registry()
     candidate = registry.find("strategy", probe.target.strategy)
     modules = [

@@ -136,11 +136,11 @@ def _resumed(probe: Probe, model: str = "dropout", **options: Any) -> dict[str, 
     told = {}
     for name, at in (("saved", None), ("resumed", SAVED_AT), ("resumed from 0", 0)):
         resumes = at is not None
-        # Saves may change what training goes on from (an average).
+        # Saves may change the state of further training (an average).
         notes = _Saves(probe, *(() if at else (1, SAVED_AT) if resumes else (0, 1, SAVED_AT)))
         path = probe.folder / f"{at}.ckpt" if resumes else None
         torch.manual_seed(8 if resumes else 7)
-        # Other weights: those of the checkpoint count.
+        # Other initial weights: the checkpoint's must win.
         learner = Scheduled(model, "adam_groups", seed=5 if resumes else 0)
         trainer = probe.fit(learner, SAMPLES, callbacks=[notes], ckpt_path=path, **whole)
         report = probe.report(learner, trainer)
@@ -239,7 +239,7 @@ def _resume(probe: Probe) -> dict[str, Any]:
 def _judge_resume(found: Result) -> None:
     _judge_resumed(found)
     if not found.target.equal:
-        return  # a save may change what training goes on from (an average)
+        return  # a save may change the state of further training (an average)
     expected = mean_losses([told["whole"] for told in found.ranks])
     own = mean_losses([told["saved"] for told in found.ranks])
     for step, (mine, other) in enumerate(zip(own, expected, strict=True)):
@@ -421,7 +421,7 @@ def _other_number(probe: Probe) -> dict[str, Any]:
         if "rank" not in str(error):
             raise
         return {"refused": str(error)}
-    # The first loss by hand: that of the checkpoint's weights, of the samples that were read.
+    # Compute the first loss by hand, from the checkpoint's weights and the samples of the step.
     saved = read_whole(probe.trainer().checkpoint_writer.load(path))["state_dict"]
     learner, every, first = Learner("dense"), Numbered(SAMPLES), told["seen"][0]
     learner.load_state_dict(saved)

@@ -116,7 +116,7 @@ def _one_step(
         "shard": list(trainer.ranks.data_split),
         "gradient": moved(after),
         "of this rank's parameters": moved(own),
-        # What torch alone finds for this rank's samples.
+        # The gradient by torch alone for this rank's samples.
         "alone": plain_gradient(learner.seen, model, learner.seeds),
         "hooked": learner.hooked,
         "steps": trainer.global_step,
@@ -159,7 +159,7 @@ def _judge_step(found: Result, count: int = 1, algorithm: str = "") -> None:
     if found.replicated:
         for rank, told in enumerate(found.ranks):
             said = difference(told["hooked"], found.reference["hooked"], tolerance)
-            # Of an engine, which may have gradients elsewhere, the hook sees none.
+            # The hook sees no gradients of an engine that keeps them elsewhere.
             assert not (told["hooked"] and said), (
                 "the gradient of the step is right, and the hook on_before_optimizer_step sees "
                 f"another one on rank {rank}, where users log and change the gradients of all "
