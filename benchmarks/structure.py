@@ -1,4 +1,4 @@
-"""Measures the shape of a package: rooms, floors, arrows, circles, lines and docstrings.
+"""Measures the shape of a package, and words of docstrings, comments and names of tests.
 
 Run: python benchmarks/structure.py [packages/core/src/stratagem]
 
@@ -6,7 +6,8 @@ A room is a file or folder at the top of the package. An arrow is a pair of room
 imports the other, at import time or later, but not for types alone. The floors are the longest
 chain of arrows, circles counted as one floor. Lines of code are counted without docstrings,
 comments and blank lines. Filler is the share of public docstrings whose first paragraph has a word
-that stands in the place of a noun, such as "what" or "those".
+that stands in the place of a noun, such as "what" or "those". The same is measured of comments in
+packages/*/src, line by line, and of the names of all test functions.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-CORE = Path(__file__).parents[1] / "packages" / "core" / "src" / "stratagem"
+ROOT = Path(__file__).resolve().parents[1]
+CORE = ROOT / "packages" / "core" / "src" / "stratagem"
 RUNS = {
     "import of Lite": "from stratagem import Lite",
     "fit of a Trainer": """
@@ -46,11 +48,18 @@ Trainer(accelerator="cpu", max_steps=2).fit(Line(), torch.utils.data.DataLoader(
 """,
 }
 """Scripts whose imports of core are counted."""
+_FOLDERS_OF_TESTS = ("tests", "packages/*/tests", "examples/**/tests")
 _FILLER = re.compile(
     r"\b(what|whom|whose|that of|those|so many|in the place|there (is|are)|it is|they are|by now|"
     r"thing|one of|of it|none)\b",
     re.IGNORECASE,
 )
+_WORDS = (
+    "what|whom|whose|who|that of|those|so many|there is|there are|it is|they are|by now|thing|"
+    "one of|of it|nobody|everybody"
+)
+_FILLER_OF_COMMENTS = re.compile(rf"\b((?i:{_WORDS})|none)\b")
+_FILLER_OF_NAMES = re.compile(rf"(?:^|_)({_WORDS.replace(' ', '_')}|none)(?=_|$)")
 
 
 @dataclass
@@ -78,6 +87,51 @@ class Shape:
     flat: dict[str, int] = field(default_factory=dict)
     docstrings: int = 0
     filler: int = 0
+
+
+@dataclass
+class Texts:
+    """Comments, or names of tests.
+
+    Attributes:
+        count: the number of all.
+        filler: the texts with a filler, each after its file.
+    """
+
+    count: int = 0
+    filler: list[str] = field(default_factory=list)
+
+    def add(self, path: Path, text: str, filler: re.Pattern[str]) -> None:
+        """Count a text of a file."""
+        self.count += 1
+        if filler.search(text):
+            self.filler.append(f"{path}: {text}")
+
+    @property
+    def share(self) -> float:
+        """The share of texts with a filler."""
+        return len(self.filler) / self.count
+
+
+def measure_comments(root: Path) -> Texts:
+    """Count the lines of comments in the sources of all packages of a repository."""
+    texts = Texts()
+    for path in sorted(root.glob("packages/*/src/**/*.py")):
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            if token.type == tokenize.COMMENT:
+                texts.add(path.relative_to(root), token.string, _FILLER_OF_COMMENTS)
+    return texts
+
+
+def measure_test_names(root: Path) -> Texts:
+    """Count the names of test functions in a repository; a name may stand in several files."""
+    texts = Texts()
+    for folder in _FOLDERS_OF_TESTS:
+        for path in sorted(root.glob(f"{folder}/**/*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                    texts.add(path.relative_to(root), node.name, _FILLER_OF_NAMES)
+    return texts
 
 
 def measure(package: Path) -> Shape:
@@ -220,6 +274,11 @@ def main() -> None:
     print(f"floors               {shape.floors}")
     print(f"lines of code        {shape.lines}")
     print(f"filler               {shape.filler} of {shape.docstrings} docstrings")
+    for name, texts in (
+        ("comments", measure_comments(ROOT)),
+        ("names of tests", measure_test_names(ROOT)),
+    ):
+        print(f"filler               {len(texts.filler)} of {texts.count} {name}")
     print("files in a folder    " + ", ".join(f"{k} {n}" for k, n in list(shape.flat.items())[:6]))
     for run, script in RUNS.items():
         print(f"code brought along   {run} {lines_brought_along(script)}")
