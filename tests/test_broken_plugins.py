@@ -304,7 +304,7 @@ def test_broken_plugin_is_reported_and_skipped(case: tuple[str, Plugin], tmp_pat
         assert not (tmp_path / f"{name}.imported").exists()
 
 
-def test_doctor_shows_it(case: tuple[str, Plugin], tmp_path: Path) -> None:
+def test_doctor_shows_a_broken_plugin(case: tuple[str, Plugin], tmp_path: Path) -> None:
     name, plugin = case
     failed = plugin.status in ("broken", "incompatible") or bool(plugin.notes)
     doctor = ("-m", "stratagem", "doctor", "--json")
@@ -476,7 +476,7 @@ except LookupError as error:
     assert "`stratagem strategies` lists all that there are." in text
 
 
-def test_an_unknown_name_is_told_with_every_plugin_that_is_broken(tmp_path: Path) -> None:
+def test_unknown_name_lists_broken_plugins(tmp_path: Path) -> None:
     install(tmp_path, "averaging", CASES["wrong_signature"])
     explain = ("-m", "stratagem", "explain", "--strategy", "wanted")
     text = run(tmp_path, *explain, expect=2)
@@ -485,7 +485,7 @@ def test_an_unknown_name_is_told_with_every_plugin_that_is_broken(tmp_path: Path
     assert "PluginValidationError" in text
 
 
-def test_an_entry_point_in_a_group_that_only_looks_like_ours_is_told(tmp_path: Path) -> None:
+def test_entry_point_in_a_misspelled_group_is_reported(tmp_path: Path) -> None:
     groups = ("stratagem.plugins", "stratagem.backend", "Stratagem.Backends", "strategem.backends")
     expected = []
     for number, group in enumerate(groups):

@@ -131,7 +131,7 @@ def test_every_program_is_tried() -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_is_short_and_opens_with_the_lines_that_launch_it(name: str) -> None:
+def test_example_is_short_and_documents_its_launch(name: str) -> None:
     text = (FOLDER / name).read_text()
     assert len(text.splitlines()) <= LONGEST
     docstring = ast.get_docstring(ast.parse(text)) or ""
@@ -168,7 +168,7 @@ def test_the_stream_is_resumed_exactly(devices: int, tmp_path: Path) -> None:
     assert "resumed exactly: True" in printed
 
 
-def test_a_loop_with_lite_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_lite_loop_example_resumes(tmp_path: Path) -> None:
     whole = run("lite_loop.py", tmp_path).splitlines()
     (tmp_path / "lite_loop.ckpt").unlink()
     first = run("lite_loop.py", tmp_path, "--epochs", "2").splitlines()

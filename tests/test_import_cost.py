@@ -74,19 +74,19 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_front_ends_bring_no_more_of_torch_than_it_imports_itself() -> None:
+def test_front_ends_import_no_further_torch_modules() -> None:
     """torch.compile's modules alone take as long as all of `import torch`."""
     brought = loaded("import torch\nfrom stratagem import Lite, Trainer") - loaded("import torch")
     assert {name for name in brought if name.startswith("torch.")} == set()
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_it_loads_nothing_heavy(program: str) -> None:
+def test_import_loads_no_heavy_modules(program: str) -> None:
     assert loaded(PROGRAMS[program]).isdisjoint(HEAVY)
 
 
 @pytest.mark.parametrize("program", ["import", "list"])
-def test_it_loads_nothing_that_it_does_not_use(program: str) -> None:
+def test_import_loads_no_unused_modules(program: str) -> None:
     before = loaded("")  # whatever this environment loads at its start
     assert (loaded(PROGRAMS[program]) - before).isdisjoint(UNUSED)
 

@@ -58,7 +58,7 @@ for command in sys.argv[1:]:
 """Runs commands one after the other: each process of its own would import torch again."""
 
 
-def test_a_resumed_run_appends_as_the_page_has_it(tmp_path: Path) -> None:
+def test_resumed_run_appends_to_the_csv_log(tmp_path: Path) -> None:
     script = blocks(LOGGERS, "python")[0]
     run(["-c", script], tmp_path)
     rows = (tmp_path / "logs" / "line" / "version_0" / "metrics.csv").read_text().splitlines()

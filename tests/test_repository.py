@@ -221,7 +221,7 @@ def text_files() -> Iterator[tuple[Path, str]]:
                     continue  # not text
 
 
-def test_no_file_names_a_path_of_the_machine_it_was_written_on() -> None:
+def test_files_contain_no_machine_paths() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path, text in text_files()

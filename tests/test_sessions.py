@@ -132,7 +132,7 @@ def test_the_environment_of_a_session_tells_its_torch(
     assert sessions.torch_in(None) == ""
 
 
-def test_the_noxfile_has_each_session_and_the_table_names_it(sessions: ModuleType) -> None:
+def test_noxfile_and_sessions_table_have_each_session(sessions: ModuleType) -> None:
     noxfile = (ROOT / "noxfile.py").read_text()
     guide = (ROOT / "docs/design/sessions.md").read_text()
     for name in sessions.SESSIONS:

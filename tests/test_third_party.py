@@ -110,7 +110,7 @@ def test_json_file_describes_the_checkpoint(trained: dict[str, Any], folder: Pat
     assert {"state_dict", "optimizer_states"} <= set(described["keys"])
 
 
-def test_the_command_lists_it_with_distribution_and_version(environment: Environment) -> None:
+def test_strategies_command_lists_the_third_party_plugin(environment: Environment) -> None:
     listed = {
         row["name"]: row
         for row in json.loads(environment.script("stratagem", "strategies", "--json"))
@@ -121,7 +121,7 @@ def test_the_command_lists_it_with_distribution_and_version(environment: Environ
         assert listed[name]["usable"] is True
 
 
-def test_listing_it_imports_neither_torch_nor_its_classes(environment: Environment) -> None:
+def test_listing_third_party_strategies_imports_no_torch(environment: Environment) -> None:
     code = (
         "import sys, stratagem\n"
         "assert 'local_sgd' in stratagem.StrategyRegistry\n"
@@ -139,7 +139,9 @@ def test_its_class_comes_from_the_users_import_name(environment: Environment) ->
     assert printed.split() == ["2", "stratagem_local_sgd.strategy"]
 
 
-def test_it_passes_the_conformance_kit(environment: Environment, tmp_path: Path) -> None:
+def test_third_party_strategy_passes_the_conformance_kit(
+    environment: Environment, tmp_path: Path
+) -> None:
     script = FOLDER / "check_local_sgd.py"
     printed = environment.python("-W", "ignore", script, tmp_path, env={"OMP_NUM_THREADS": "1"})
     assert json.loads(printed) == {}

@@ -41,7 +41,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return {"name": name, **json.loads(done.stdout.splitlines()[-1])}
 
 
-def test_it_trains_as_on_the_cpu(run: Any) -> None:
+def test_played_gpu_trains_like_the_cpu(run: Any) -> None:
     assert run["differ by"] < 1e-6
     assert run["devices"] == ["sim:0"]
     assert run["dtypes"] == [["torch.float32"], ["torch.bfloat16"]]
@@ -89,7 +89,7 @@ def server() -> Iterator[Server]:
 @pytest.mark.conformance
 @pytest.mark.parametrize("name", ["mps", "xpu"])
 @pytest.mark.parametrize("check", list(checks_of("accelerator")))
-def test_it_passes_the_kit(check: str, name: str, server: Server) -> None:
+def test_played_gpu_passes_the_accelerator_kit(check: str, name: str, server: Server) -> None:
     options = {"tolerance": 1e-5, "devices": 1 if name == "mps" else 2}
     place = f"{HERE / 'played.py'}:{name}"
     component = Component(kind="accelerator", name=place, options=options, search_path=(str(HERE),))

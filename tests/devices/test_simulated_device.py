@@ -93,7 +93,7 @@ def test_lite_resumes_within_an_epoch_bit_for_bit(one: Any, format: str) -> None
     assert one[f"lite resumes, {format}"]
 
 
-def test_checkpoints_go_to_the_host_and_come_from_it(one: Any) -> None:
+def test_simulated_device_checkpoints_move_to_the_host_and_back(one: Any) -> None:
     assert one["on the host"] == ["cpu"]
     assert one["to the host"] == [True, "sim:2"]
     assert one["from the host"] == [True, "cpu"]
@@ -143,14 +143,14 @@ def flight(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads(printed.splitlines()[-1])  # after the line that the signal makes
 
 
-def test_a_batch_is_copied_beside_the_step_before_it_and_one_is_in_flight(flight: Any) -> None:
+def test_next_batch_is_copied_during_the_step(flight: Any) -> None:
     """Two epochs of six batches, each of two tensors, whose copies end when they are waited for."""
     assert flight["in flight"] == {"before": [2] * 12, "after": [0] * 12, "most": 2}
     assert flight["overlapping"] == 24
     assert flight["same losses"]
 
 
-def test_a_batchs_memory_is_not_handed_out_again_while_a_step_uses_it(flight: Any) -> None:
+def test_memory_of_a_batch_is_not_reused_during_its_step(flight: Any) -> None:
     assert flight["unsafe frees"] == 0
 
 

@@ -92,7 +92,7 @@ def test_failed_kernel_advises_cuda_launch_blocking(
     assert "so that the line is right. An assert" in str(explain(ASSERT))
 
 
-def test_a_gpu_that_torch_was_not_built_for_is_said() -> None:
+def test_unsupported_gpu_error_names_the_torch_build() -> None:
     error = torch.AcceleratorError("CUDA error: no kernel image is available for execution on the")
     assert "this build of torch has no kernels for this GPU" in str(
         CUDAAccelerator().explain_lost_device(error)

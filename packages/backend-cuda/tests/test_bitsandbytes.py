@@ -320,7 +320,7 @@ def test_the_trainer_tunes_and_resumes_bit_for_bit(tmp_path: Path) -> None:
 
 
 @needs_bitsandbytes
-def test_a_model_without_linear_layers_is_said() -> None:
+def test_bitsandbytes_warns_of_a_model_without_linear_layers() -> None:
     with pytest.warns(UserWarning, match=r"'int8' has converted nothing.*has no torch\.nn\.Linear"):
         launched("int8", ignore_modules=()).setup(nn.Sequential(nn.LayerNorm(4)))
 

@@ -152,7 +152,7 @@ def test_the_recipes_compute(recipe: str) -> None:
 
 
 @needs_torchao
-def test_a_model_without_a_layer_that_fits_is_said() -> None:
+def test_float8_warns_of_a_model_without_suitable_layers() -> None:
     lite = Lite(accelerator="cpu", plugins=Float8Precision(emulate=True))
     lite.launch()
     with pytest.warns(UserWarning, match="precision='float8' has converted nothing.*multiples of"):
@@ -199,7 +199,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     ("precision", "package"),
     [("float8", "torchao"), ("nf4", "bitsandbytes"), ("int8-training", "bitsandbytes")],
 )
-def test_a_library_that_is_missing_is_said_with_the_command(
+def test_missing_precision_library_names_the_pip_command(
     precision: str, package: str, installed: dict[str, str]
 ) -> None:
     del installed[package]
@@ -214,7 +214,7 @@ def test_a_library_that_is_missing_is_said_with_the_command(
 
 
 @pytest.mark.parametrize("version", ["0.9.0", "1.0.0"])
-def test_a_library_of_another_version_is_said(version: str, installed: dict[str, str]) -> None:
+def test_float8_refuses_another_torchao_version(version: str, installed: dict[str, str]) -> None:
     installed["torchao"] = version
     with pytest.raises(ConfigurationError) as caught:
         Float8Precision().bind(CUDAAccelerator())
@@ -224,7 +224,7 @@ def test_a_library_of_another_version_is_said(version: str, installed: dict[str,
     )
 
 
-def test_a_torchao_that_needs_another_torch_is_said(
+def test_float8_refuses_torchao_for_another_torch(
     installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed["torch"] = "2.9.1"

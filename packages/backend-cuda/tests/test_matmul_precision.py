@@ -64,7 +64,7 @@ def fit(precision: str) -> None:
     trainer.fit(Net(), DataLoader(torch.randn(8, 4), batch_size=4))  # type: ignore[arg-type]
 
 
-def test_the_trainer_says_it_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_trainer_prints_the_tf32_hint_once(capfd: pytest.CaptureFixture[str]) -> None:
     fit("bf16-mixed")
     assert capfd.readouterr().err == ""
     fit("32-true")

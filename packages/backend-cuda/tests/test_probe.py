@@ -69,7 +69,7 @@ def test_a_divided_gpu_is_one_instance() -> None:
 
 
 @pytest.mark.parametrize("visible", ["", " ", "-1", "NoDevFiles"])
-def test_hidden_gpus_are_said(visible: str) -> None:
+def test_hidden_gpus_are_named_in_the_reason(visible: str) -> None:
     assert found(visible) == Availability(0, f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU")
 
 
@@ -178,7 +178,7 @@ def test_gpu_is_unavailable_if_other_processes_hold_all(machine: Callable[..., N
         devices_of(devices=1)
 
 
-def test_a_driver_that_is_too_old_is_said_before_processes_start(
+def test_old_driver_is_refused_before_processes_start(
     machine: Callable[..., None],
 ) -> None:
     machine("", build=TorchBuild("2.15.0", "14.0"))
@@ -188,7 +188,7 @@ def test_a_driver_that_is_too_old_is_said_before_processes_start(
         devices_of(devices=1)
 
 
-def test_hidden_gpus_are_said_before_processes_start(
+def test_hidden_gpus_are_refused_before_processes_start(
     machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine("")
@@ -290,7 +290,7 @@ def test_a_gpu_that_does_not_say_its_memory_is_used(nvml: Callable[..., None]) -
     assert [(gpu.memory, gpu.problem) for gpu in answer.gpus] == [(None, ""), (None, "")]
 
 
-def test_a_driver_that_is_missing_or_broken_is_said(nvml: Callable[..., None]) -> None:
+def test_missing_or_broken_driver_is_named(nvml: Callable[..., None]) -> None:
     def missing() -> None:
         raise pynvml.NVMLError_LibraryNotFound
 

@@ -69,7 +69,7 @@ def test_rocms_variables_choose_gpus(environ: dict[str, str], count: int) -> Non
         ),
     ],
 )
-def test_hidden_gpus_are_said(environ: dict[str, str], reason: str) -> None:
+def test_hidden_gpus_are_named_in_the_reason(environ: dict[str, str], reason: str) -> None:
     seen = found(environ=environ)
     assert seen.count == 0
     assert seen.reason.startswith(reason)
@@ -137,7 +137,7 @@ def test_the_kernels_nodes_with_simd_units_are_gpus(kernel: Path) -> None:
     ]
 
 
-def test_a_device_node_that_cannot_be_opened_is_said(
+def test_rocm_device_node_without_permission_is_named(
     kernel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing = list(gpus_of(kernel / "nodes", kernel / "nothing"))
@@ -186,7 +186,7 @@ def test_rocm_is_a_name_of_amds_gpus(machine: Callable[..., None]) -> None:
         assert (plan.accelerator.name, plan.devices) == ("cuda", (0, 1))
 
 
-def test_without_a_gpu_the_error_has_the_name_that_was_asked_for(
+def test_unavailable_gpu_error_has_the_requested_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(probe, "cuda_availability", lambda: found(CPU, amd=()))
@@ -209,7 +209,7 @@ def test_rocm_is_refused_with_a_build_for_nvidia(machine: Callable[..., None]) -
     assert Lite(accelerator="cuda").plan.accelerator.name == "cuda"
 
 
-def test_float8_needs_a_gpu_for_which_torch_has_it(machine: Callable[..., None]) -> None:
+def test_float8_on_rocm_needs_a_gpu_with_float8(machine: Callable[..., None]) -> None:
     machine(ROCM)
     assert compute_capability.why_no_visible_float8("float8") == ""
     assert rocm.why_no_float8("float8", ["AMD gfx1201"]) == ""

@@ -88,7 +88,7 @@ def test_layers_are_exchanged_and_run_with_the_recipe(
     assert te.active == []
 
 
-def test_nothing_that_is_pickled_is_saved_or_loaded(tmp_path: Path, te: Any) -> None:
+def test_transformer_engine_checkpoints_have_no_pickled_state(tmp_path: Path, te: Any) -> None:
     lite = launched(OnCPU())
     model = lite.setup(network())
     model(torch.ones(8, 16))
@@ -129,7 +129,7 @@ def test_a_model_with_layers_of_its_own_is_left_alone_unless_asked(te: Any) -> N
         launched(OnCPU()).setup(nn.Sequential(nn.Linear(16, 3)))
 
 
-def test_a_recipe_with_a_state_says_that_no_checkpoint_holds_it(te: Any) -> None:
+def test_stateful_recipe_warns_of_inexact_resume(te: Any) -> None:
     from transformer_engine.common.recipe import DelayedScaling, MXFP8BlockScaling
 
     with pytest.warns(UserWarning, match="a resumed run begins without them, and is not exact"):
@@ -159,7 +159,7 @@ class Net(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_the_trainer_trains_and_validates_with_it(te: Any) -> None:
+def test_trainer_trains_and_validates_with_transformer_engine(te: Any) -> None:
     module = Net()
     trainer = Trainer(
         accelerator="cpu",

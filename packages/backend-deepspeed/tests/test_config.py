@@ -250,7 +250,7 @@ def test_the_range_of_versions_is_the_one_that_the_distribution_requires() -> No
 
 
 @pytest.mark.parametrize("config", [None, {"zero_optimization": {"stage": 1}}])
-def test_parameters_that_are_not_sharded_are_not_offloaded_and_that_is_said(config: Any) -> None:
+def test_offload_parameters_below_stage_3_warns(config: Any) -> None:
     with pytest.warns(
         UserWarning, match=r"offload_parameters=True with stage=[12]: parameters are"
     ):
@@ -446,7 +446,7 @@ def test_an_unsupported_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         DeepSpeedStrategy()
 
 
-def test_a_missing_deepspeed_is_said_with_the_command_that_installs_it(
+def test_missing_deepspeed_names_the_pip_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(library, "version_of", lambda name: None)
@@ -454,7 +454,7 @@ def test_a_missing_deepspeed_is_said_with_the_command_that_installs_it(
         DeepSpeedStrategy()
 
 
-def test_no_compiler_is_said_before_a_process_starts(
+def test_missing_compiler_is_refused_before_processes_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -573,7 +573,7 @@ def test_ranks_follow_an_evaluation_but_with_options_that_are_named(
     assert strategy.follows_evaluation == (expected is None)
 
 
-def test_a_parameter_of_float64_is_named_unless_the_engine_converts_it() -> None:
+def test_float64_parameter_is_refused_unless_converted() -> None:
     model = nn.Linear(2, 2, dtype=torch.float64)
     with pytest.raises(ConfigurationError, match=r"'weight' is of torch.float64.*model.float\(\)"):
         check_parameters(model, Precision())
@@ -655,7 +655,7 @@ def test_adam_of_a_config_is_fused_where_its_kernels_can_be_had(
     assert config["optimizer"]["params"] == {"lr": 0.1, "torch_adam": True}
 
 
-def test_a_missing_compiler_for_gpus_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_nvcc_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_has_nvcc", lambda: False)
     missing = ops.what_is_missing("fused_adam")
     assert missing.startswith("CUDA's compiler nvcc is missing: install CUDA's toolkit of torch's")

@@ -64,13 +64,13 @@ def test_deepspeed_evaluation_and_prediction_equal_ddp(
     assert difference(own["predicted"], ddp["predicted"]) < 1e-5
 
 
-def test_an_engine_leaves_torch_and_the_environment_as_they_were(
+def test_engine_restores_torch_and_the_environment(
     numbers: tuple[Ranks, str],
 ) -> None:
     assert [rank["left over"] for rank in numbers[0]] == [[], []]
 
 
-def test_nothing_is_printed_to_stdout(numbers: tuple[Ranks, str]) -> None:
+def test_deepspeed_prints_no_line_to_stdout(numbers: tuple[Ranks, str]) -> None:
     # torch 2.9's gloo tells there whom it is connected to, in lines of several ranks at once.
     assert [line for line in numbers[1].splitlines() if "connected" not in line] == []
 
@@ -105,9 +105,7 @@ def test_gradients_that_no_step_has_used_are_not_dropped_in_vain(
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_layer_that_is_unfrozen_too_late_is_said_where_it_would_not_train(
-    stage: int, behaviour: Ranks
-) -> None:
+def test_layer_unfrozen_after_setup_is_refused(stage: int, behaviour: Ranks) -> None:
     for rank in behaviour:
         assert rank[f"lite stage {stage}, unfrozen"] == (
             "'0.weight' was unfrozen after its DeepSpeed engine was made, which trains what had "
@@ -116,9 +114,7 @@ def test_a_layer_that_is_unfrozen_too_late_is_said_where_it_would_not_train(
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_layer_that_is_frozen_too_late_is_said_where_it_would_move_on(
-    stage: int, behaviour: Ranks
-) -> None:
+def test_layer_frozen_after_setup_is_refused(stage: int, behaviour: Ranks) -> None:
     for rank in behaviour:
         assert rank[f"lite stage {stage}, frozen"] == (
             "'0.weight' was frozen after its DeepSpeed engine was made, whose optimizer would move "

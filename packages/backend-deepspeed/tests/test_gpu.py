@@ -83,7 +83,7 @@ def test_float16_leaves_out_steps_that_overflow(precision: str, stage: int, tmp_
     assert module.losses[-1] < 0.7 * module.losses[0]
 
 
-def test_adam_of_the_config_is_deepspeeds_fused_one_where_it_can_be_built(tmp_path: Path) -> None:
+def test_adam_of_the_config_is_fused_if_buildable(tmp_path: Path) -> None:
     class ByConfig(Net):
         configure_optimizers = Module.configure_optimizers
 

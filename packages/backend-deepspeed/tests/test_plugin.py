@@ -56,7 +56,7 @@ def test_deepspeed_is_not_imported_until_ranks_are_there() -> None:
     assert imported == ["False"]
 
 
-def test_an_engine_compiles_no_kernel_of_an_optimizer_that_it_does_not_use() -> None:
+def test_engine_compiles_no_kernel_of_unused_optimizers() -> None:
     compiled = output_of(
         "import sys, torch\n"
         "from stratagem_deepspeed.library import import_deepspeed\n"

@@ -133,7 +133,7 @@ def test_a_resume_in_the_middle_of_an_epoch_is_exact(
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_scheduler_of_the_config_goes_on_where_it_was(stage: int, more: dict[str, Any]) -> None:
+def test_scheduler_of_the_config_resumes(stage: int, more: dict[str, Any]) -> None:
     found = more[f"scheduler {stage}"]
     assert len(found["resumed"]) == 10
     assert found["resumed"] == found["whole"]

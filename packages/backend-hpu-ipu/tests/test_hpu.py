@@ -164,7 +164,7 @@ def test_without_the_sdk_the_request_is_refused(accelerator: Any, strategy: str)
     )
 
 
-def test_an_sdk_that_cannot_be_imported_is_said() -> None:
+def test_missing_gaudi_sdk_is_refused() -> None:
     expected = (
         r"accelerator='hpu' needs the Gaudi SDK, which cannot be imported \(ModuleNotFoundError: "
         r".*\): install the one for this driver"

@@ -121,7 +121,7 @@ def test_ipu_fit_equals_a_fit_on_the_cpu(tmp_path: Path, make: Any) -> None:
     assert ours.runs == 1  # compiled once
 
 
-def test_auto_chooses_it_on_ipus(tmp_path: Path) -> None:
+def test_auto_selects_ipu_strategy(tmp_path: Path) -> None:
     assert trainer(tmp_path).plan.strategy.name == "ipu_strategy"
     assert trainer(tmp_path, devices=4).plan.strategy.name == "ipu_strategy"
 
@@ -148,7 +148,7 @@ def test_programs_take_turns_on_the_device(tmp_path: Path, poptorch: Any) -> Non
     ]
 
 
-def test_a_program_is_told_of_a_new_learning_rate(tmp_path: Path, poptorch: Any) -> None:
+def test_learning_rate_changes_reach_the_ipu_program(tmp_path: Path, poptorch: Any) -> None:
     class Scheduled(Net):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -161,7 +161,7 @@ def test_a_program_is_told_of_a_new_learning_rate(tmp_path: Path, poptorch: Any)
     assert_same(ours, theirs)
 
 
-def test_a_checkpoint_goes_to_the_cpu_and_comes_from_it(tmp_path: Path, poptorch: Any) -> None:
+def test_ipu_checkpoint_resumes_on_the_cpu_and_back(tmp_path: Path, poptorch: Any) -> None:
     reference, _ = fit(tmp_path, **CPU)
     ways: list[tuple[str, dict[str, Any], dict[str, Any]]] = [("to", {}, CPU), ("from", CPU, {})]
     for name, first, second in ways:
@@ -186,7 +186,7 @@ def test_a_checkpoint_within_training_has_the_weights_of_its_step(tmp_path: Path
     torch.testing.assert_close(dict(saved), dict(theirs.state_dict()))
 
 
-def test_momenta_that_no_checkpoint_holds_are_said(tmp_path: Path) -> None:
+def test_ipu_checkpoint_without_momenta_warns(tmp_path: Path) -> None:
     one = trainer(tmp_path, max_epochs=1)
     one.fit(Net(adam), loader())
     with pytest.warns(UserWarning, match="momenta lie in the program .* does not hold them"):
@@ -353,7 +353,7 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
         trainer(tmp_path, strategy=IPUStrategy(replication_factor=2), devices=3)
 
 
-def test_poptorch_that_finds_no_ipu_is_said(
+def test_poptorch_without_an_ipu_is_refused(
     tmp_path: Path, poptorch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = trainer(tmp_path)
@@ -363,9 +363,7 @@ def test_poptorch_that_finds_no_ipu_is_said(
         one.fit(Net(), loader())
 
 
-def test_a_poptorch_that_cannot_be_imported_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_poptorch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = trainer(tmp_path)
     monkeypatch.setitem(sys.modules, "poptorch", None)
     with pytest.raises(ConfigurationError, match="needs poptorch, which cannot be imported"):

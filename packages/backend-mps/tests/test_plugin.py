@@ -147,7 +147,7 @@ def test_full_memory_is_known(text: str, full: bool) -> None:
     assert "PYTORCH_MPS_HIGH_WATERMARK_RATIO" in accelerator.memory_advice
 
 
-def test_it_cannot_autocast_to_bfloat16_before_macos_14(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mps_has_no_bfloat16_autocast_before_macos_14(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stratagem_mps.accelerator.macos_version", lambda: (13, 6))
     assert MPSAccelerator().autocast(torch.bfloat16) is None
     assert MPSAccelerator().autocast(torch.float16) is not None

@@ -69,7 +69,7 @@ def test_of_another_system_only_the_name_is_asked(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("device", [None, 4096])
-def test_metal_is_asked_as_torch_asks_it(
+def test_has_metal_calls_the_function_that_torch_calls(
     device: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = []

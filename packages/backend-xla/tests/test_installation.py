@@ -70,7 +70,7 @@ def attach(folder: Path, *chips: str) -> None:
 # -- versions
 
 
-def test_without_torch_xla_the_command_is_said() -> None:
+def test_missing_torch_xla_names_the_pip_command() -> None:
     expected = f"torch_xla is not installed; in an environment of its own: {PAIR}"
     assert installation.version_problem() == expected
     assert installation.availability() == Availability(0, expected)
@@ -254,7 +254,7 @@ def test_xla_refuses_bad_trainer_options(options: dict[str, Any], expected: str)
 
 
 @pytest.mark.usefixtures("working")
-def test_a_runtime_that_is_not_told_its_device_is_refused_before_processes_start() -> None:
+def test_missing_pjrt_device_is_refused_before_processes_start() -> None:
     with pytest.raises(ConfigurationError, match=r"PJRT_DEVICE is not set .*CPU_NUM_DEVICES=4"):
         Lite(accelerator="tpu", devices=8)
 

@@ -79,7 +79,7 @@ def test_unavailable_gpu_reasons_name_a_remedy() -> None:
     assert "install the packages libze1 and libze-intel-gpu1" in driver.reason
 
 
-def test_a_device_that_cannot_be_opened_is_said() -> None:
+def test_intel_gpu_without_permission_is_reported() -> None:
     closed = Card(ARC.address, "xe", problem="cannot be opened by this user")
     assert found(closed, Card("0000:04:00.0", "xe")).problems == ((0, closed.problem),)
 

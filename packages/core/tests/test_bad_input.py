@@ -355,7 +355,7 @@ def test_a_loader_must_be_there_and_be_one() -> None:
     )
 
 
-def test_an_empty_loader_is_said_to_be_empty() -> None:
+def test_empty_dataloader_is_refused() -> None:
     assert refusal(lambda: trainer().fit(Line(), loader(0))) == (
         "the training data loader is empty: expected at least one batch; its dataset has 0 "
         "samples for 1 rank(s), batch_size=2, drop_last=False"

@@ -635,7 +635,7 @@ def main(strategy="ddp_spawn", **options):
 """
 
 
-def test_a_gpu_that_nothing_installed_uses_is_said_once(
+def test_unused_gpu_is_hinted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "0000:01:00.0").mkdir(parents=True)
@@ -695,7 +695,7 @@ def test_spawn_without_main_guard_is_explained(run_script: RunScript) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_trains_when_it_imports_the_script_is_told_of_the_guard(
+def test_spawned_worker_without_main_guard_is_explained(
     run_script: RunScript,
 ) -> None:
     call = "main('auto', num_workers=1, multiprocessing_context='spawn')"

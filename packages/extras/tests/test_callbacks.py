@@ -126,7 +126,7 @@ def test_a_run_goes_on_exactly_from_a_fit_that_a_limit_has_ended(
 # -- averages of weights
 
 
-def test_ema_ends_with_the_average_and_validates_with_it() -> None:
+def test_ema_validates_and_ends_with_the_average() -> None:
     weights: list[Tensor] = []
 
     def note(trainer: Trainer, module: Module, *_: Any) -> None:
@@ -272,7 +272,7 @@ def test_swa_is_the_average_at_the_starts_of_epochs_and_has_its_statistics() -> 
     assert norm.momentum == 0.1
 
 
-def test_swa_says_which_scheduler_it_replaces(caplog: pytest.LogCaptureFixture) -> None:
+def test_swa_names_the_replaced_scheduler(caplog: pytest.LogCaptureFixture) -> None:
     class Scheduled(Net):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), 0.1)

@@ -264,7 +264,7 @@ def test_the_mean_of_a_runs_checkpoints_is_a_model(trained: list[Path], tmp_path
     }
 
 
-def test_numbers_are_added_in_float64_and_stored_as_they_were(tmp_path: Path) -> None:
+def test_average_adds_in_float64_and_keeps_dtypes(tmp_path: Path) -> None:
     # In float16 the sum would be infinite, and in float32 the small one would be lost.
     big, one = torch.tensor([6e4, 2.0**24]), torch.tensor([6e4, 1.0])
     paths = [
@@ -281,7 +281,7 @@ def test_numbers_are_added_in_float64_and_stored_as_they_were(tmp_path: Path) ->
     assert mean["complex"].dtype == torch.complex64
 
 
-def test_average_refuses_other_models_and_says_where_they_differ(tmp_path: Path) -> None:
+def test_average_refuses_other_models_with_their_differences(tmp_path: Path) -> None:
     first = save(tmp_path / "a.ckpt", {"w": torch.ones(2), "b": torch.ones(1), "n": torch.ones(1)})
     other = save(tmp_path / "b.ckpt", {"w": torch.ones(3), "c": torch.ones(1), "n": torch.ones(1)})
     new = tmp_path / "mean.ckpt"

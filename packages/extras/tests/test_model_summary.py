@@ -133,7 +133,7 @@ def test_the_table_is_there_once_and_can_be_left_out(capsys: pytest.CaptureFixtu
         ModelSummary(max_depth=-2)
 
 
-def test_ranks_say_it_once_with_the_whole_models_numbers(run_script: Any) -> None:
+def test_model_summary_prints_once_with_unsharded_sizes(run_script: Any) -> None:
     done = run_script(
         """
         import torch

@@ -95,7 +95,7 @@ def test_memory_plan_for_one_device_equals_a_real_step(precision: str, micro_bat
     assert row.memory.total == pytest.approx(real, rel=0.01)
 
 
-def test_a_model_is_planned_as_the_function_that_builds_it_and_is_not_changed() -> None:
+def test_plan_memory_takes_a_model_or_its_function() -> None:
     model, batch = Net(), torch.zeros(5, 10)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert planned(model, batch).memory == planned(Net, batch).memory

@@ -205,7 +205,7 @@ def test_rows_of_a_validations_batches_are_read_by_their_numbers(tmp_path: Path)
     assert list(run.series["loss"].steps) == [0, 90, 91]
 
 
-def test_moved_rows_that_cannot_be_read_are_said(tmp_path: Path) -> None:
+def test_unreadable_moved_rows_are_noted(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", "step,loss\n0,4\n", metrics_cut_csv="step,loss\nx,3\n")
     assert read_run(folder, "run").notes == ["metrics.cut.csv cannot be read"]
 
@@ -254,7 +254,7 @@ def test_strings_of_logs_are_escaped(tmp_path: Path) -> None:
         ("loss\n1\n2\n", "there is no column 'step', so rows are counted"),
     ],
 )
-def test_damaged_rows_are_left_out_and_said(tmp_path: Path, text: str, note: str) -> None:
+def test_damaged_rows_are_omitted_with_a_note(tmp_path: Path, text: str, note: str) -> None:
     run = read_run(
         write_run(tmp_path / "run", text.rstrip("\n") + "\n" * text.endswith("\n")), "run"
     )
@@ -379,7 +379,7 @@ def test_report_errors_name_the_expected_input(
     assert message in capsys.readouterr().err
 
 
-def test_too_many_runs_are_cut_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_draws_the_last_24_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(30):
         write_run(tmp_path / f"logs/version_{number}", "step,loss\n0,1\n1,2\n")
     page = page_of(tmp_path / "logs", output=tmp_path / "report.html")

@@ -107,9 +107,7 @@ def hints(capsys: pytest.CaptureFixture[str]) -> Iterator[Hints]:
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
-def test_a_mode_that_keeps_the_worse_value_is_said_once(
-    hints: Hints, tmp_path: Path, mode: str
-) -> None:
+def test_wrong_monitor_mode_is_hinted_once(hints: Hints, tmp_path: Path, mode: str) -> None:
     wrong = {"val_accuracy": "min", "val_loss": "max"}
     callbacks = [
         ModelCheckpoint(tmp_path, monitor="val_accuracy", mode=mode),  # type: ignore[arg-type]
@@ -150,7 +148,7 @@ def test_the_name_of_a_metric_says_which_values_are_better() -> None:
     assert {better_mode(name) for name in unknown} == {None}
 
 
-def test_a_value_that_was_never_logged_is_said(hints: Hints) -> None:
+def test_monitored_value_never_logged_is_hinted(hints: Hints) -> None:
     stopping = EarlyStopping("val_los", strict=False)
     unchecked = {"max_epochs": 1, "num_sanity_val_steps": 0}
     assert hints(Net(metrics=("val_loss",)), stopping, **unchecked) == [
@@ -184,7 +182,7 @@ class Warmup:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_of_steps_that_is_stepped_by_epochs_is_said(hints: Hints, name: str) -> None:
+def test_step_scheduler_with_epoch_interval_is_hinted(hints: Hints, name: str) -> None:
     argument = name.partition("(")[2].partition("=")[0]
     assert hints(Net(schedule=SCHEDULES[name])) == [
         f"stratagem: {name} is stepped once an epoch, so that this fit takes 3 of its 24 steps: "
@@ -202,9 +200,7 @@ def test_a_schedule_of_epochs_has_no_hint(hints: Hints) -> None:
 
 
 @pytest.mark.parametrize("monitor", ["val_los", "vq_loss", "val_loss"])
-def test_a_monitor_that_is_nearly_a_name_of_the_sanity_check_is_said_before_training(
-    hints: Hints, monitor: str
-) -> None:
+def test_misspelled_monitor_is_hinted_after_the_sanity_check(hints: Hints, monitor: str) -> None:
     class Both(Net):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             if monitor != "val_loss":
@@ -219,7 +215,7 @@ def test_a_monitor_that_is_nearly_a_name_of_the_sanity_check_is_said_before_trai
     ]
 
 
-def test_more_processes_than_cores_are_said(
+def test_more_processes_than_cores_are_hinted(
     hints: Hints, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Ranks that share a core, as a run of 5 processes would have; here the plan alone has them.
@@ -272,7 +268,7 @@ def test_parameters_without_gradients_are_named(hints: Hints) -> None:
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_layers_in_a_list_are_said_after_the_first_step(hints: Hints, fast: bool) -> None:
+def test_layers_in_a_list_are_hinted_after_the_first_step(hints: Hints, fast: bool) -> None:
     class Listed(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -292,7 +288,7 @@ def test_layers_in_a_list_are_said_after_the_first_step(hints: Hints, fast: bool
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
-def test_a_loader_for_evaluation_that_shuffles_is_said(
+def test_shuffled_evaluation_loader_is_hinted(
     hints: Hints, capsys: pytest.CaptureFixture[str], stage: str
 ) -> None:
     said = []
@@ -328,7 +324,7 @@ class Slow(Dataset[Tensor]):
         return torch.ones(4)
 
 
-def test_an_epoch_that_waits_for_data_is_said_once(hints: Hints) -> None:
+def test_slow_dataloader_is_hinted_once(hints: Hints) -> None:
     slow: DataLoader[Any] = DataLoader(Slow(0.01), 4)
     said = hints(Net(), train=slow, max_epochs=2)
     assert len(said) == 1
@@ -368,7 +364,7 @@ def test_an_epoch_is_judged_by_the_time_after_its_first_batch(
     assert wait.is_most is is_most
 
 
-def test_a_device_waits_while_it_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_time_of_a_device_counts_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     class Event:
         """Two events: 80 ms of each read of 100 ms are idle."""
 
@@ -404,7 +400,7 @@ def test_a_device_waits_while_it_has_nothing_to_do(monkeypatch: pytest.MonkeyPat
 # -- resuming
 
 
-def test_another_number_of_samples_in_a_step_of_a_resumed_run_is_said(
+def test_resume_with_another_effective_batch_size_is_hinted(
     hints: Hints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saver = ModelCheckpoint(tmp_path)

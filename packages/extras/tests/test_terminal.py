@@ -23,7 +23,7 @@ def test_the_progress_bar_is_drawn_in_the_encoding_of_its_terminal() -> None:
     assert "Verlust_\\xfc[/x] 0.5" in screen.read()
 
 
-def test_the_progress_bar_shows_the_values_that_ask_for_it() -> None:
+def test_progress_bar_shows_values_with_prog_bar() -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=150)
     model = Logs(

@@ -334,7 +334,7 @@ def test_trainer_cli_refuses_a_useless_saver_and_unknown_classes() -> None:
         parsing.TrainerArgumentParser().add_component_args(dict, "x")
 
 
-def test_without_jsonargparse_the_command_is_said(
+def test_missing_jsonargparse_names_the_pip_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from stratagem_extras.cli import commands as training

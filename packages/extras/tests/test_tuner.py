@@ -136,7 +136,7 @@ def test_a_datamodule_may_have_the_batch_size() -> None:
 
 
 @pytest.mark.parametrize(("method", "shown"), [("fit", "train"), ("validate", "val")])
-def test_the_trainer_shows_the_data_that_was_tuned_until_it_runs(
+def test_trainer_shows_the_dataloader_after_scale_batch_size(
     method: Any, shown: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, data = Net(room=20), DataModule()

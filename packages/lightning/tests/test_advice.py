@@ -33,14 +33,16 @@ def quick(**options: Any) -> Trainer:
         ("val_dataloader", PossibleUserWarning, "You defined a `validation_step` but have no `val"),
     ],
 )
-def test_half_of_a_validation_is_said(missing: str, category: type[Warning], message: str) -> None:
+def test_validation_step_without_loader_or_loader_without_step_warns(
+    missing: str, category: type[Warning], message: str
+) -> None:
     model = BoringModel()
     setattr(model, missing, None)
     with pytest.warns(category, match=message):
         quick().fit(model)
 
 
-def test_a_fit_that_only_the_default_limits_is_said() -> None:
+def test_fit_without_max_epochs_warns() -> None:
     class Stops(BoringModel):
         def on_train_start(self) -> None:
             self.trainer.should_stop = True
@@ -51,7 +53,7 @@ def test_a_fit_that_only_the_default_limits_is_said() -> None:
         quick(**{"max_epochs": None, **limit}).fit(Stops())
 
 
-def test_modules_that_stay_in_eval_mode_are_said() -> None:
+def test_modules_in_eval_mode_at_the_start_warn() -> None:
     model = BoringModel()
     model.frozen = torch.nn.Dropout().eval()
     with pytest.warns(PossibleUserWarning, match=r"Found 1 module\(s\) in eval mode at the start"):
@@ -60,7 +62,7 @@ def test_modules_that_stay_in_eval_mode_are_said() -> None:
     quick().fit(BoringModel().eval())
 
 
-def test_a_loader_that_shuffles_in_an_evaluation_is_said() -> None:
+def test_shuffled_val_dataloader_warns() -> None:
     loader = DataLoader(RandomDataset(32, 4), shuffle=True)
     with pytest.warns(PossibleUserWarning, match="Your `val_dataloader`'s sampler has shuffling"):
         quick().validate(BoringModel(), loader)
@@ -76,7 +78,7 @@ class Sized(IterableDataset[Any]):
         return 4
 
 
-def test_a_stream_that_has_a_length_is_said() -> None:
+def test_iterable_dataset_with_len_warns() -> None:
     with pytest.warns(UserWarning, match="Your `IterableDataset` has `__len__` defined"):
         quick().test(BoringModel(), DataLoader(Sized()))
 

@@ -145,7 +145,7 @@ def test_fabric_makes_tensors_and_models_in_their_final_format() -> None:
         pass
 
 
-def test_fabric_refuses_loaders_that_it_has_set_up_and_functions_without_an_argument() -> None:
+def test_fabric_refuses_loaders_twice_and_functions_without_argument() -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     ready = fabric.setup_dataloaders(loader(2))
     with pytest.raises(ConfigurationError, match="A dataloader should be passed only once"):
@@ -192,7 +192,7 @@ def test_a_module_becomes_torchscript_with_a_fabric_or_without() -> None:
     assert torch.equal(model.to_torchscript(method="trace")(inputs), model(inputs))
 
 
-def test_a_datamodule_says_how_many_samples_it_has_and_reads_hyperparameters_from_yaml(
+def test_datamodule_prints_sizes_and_loads_hparams_from_yaml(
     tmp_path: Path,
 ) -> None:
     class Data(LightningDataModule):

@@ -207,7 +207,7 @@ def test_a_subclass_of_early_stopping_may_skip_its_check(pl: Any, tmp_path: Path
     assert stopper.stopped_epoch == 4
 
 
-def test_a_subclass_of_model_checkpoint_decides_when_it_saves(pl: Any, tmp_path: Path) -> None:
+def test_model_checkpoint_subclass_chooses_the_time_of_saves(pl: Any, tmp_path: Path) -> None:
     class Mine(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
         after_training: bool = False
         skipped = 0
@@ -328,7 +328,7 @@ def test_the_last_checkpoint_is_called_as_its_class_says(pl: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("interval", ["batch", "epoch"])
-def test_a_prediction_writer_is_told_which_samples_a_batch_has(pl: Any, interval: Any) -> None:
+def test_base_prediction_writer_receives_batch_indices(pl: Any, interval: Any) -> None:
     told: list[Any] = []
 
     class Writes(pl.callbacks.BasePredictionWriter):  # type: ignore[misc]

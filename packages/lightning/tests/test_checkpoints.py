@@ -71,7 +71,7 @@ def weights(model: Module) -> list[float]:
     return [value for p in model.parameters() for value in p.flatten().tolist()]
 
 
-def test_a_run_goes_on_from_lightnings_checkpoint_as_if_it_had_been_ours() -> None:
+def test_run_resumes_from_a_lightning_checkpoint() -> None:
     resumed = fit(THEIRS, callbacks=EarlyStopping("val_loss", patience=7), max_epochs=2)
     assert resumed.begun == (1, 9, 0.05)
     # The file was saved on another machine, which rounds differently.
@@ -162,9 +162,7 @@ def test_core_serves_the_format_by_its_class() -> None:
     assert checkpoint.LightningCheckpointIO is LightningCheckpointIO  # type: ignore[attr-defined]
 
 
-def test_the_state_of_an_optimizer_that_belongs_to_no_parameter_is_written_as_torch_has_it() -> (
-    None
-):
+def test_to_lightning_writes_global_optimizer_state() -> None:
     state = {
         "state": {"w": {"step": 1}},
         "param_groups": [{"params": ["w"], "lr": 0.1}],
@@ -194,7 +192,7 @@ def test_lightning_checkpoint_io_keeps_other_contents(tmp_path: Path) -> None:
     assert torch.load(path) == {"epoch": 3}
 
 
-def test_convert_names_the_formats_that_it_writes(
+def test_convert_lists_its_target_formats(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "source.ckpt"

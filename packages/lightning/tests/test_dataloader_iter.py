@@ -83,7 +83,7 @@ def quiet(*callbacks: Any, **options: Any) -> Trainer:
     )
 
 
-def test_steps_read_as_many_batches_as_they_like() -> None:
+def test_dataloader_iter_steps_read_several_batches() -> None:
     model = Pairs()
     trainer = quiet(limit_train_batches=6, val_check_interval=4, limit_val_batches=2)
     trainer.fit(model, numbers(8), numbers(8))

@@ -325,7 +325,7 @@ def test_accumulation_looks_at_the_models_hooks(tmp_path: Path) -> None:
         schedule.on_train_start(trainer, model)
 
 
-def test_a_lazy_models_numbers_are_said_to_be_inaccurate() -> None:
+def test_model_summary_warns_of_lazy_parameters() -> None:
     summary = ModelSummary(nn.Sequential(nn.LazyLinear(2)))
     with pytest.warns(UserWarning, match="number of parameters detected may be inaccurate"):
         assert summary.total_parameters == 0
@@ -348,9 +348,7 @@ class Stops(BoringModel):
 
 
 @pytest.mark.parametrize("interval", [None, 2, 3])
-def test_a_stop_within_an_epoch_validates_once_and_counts_it(
-    tmp_path: Path, interval: int | None
-) -> None:
+def test_should_stop_within_an_epoch_validates_once(tmp_path: Path, interval: int | None) -> None:
     trainer = make(
         tmp_path, limit_train_batches=4, val_check_interval=interval, enable_checkpointing=False
     )
@@ -369,7 +367,7 @@ def test_a_sampler_is_given_each_epoch_once(tmp_path: Path) -> None:
     assert epochs == [0, 1]
 
 
-def test_a_stop_that_waits_for_a_minimum_is_said_once(
+def test_should_stop_before_min_epochs_logs_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class StopsEarly(BoringModel):
@@ -518,7 +516,7 @@ def test_the_registry_of_accelerators_is_a_mapping() -> None:
     assert (found["description"], found["init_params"]) == ("Mine", {})
 
 
-def test_a_view_of_an_optimizer_steps_it() -> None:
+def test_lightning_optimizer_steps_its_optimizer() -> None:
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], 0.5)
     view: Any = LightningOptimizer(optimizer)

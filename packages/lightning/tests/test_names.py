@@ -108,7 +108,7 @@ def test_every_name_of_lightnings_is_the_same_object(lightning: ModuleType) -> N
     assert names["ours"].__spec__.name == f"{OURS}.pytorch.callbacks.early_stopping"
 
 
-def test_helpers_that_ask_lightning_for_the_rank_are_told_it(
+def test_lightning_utilities_rank_zero_only_has_the_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     helpers = ModuleType("lightning_utilities.core.rank_zero")
@@ -363,7 +363,9 @@ def test_run_needs_devices_unless_the_script_starts_its_ranks(
         assert said in capsys.readouterr().err
 
 
-def test_the_examples_in_it_run(tmp_path: Path, script_environment: dict[str, str]) -> None:
+def test_docstring_examples_of_lightning_pass(
+    tmp_path: Path, script_environment: dict[str, str]
+) -> None:
     code = """
 import doctest, importlib.util, pkgutil, sys
 import stratagem_lightning

@@ -193,7 +193,7 @@ def test_loaders_that_are_made_anew_draw_one_more_number() -> None:
     assert model.drawn == expected
 
 
-def test_ranks_seed_again_when_they_join() -> None:
+def test_ddp_ranks_reset_the_seed_at_launch() -> None:
     drawn: list[float] = []
 
     class Draws(Line):
@@ -350,7 +350,7 @@ def test_a_logger_is_given_the_epoch_as_the_last_of_an_epochs_values() -> None:
     assert names == [["a", "epoch"]]
 
 
-def test_loaders_are_asked_for_iterators_before_the_hooks_that_start_a_loop() -> None:
+def test_loader_iterators_are_made_before_the_start_hooks() -> None:
     drawn: dict[str, list[int]] = {"train": [], "validation": []}
 
     class Asked(DataLoader[Any]):

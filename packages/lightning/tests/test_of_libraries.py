@@ -220,7 +220,7 @@ class OwnIterator(Loader):
         (0, ["train", "train", "val", "val", "train", "val"]),
     ],
 )
-def test_a_loader_of_another_class_is_asked_for_as_many_iterators(
+def test_custom_loader_classes_make_the_iterators_of_lightning(
     sanity: int, order: list[str], kind: type[Loader]
 ) -> None:
     asked: list[str] = []
@@ -232,7 +232,7 @@ def test_a_loader_of_another_class_is_asked_for_as_many_iterators(
     assert asked == ["test", "test"]
 
 
-def test_an_average_of_weights_shows_when_it_began() -> None:
+def test_stochastic_weight_averaging_exposes_its_start() -> None:
     seen = []
 
     class Average(StochasticWeightAveraging):
@@ -577,7 +577,7 @@ def test_the_table_of_a_test_can_be_replaced(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.strip().endswith("own table")
 
 
-def test_an_evaluation_says_whether_it_prints() -> None:
+def test_evaluation_loop_exposes_verbose() -> None:
     """The values are those of Lightning 2.6.6."""
     told = []
 

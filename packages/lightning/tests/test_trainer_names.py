@@ -321,7 +321,7 @@ def test_private_loading_leaves_out_an_override(tmp_path: Path) -> None:
     assert torch.equal(loaded.layer.weight, model.layer.weight)
 
 
-def test_a_subclass_may_set_attributes_before_it_calls_init() -> None:
+def test_trainer_subclass_sets_attributes_before_init() -> None:
     class Own(Trainer):
         def __init__(self, **options: Any) -> None:
             self.log_every_n_steps = 7

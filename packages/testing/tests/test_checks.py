@@ -106,7 +106,7 @@ def test_a_thread_that_python_only_knows_from_outside_is_nothing_left_behind() -
         goes_on.set()
 
 
-def test_a_child_ends_although_a_process_that_it_has_started_holds_its_pipe(
+def test_child_ends_while_a_grandchild_holds_its_pipe(
     tmp_path: Path,
 ) -> None:
     """As ranks do that wait for each other when the process of a check is killed."""

@@ -62,7 +62,7 @@ def write(program: Program, module: str, code: str) -> None:
 # -- what is in order
 
 
-def test_a_distribution_in_order_is_said_to_be(program: Program) -> None:
+def test_doctor_reports_a_good_distribution(program: Program) -> None:
     program.install("averaging", GOOD, requires=RANGE)
     write(program, "averaging_classes", CLASSES)
     done = program("doctor", "averaging")
@@ -81,7 +81,7 @@ def test_a_distribution_in_order_is_said_to_be(program: Program) -> None:
     assert done.stdout.endswith("\nNo problem found.\n")
 
 
-def test_the_entry_points_name_means_it_too(program: Program) -> None:
+def test_doctor_accepts_the_name_of_an_entry_point(program: Program) -> None:
     program.install("averaging", NOTHING, requires=RANGE)
     found = program.json("doctor", "plug")
     assert (found["ok"], found["problems"]) == (True, [])
@@ -117,7 +117,7 @@ def test_doctor_ignores_atexit_functions_and_threads_of_a_plugin(program: Progra
     assert detail.startswith("importing averaging changes threads: every program that uses")
 
 
-def test_an_import_that_fails_alone_is_said_with_its_error(program: Program) -> None:
+def test_failed_import_of_a_plugin_alone_is_a_problem(program: Program) -> None:
     program.install(
         "averaging",
         "import os\nimport sys\n\n"

@@ -30,7 +30,9 @@ def files_of(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_it_writes_a_whole_distribution(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_backend_writes_a_complete_distribution(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["ring_average"]) == 0
     folder = here / "stratagem-backend-ring-average"
     assert files_of(folder) == {
@@ -189,7 +191,7 @@ def test_a_distributions_name_is_refused(
     assert list(here.iterdir()) == []
 
 
-def test_nothing_is_overwritten(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_backend_overwrites_no_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = here / "stratagem-backend-ring-average"
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
@@ -221,7 +223,7 @@ def test_an_empty_folder_is_filled(here: Path) -> None:
     assert "stratagem-backend-ring-average/README.md" in files_of(here)
 
 
-def test_where_nothing_can_be_written_it_says_so(
+def test_new_backend_without_write_access_fails(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "a" * 300

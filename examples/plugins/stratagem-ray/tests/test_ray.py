@@ -39,7 +39,7 @@ def none_is_left(told: Told) -> bool:
     return not any(is_alive(start["pid"]) for rank in (0, 1) for start in told.starts(rank))
 
 
-def test_ranks_train_as_they_do_without_ray(start: Start, told: Told, tmp_path: Path) -> None:
+def test_ray_ranks_train_like_ranks_without_ray(start: Start, told: Told, tmp_path: Path) -> None:
     program = start(told.out, "--plugin=name", "--steps=8")
     program.wait()
     reference = start(tmp_path / "reference", "--plugin=none", "--steps=8")
@@ -192,7 +192,7 @@ def test_the_plan_names_the_launcher_and_the_environment_of_its_ranks() -> None:
     assert isinstance(lite.strategy.cluster_environment, RayEnvironment)
 
 
-def test_listing_it_imports_neither_ray_nor_torch() -> None:
+def test_listing_strategies_imports_neither_ray_nor_torch() -> None:
     code = (
         "import sys, stratagem\n"
         "assert 'ddp' in stratagem.StrategyRegistry\n"

@@ -71,7 +71,7 @@ def start(tmp_path: Path, lighthouse: str) -> Iterator[Callable[..., Replica]]:
         replica.process.wait()
 
 
-def test_a_replica_is_killed_the_other_goes_on_and_it_rejoins(
+def test_killed_torchft_replica_rejoins_the_other(
     start: Callable[..., Replica], tmp_path: Path
 ) -> None:
     one = start("one", 0, peer="other")

@@ -126,7 +126,7 @@ def test_tensors_that_are_no_plain_memory_are_copied_too() -> None:
     assert taken["conjugate"].tolist() == [1 - 2j]
 
 
-def test_tensors_that_share_memory_share_it_in_the_copy_which_is_made_once() -> None:
+def test_snapshot_copies_shared_memory_once() -> None:
     whole = torch.arange(1000.0)
     snapshots = Snapshots()
     taken = snapshots.take({"a": whole, "b": whole.view(10, 100), "c": whole[5:7]})
@@ -558,7 +558,7 @@ def test_two_of_them_around_each_other_are_refused() -> None:
         AsyncCheckpointIO("single_fil")
 
 
-def test_it_goes_to_other_processes_as_it_was_made(tmp_path: Path) -> None:
+def test_async_checkpoint_io_is_picklable(tmp_path: Path) -> None:
     io = AsyncCheckpointIO(SingleFileCheckpointIO(verify=False))
     io.save_checkpoint({"weights": torch.ones(100_000)}, tmp_path / "a")
     pickled = pickle.dumps(io)
@@ -570,7 +570,7 @@ def test_it_goes_to_other_processes_as_it_was_made(tmp_path: Path) -> None:
     io.wait()
 
 
-def test_shards_are_saved_as_they_were_and_a_lost_rank_is_not_waited_for(
+def test_async_save_of_shards_survives_changes_and_a_lost_rank(
     run_script: Callable[..., Any],
 ) -> None:
     finished = run_script(

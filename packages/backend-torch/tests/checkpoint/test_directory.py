@@ -112,7 +112,7 @@ def test_manifest_has_strategy_world_size_and_checksums(fsdp: tuple[Path, Any]) 
     ("strategy", "devices", "tolerance"),
     [("fsdp", "2", 0), ("ddp", "2", 0), ("single_device", "1", 1e-7), ("fsdp", "3", 1e-7)],
 )
-def test_it_loads_under_any_strategy_and_world_size(
+def test_directory_checkpoint_loads_under_any_strategy_and_world_size(
     strategy: str,
     devices: str,
     tolerance: float,
@@ -217,7 +217,7 @@ def test_directory_checkpoint_replaces_the_former_one(lite: Lite, tmp_path: Path
     assert list(path.parent.iterdir()) == []
 
 
-def test_a_link_gives_way_to_it(lite: Lite, tmp_path: Path) -> None:
+def test_directory_checkpoint_replaces_a_link(lite: Lite, tmp_path: Path) -> None:
     lite.save(tmp_path / "first", sharded(1.0))
     (tmp_path / "last").symlink_to("first")
     lite.save(tmp_path / "last", sharded(2.0))
@@ -245,7 +245,7 @@ def test_directory_save_on_a_full_disk_keeps_the_former_checkpoint(
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_directory_that_cannot_be_made_is_told(lite: Lite, tmp_path: Path) -> None:
+def test_directory_save_without_permission_raises(lite: Lite, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointSaveError, match=r"cannot save .*Error: .*; nothing is there"):
         lite.save(tmp_path / "file" / "a", sharded(1.0))
@@ -318,7 +318,7 @@ def test_two_runs_save_and_remove_in_one_folder_at_once(
     assert not list(tmp_path.glob(".stratagem*"))
 
 
-def test_a_file_system_without_exchange_is_told(
+def test_directory_save_without_atomic_exchange_raises(
     lite: Lite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lite.save(tmp_path / "a", sharded(1.0))
@@ -471,7 +471,7 @@ def change_layout(path: Path, change: Callable[[Any], Any]) -> None:
     sign(path)
 
 
-def test_nothing_in_a_layout_is_executed(saved: Path, tmp_path: Path) -> None:
+def test_layout_of_a_directory_executes_no_code(saved: Path, tmp_path: Path) -> None:
     change_layout(saved, lambda _: Payload(tmp_path / "executed"))
     assert "was refused: it asks for" in refusal(saved)
     assert not (tmp_path / "executed").exists()
@@ -542,7 +542,7 @@ def replace_part(path: Path, contents: bytes) -> str:
     return str(name)
 
 
-def test_nothing_in_the_place_of_a_tensor_is_executed(saved: Path, tmp_path: Path) -> None:
+def test_tensor_file_of_a_directory_executes_no_code(saved: Path, tmp_path: Path) -> None:
     buffer = io.BytesIO()
     torch.save({"weight": Payload(tmp_path / "executed"), "fill": torch.zeros(500)}, buffer)
     name = replace_part(saved, buffer.getvalue())
@@ -605,7 +605,7 @@ def test_ranks_share_the_checking_and_all_hear_of_damage(
         assert "__1_0.distcp' is damaged" in (saved.parent / f"said-{rank}").read_text()
 
 
-def test_weights_of_another_shape_are_told(lite: Lite, tmp_path: Path) -> None:
+def test_sharded_weights_of_another_shape_are_refused(lite: Lite, tmp_path: Path) -> None:
     lite.save(tmp_path / "a", {"model": {"weight": sharded(1.0)["weights"]["w"]}})
     model = lite.setup(torch.nn.Linear(3, 5, bias=False))
     with pytest.raises(CheckpointMismatchError, match=r"weight \(4, 3\) \(the model has \(5, 3\)"):

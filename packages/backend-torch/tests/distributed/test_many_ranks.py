@@ -130,7 +130,7 @@ def test_the_error_of_the_rank_that_failed_by_itself_is_the_cause_on_all(
         assert "because rank 300 failed:\n\nValueError: only here" in str(error)
 
 
-def test_a_rank_that_is_asked_while_it_asks_answers_with_where_it_failed(
+def test_rank_answers_queries_during_its_own_query(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     statuses = Simulated(2, monkeypatch).statuses[1]
@@ -354,9 +354,7 @@ def test_a_value_that_is_nan_on_one_rank_is_nan_and_data_groups_count_once() -> 
 # -- open files
 
 
-def test_the_limit_of_open_files_is_raised_for_the_ranks_that_connect_or_said_to_be_too_low() -> (
-    None
-):
+def test_open_file_limit_is_raised_or_refused() -> None:
     text = """
 import resource
 from stratagem_torch.launch.network import allow_connections, warn_of_agents_limit

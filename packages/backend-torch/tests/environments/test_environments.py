@@ -649,7 +649,7 @@ def test_files_of_runs_that_were_killed_go_after_a_day(file: Path, rank_0: _Rank
     assert today.exists()
 
 
-def test_rank_0_says_where_it_could_not_write_its_port(
+def test_rank_0_names_the_folders_without_write_access(
     file: Path, home: Path, rank_0: _Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(home / "missing/tmp"))

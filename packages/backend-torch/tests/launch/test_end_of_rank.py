@@ -24,7 +24,7 @@ prepare_this_rank()
 
 
 @pytest.mark.parametrize(("extension", "is_spared"), [("none", "True"), ("nanobind", "False")])
-def test_the_last_search_for_garbage_is_spared_unless_an_extension_counts_on_it(
+def test_last_garbage_collection_is_skipped_unless_extensions_need_it(
     extension: str, is_spared: str, run_script: RunScript
 ) -> None:
     assert run_script(ENDS, extension, fresh=True).stdout == is_spared

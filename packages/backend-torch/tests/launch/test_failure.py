@@ -113,7 +113,7 @@ def test_collectives_of_different_sizes_print_the_aborting_stack(
 
 
 @pytest.mark.slow
-def test_under_torchrun_an_exception_of_one_rank_is_told_to_the_others(
+def test_torchrun_exception_of_one_rank_reaches_the_others(
     run_script: RunScript,
 ) -> None:
     text = """
@@ -187,7 +187,7 @@ def test_the_next_run_after_an_error_of_one_rank_trains_on_all(
 
 
 @pytest.mark.slow
-def test_a_next_run_is_refused_if_the_other_ranks_cannot_be_told(
+def test_next_run_is_refused_if_other_ranks_are_stuck(
     run_script: RunScript, tmp_path: Path
 ) -> None:
     run_script(NEXT_RUN, "stuck")

@@ -240,7 +240,7 @@ def test_fork_is_refused_where_devices_in_use_do_not_work_in_a_copy() -> None:
         lite.launch(print)
 
 
-def test_a_strategy_refuses_a_launcher_that_it_does_not_know() -> None:
+def test_strategy_refuses_an_unknown_launcher() -> None:
     with pytest.raises(ConfigurationError, match=r"is started by 'in_process', received.*'fork'"):
         Lite(accelerator="cpu", devices=2, strategy=_OneProcess(launcher="fork"))
 
@@ -417,7 +417,7 @@ def test_switching_detection_off_under_torchrun_launches_anew(run_script: RunScr
 
 
 @pytest.mark.slow
-def test_a_rank_ends_with_its_launcher_before_it_comes_to_train(
+def test_starting_rank_ends_with_its_launcher(
     tmp_path: Path, script_environment: dict[str, str]
 ) -> None:
     script = tmp_path / "slow_start.py"

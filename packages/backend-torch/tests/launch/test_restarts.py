@@ -282,7 +282,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Pa
     ],
     ids=["empty", "cut", "list", "keys", "agents", "checkpoints", "no text", "deep"],
 )
-def test_a_record_that_cannot_be_read_is_taken_as_empty_and_said(
+def test_unreadable_restart_record_counts_as_empty(
     left: bytes, fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(Cluster(), killed_after=4)

@@ -67,7 +67,7 @@ def test_subprocess_launcher_returns_the_trained_weights(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "mine"])
-def test_it_serves_lite_on_several_nodes_without_a_cluster(
+def test_subprocess_launcher_serves_lite_on_two_nodes(
     strategy: str, run_job: Callable[..., Any]
 ) -> None:
     assert run_job(

@@ -84,7 +84,7 @@ def test_post_local_sgd_averages_the_ranks_every_few_steps(results: dict[str, An
     assert "ConfigurationError" in results["a state without period"]
 
 
-def test_post_local_sgd_resumes_where_it_was(results: dict[str, Any]) -> None:
+def test_post_local_sgd_resumes_exactly(results: dict[str, Any]) -> None:
     assert results["resumed"] < 1e-6
 
 

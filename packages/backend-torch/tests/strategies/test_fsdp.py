@@ -313,7 +313,7 @@ def test_gradients_of_parameters_without_a_dimension_are_averaged_in_their_dtype
         assert rank["scalars"][1] == pytest.approx(complex_, rel=1e-6)
 
 
-def test_a_no_backward_sync_within_another_one_does_not_end_it(behaviour: Ranks) -> None:
+def test_nested_no_backward_sync_keeps_the_outer_one(behaviour: Ranks) -> None:
     assert all(rank["held"][0] for rank in behaviour)
     assert behaviour[0]["held"][1] != behaviour[1]["held"][1]
 
@@ -441,7 +441,7 @@ def test_a_model_is_built_in_pieces_with_the_numbers_of_a_plain_build(tmp_path: 
 
 
 @pytest.mark.long
-def test_a_rank_needs_half_the_memory_that_it_needs_under_ddp() -> None:
+def test_fsdp_rank_needs_half_the_memory_of_ddp() -> None:
     script = load(HERE.parents[2] / "benchmarks" / "memory.py")
     ddp, fsdp = (script.measure(way, 12, 768, 1) for way in ("ddp", "fsdp"))
     assert ddp["parameters"] == pytest.approx(56.7e6, rel=1e-3)
@@ -462,7 +462,7 @@ def test_an_allocator_that_the_user_has_set_is_left_alone(
     assert allocator.return_freed_memory.__wrapped__() is False
 
 
-def test_huge_pages_are_asked_for_unless_the_user_has_decided(
+def test_huge_pages_are_enabled_unless_the_user_has_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(allocator.HUGE_PAGES_VARIABLE, raising=False)

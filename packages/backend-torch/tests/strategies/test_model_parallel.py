@@ -221,5 +221,5 @@ def test_sizes_that_are_left_open_follow_from_the_others(
     assert strategy.mesh_shape()[0] == sizes
 
 
-def test_it_has_a_name() -> None:
+def test_model_parallel_is_selected_by_name() -> None:
     assert isinstance(Lite("cpu", strategy="model_parallel").strategy, ModelParallelStrategy)

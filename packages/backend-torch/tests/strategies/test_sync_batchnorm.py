@@ -164,7 +164,7 @@ def test_a_strategy_that_has_no_way_says_so() -> None:
     )
 
 
-def test_dp_refuses_it() -> None:
+def test_dp_refuses_sync_batchnorm() -> None:
     with pytest.warns(FutureWarning):
         strategy = DataParallelStrategy()
     strategy.components = type("Components", (), {"devices": (0, 1)})()

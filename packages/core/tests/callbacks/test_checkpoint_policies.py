@@ -224,7 +224,7 @@ def test_exception_checkpoint_is_removed_by_the_next_save(
 
 
 @pytest.mark.filterwarnings("ignore:this checkpoint is saved within an optimizer step")
-def test_an_error_of_saving_upon_an_error_does_not_hide_it(tmp_path: Path) -> None:
+def test_save_on_exception_failure_keeps_the_first_error(tmp_path: Path) -> None:
     class Full(SingleFileCheckpointIO):
         def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
             raise CheckpointSaveError("no space")
@@ -663,7 +663,7 @@ def fit_epochs(saver: ModelCheckpoint, epochs: int, *, validates: bool = True) -
     trainer.fit(Validated(), loader(), loader() if validates else None)
 
 
-def test_a_save_by_steps_waits_for_the_first_value_that_it_monitors(tmp_path: Path) -> None:
+def test_every_n_train_steps_waits_for_the_monitored_value(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, "{step}", monitor="val_loss", every_n_train_steps=1)
     with pytest.warns(UserWarning, match=r"step 1: .*monitor='val_loss'.*there is no"):
         fit_epochs(saver, 2)
@@ -821,7 +821,7 @@ def test_checkpoint_filename_has_none_before_the_first_value(
         assert f"step=8-validated={1.0 if saves else 3.0}.ckpt" in names(folder)
 
 
-def test_last_may_be_asked_for_as_a_link(tmp_path: Path) -> None:
+def test_save_last_accepts_link(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, "{epoch}", save_last="link")
     fit_epochs(saver, 1)
     assert (tmp_path / "last.ckpt").readlink() == Path("epoch=0.ckpt")

@@ -45,7 +45,7 @@ def said(capsys: pytest.CaptureFixture[str], **arguments: Any) -> list[str]:
     return [re.sub(r"\d+:\d\d|[\d.]+ it/s", "_", line) for line in err.splitlines()]
 
 
-def test_without_a_terminal_a_run_is_told_in_lines(
+def test_progress_bar_without_a_terminal_prints_lines(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     lines = said(capsys, max_epochs=2, default_root_dir=tmp_path, logger=True)
@@ -63,7 +63,7 @@ def test_without_a_terminal_a_run_is_told_in_lines(
     ]
 
 
-def test_frozen_parameters_are_told_apart_and_a_summary_says_it_instead(
+def test_parameter_line_counts_trained_ones_and_yields_to_a_summary(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = Logs()
@@ -116,7 +116,7 @@ def test_the_line_of_an_epoch_has_the_values_of_its_end(
         ),
     ],
 )
-def test_it_says_why_training_ended(
+def test_progress_bar_prints_the_reason_for_the_end(
     arguments: dict[str, Any], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said(capsys, **arguments)[-1] == f"stratagem: training ended after {reason}"
@@ -133,7 +133,7 @@ def test_a_timer_without_a_limit_of_the_trainer_is_the_reason(
     )
 
 
-def test_it_says_that_it_was_asked_to_stop(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_names_should_stop(capsys: pytest.CaptureFixture[str]) -> None:
     def stop(m: Logs, batch: Tensor, i: int) -> None:
         m.trainer.should_stop = True
 
@@ -144,7 +144,7 @@ def test_it_says_that_it_was_asked_to_stop(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("limit", [{"max_epochs": 1}, {"max_steps": 3}, {"max_steps": 2}])
-def test_it_says_that_a_resumed_run_had_reached_its_limit(
+def test_progress_bar_names_the_limit_of_a_resumed_run(
     limit: dict[str, int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     saver = ModelCheckpoint(tmp_path)
@@ -320,7 +320,7 @@ trainer.{stage}(Net(), torch.ones(4, 1, 1))
         ("test", "stratagem: test was interrupted, after 1 batch\n"),
     ],
 )
-def test_ctrl_c_is_said_in_two_lines(stage: str, expected: str) -> None:
+def test_ctrl_c_prints_two_lines(stage: str, expected: str) -> None:
     script = SCRIPT.format(before="", stage=stage)
     ended = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False

@@ -180,7 +180,7 @@ def test_run_removes_only_checkpoints_with_its_own_run_id(tmp_path: Path) -> Non
     assert all_in(tmp_path / "elsewhere") == {"copy.ckpt": evil_bytes}
 
 
-def test_last_is_moved_only_under_a_name_that_a_run_gives_it(tmp_path: Path) -> None:
+def test_foreign_last_model_path_is_not_moved(tmp_path: Path) -> None:
     def change(state: dict[str, Any]) -> None:
         state["last_model_path"] = "thesis.ckpt"
 

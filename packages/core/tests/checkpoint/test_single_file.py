@@ -118,7 +118,7 @@ def test_a_file_of_plain_torch_save_is_loaded(tmp_path: Path) -> None:
     assert torch.equal(loaded["weights"], torch.ones(3))
 
 
-def test_saving_leaves_torchs_own_checksums_as_they_were_set(saved: Path, tmp_path: Path) -> None:
+def test_save_checkpoint_keeps_the_crc32_option_of_torch(saved: Path, tmp_path: Path) -> None:
     assert torch.serialization.get_crc32_options()
     torch.save({"weights": torch.ones(3)}, tmp_path / "plain.ckpt")
     assert zipfile.ZipFile(tmp_path / "plain.ckpt").testzip() is None
@@ -168,7 +168,7 @@ def test_one_flipped_bit_anywhere_is_found_before_anything_is_loaded(
         corrupt(saved)
 
 
-def test_a_damaged_file_is_told_from_a_truncated_one(saved: Path) -> None:
+def test_damaged_and_truncated_files_raise_different_messages(saved: Path) -> None:
     whole = saved.read_bytes()
     damaged = bytearray(whole)
     damaged[1000] ^= 1
@@ -345,9 +345,7 @@ def test_entries_that_share_their_bytes_are_refused(
     assert "its entry 'x/b0' begins at 0, expected 100033" in corrupt(path)
 
 
-def test_a_list_of_entries_larger_than_it_can_be_is_refused(
-    saved: Path, nothing_is_loaded: None
-) -> None:
+def test_zip_directory_with_a_bad_size_is_refused(saved: Path, nothing_is_loaded: None) -> None:
     torch.save({}, saved)
     data = bytearray(saved.read_bytes())
     data[-10:-6] = (1 << 30).to_bytes(4, "little")
@@ -634,7 +632,7 @@ def test_a_disk_that_fails_to_sync_keeps_the_old_checkpoint(
     assert names_in(saved.parent) == ["model.ckpt"]
 
 
-def test_a_folder_that_fails_to_sync_is_told_from_a_file_that_does(
+def test_failed_folder_sync_has_its_own_message(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fsync = os.fsync

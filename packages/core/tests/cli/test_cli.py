@@ -106,7 +106,7 @@ def test_an_unknown_command_is_refused(
     assert done.stderr.startswith(f"stratagem: error: {message}")
 
 
-def test_an_unknown_command_is_told_with_the_plugins_that_are_broken(program: Program) -> None:
+def test_unknown_command_lists_broken_plugins(program: Program) -> None:
     program.install("broken", "raise OSError('libvendor.so')")
     assert (
         "broken 1.5 is broken, and nothing that it provides is known: OSError: libvendor.so. "

@@ -213,7 +213,7 @@ def test_the_order_is_torchs_own_in_each_epoch(
 
 @pytest.mark.parametrize("done", [0, 1, 5, 12])
 @pytest.mark.parametrize("kind", TORCHS)
-def test_batches_that_are_passed_over_leave_the_rest_as_it_was(kind: str, done: int) -> None:
+def test_skipped_batches_do_not_change_the_rest(kind: str, done: int) -> None:
     def batches(done: int) -> list[Any]:
         torch.manual_seed(1)
         return list(Resumable(TORCHS[kind](48), "the loader").begin(0, done)[0])
@@ -306,7 +306,7 @@ def test_a_long_order_that_torch_has_shuffled_goes_on_as_torchs(batch_size: int)
     assert resumed.state()["rule"] == "feistel-1"
 
 
-def test_an_order_drawn_in_a_way_that_is_not_known_is_said() -> None:
+def test_unknown_shuffle_rule_of_a_checkpoint_warns() -> None:
     reader = Resumable(loader(40, shuffle=True), "the loader")
     next(reader.begin(0, 0)[0])
     state = reader.state() | {"rule": "feistel-9"}

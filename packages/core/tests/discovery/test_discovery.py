@@ -138,7 +138,7 @@ def test_core_and_the_backends_of_this_environment_are_found() -> None:
         ("console_scripts", "stratagem = evil:main", False),
     ],
 )
-def test_nothing_on_the_path_takes_the_place_of_core(
+def test_distribution_on_the_path_cannot_replace_core(
     group: str, entry: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = Site(tmp_path / "first")
@@ -387,7 +387,7 @@ def test_aliases_are_a_tuple() -> None:
         strategy("mine", aliases="abc")
 
 
-def test_a_description_of_another_type_than_it_has_is_refused() -> None:
+def test_capabilities_refuse_values_of_other_types() -> None:
     with pytest.raises(PluginError) as caught:
         Capabilities(launchers="spawn")  # type: ignore[arg-type]
     assert str(caught.value) == (

@@ -978,7 +978,7 @@ def test_ranks_that_would_save_different_names_are_refused(stages: list[dict[str
 
 
 @pytest.mark.slow
-def test_ranks_with_different_numbers_of_parameters_are_told_so_and_not_aborted(
+def test_ranks_with_different_parameter_counts_raise(
     stages: list[dict[str, Any]],
 ) -> None:
     for of_rank in stages:

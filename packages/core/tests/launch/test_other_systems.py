@@ -261,7 +261,7 @@ def test_without_thread_signals_the_main_thread_is_interrupted(
     assert called == [system.PEER_FAILED]
 
 
-def test_without_prctl_ranks_are_started_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_works_without_libc_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "c_library", lambda: None)
     assert system.parent_death_signal() is None
     assert system.swap_paths("a", "b") != 0

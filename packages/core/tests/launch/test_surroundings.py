@@ -130,9 +130,7 @@ def test_closed_streams_are_dev_null_also_for_children(start: Start) -> None:
         assert (ended.stdout, ended.stderr) == expected
 
 
-def test_nothing_is_printed_into_a_file_that_has_the_number_of_stdout(
-    start: Start, tmp_path: Path
-) -> None:
+def test_file_with_the_descriptor_of_stdout_stays_empty(start: Start, tmp_path: Path) -> None:
     ended = start("-c", STREAMS, "taken", closed=(1,))
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "taken").read_bytes() == b""
@@ -249,7 +247,7 @@ def test_folders_are_tried_only_where_something_is_written(impossible: Path) -> 
         with_loggers_root(impossible).validate(Line(), batches())
 
 
-def test_trying_a_folder_leaves_nothing_in_it(tmp_path: Path) -> None:
+def test_write_check_leaves_no_file(tmp_path: Path) -> None:
     with_root(tmp_path / "new", fast_dev_run=True).fit(Line(), batches())
     assert not (tmp_path / "new").exists()
     never = ModelCheckpoint(tmp_path / "new", every_n_epochs=5)
@@ -273,9 +271,7 @@ def test_a_logger_without_a_trainer_names_its_folder(impossible: Path) -> None:
     assert "pass a save_dir that can be written to" in str(caught.value)
 
 
-def test_a_current_folder_that_is_gone_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removed_current_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()

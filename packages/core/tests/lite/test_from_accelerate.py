@@ -95,7 +95,7 @@ def test_accumulate_averages_the_gradients_of_a_window() -> None:
     assert model.weight.grad == 1.0, "outside of a block nothing is divided"
 
 
-def test_an_error_in_a_block_leaves_the_optimizer_as_it_was() -> None:
+def test_error_within_accumulate_restores_the_optimizer() -> None:
     lite, model, optimizer, _ = set_up(accumulate_grad_batches=2)
     with pytest.raises(ZeroDivisionError), lite.accumulate(model):
         _ = 1 / 0

@@ -478,7 +478,7 @@ def test_a_model_that_was_set_up_is_the_users_model_to_look_at() -> None:
         model.validation_step(inputs)
 
 
-def test_an_optimizer_that_was_set_up_is_of_its_own_class_and_schedulers_take_it() -> None:
+def test_optimizer_after_setup_keeps_its_class() -> None:
     lite = lite_on_cpu()
     net = network()
     optimizer = Adam(net.parameters(), lr=0.1)

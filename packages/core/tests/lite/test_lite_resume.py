@@ -131,7 +131,7 @@ def test_an_epoch_that_the_user_sets_goes_on(tmp_path: Path) -> None:
     assert read(tmp_path / "within.ckpt") == whole[16:]
 
 
-def test_a_loop_that_was_left_goes_on_where_it_was_left(tmp_path: Path) -> None:
+def test_lite_loop_resumes_after_a_break(tmp_path: Path) -> None:
     lite = Lite(accelerator="cpu", devices=1)
     lite.launch()
     loader = lite.setup_dataloaders(DataLoader(range(6), batch_size=2))  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ def test_a_loop_that_was_left_goes_on_where_it_was_left(tmp_path: Path) -> None:
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_an_iterable_that_is_read_and_passed_over_is_counted_once_and_said(tmp_path: Path) -> None:
+def test_skipped_iterable_batches_warn_once(tmp_path: Path) -> None:
     class Numbers(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(range(8))

@@ -167,7 +167,7 @@ def test_the_name_of_a_run_in_a_checkpoint_is_only_compared(tmp_path: Path) -> N
     assert [path.name for path in outside.iterdir()] == [".run"]
 
 
-def test_loggers_are_told_of_run_graph_rows_and_checkpoints(tmp_path: Path) -> None:
+def test_loggers_receive_run_graph_rows_and_checkpoints(tmp_path: Path) -> None:
     one, two = Sends(), Sends()
     trainer = trainer_in(tmp_path, [one, two])
     trainer.fit(Learner(), numbers())
@@ -384,7 +384,7 @@ def test_only_loggers_that_ask_receive_the_optimizer_step_of_rows_on_another_axi
     assert not any("taken" in row for _, row in asking.rows if "of_batch" not in row)
 
 
-def test_a_run_that_resumes_from_the_last_checkpoint_beside_its_log_continues_in_it(
+def test_run_resumed_by_last_continues_its_log(
     tmp_path: Path,
 ) -> None:
     """The checkpoint is found after the log's folder is chosen, and says which rows are older."""
@@ -412,7 +412,7 @@ def test_a_run_that_resumes_from_the_last_checkpoint_beside_its_log_continues_in
     assert len({manifest.run for manifest in manifests if manifest is not None}) == 1
 
 
-def test_a_checkpoint_or_the_log_has_each_row_before_it(tmp_path: Path) -> None:
+def test_kill_after_a_save_loses_no_logged_row(tmp_path: Path) -> None:
     """A kill right after a save loses no row."""
     killed: dict[int, list[str]] = {}
 

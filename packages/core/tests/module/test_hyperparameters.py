@@ -78,7 +78,7 @@ class Other(DataModule):
         super().__init__()
 
 
-def test_a_dict_of_hyperparameters_is_given_back_as_the_argument_that_it_was(
+def test_dict_argument_round_trips_through_hyperparameters(
     tmp_path: Path,
 ) -> None:
     model, data = Configured({"rate": 0.5}), Rows({"size": 4})

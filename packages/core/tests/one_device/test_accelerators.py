@@ -63,7 +63,7 @@ def test_mixed_precision_without_autocast_is_refused() -> None:
     )
 
 
-def test_autocast_is_asked_for_by_device_type_and_dtype() -> None:
+def test_accelerator_autocast_has_device_type_and_dtype() -> None:
     context: Any = CPUAccelerator().autocast(torch.bfloat16)
     assert (context.device, context.fast_dtype) == ("cpu", torch.bfloat16)
     assert DeviceAccelerator("meta").autocast(torch.bfloat16) is None
@@ -137,7 +137,7 @@ def test_a_device_accelerator_sets_up_devices_of_its_type_only() -> None:
     assert str(refused.value) == "DeviceAccelerator expected a device xpu, received cpu"
 
 
-def test_several_devices_in_one_process_need_kernels_for_it() -> None:
+def test_dp_on_the_cpu_is_refused() -> None:
     with pytest.warns(FutureWarning, match="deprecated"):
         strategy = DataParallelStrategy()
     with pytest.raises(ConfigurationError) as refused:
@@ -212,7 +212,7 @@ class Reading:
 
 
 @pytest.mark.parametrize("pins", [True, False])
-def test_values_are_read_through_pinned_memory_where_the_accelerator_has_it(
+def test_start_reading_uses_pinned_memory_if_supported(
     pins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = Reading()

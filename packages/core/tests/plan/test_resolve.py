@@ -487,7 +487,7 @@ def test_devices_none_means_the_cpu(plan: Plan) -> None:
     assert made.strategy.name == "single_device"
 
 
-def test_the_cpu_gives_as_many_ranks_as_are_asked_for(plan: Plan) -> None:
+def test_cpu_devices_sets_the_number_of_ranks(plan: Plan) -> None:
     assert plan(accelerator="cpu").devices == (0,)
     assert plan(accelerator="cpu", devices=20).world_size == 20
     assert plan(accelerator="cpu", devices=-1).world_size == 8
@@ -752,7 +752,7 @@ def test_something_else_is_no_cluster(refused: Callable[..., str], given: object
 # -- launcher
 
 
-def test_a_launcher_of_the_strategys_list_may_be_asked_for(plan: Plan) -> None:
+def test_strategy_object_selects_a_listed_launcher(plan: Plan) -> None:
     by_fork = dataclasses.replace(PARALLEL, launchers=("script", "fork"))
     made = plan(strategy=strategy_object(by_fork, launcher="fork"), devices=2)
     assert made.launcher.name == "fork"
@@ -807,12 +807,12 @@ def test_precisions_by_number_and_name(plan: Plan, asked: Any, expected: str) ->
     assert plan(precision=asked).precision.name == expected
 
 
-def test_the_default_precision_is_said_to_be_one(plan: Plan) -> None:
+def test_plan_marks_the_default_precision(plan: Plan) -> None:
     assert plan().precision.why == "the default"
     assert plan(precision=64).precision.why == "your argument"
 
 
-def test_an_unknown_precision_names_the_distribution_that_has_it(
+def test_missing_precision_names_its_distribution(
     refused: Callable[..., str],
 ) -> None:
     text = refused(UnknownNameError, precision=16)

@@ -13,7 +13,7 @@ from stratagem.errors import UnknownNameError
 from stratagem.profilers import PassThroughProfiler, Profiler
 
 
-def test_a_profiler_of_the_users_own_is_told() -> None:
+def test_custom_profiler_receives_the_actions() -> None:
     class Names(Profiler):
         def __init__(self) -> None:
             super().__init__()

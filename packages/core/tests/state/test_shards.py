@@ -9,7 +9,7 @@ from stratagem.checkpoint import Shards
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (4, 1, 3), (2, 3, 4), (2, 2, 3, 2)])
-def test_the_boxes_of_a_flat_range_cover_it_and_nothing_else(shape: tuple[int, ...]) -> None:
+def test_boxes_of_a_flat_range_cover_exactly_the_range(shape: tuple[int, ...]) -> None:
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
     for _ in range(50):
         start, end = sorted(random.choices(range(whole.numel() + 1), k=2))

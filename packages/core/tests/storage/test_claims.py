@@ -38,7 +38,7 @@ def claimed_elsewhere(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize("locks", ["seen", "none", "unseen"])
-def test_of_processes_that_want_a_name_at_the_same_moment_one_gets_it(
+def test_concurrent_claims_of_a_name_have_one_winner(
     locks: str, run_script: RunScript, tmp_path: Path
 ) -> None:
     """Also where the name was that of a process that was killed."""

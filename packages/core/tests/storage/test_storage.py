@@ -342,7 +342,7 @@ def test_concurrent_fetches_share_one_copy(tmp_path: Path, monkeypatch: pytest.M
     assert left_in(tmp_path) == []
 
 
-def test_no_room_for_the_copy_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_for_a_local_copy_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     url = f"memory://{tmp_path.name}/a.ckpt"
     paths.write(url, b"0123456789")
@@ -543,7 +543,7 @@ def test_two_ranks_save_to_s3_and_another_process_goes_on_from_the_last(
         assert told in said
 
 
-def test_an_answer_of_another_size_than_was_said_is_refused(tmp_path: Path) -> None:
+def test_download_of_another_size_is_refused(tmp_path: Path) -> None:
     def answers(path: str) -> None:
         Path(path).write_bytes(b"x" * 20)
 

@@ -147,7 +147,7 @@ def test_saving_makes_no_second_copy_in_memory(run_script: Callable[..., Any]) -
     assert int(finished.stdout) < 16
 
 
-def test_safe_data_come_back_as_they_were(tmp_path: Path) -> None:
+def test_safe_data_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "model.ckpt"
     io = SingleFileCheckpointIO()
     contents = {
@@ -412,7 +412,7 @@ def test_training_resumes_in_the_middle_of_an_epoch_with_the_next_batch(
     assert resumed.callback_metrics["val_loss"] == whole.callback_metrics["val_loss"]
 
 
-def test_a_checkpoint_asked_for_between_two_micro_batches_stands_after_their_step(
+def test_save_checkpoint_between_micro_batches_follows_their_step(
     tmp_path: Path,
 ) -> None:
     class SaveWithin(Callback):
@@ -803,7 +803,7 @@ def test_a_name_that_stays_the_same_replaces_the_runs_own_file(
     assert torch.load(saver.best_model_path)["epoch"] == 3
 
 
-def test_a_resumed_run_goes_on_with_the_checkpoints_that_it_kept(tmp_path: Path) -> None:
+def test_resumed_run_continues_save_top_k(tmp_path: Path) -> None:
     def saver() -> ModelCheckpoint:
         return ModelCheckpoint(tmp_path, monitor="score", mode="max", save_top_k=2)
 
@@ -1198,7 +1198,7 @@ def test_a_checkpoint_of_lite_is_not_taken_for_a_trainers(tmp_path: Path) -> Non
         )
 
 
-def test_a_folder_that_is_lost_on_the_way_is_said(tmp_path: Path) -> None:
+def test_removed_checkpoint_folder_raises(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
 
     class Loses(Callback):
@@ -1258,7 +1258,7 @@ class WithLayer(Net):
         self.save_hyperparameters()
 
 
-def test_hyperparameters_that_cannot_be_saved_are_said_at_the_start_and_asked_for(
+def test_unsavable_hyperparameters_warn_and_are_required_on_load(
     tmp_path: Path,
 ) -> None:
     trainer = trainer_in(tmp_path, max_epochs=1)
@@ -1343,7 +1343,7 @@ def test_a_value_that_is_monitored_must_be_logged(tmp_path: Path) -> None:
         )
 
 
-def test_a_value_of_validation_that_has_no_loader_is_told_of_the_loader(tmp_path: Path) -> None:
+def test_monitor_without_a_validation_loader_names_the_loader(tmp_path: Path) -> None:
     lost = {
         "val_loss": "Net has validation_step, but there is no loader for validation: pass "
         "val_dataloaders to fit()",

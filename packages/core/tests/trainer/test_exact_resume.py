@@ -649,7 +649,7 @@ class Stateful:
         self.loaded = state["position"]
 
 
-def test_a_loader_with_a_state_goes_on_by_it(tmp_path: Path) -> None:
+def test_stateful_dataloader_resumes_by_its_state(tmp_path: Path) -> None:
     whole = fit(Stateful, tmp_path / "whole", seed=1)
     checkpoint = tmp_path / "whole" / "step=8.ckpt"
     assert fit(Stateful, tmp_path / "rest", seed=99, ckpt_path=checkpoint) == whole[8:]
@@ -716,9 +716,7 @@ def accumulated(folder: Path, seed: int, *callbacks: Callback, **options: Any) -
 
 
 @pytest.mark.parametrize("event", ["on_train_batch_end", "on_train_batch_start"])
-def test_a_checkpoint_asked_for_within_a_step_is_saved_after_it_and_is_exact(
-    event: str, tmp_path: Path
-) -> None:
+def test_save_checkpoint_within_a_step_is_exact(event: str, tmp_path: Path) -> None:
     saving = Saving(tmp_path, event)
     np.random.seed(3)
     whole = accumulated(tmp_path, 1, saving)
@@ -739,7 +737,7 @@ def test_weights_alone_are_saved_within_a_step(tmp_path: Path) -> None:
     accumulated(tmp_path, 1, Weights())
 
 
-def test_a_saver_by_time_waits_for_the_step_before_it_removes_the_older_one(
+def test_train_time_interval_removes_after_the_step(
     tmp_path: Path,
 ) -> None:
     class Look(Callback):
@@ -753,7 +751,7 @@ def test_a_saver_by_time_waits_for_the_step_before_it_removes_the_older_one(
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["step=6.ckpt"]
 
 
-def test_a_signal_within_a_step_ends_the_run_after_it(tmp_path: Path) -> None:
+def test_sigterm_within_a_step_ends_the_run_after_the_step(tmp_path: Path) -> None:
     class Terminated(Callback):
         def on_train_batch_end(
             self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int

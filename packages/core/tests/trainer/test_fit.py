@@ -1107,7 +1107,7 @@ class TwoSets(Regression):
     test_step = validation_step
 
 
-def test_several_validation_loaders_are_told_apart_by_name() -> None:
+def test_several_validation_loaders_have_suffixed_metrics() -> None:
     model = TwoSets()
     trainer = quiet(max_epochs=1)
     first, second = loader(10), loader(6, batch_size=3)
@@ -1417,7 +1417,7 @@ def test_gradients_are_there_at_the_end_of_a_batch_and_cost_no_memory_afterwards
     assert left == [False, False, False]
 
 
-def test_an_exception_is_told_and_raised_unchanged() -> None:
+def test_on_exception_receives_the_raised_exception() -> None:
     told: list[BaseException] = []
 
     class See(Callback):
@@ -1680,7 +1680,7 @@ def test_hyperparameters_of_a_base_class_include_the_subclass() -> None:
     assert model.hparams.extra == 1
 
 
-def test_callbacks_of_a_model_are_asked_for_once_and_remember() -> None:
+def test_configure_callbacks_is_called_once() -> None:
     made = []
 
     class WithCallback(Regression):

@@ -120,7 +120,7 @@ def test_a_callback_may_run_the_model_in_every_hook_of_an_evaluation() -> None:
     assert not model.frozen.training
 
 
-def test_a_model_says_how_it_enters_and_leaves_evaluation() -> None:
+def test_module_overrides_its_evaluation_mode_hooks() -> None:
     called: list[str] = []
 
     class Own(Line):
@@ -149,7 +149,7 @@ def test_a_model_says_how_it_enters_and_leaves_evaluation() -> None:
 # ---------------------------------------------------------------- who is called
 
 
-def test_an_override_may_call_the_hook_that_it_overrides() -> None:
+def test_hooks_may_call_super() -> None:
     called: list[str] = []
 
     def overriding(hook: str) -> Any:
@@ -296,7 +296,7 @@ def test_each_of_several_uncalled_methods_has_its_remedy() -> None:
 # ---------------------------------------------------------------- with what
 
 
-def test_hooks_and_steps_take_the_loaders_index_or_leave_it() -> None:
+def test_dataloader_idx_is_optional_in_hooks_and_steps() -> None:
     class Plain(Line):
         indices: list[int]
 
@@ -410,7 +410,7 @@ class KeepsOptimizer(Line):
         self.kept = self.optimizers()
 
 
-def test_a_model_may_be_copied_and_pickled_while_it_trains_and_after(tmp_path: Path) -> None:
+def test_module_is_copyable_and_picklable_during_training(tmp_path: Path) -> None:
     class Copies(Callback):
         copies: list[Any]
 

@@ -174,7 +174,7 @@ def test_code_that_steps_itself_may_have_a_scheduler_of_any_kind() -> None:
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.25
 
 
-def test_a_fit_may_be_without_an_optimizer_where_that_is_said() -> None:
+def test_needs_optimizer_false_allows_no_optimizer() -> None:
     class Statistics(Net):
         needs_optimizer = False
         total = 0.0
@@ -409,7 +409,7 @@ def test_validation_comes_after_a_time(time: Any, monkeypatch: pytest.MonkeyPatc
         ),
     ],
 )
-def test_when_validation_comes_must_be_said_clearly(arguments: Any, text: str) -> None:
+def test_bad_validation_intervals_are_refused(arguments: Any, text: str) -> None:
     with pytest.raises(ConfigurationError) as raised:
         quiet(**arguments)
     assert str(raised.value) == text

@@ -132,7 +132,7 @@ def test_logged_metrics_include_step_values() -> None:
     assert trainer.logged_metrics == {"index": 2.0}
 
 
-def test_a_logger_that_is_given_few_steps_is_told_of_once(
+def test_large_log_every_n_steps_is_hinted_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     hint = (
@@ -262,7 +262,7 @@ def test_the_number_of_samples_is_inferred(form: Any) -> None:
         lambda n: [{"x": torch.ones(7, 2)}] * n,  # samples, or two views of seven
     ],
 )
-def test_an_unclear_number_of_samples_is_said_once(form: Any) -> None:
+def test_unclear_batch_size_warns_once(form: Any) -> None:
     with pytest.warns(UserWarning, match="the number of samples in a batch is unclear") as said:
         weighted([form(3), form(4)])
     ours = [str(one.message) for one in said if "unclear" in str(one.message)]
@@ -325,7 +325,7 @@ def test_a_value_may_be_any_kind_of_number(value: Any) -> None:
     assert all(type(x) in (int, float) for x in memory.of("x_step").values())
 
 
-def test_a_value_changed_in_place_after_log_stays_as_it_was() -> None:
+def test_log_copies_tensors_changed_in_place() -> None:
     memory = Memory()
     counter = torch.zeros(())
 
@@ -516,7 +516,7 @@ def test_the_csv_holds_every_row_and_columns_that_come_up_later(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 5, 2**20])
-def test_a_late_column_leaves_every_value_as_it_was(
+def test_csv_logger_keeps_values_on_a_new_column(
     piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stratagem.loggers.csv_logger._PIECE", piece)
@@ -556,7 +556,7 @@ def test_a_late_column_costs_a_fraction_of_writing_the_rows(tmp_path: Path) -> N
     assert late < rows / 5  # parsing and writing each row anew took half of it
 
 
-def test_a_copy_with_a_late_column_is_on_the_disk_before_it_takes_the_place(
+def test_csv_logger_syncs_before_it_replaces_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(descriptor: int) -> None:
@@ -637,7 +637,7 @@ def test_rows_reach_the_loggers_after_two_seconds(monkeypatch: pytest.MonkeyPatc
     assert there == [0, 0, 0, 3, 3, 3]
 
 
-def test_the_csv_has_a_row_when_it_was_logged(tmp_path: Path) -> None:
+def test_csv_logger_writes_each_row_at_once(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     logger.log_metrics({"loss": 0.5}, 3)
     assert read(logger.log_dir) == [{"step": "3", "loss": "0.5"}]
@@ -991,7 +991,7 @@ def test_hooks_at_the_end_of_an_epoch_read_its_own_values(tmp_path: Path) -> Non
     assert trainer.callback_metrics["doubled"] == 401.0
 
 
-def test_each_loader_has_the_values_that_were_logged_for_it() -> None:
+def test_validation_results_are_separate_by_loader() -> None:
     class Logs(Module):
         def __init__(self) -> None:
             super().__init__()
@@ -1072,7 +1072,7 @@ class WithoutInferenceMode(CPUAccelerator):
 @pytest.mark.parametrize(
     ("accelerator", "expected"), [(CPUAccelerator(), True), (WithoutInferenceMode(), False)]
 )
-def test_evaluation_is_under_inference_mode_where_the_accelerator_has_it(
+def test_evaluation_uses_inference_mode_if_supported(
     tmp_path: Path, accelerator: CPUAccelerator, expected: bool
 ) -> None:
     seen = []

@@ -434,7 +434,7 @@ def test_a_dataset_of_another_type_is_noticed(batch_size: int) -> None:
 @pytest.mark.parametrize("make", [shuffled, in_order])
 @pytest.mark.parametrize(("ranks", "batch_size"), [(1, 2), (1, 4), (2, 2)])
 @pytest.mark.parametrize("samples", [8, 24, 40, 1000])
-def test_a_dataset_of_another_length_is_said_whatever_the_batches_and_ranks(
+def test_resume_with_another_dataset_length_warns(
     make: Callable[..., Any], ranks: int, batch_size: int, samples: int
 ) -> None:
     saved = Ranks(lambda: make(32), 1, seed=1)

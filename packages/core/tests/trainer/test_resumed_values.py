@@ -402,7 +402,7 @@ def test_a_run_that_saved_or_failed_within_a_validation_is_as_one_that_did_not(
 
 
 @pytest.mark.parametrize("every", [1, 3], ids=["with validation", "without"])
-def test_a_run_that_an_error_ended_at_the_end_of_an_epoch_ends_it_again(
+def test_resume_after_an_error_at_epoch_end_repeats_the_epoch_end(
     every: int, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"check_val_every_n_epoch": every}
@@ -583,7 +583,7 @@ def test_metric_with_unsavable_state_is_named_at_the_save(tmp_path: Path) -> Non
         assert Run(tmp_path, make, lambda _: [], path).net.epochs
 
 
-def test_a_metric_object_that_is_no_attribute_is_said_at_the_save(tmp_path: Path) -> None:
+def test_metric_outside_of_module_attributes_warns_at_the_save(tmp_path: Path) -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
 
     class Hides(Net):

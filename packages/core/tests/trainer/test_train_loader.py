@@ -139,7 +139,7 @@ def test_batches_of_unknown_number_are_read_before_the_step_and_let_go_within() 
     ids=["known", "stream", "overestimated", "list", "iterable"],
 )
 @pytest.mark.filterwarnings("ignore:.*yielded 8 batches, but its length promised 11")
-def test_the_last_step_is_divided_by_the_batches_that_it_has(
+def test_last_accumulated_step_averages_over_its_batches(
     make: Callable[[Counted], Any], read: int
 ) -> None:
     model = fit(make(Counted(11)), 3)
@@ -157,7 +157,7 @@ class iter_of:
         return (self.data[index] for index in range(len(self.data)))
 
 
-def test_a_limit_ends_within_a_step_and_reads_nothing_beyond_it() -> None:
+def test_limit_train_batches_within_a_step_reads_no_further_batch() -> None:
     data = Counted(12)
     model = fit(loader_of(data), 3, limit_train_batches=5, max_epochs=1)
     assert len(data.held) == 5

@@ -116,7 +116,7 @@ def test_loaders_are_made_anew_after_some_epochs() -> None:
 
 
 @pytest.mark.parametrize("step", [4, 6, 8, 11])
-def test_a_run_goes_on_exactly_with_the_loader_that_it_had(step: int, tmp_path: Path) -> None:
+def test_reload_dataloaders_resumes_exactly(step: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 5}
     torch.manual_seed(2)
     whole = Reloading()
