@@ -179,7 +179,7 @@ def test_missing_torch_backend_fails_in_one_line_with_the_package(code: str, mis
     )
 
 
-def test_without_the_torch_backend_a_directory_checkpoint_says_what_to_install() -> None:
+def test_directory_checkpoint_without_torch_backend_names_the_package() -> None:
     hidden = HIDDEN.replace("stratagem-extras", "stratagem-backend-torch")
     line = last_line(hidden.replace("stratagem_extras", "stratagem_torch") + DESCRIBED)
     assert line.startswith("CheckpointFormatError: '")
