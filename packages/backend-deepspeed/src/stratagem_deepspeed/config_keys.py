@@ -5,10 +5,10 @@ DeepSpeed ignores what it does not know at the top level.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from stratagem.discovery import nearest_of
 from stratagem.errors import ConfigurationError
 from stratagem_deepspeed.known_keys import KNOWN_KEYS
 
@@ -37,9 +37,9 @@ def _check(section: Mapping[str, Any], known: frozenset[str], path: tuple[str, .
     for key in section:
         if key in known:
             continue
-        near = difflib.get_close_matches(str(key), sorted(known), n=1)
+        near = nearest_of(str(key), sorted(known))
         hint = (
-            f"did you mean {'.'.join((*path, near[0]))!r}?"
+            f"did you mean {'.'.join((*path, near))!r}?"
             if near
             else f"expected one of {', '.join(sorted(known))}"
         )
