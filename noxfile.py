@@ -79,6 +79,8 @@ LOW_PRECISIONS = ["bitsandbytes==0.50.2", "torchao==0.18.0"]
 LOW_PRECISIONS_2_9 = ["bitsandbytes==0.50.2", "torchao==0.17.0"]
 # One file of tests on each of two processes.
 TWO_AT_ONCE = ("-n", "2", "--dist", "loadfile")
+# Small models wait for their threads most of the time.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 TRANSFORMERS = "transformers==5.23.0"
 PEFT = "peft==0.21.2"
 # What builds the site of the documentation, and what its pages train beside.
@@ -266,7 +268,8 @@ def check_contracts(session: nox.Session) -> None:
 
 def run_pytest(session: nox.Session, markers: str, *options: str) -> None:
     """Pytest on the tests that `markers` selects, with this session's further arguments."""
-    session.run("pytest", "-m", markers, *options, *session.posargs)
+    options = ("-m", markers, *options, *session.posargs)
+    session.run("pytest", *options, env=ONE_THREAD)
 
 
 def run_unit(session: nox.Session, torch: str = TORCH) -> None:
@@ -301,7 +304,7 @@ def tests(session: nox.Session) -> None:
 def oldest(session: nox.Session) -> None:
     """What leans on the insides of torch, with the oldest one: that of torch_xla, and its tests."""
     install_core(session, *XLA)
-    session.run("pytest", *TWO_AT_ONCE, *TORCH_TESTS, *session.posargs)
+    session.run("pytest", *TWO_AT_ONCE, *TORCH_TESTS, *session.posargs, env=ONE_THREAD)
     run_xla(session)
 
 
@@ -309,7 +312,7 @@ def oldest(session: nox.Session) -> None:
 def newest(session: nox.Session) -> None:
     """The same, with the newest torch, and with triton as a user gets it."""
     install_core(session, NEWEST)
-    session.run("pytest", *TWO_AT_ONCE, *TORCH_TESTS, *session.posargs)
+    session.run("pytest", *TWO_AT_ONCE, *TORCH_TESTS, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

@@ -147,7 +147,7 @@ def test_the_table_lists_every_program() -> None:
     assert sorted(listed) == PROGRAMS
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("name", RUNS)
 def test_a_program_learns(name: str, devices: int, tmp_path: Path) -> None:
     printed = run(name, tmp_path, "--devices", str(devices))

@@ -545,7 +545,7 @@ def test_launches_at_the_same_time_do_not_meet(
         ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ten_launches_in_a_row_end_well(run_script: RunScript) -> None:
     for _ in range(10):
         finished = run_script(SMALL)
