@@ -41,7 +41,7 @@ def sync_directory(directory: os.PathLike[str]) -> None:
 
 
 def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
-    """Open a file to read it, unbuffered; never wait for whoever may write to it.
+    """Open a file to read it, unbuffered; do not wait for a process that writes to it.
 
     Args:
         path: where.
