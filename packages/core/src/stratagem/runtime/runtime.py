@@ -257,6 +257,21 @@ class Runtime:
             ConfigurationError: the launcher needs a function.
             RankFailedError: another rank failed; shows its traceback.
         """
+        if function is not None:
+            return self.starter()(self._run_on_rank, function, *args, **kwargs)
+        if self.plan.remote:
+            raise ConfigurationError(
+                f"the launcher {self.plan.launcher.name!r} runs a function in new processes, "
+                "so launch() needs one: pass it (lite.launch(main), with main(lite)), or put "
+                "the code into run() of a subclass"
+            )
+        return self.starter()(self._setup_environment)
+
+    def starter(self) -> Callable[..., Any]:
+        """Return the function that starts the processes and calls another function on every rank.
+
+        Its arguments are that function, which enters `on_rank`, and its arguments.
+        """
         open_standard_streams()
         process = multiprocessing.current_process()
         # Our own ranks see this in their launcher, and their parent raises the error.
@@ -265,25 +280,14 @@ class Runtime:
                 f"{process.name!r}, a process such as a DataLoader's worker, imports the script, "
                 "which trains when it is imported: put that code under `if __name__ == '__main__':`"
             )
-        remote = self.plan.remote
-        if this_rank.is_launched and remote and function is not None:
+        if this_rank.is_launched and self.plan.remote:
             # This process is already a rank of the launch that this call belongs to.
-            return run_as_rank(self._run_on_rank, function, *args, **kwargs)
+            return run_as_rank
         launcher = self.plan.launcher.build()
         check_overrides(type(launcher), Launcher)
-        if function is None:
-            if remote:
-                raise ConfigurationError(
-                    f"the launcher {self.plan.launcher.name!r} runs a function in new processes, "
-                    "so launch() needs one: pass it (lite.launch(main), with main(lite)), or put "
-                    "the code into run() of a subclass"
-                )
-            return launcher.launch(self.plan, self._setup_environment)
-        if remote:
-            return launcher.launch(
-                self.plan, self._run_on_new_rank, inherited_rng(), function, *args, **kwargs
-            )
-        return launcher.launch(self.plan, self._run_on_rank, function, *args, **kwargs)
+        if self.plan.remote:
+            return functools.partial(launcher.launch, self.plan, run_with_rng, inherited_rng())
+        return functools.partial(launcher.launch, self.plan)
 
     def launched_strategy(self) -> Strategy:
         """Return the strategy after the launch; a single rank is launched here.
@@ -329,15 +333,16 @@ class Runtime:
         ):
             yield
 
-    def _run_on_new_rank(self, inherited: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Run on a rank with the random numbers that the launching process would have drawn."""
-        inherit_rng(inherited)
-        return self._run_on_rank(*args, **kwargs)
-
     def _run_on_rank(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.on_rank():
+            return function(*args, **kwargs)
+
+    @contextmanager
+    def on_rank(self) -> Iterator[None]:
+        """Set up this rank; at the end wait for its saves, or tell the others of its error."""
         self._setup_environment()
         try:
-            result = function(*args, **kwargs)
+            yield
             self.strategy.checkpoint_io.wait()
         except SystemExit:
             raise  # an orderly end
@@ -345,7 +350,6 @@ class Runtime:
             if self.plan.world_size > 1:
                 this_rank.fail_run(error)
             raise
-        return result
 
     def _setup_environment(self) -> None:
         """Wait for the other ranks; set up the strategy, unless this was done in their group."""
@@ -385,6 +389,14 @@ class Runtime:
         if not self.is_launched:
             note_set_up(strategy)
         self.is_launched, self.group = True, group
+
+
+def run_with_rng(
+    inherited: dict[str, Any], function: Callable[..., Result], *args: Any, **kwargs: Any
+) -> Result:
+    """Run on a rank with the random numbers that the launching process would have drawn."""
+    inherit_rng(inherited)
+    return function(*args, **kwargs)
 
 
 class FrontEnd:

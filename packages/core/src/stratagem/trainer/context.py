@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from stratagem.module.module import Module
     from stratagem.trainer.checks import EpochChecks
     from stratagem.trainer.hooks import Hooks
+    from stratagem.trainer.job import Job
     from stratagem.trainer.loaders.open import FitData
     from stratagem.trainer.loops.interruption import Interruption
     from stratagem.trainer.loops.validation import Validation
@@ -189,8 +190,7 @@ class RunContext:
 
     Attributes:
         trainer: the Trainer, with its options, its plan and its way to feed batches.
-        stage: "fit", "validate", "test" or "predict".
-        keeps_predictions: whether the results of `predict_step` are kept until the end.
+        job: the request.
         module, datamodule: of the user.
         strategy: the strategy, with its ranks.
         hooks: the hooks of the module and the callbacks.
@@ -202,8 +202,7 @@ class RunContext:
     """
 
     trainer: Trainer
-    stage: str
-    keeps_predictions: bool
+    job: Job
     module: Module
     datamodule: DataModule | None
     strategy: Strategy
@@ -239,7 +238,7 @@ class StepContext(RunContext):
 
 @dataclass(frozen=True, eq=False)
 class FitContext(StepContext):
-    """What does not change while a fit runs. `prepare_fit` makes it, and the loop reads it.
+    """What does not change while a fit runs. `make_context` makes it, and the loop reads it.
 
     Attributes:
         step: the optimizer step, with its micro-batches and hooks.

@@ -34,11 +34,11 @@ from stratagem.trainer.context import (
 from stratagem.trainer.hooks import Hooks
 from stratagem.trainer.loaders.loaders import EvaluationLoader
 from stratagem.trainer.loaders.open import FitData, LoaderFactory
-from stratagem.trainer.loops.fit import fit, functions_after_step
+from stratagem.trainer.loops.fit import functions_after_step
 from stratagem.trainer.loops.interruption import Interruption
 from stratagem.trainer.loops.validation import Validation
 from stratagem.trainer.metrics.log_buffer import LogBuffer
-from stratagem.trainer.metrics.metrics import LatestMetrics, Metrics, Monitor
+from stratagem.trainer.metrics.metrics import Metrics, Monitor
 from stratagem.trainer.options import set_determinism
 from stratagem.trainer.profiling import Profiling
 from stratagem.trainer.resume.checkpoint import (
@@ -59,7 +59,6 @@ from stratagem.trainer.step.schedulers import Schedulers
 
 if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import PreparedModel
-    from stratagem.runtime.runtime import Runtime
     from stratagem.trainer.job import Job
     from stratagem.trainer.resume.rank_state import RankState
     from stratagem.trainer.step.step import Step
@@ -77,10 +76,7 @@ class Run:
 
     Args:
         trainer: the Trainer, which holds the options and the callbacks.
-        runtime: the Runtime, whose strategy runs the plan.
         job: the request.
-        state: the state of the training loop in the Trainer's last fit.
-        latest: the latest logged values since the start of the Trainer's last fit.
         before: the previous run. If it had the same model, its prepared model is used again.
 
     Attributes:
@@ -97,18 +93,9 @@ class Run:
         step: in a fit, the optimizer step, which may have begun.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        runtime: Runtime,
-        job: Job,
-        *,
-        state: FitState,
-        latest: LatestMetrics,
-        before: Run | None,
-    ) -> None:
+    def __init__(self, trainer: Trainer, job: Job, before: Run | None) -> None:
         self.trainer = trainer
-        self.runtime = runtime
+        self.runtime = runtime = trainer.runtime
         self.job = job
         self.stage = job.stage
         self.module = job.model
@@ -116,26 +103,22 @@ class Run:
         self.strategy = runtime.strategy
         self.policy = trainer.policy
         self.limits = Limits(trainer)
-        self.state = state
-        self.latest = latest
+        self.state = state = trainer.fit_state
+        self.latest = latest = trainer.latest_metrics
         self.latest.bar.clear()
         self.profiling = Profiling(trainer._profiler, type(self.strategy).__name__)
         self.callbacks = [*trainer.callbacks, *checks.hints_of_run(trainer)]
         self.hooks: Hooks = Hooks(trainer, job.model, self.callbacks, self.profiling.wrap)
         loggers = trainer.loggers if trainer.is_global_zero else ()
         self.rows = LogBuffer(loggers, self.strategy.accelerator)
+        every = trainer.options.log_every_n_steps
         self.metrics: Metrics = Metrics(
-            self.strategy,
-            self.rows,
-            latest,
-            every_n_steps=trainer.options.log_every_n_steps,
-            module=job.model,
+            self.strategy, self.rows, latest, every_n_steps=every, module=job.model
         )
         self.evaluation = EvaluationProgress()
         self.context = RunContext(
             trainer=trainer,
-            stage=job.stage,
-            keeps_predictions=job.keeps_predictions,
+            job=job,
             module=job.model,
             datamodule=job.datamodule,
             strategy=self.strategy,
@@ -154,16 +137,12 @@ class Run:
             stop=partial(state.stop_requests.add, None),
             save=partial(save_interrupted, trainer),
         )
-        self.validation = Validation(
-            self.context,
-            self.limits,
-            self.interruption,
-            note_values=lambda values: self.schedulers.note_validation(values),
-        )
+        self.validation = Validation(self.context, self.limits, self.interruption)
         self.monitor = Monitor(latest, state, self.strategy.ranks, self.validation, job)
         self.schedulers: Schedulers = Schedulers(
             state, self.monitor, job.model, counts_batches=self.policy.schedulers_count_batches
         )
+        self.validation.note_values = self.schedulers.note_validation
         self.loaders = LoaderFactory(trainer, job, self.profiling.reads)
         self.evaluation_loaders = self.loaders.evaluation_loaders
         self.fit_data: FitData | None = None
@@ -273,18 +252,19 @@ class Run:
 # -- the stages
 
 
-def run_fit(run: Run) -> None:
-    """Train a model."""
+@contextmanager
+def prepare_fit(run: Run) -> Iterator[FitContext]:
+    """Prepare a fit, yield what the training loop reads, and end the fit after the loop."""
     prepared, is_resumed = prepare_to_train(run)
     with run.module.logging_to(run.metrics):
         run.hooks.call("on_fit_start")
         run.interruption.begin()
         if not is_resumed:
             run.validation.check_sanity(prepared)
-        context = prepare_fit(run, prepared)
+        context = make_context(run, prepared)
         with closing(context.data):
             try:
-                fit(context, run.state)
+                yield context
             except RuntimeError as error:
                 explained = context.step.explain(error) or run.strategy.explain(prepared, error)
                 if explained is None:
@@ -294,7 +274,7 @@ def run_fit(run: Run) -> None:
     run.strategy.checkpoint_io.wait()
 
 
-def prepare_fit(run: Run, prepared: PreparedModel) -> FitContext:
+def make_context(run: Run, prepared: PreparedModel) -> FitContext:
     """Return what the training loop reads, with the optimizer step."""
     assert run.fit_data is not None
     parts = StepContext(
@@ -397,8 +377,12 @@ def prepare_to_evaluate(run: Run) -> PreparedModel:
     return run.prepared
 
 
-STAGES: dict[str, Callable[[Run], Any]] = {"fit": run_fit, "predict": run_prediction}
-"""The functions of the stages; that of the others is `run_evaluation`."""
+EVALUATIONS: dict[str, Callable[[Run], Any]] = {
+    "validate": run_evaluation,
+    "test": run_evaluation,
+    "predict": run_prediction,
+}
+"""The functions of the stages without training."""
 
 
 # -- the start and the end of each stage

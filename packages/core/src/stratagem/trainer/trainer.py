@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -14,6 +16,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.strategy import Strategy
+from stratagem.launch.process import numpy_warned_once
 from stratagem.launch.rank import leave_unprinted
 from stratagem.loggers.adapted import Loggers, make_loggers
 from stratagem.module.datamodule import DataModule
@@ -48,7 +51,6 @@ from stratagem.trainer.options import (
 if TYPE_CHECKING:
     from stratagem.profilers import Profiler
     from stratagem.trainer.context import StepContext
-    from stratagem.trainer.run import Run
     from stratagem.trainer.step.batches import BatchFeed, IndexedBatch
     from stratagem.trainer.step.step import Step
 
@@ -272,7 +274,7 @@ class Trainer(TrainerAttributes):
             requests.clear()
 
     def _forget_runs(self) -> None:
-        self._state, (self._fit_state, self._latest) = RunState(), self.make_state("fit")
+        self._state, (self._fit_state, self._latest) = RunState(), (FitState(), LatestMetrics())
         self._run = self._opened = self._remote_model = None
 
     def with_options(
@@ -340,9 +342,9 @@ class Trainer(TrainerAttributes):
             CheckpointError: if the checkpoint cannot be used.
             RankFailedError: if another rank failed.
         """
-        self._execute(
-            Job.of("fit", model, train_dataloaders, datamodule, ckpt_path, val_dataloaders)
-        )
+        job = Job.of("fit", model, train_dataloaders, datamodule, ckpt_path, val_dataloaders)
+        with self._executing(job) as execute:
+            execute(job)
 
     @public_call
     def validate(
@@ -405,7 +407,9 @@ class Trainer(TrainerAttributes):
         """
         job = Job.of("predict", self._model_or_last(model), dataloaders, datamodule, ckpt_path)
         keeps = return_predictions is not False
-        predictions = self._execute(replace(job, keeps_predictions=keeps))
+        job = replace(job, keeps_predictions=keeps)
+        with self._executing(job) as execute:
+            predictions = execute(job)
         if not keeps:
             return None
         return predictions[0] if len(predictions) == 1 else predictions
@@ -441,15 +445,17 @@ class Trainer(TrainerAttributes):
         return model
 
     def _evaluate(self, job: Job, verbose: bool) -> list[dict[str, float]]:
-        values, of_loaders = self._execute(job)
+        with self._executing(job) as execute:
+            values, of_loaders = execute(job)
         if verbose and self.is_global_zero:
             from stratagem.trainer.loops.evaluation import print_values
 
             print_values(job.stage, values)
         return list(of_loaders)
 
-    def _execute(self, job: Job) -> Any:
-        """Launch processes if necessary, and run a job on every rank."""
+    @contextmanager
+    def _executing(self, job: Job) -> Iterator[Callable[[Job], Any]]:
+        """Check a job, and yield the function that executes it on every rank; note how it ends."""
         check_not_running(self._state, job.stage)
         check_module(job, makes_optimizers=self.strategy.makes_optimizers)
         if job.stage == "fit":
@@ -458,54 +464,59 @@ class Trainer(TrainerAttributes):
         self._state = RunState(job.stage, "running", job.stage)
         try:
             check_folders_before_launch(self, self.runtime, job.stage)
-            if self.plan.remote and not self.runtime.is_launched:
-                result = self._execute_remotely(job)
-            else:
-                result = self.runtime.launch(self.run_on_rank, job)
+            with numpy_warned_once():
+                start = self.runtime.starter()
+                if self.plan.remote and not self.runtime.is_launched:
+                    yield partial(self._execute_remotely, start)
+                else:
+                    yield partial(start, self.run_on_rank)
         except BaseException as error:
             self._state.status = "interrupted"
             if isinstance(error, KeyboardInterrupt):
                 leave_unprinted(error)  # in two lines, by the rank that shows it
             raise
         self._state = RunState("", "finished", job.stage)
-        return result
 
-    def _execute_remotely(self, job: Job) -> Any:
+    def _execute_remotely(self, start: Callable[..., Any], job: Job) -> Any:
         """Run a job in new processes, then load the state that rank 0 returns."""
-        outcome = self.runtime.launch(self._run_and_report, job)
+        outcome = start(self.run_on_rank, job, reports=True)
         if outcome is None:
             return None  # rank 0 has ended itself, by sys.exit()
         result = load_result(outcome, job.model, self, latest=self._latest, state=self._fit_state)
         self._remote_model = job.model
         return result
 
-    def _run_and_report(self, job: Job) -> dict[str, Any]:
-        result = self.run_on_rank(job)
-        return collect_result(self, self.run.require_prepared(), self._fit_state, result)
+    def run_on_rank(self, job: Job, *, reports: bool = False) -> Any:
+        """Execute a run in this process, which is one of its ranks.
 
-    def run_on_rank(self, job: Job) -> Any:
-        """Execute a run in this process, which is one of its ranks; return the run's result."""
-        job.attach(self)
-        if self._run is None or self._run.module is not job.model:
-            added = as_list(job.model.configure_callbacks())
-            self.callbacks = merge_callbacks(self.callbacks, added)
-        if job.stage == "fit":
-            warn_on_refit(self, None if self._run is None else self._run.job, job)
-        self._opened = None
-        self._fit_state, self._latest = self.make_state(job.stage)
-        run = self._run = self._make_run(job, before=self._run)
-        from stratagem.trainer.run import STAGES, run_evaluation, set_up
+        Args:
+            job: the request.
+            reports: return the state of the run as well, for the process that has launched it.
+        """
+        # Only runs need these modules, which take a quarter of the Trainer's import time.
+        from stratagem.trainer import run as runs
+        from stratagem.trainer.loops.fit import fit
 
-        with set_up(run):
-            return STAGES.get(job.stage, run_evaluation)(run)
-
-    def _make_run(self, job: Job, before: Run | None = None) -> Run:
-        # Only runs need this module, which takes a quarter of the Trainer's import time.
-        from stratagem.trainer.run import Run
-
-        return Run(
-            self, self.runtime, job, state=self._fit_state, latest=self._latest, before=before
-        )
+        with self.runtime.on_rank():
+            job.attach(self)
+            if self._run is None or self._run.module is not job.model:
+                added = as_list(job.model.configure_callbacks())
+                self.callbacks = merge_callbacks(self.callbacks, added)
+            if job.stage == "fit":
+                warn_on_refit(self, None if self._run is None else self._run.job, job)
+            self._opened = None
+            self._fit_state, self._latest = self.begin_run(job)
+            run = self._run = runs.Run(self, job, before=self._run)
+            with runs.set_up(run):
+                if job.stage == "fit":
+                    result = None
+                    with runs.prepare_fit(run) as context:
+                        fit(context, run.state)
+                else:
+                    result = runs.EVALUATIONS[job.stage](run)
+            if reports:
+                return collect_result(self, run.require_prepared(), run.state, result)
+            return result
 
     def open_data(
         self, stage: Stage, model: Module, loaders: Any = None, datamodule: DataModule | None = None
@@ -520,10 +531,12 @@ class Trainer(TrainerAttributes):
             stage: the run: "fit", "validate", "test" or "predict".
             model, loaders, datamodule: as in the method of that name.
         """
+        from stratagem.trainer.run import Run
+
         check_not_running(self._state, "open_data")
         job = Job.of(stage, model, loaders, datamodule, None)
         job.attach(self)
-        run = self._opened = self.with_options(self.options)._make_run(job)
+        run = self._opened = Run(self.with_options(self.options), job, before=None)
         if stage == "fit":
             run.open_fit_data()
         else:
@@ -531,13 +544,15 @@ class Trainer(TrainerAttributes):
 
     # -- methods that a subclass may override
 
-    def make_state(self, stage: Stage) -> tuple[FitState, LatestMetrics]:
+    def begin_run(self, job: Job) -> tuple[FitState, LatestMetrics]:
         """Return the state of the training loop and the store of logged values for the next run.
+
+        Called on every rank, which is set up.
 
         A fit starts from the beginning, unless it loads a checkpoint, and callbacks wait for values
         of this fit. Other runs continue with those of the last fit.
         """
-        if stage == "fit":
+        if job.stage == "fit":
             return FitState(), LatestMetrics()
         return self.fit_state, self.latest_metrics
 

@@ -59,7 +59,7 @@ from stratagem_lightning.api.utilities.version import LIGHTNING_VERSION
 from stratagem_lightning_plugin.checkpoint_format import MARK, loops_of
 
 if TYPE_CHECKING:
-    from stratagem.trainer import BatchFeed, Job, Run, Stage, Step, StepContext
+    from stratagem.trainer import BatchFeed, Job, Run, Step, StepContext
 
 _OWN_DEFAULTS = ("logger", "log_every_n_steps", "enable_model_summary")
 """Arguments whose defaults are Lightning's where None is given."""
@@ -380,13 +380,19 @@ class Trainer(trainer.Trainer):
         """Save a checkpoint; as `stratagem.Trainer.save_checkpoint`."""
         super().save_checkpoint(*args, **options)
 
-    def make_state(self, stage: Stage) -> tuple[FitState, LatestMetrics]:
+    def begin_run(self, job: Job) -> tuple[FitState, LatestMetrics]:
         """Return the state of the next run, whose values are weighted as Lightning weights them.
 
         What was logged in the run before is forgotten.
         """
+        cast_each_time(self.strategy)
+        call_at_load(self.strategy)
+        self._asks.clear()
+        if job.stage == "fit":
+            advice.warn_of_validation(job)
+            advice.warn_of_default_epochs(self._arguments)
         state, latest = FitState(), LatestMetrics()
-        if stage != "fit":
+        if job.stage != "fit":
             state = FinishedFitState(**vars(self.fit_state))
         latest.batch_size = weight_of
         return state, latest
@@ -458,16 +464,10 @@ class Trainer(trainer.Trainer):
             return dataloader_iter.IterFeed(dataloader_iter.DataLoaderIter(batches, count))
         return super().make_batch_feed(step, batches, count, takes)
 
-    def run_on_rank(self, job: Job) -> Any:
+    def run_on_rank(self, job: Job, *, reports: bool = False) -> Any:
         """Run; then note where the last batch of a fit was."""
-        cast_each_time(self.strategy)
-        call_at_load(self.strategy)
-        self._asks.clear()
-        if job.stage == "fit":
-            advice.warn_of_validation(job)
-            advice.warn_of_default_epochs(self._arguments)
         try:
-            return super().run_on_rank(job)
+            return super().run_on_rank(job, reports=reports)
         finally:
             if self._fit_step is not None:
                 step = self._fit_step

@@ -94,7 +94,7 @@ def predict(
             hooks.call("on_predict_epoch_start")
             reading = _run_batches(context, prepared, loaders, "predict", metrics, first)
             for loader_idx, output in reading:
-                if context.keeps_predictions:
+                if context.job.keeps_predictions:
                     predictions[loader_idx].append(output)
                 del output  # before the next one is computed
             hooks.call("on_predict_epoch_end")
@@ -295,7 +295,7 @@ def _inference(context: RunContext) -> AbstractContextManager[Any]:
     """
     strategy = context.strategy
     able = strategy.accelerator.inference_mode and strategy.precision.inference_mode
-    wanted = context.trainer.options.inference_mode and context.stage != "fit" and able
+    wanted = context.trainer.options.inference_mode and context.job.stage != "fit" and able
     return torch.inference_mode() if wanted else nullcontext()
 
 

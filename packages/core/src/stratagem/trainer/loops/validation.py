@@ -28,7 +28,6 @@ class Validation:
         context: the objects of the fit.
         limits: the limits of the fit, with the number of batches in a step.
         interruption: has a clock on which the ranks agree.
-        note_values: called with the values of each validation before hooks see them.
 
     Attributes:
         data: this rank's data in the fit; None before they are opened.
@@ -37,21 +36,16 @@ class Validation:
         last_batches: the number of batches in the last validation.
         is_sanity_check: whether the sanity check before training is running.
         names_of_check: the names of the values that the sanity check has logged.
+        note_values: called with the values of each validation before hooks see them.
         before_next: functions that are called once, before the next validation.
     """
 
-    def __init__(
-        self,
-        context: RunContext,
-        limits: Limits,
-        interruption: Interruption,
-        note_values: Callable[[Mapping[str, Any]], None],
-    ) -> None:
+    def __init__(self, context: RunContext, limits: Limits, interruption: Interruption) -> None:
         self._context = context
         self._trainer, self._state = context.trainer, context.state
         self._limits = limits
         self._interruption = interruption
-        self._note_values = note_values
+        self.note_values: Callable[[Mapping[str, Any]], object]
         self.data: FitData | None = None
         self.last_epoch = -1
         self.batches_of_epoch = self.last_batches = 0
@@ -193,7 +187,7 @@ class Validation:
         assert self.data is not None
         self.data.rank_state.keep()
         self._state.validated = self._state.batches
-        self._note_values(epoch.values)
+        self.note_values(epoch.values)
 
     def check_sanity(self, prepared: PreparedModel) -> None:
         """Run a few validation batches before training, so that errors appear early."""
