@@ -72,8 +72,8 @@ def _find_offending_value(data: Any, path: str) -> str | None:
             if found := _find_offending_value(value, f"{path}[{index}]"):
                 return found
         return None
-    # A tensor of another class can be read if its class was registered as safe, like that of
-    # torch.distributed.tensor.
+    # A tensor of another class can be read if its class was registered as safe. Importing
+    # torch.distributed.tensor registers DTensor.
     if isinstance(data, Tensor) and kind in torch.serialization.get_safe_globals():
         return None
     return f"{path or 'it'} is of type {kind.__module__}.{kind.__qualname__}"

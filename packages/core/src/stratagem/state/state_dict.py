@@ -37,7 +37,7 @@ _WRAPPER = "_orig_mod."
 _OTHER = "other_state"
 """The entry for the state of an optimizer that belongs to none of its parameters."""
 # Group options that some versions or implementations of an optimizer lack (DeepSpeed's Adam lacks
-# some of torch's): if they are missing in the checkpoint, the optimizer keeps its own.
+# some of torch's): if the checkpoint lacks them, the optimizer keeps its own.
 _DISPENSABLE = frozenset(
     {
         "amsgrad",

@@ -130,7 +130,7 @@ def shard(
                 )
         loader = divide(source, index, count, even=even, name=name, what=what)
         loader = with_equal_batches(loader) if may_differ else loader
-    # A rank may have none of an evaluation's few samples, where others have some.
+    # In an evaluation of few samples a rank may have no sample, while other ranks have some.
     nothing_for_this_rank = not training and length_of(source) > 0
     if length_of(loader) == 0 and limit != 0 and not nothing_for_this_rank:
         raise UserCodeError(

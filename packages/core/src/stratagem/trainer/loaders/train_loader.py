@@ -201,8 +201,8 @@ class TrainLoader:
     def _lazy_steps(self, accumulate: int) -> Iterator[Collection[Any]]:
         done, end = self._done, min(self.end, self._done + self._data.batches_left(self._done))
         while done < end:
-            # The first is read before the step begins: an error in reading it is not one within a
-            # step. Nothing here holds it afterwards.
+            # Read the first micro-batch before the step begins, so that an error of the loader is
+            # not reported as an error within a step. No variable keeps the batch afterwards.
             first = list(islice(self._epoch, 1))
             if not first:
                 return
@@ -243,7 +243,7 @@ class TrainLoader:
             != (self._data.loader.mode, len(self._data.loader.flattened))
         ):
             if done == 0:
-                return 0  # the epoch begins with whatever there is now
+                return 0  # the epoch begins with the present data
             raise CheckpointMismatchError(
                 f"the checkpoint was saved in the middle of an epoch, with {_described(states[0])} "
                 f"as {NAME}, and now it is {_described(self._data.state())}: resume with what it "

@@ -223,7 +223,7 @@ def end_metrics(context: FitContext, state: FitState) -> None:
     context.hooks.call_after_metrics("on_train_epoch_end")
 
 
-# -- what is done after a step
+# -- after a step
 
 
 def functions_after_step(context: FitContext, state: FitState) -> tuple[Callable[[], None], ...]:

@@ -143,7 +143,7 @@ class MetricAccumulator:
     def _add_to_total(self, fx: str, value: Tensor, weight: float) -> None:
         """Reduce a tensor with those before it, by operations that are the same at each step."""
         if self.total is None:
-            # Copied there, so that it is an input of the first step's program as of the others'.
+            # Copy it to the device, so that the first step's program has the inputs of the others.
             widest = widest_float(value.device)
             self.total = torch.full((1,), _START[fx], dtype=widest).to(value.device)
         one = value.reshape(1).to(self.total.dtype)

@@ -213,7 +213,7 @@ class Metrics:
         if kind is Tensor:
             value = _read(name, value)
         elif isinstance(value, Tensor):
-            # What is computed from shards is whole on no rank: all ranks take part.
+            # A value computed from shards is gathered: all ranks take part.
             value = _read(name, value.full_tensor() if hasattr(value, "full_tensor") else value)
         elif kind is not float and kind is not int:
             value = _number_of(entry, value)
@@ -256,10 +256,10 @@ class Metrics:
                 value = _computed(one.name, metric) if one.on_epoch else None
                 if value is not None:
                     self._keep(one.name, value, shown)
-                # Also one that is logged at steps only: what it holds is of this epoch.
+                # Also a metric that is logged at steps only: its state belongs to this epoch.
                 self._metrics.append(metric)
             elif one.on_epoch and one.name not in summaries:
-                # Not reduced over ranks, and this rank has logged none.
+                # The value is not reduced over ranks, and this rank has not logged it.
                 self._keep(one.name, shown.value(), shown)
             if one.loader is not None:
                 self._epoch.loaders.setdefault(one.name, set()).add(one.loader)
@@ -274,7 +274,7 @@ class Metrics:
         If those hooks log a name again, their value replaces the earlier one.
         """
         self.reduce_epoch()
-        # Not before: those hooks may compute with them.
+        # After those hooks, which may call compute().
         for metric in self._metrics:
             metric.reset()
         self._metrics.clear()
@@ -421,9 +421,9 @@ def _read(name: str, value: Tensor) -> Any:
         try:
             return value.item()
         except RuntimeError:
-            pass  # it has several elements, or none
+            pass  # it does not have exactly one element
     elif value.numel() == 1:
-        # A result of autograd is not written to again; anything else may be, before it is read.
+        # Autograd does not write to its results again. User code may change other tensors: copy.
         taken = value.detach().reshape(())
         return taken if value.grad_fn is not None else taken.clone()
     raise UserCodeError(
@@ -435,7 +435,7 @@ def _read(name: str, value: Tensor) -> Any:
 def _computed(name: str, metric: Any) -> Tensor | None:
     """Return the value of a metric object for the epoch, or None if it received no data."""
     with warnings.catch_warnings():
-        # This rank may have no batch. The value is that of all ranks.
+        # This rank may have no batch; compute() reduces over all ranks.
         warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
         value = metric.compute()
     if value is None or (isinstance(value, Tensor) and value.numel() == 1):
@@ -460,8 +460,8 @@ def _number_of(entry: MetricAccumulator, value: Any) -> Any:
     None for a metric object that was updated without a call: it has no value for this step.
     """
     if isinstance(value, nn.Module) and hasattr(value, "compute") and hasattr(value, "reset"):
-        # A torchmetrics Metric: the value of the step is what its forward left, the value of the
-        # epoch is what it computes, over ranks, at the end.
+        # A torchmetrics Metric: forward() has kept the value of the step; compute() returns the
+        # value of the epoch, over all ranks, at its end.
         entry.metric = value
         last = getattr(value, "_forward_cache", None)
         return _read(entry.name, last) if isinstance(last, Tensor) else None

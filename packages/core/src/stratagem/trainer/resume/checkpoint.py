@@ -284,7 +284,7 @@ def restore_model(
         callback.on_load_checkpoint(trainer, module, checkpoint)
     module.on_load_checkpoint(checkpoint)
     with naming(path):
-        # Removed from the dict, so that it is freed before the optimizers' states are loaded.
+        # Remove it from the dict, to free it before the states of the optimizers are loaded.
         state = checkpoint.pop("state_dict")
         strict = module.strict_loading is not False
         contents.strategy.load_model_state(contents.prepared, state, strict=strict)
@@ -353,7 +353,7 @@ def restore_training(contents: Contents, checkpoint: dict[str, Any], path: str |
 def _warn_of_missing(states: Iterable[str], trainer: Trainer, path: str | Path) -> None:
     """Warn on rank 0 about states of callbacks that this Trainer does not have."""
     own = {callback.state_key for callback in trainer.callbacks}
-    # What a ModelCheckpoint has kept is of a folder of its own, and one without it goes on as well.
+    # A ModelCheckpoint with another folder does not need the state of the former one.
     missing = [key for key in states if key not in own and not key.startswith("ModelCheckpoint")]
     if missing and trainer.is_global_zero:
         warnings.warn(

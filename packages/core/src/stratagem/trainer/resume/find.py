@@ -65,8 +65,8 @@ def find_resume_point(trainer: Trainer, job: Job) -> ResumePoint:
         requested = restarts.begin(requested)
     run_id = ""
     if requested in ("best", "last") and any(saver.dirpath is None for saver in savers):
-        # These save beside the logs, whose folder is chosen first. A checkpoint that is found there
-        # says which run goes on: loggers are told again.
+        # These save beside the logs, so choose the folder of the logs first. A checkpoint in that
+        # folder may name the run to continue; then the loggers begin again with it.
         run_id = _begin_loggers(trainer, None)
         for saver in savers:
             saver.choose_folder(trainer)
@@ -93,7 +93,7 @@ def _former_run(path: paths.Location) -> tuple[str, int | None]:
     try:
         manifest: Any = describe_checkpoint(path).manifest
     except (CheckpointError, OSError):
-        return "", None  # loading it says what is wrong with it
+        return "", None  # loading the checkpoint raises an error that names the fault
     former = "" if manifest is None else str(manifest.run)
     if not _RUN_ID.fullmatch(former):
         return "", None

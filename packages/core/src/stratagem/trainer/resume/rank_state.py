@@ -136,7 +136,7 @@ class RankState:
         """Begin the current epoch after its finished batches."""
         self.loader.begin_epoch(self.fit_state.epoch, self.fit_state.batches)
         if self._within_epoch:
-            # Not before: the hook of the epoch's start has reset and logged what it does.
+            # After the hooks of the epoch's start, which reset metrics and log.
             self.epoch.restore_epoch()
             self._within_epoch = False
         # Last, since the loader has drawn numbers of its own.

@@ -204,7 +204,7 @@ def _scheduler_config(module: Module, returned: Any, who: str) -> SchedulerConfi
     if fields.get("reduce_on_plateau") is None:
         fields["reduce_on_plateau"] = isinstance(fields["scheduler"], ReduceLROnPlateau)
     config = SchedulerConfig(**fields)
-    # Code of the user's own steps what has another method for it.
+    # In manual optimization user code calls the method of a scheduler that has no step().
     if automatic and not hasattr(config.scheduler, "step"):
         raise UserCodeError(
             f"{who} returned {config.scheduler!r} in the place of a scheduler: expected an object "

@@ -58,7 +58,7 @@ class ModuleUpdate(TrainStep):
             prepared.run_backward = self._backward
         # Called before the first backward of a step, not after the update.
         self._before_clearing = step.take_clearing_hooks()
-        # An engine's does not clear, but refuses to drop what awaits its step.
+        # The function of an engine does not clear; it raises if gradients await a step.
         self._check_updated = prepared.clear_gradients[0] if can.engine_steps else clear_nothing
         prepared.clear_gradients[0] = clear_nothing
         self._before_update: tuple[Hook, ...] = ()
@@ -79,7 +79,7 @@ class ModuleUpdate(TrainStep):
         strategy, count, position = self._strategy, len(micro_batches), 0
         self._has_cleared = self._was_taken = self._was_left_out = False
         self._evaluations = 0
-        # No `enumerate`, whose tuple would keep a batch while the next one is read.
+        # The tuple of enumerate() would keep a batch in memory while the next batch is read.
         for micro_batch in micro_batches:
             position += 1  # noqa: SIM113
             if position == count:
