@@ -125,7 +125,10 @@ class Callback:
     def on_train_batch_start(
         self, trainer: Trainer, module: Module, batch: Any, batch_idx: int
     ) -> None:
-        """Called before each training batch."""
+        """Called before each training batch.
+
+        If a callback's hook returns -1, the rest of the epoch is skipped.
+        """
 
     def on_train_batch_end(
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int

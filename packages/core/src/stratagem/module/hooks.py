@@ -102,7 +102,10 @@ class ModuleHooks(DataHooks, nn.Module):
         """Called after each epoch and its validation."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Called before each training batch."""
+        """Called before each training batch.
+
+        If the hook returns -1, the rest of the epoch is skipped.
+        """
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Called after each training batch; `outputs` is a dict with the key "loss"."""
