@@ -154,6 +154,7 @@ def test_a_program_learns(name: str, devices: int, tmp_path: Path) -> None:
     assert RUNS[name].learned(numbers(printed)), printed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "strategy"), [(name, each) for name in RUNS for each in RUNS[name].strategies]
 )

@@ -142,6 +142,7 @@ def test_memory_plan_for_two_ranks_equals_a_real_step(model: str, strategies: li
     assert all(0.99 < float(ratio) < 1.01 for *_, ratio in rows), done.stdout
 
 
+@pytest.mark.long
 def test_memory_plans_of_random_models_equal_real_steps(tmp_path: Path) -> None:
     results = tmp_path / "cells.jsonl"
     options = ["--models", "4", "--scale", "0.2", "--strategies", "ddp", "ddp_sharded", "fsdp"]

@@ -241,7 +241,7 @@ SOME = {
     "checkpoint-io": "values or paths or safety",
 }
 """The checks that are tried of those kinds of which all take long; `nox -s guide` runs them."""
-LONG = {"strategy", "launcher"}
+LONG = set(KINDS) - {"precision", "checkpoint-io"}
 
 
 @pytest.fixture(
