@@ -63,7 +63,9 @@ def test_the_plan_names_the_distribution_of_each_choice(trained: dict[str, Any])
     assert plan["accelerator"] == ["laptop", stranger]
     assert plan["checkpoint_io"] == ["json_sidecar", stranger]
     assert plan["world_size"][0] == "2"
-    assert plan["launcher"][1].startswith("stratagem-backend-torch ")
+    # The script has launched the ranks before, by Lite.
+    assert plan["launcher"][0] == "external"
+    assert plan["launcher"][1].startswith("stratagem-core ")
 
 
 @pytest.mark.parametrize("front", ["trainer", "lite"])
