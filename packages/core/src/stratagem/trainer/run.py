@@ -70,9 +70,9 @@ _EVALUATED = {"fit": "validation", "validate": "validation", "test": "test", "pr
 class Run:
     """The objects of one run of a Trainer on this rank.
 
-    Callbacks that need more than the Trainer's attributes can read them as `trainer.run`. Only this
-    module gets a whole Run, and puts its objects together: the training loop gets a `FitContext`, a
-    step a `StepContext`, an evaluation an `EvaluationContext`, a checkpoint its `Contents`.
+    Callbacks that need more than the Trainer's attributes can read them as `trainer.run`. In core
+    only this module takes a whole Run as an argument: the training loop gets a `FitContext`, a step
+    a `StepContext`, an evaluation a `RunContext`, a checkpoint its `Contents`.
 
     Args:
         trainer: the Trainer, which holds the options and the callbacks.
@@ -206,7 +206,7 @@ class Run:
             prepared=self.require_prepared(),
             schedulers=self.schedulers,
             data=self.fit_data,
-            former=self._former_rank_state,
+            rank_state=self.rank_state,
             step=self.step,
             resume_point=self.resume_point,
         )

@@ -344,7 +344,7 @@ class Trainer(TrainerAttributes):
         """
         job = Job.of("fit", model, train_dataloaders, datamodule, ckpt_path, val_dataloaders)
         with self._executing(job) as execute:
-            execute(job)
+            execute()
 
     @public_call
     def validate(
@@ -409,7 +409,7 @@ class Trainer(TrainerAttributes):
         keeps = return_predictions is not False
         job = replace(job, keeps_predictions=keeps)
         with self._executing(job) as execute:
-            predictions = execute(job)
+            predictions = execute()
         if not keeps:
             return None
         return predictions[0] if len(predictions) == 1 else predictions
@@ -446,7 +446,7 @@ class Trainer(TrainerAttributes):
 
     def _evaluate(self, job: Job, verbose: bool) -> list[dict[str, float]]:
         with self._executing(job) as execute:
-            values, of_loaders = execute(job)
+            values, of_loaders = execute()
         if verbose and self.is_global_zero:
             from stratagem.trainer.loops.evaluation import print_values
 
@@ -454,7 +454,7 @@ class Trainer(TrainerAttributes):
         return list(of_loaders)
 
     @contextmanager
-    def _executing(self, job: Job) -> Iterator[Callable[[Job], Any]]:
+    def _executing(self, job: Job) -> Iterator[Callable[[], Any]]:
         """Check a job, and yield the function that executes it on every rank; note how it ends."""
         check_not_running(self._state, job.stage)
         check_module(job, makes_optimizers=self.strategy.makes_optimizers)
@@ -467,9 +467,9 @@ class Trainer(TrainerAttributes):
             with numpy_warned_once():
                 start = self.runtime.starter()
                 if self.plan.remote and not self.runtime.is_launched:
-                    yield partial(self._execute_remotely, start)
+                    yield partial(self._execute_remotely, start, job)
                 else:
-                    yield partial(start, self.run_on_rank)
+                    yield partial(start, self.run_on_rank, job)
         except BaseException as error:
             self._state.status = "interrupted"
             if isinstance(error, KeyboardInterrupt):
