@@ -206,7 +206,7 @@ class Run:
             prepared=self.require_prepared(),
             schedulers=self.schedulers,
             data=self.fit_data,
-            rank_state=self.rank_state,
+            former=self._former_rank_state,
             step=self.step,
             resume_point=self.resume_point,
         )

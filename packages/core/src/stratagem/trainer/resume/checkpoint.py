@@ -88,7 +88,7 @@ class Contents(RunContext):
         prepared: the prepared model.
         schedulers: the learning rate schedulers.
         data: in a fit, this rank's data.
-        rank_state: the RNG states and the position in the data of this rank's last fit, if any.
+        former: the state of this rank in the last fit, if this run is no fit.
         step: in a fit, the optimizer step, which may have begun.
         resume_point: where the run has resumed, and the ID of the run.
     """
@@ -96,9 +96,14 @@ class Contents(RunContext):
     prepared: PreparedModel
     schedulers: Schedulers
     data: FitData | None
-    rank_state: RankState | None
+    former: RankState | None
     step: Step | None
     resume_point: ResumePoint
+
+    @property
+    def rank_state(self) -> RankState | None:
+        """The RNG states and the position in the data; reloaded loaders have another."""
+        return self.former if self.data is None else self.data.rank_state
 
 
 class Saves:
