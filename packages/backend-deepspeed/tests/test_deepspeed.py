@@ -276,3 +276,11 @@ def test_deepspeed_hooks_and_averages_equal_ddp_or_are_refused(
                 f"{name} overrides {hook}, and the engine of the strategy 'deepspeed_stage_2' does "
                 "that itself, so that it would not be called: leave out one of the two"
             )
+
+
+def test_loss_weight_gives_the_mean_over_all_tokens_of_a_step(tmp_path: Path) -> None:
+    tests = Path(__file__).parents[2] / "backend-torch" / "tests"
+    script = tests / "scripts" / "loss_weights.py"
+    run_file(script, "deepspeed_stage_2", "2", "2", folder=tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["trainer"] == pytest.approx(found["reference"], rel=0, abs=1e-6)

@@ -33,6 +33,7 @@ from stratagem.lite.state import STRATEGY_STATE, SetUpObjects, collect, restore
 from stratagem.plan.components import is_zero
 from stratagem.plan.step_options import GradientClip, StepOptions
 from stratagem.rng import seed_everything
+from stratagem.runtime.loss_factors import loss_factors
 from stratagem.runtime.optimizer import LiteOptimizer, wrap_optimizer
 from stratagem.runtime.prepare import (
     Compile,
@@ -588,6 +589,31 @@ class Lite(FrontEnd):
         if clip_val is not None:
             clip = GradientClip(clip_val, "value")
         return self.strategy.clip_gradients(module.prepared, inner, clip)
+
+    def loss_factors(self, weights: Sequence[float]) -> list[float | Tensor]:
+        """Return factors that make a step exact if its losses are means over different numbers.
+
+        Multiply each loss of the step by its factor before `backward`, and do not divide it by the
+        number of micro-batches. The step then follows the gradient of the mean over all elements of
+        all micro-batches and ranks: `factor = weight * number of parts of the data / sum of the
+        weights of all ranks`. Called on every rank before each step; ranks exchange one number.
+
+        Args:
+            weights: for each micro-batch of this rank in the step, the number of elements that its
+                loss is a mean of, such as its valid tokens.
+
+        Returns:
+            The factors: numbers on one device, else tensors on the device. That of a weight of 0 is
+            0.0. A mean of no elements is NaN: use `loss.nan_to_num() * factor` if there are such.
+
+        Example:
+            >>> from stratagem import Lite
+            >>> lite = Lite(accelerator="cpu", devices=1)
+            >>> lite.launch()
+            >>> lite.loss_factors([6, 2])
+            [0.75, 0.25]
+        """
+        return loss_factors(self.ranks, weights)
 
     def no_backward_sync(
         self, module: LiteModule, *, enabled: bool = True

@@ -43,6 +43,12 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
     Override `training_step` and `configure_optimizers`, and other methods as needed. A subclass may
     also override the hooks of `Callback`, without their first two arguments.
 
+    A subclass may define `loss_weight(batch)`, which returns the number of elements that the loss
+    of a batch is a mean of, such as its valid tokens. The Trainer calls it before each step with
+    the batches as the loader yields them. A step then follows the gradient of the mean over all
+    elements of all micro-batches and ranks, however they are distributed. Logged values are not
+    weighted: pass `batch_size` to `log`.
+
     Copies and pickles of a Module are not attached to a Trainer.
 
     Example:

@@ -165,6 +165,7 @@ class StepPolicy:
             optimizer steps.
         validates_at_stop: validate where `Trainer.should_stop` ends an epoch before its last batch.
         draws_at_reload: draw a random number for each training loader that is created again.
+        weighs_losses: weight the losses of a step by the model's `loss_weight`, if it has one.
         hints_at_log_interval: print a hint if `log_every_n_steps` exceeds the batches of an epoch.
 
     Example:
@@ -181,6 +182,7 @@ class StepPolicy:
     schedulers_count_batches: bool = False
     validates_at_stop: bool = False
     draws_at_reload: bool = False
+    weighs_losses: bool = True
     hints_at_log_interval: bool = True
 
 

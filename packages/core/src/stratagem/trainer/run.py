@@ -54,6 +54,7 @@ from stratagem.trainer.resume.checkpoint import (
 from stratagem.trainer.resume.epoch_state import EpochState
 from stratagem.trainer.resume.find import ResumePoint, find_resume_point, newest_checkpoint
 from stratagem.trainer.step.contract_check import check_step_hooks
+from stratagem.trainer.step.loss_weight import check_loss_weight
 from stratagem.trainer.step.optimizers import check_closure, configure, count_steps
 from stratagem.trainer.step.schedulers import Schedulers
 
@@ -310,6 +311,8 @@ def prepare_to_train(run: Run) -> tuple[PreparedModel, bool]:
     options = trainer.options
     checks.check_manual_optimization(module, trainer.plan, strategy, options.step_options)
     check_step_hooks(module, strategy, trainer.plan)
+    if trainer.policy.weighs_losses:
+        check_loss_weight(module, strategy, trainer.plan)
     checks.give_hints(strategy)
     data = run.open_fit_data()
     strategy.set_batch_size(data.loader.batch_size)

@@ -124,6 +124,7 @@ _POLICY = StepPolicy(
     schedulers_count_batches=True,
     validates_at_stop=True,
     draws_at_reload=True,
+    weighs_losses=False,
     hints_at_log_interval=False,
 )
 

@@ -13,6 +13,7 @@ from stratagem.rng import rng_state, set_rng_state
 from stratagem.trainer.loaders.loaders import EvaluationLoader, evaluation_loaders, source_of
 from stratagem.trainer.loaders.train_loader import TrainLoader
 from stratagem.trainer.resume.rank_state import RankState
+from stratagem.trainer.step.loss_weight import LossWeights, defines_loss_weight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,7 +58,12 @@ class LoaderFactory:
             limit=options.limit_train_batches,
             divide=self._divide,
             reads=self._reads,
+            weigh=self._weigh(),
         )
+
+    def _weigh(self) -> LossWeights | None:
+        weighs = self.trainer.policy.weighs_losses and defines_loss_weight(self.job.model)
+        return LossWeights(self.job.model, self.trainer.strategy.ranks) if weighs else None
 
     def open_validation(self) -> list[EvaluationLoader]:
         """Return the validation loaders of a fit; []: there is no validation."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from stratagem.data.combined_loader import CombinedLoader
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 NAME = "the training data loader"
 
+Weights = list[float | Tensor]
+Weigh = Callable[[list[Any], Sequence[float] | None], Weights]
+
 _ENDLESS = 2**62
 """Replaces an unknown number of batches when ranks compare their numbers."""
 
@@ -45,13 +49,15 @@ class TrainLoader:
         divide: splits the data over the ranks. None: every rank reads all data.
         reads: a function that wraps an iterator for profilers. It takes an action's name and the
             iterator.
+        weigh: a function that takes the micro-batches of a step and their weights, and returns the
+            weights to use. The micro-batches are then read before the step.
 
     Attributes:
         batches: the number of batches in an epoch, the same on every rank; infinity if it is
             unknown.
         end: the number of finished batches at the end of the current epoch; infinity if it is
             unknown.
-        weights: the weights of the current step's micro-batches. None: equal weights.
+        weights: the factors of the losses of the current step's micro-batches. None: 1 for each.
 
     Raises:
         UserCodeError: if the source is not iterable or is empty, or if ranks have different numbers
@@ -66,6 +72,7 @@ class TrainLoader:
         limit: Limit,
         divide: Divide | None,
         reads: Callable[[str, Iterator[Any]], Iterator[Any]],
+        weigh: Weigh | None = None,
     ) -> None:
         # The order matters: each step works on the data that the previous step has left.
         sharded = shard(
@@ -81,10 +88,11 @@ class TrainLoader:
         )
         self._strategy = strategy
         self._reads = reads
+        self._weigh = weigh
         self._uneven: UnevenInputs | None = None
         self._agree()
         self.end = self.batches
-        self.weights: list[float] | None = None
+        self.weights: Sequence[float | Tensor] | None = None
         self._epoch: Iterator[Any] = iter(())
         self._done = 0
 
@@ -156,8 +164,9 @@ class TrainLoader:
     def steps(self, accumulate: int) -> Iterator[Collection[Any]]:
         """Yield the micro-batches of each optimizer step of this epoch.
 
-        If their number is certain, they are read one at a time during the step. Otherwise they are
-        read before the step, because each loss is divided by their number.
+        If their number is certain and their losses have no weights, they are read one at a time
+        during the step. Otherwise they are read before the step, because each loss is divided by
+        their number or their weight.
 
         Args:
             accumulate: the number of micro-batches in a step; the last step may have fewer.
@@ -165,7 +174,7 @@ class TrainLoader:
         Raises:
             UserCodeError: the loader yields no batch, or ranks turn out to have different numbers.
         """
-        if self._uneven is not None:
+        if self._uneven is not None or self._weigh is not None:
             return self._read_ahead_steps(accumulate)
         if accumulate == 1:
             left = None if self.end == UNKNOWN else max(0, int(self.end) - self._done)
@@ -215,10 +224,12 @@ class TrainLoader:
         done = self._done
         while done < self.end:
             ahead = list(islice(self._epoch, int(min(accumulate, self.end - done))))
+            joined: list[float] | None = None
             if self._uneven is not None:
-                ahead, self.weights = self._uneven.next_step(ahead, done)
+                ahead, joined = self._uneven.next_step(ahead, done)
             if not ahead:
                 return
+            self.weights = joined if self._weigh is None else self._weigh(ahead, joined)
             count = len(ahead)
             yield MicroBatches(_taken_out(ahead), count, done, self.end)
             done += count

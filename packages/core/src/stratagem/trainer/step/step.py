@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,6 +15,7 @@ from stratagem.interfaces.contract_checks import context_of
 from stratagem.interfaces.prepared_model import PreparedModel, StepModule
 from stratagem.interfaces.stepping import TrainStep
 from stratagem.launch.rank_zero import rank_zero_warn
+from stratagem.runtime.loss_factors import weighted
 from stratagem.trainer.hooks import Hook, positional_parameters
 from stratagem.trainer.step.batches import batch_converter, refuse_dataloader_iter
 from stratagem.trainer.step.contract_check import StrategyCheck, step_hooks_of, takes_own_steps
@@ -73,8 +74,8 @@ class Step(TrainStep):
         self._clip = options.step_options.clip
         self.uncounted = self.expected = 0
         self.begun = self._ended = 0
-        self._weights: list[float] | None = None
-        self._weight = 1.0
+        self._weights: Sequence[float | Tensor] | None = None
+        self._weight: float | Tensor = 1.0
         self.batch: Any = None
         self.latest_loss: Tensor | None = None
         self._clear: Callable[[], None] | None = None
@@ -166,8 +167,8 @@ class Step(TrainStep):
         """Return the micro-batches of each step of the epoch."""
         return loader.steps(accumulate)
 
-    def start(self, micro_batches: int, weights: list[float] | None = None) -> None:
-        """Begin a step with this number of batches and their weights; None: equal weights."""
+    def start(self, micro_batches: int, weights: Sequence[float | Tensor] | None = None) -> None:
+        """Begin a step with this number of batches and factors of their losses; None: 1 each."""
         self.batch_idx = self.state.batches
         self.uncounted = self.expected = micro_batches
         self.begun = self._ended = 0
@@ -270,8 +271,8 @@ class Step(TrainStep):
         batch = micro_batch if self.convert is None else self.convert(micro_batch)
         if self._weights is not None:
             self._weight = self._weights[self._ended]
-            # A batch that is repeated to match other ranks' steps was counted before.
-            self.metrics.counts = self._weight != 0.0
+            # The number 0.0: it is repeated to match other ranks' steps, or has no elements.
+            self.metrics.counts = self._weight.__class__ is not float or self._weight != 0.0
         self.batch = self.metrics.batch = batch
         for hook in self.on_batch_start:
             returned = hook(batch, self.batch_idx)
@@ -300,9 +301,9 @@ class Step(TrainStep):
             self._has_loss = bool(self._has_loss)
             return None
         self._has_loss = True
-        if self._detect:
+        if self._detect and (self._weights is None or self.metrics.counts):
             self._check_finite(loss)
-        return loss if self._weights is None else loss * self._weight
+        return loss if self._weights is None else weighted(loss, self._weight)
 
     def _loss_of_part(self, part: Any) -> Tensor | None:
         """Return the loss of some samples of a batch; outside of one, nothing logged counts."""
