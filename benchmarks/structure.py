@@ -7,7 +7,9 @@ imports the other, at import time or later, but not for types alone. The floors 
 chain of arrows, circles counted as one floor. Lines of code are counted without docstrings,
 comments and blank lines. Filler is the share of public docstrings whose first paragraph has a word
 that stands in the place of a noun, such as "what" or "those". The same is measured of comments in
-packages/*/src, line by line, and of the names of all test functions.
+packages/*/src, line by line, of the names of all test functions, and of all docstrings in
+packages/*/src with a section such as "Args:", public or private, from the first word to the last.
+--texts lists these docstrings.
 """
 
 from __future__ import annotations
@@ -59,6 +61,8 @@ _WORDS = (
     "one of|of it|nobody|everybody"
 )
 _FILLER_OF_COMMENTS = re.compile(rf"\b((?i:{_WORDS})|none)\b")
+_SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Yields):$", re.MULTILINE)
+_QUOTED = re.compile(r"`[^`]*`")
 _FILLER_OF_NAMES = re.compile(rf"(?:^|_)({_WORDS.replace(' ', '_')}|none)(?=_|$)")
 
 
@@ -91,7 +95,7 @@ class Shape:
 
 @dataclass
 class Texts:
-    """Comments, or names of tests.
+    """Comments, docstrings, or names of tests.
 
     Attributes:
         count: the number of all.
@@ -120,6 +124,22 @@ def measure_comments(root: Path) -> Texts:
         for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
             if token.type == tokenize.COMMENT:
                 texts.add(path.relative_to(root), token.string, _FILLER_OF_COMMENTS)
+    return texts
+
+
+def measure_args(root: Path) -> Texts:
+    """Count the docstrings with a section of Args, Attributes, Raises, Returns or Yields.
+
+    Code in backticks is left out.
+    """
+    texts = Texts()
+    for path in sorted(root.glob("packages/*/src/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                text = ast.get_docstring(node) or ""
+                if _SECTION.search(text):
+                    place = path.relative_to(root).with_name(f"{path.name}:{node.lineno}")
+                    texts.add(place, _QUOTED.sub("``", text), _FILLER_OF_COMMENTS)
     return texts
 
 
@@ -266,7 +286,10 @@ def main() -> None:
     """Print the shape."""
     parser = argparse.ArgumentParser(description="Measures the shape of a package.")
     parser.add_argument("package", nargs="?", type=Path, default=CORE)
-    shape = measure(parser.parse_args().package.resolve())
+    parser.add_argument("--texts", action="store_true", help="list docstrings with a filler")
+    options = parser.parse_args()
+    shape = measure(options.package.resolve())
+    args = measure_args(ROOT)
     print(f"files at the top     {len(shape.files)}: {', '.join(shape.files)}")
     print(f"folders at the top   {len(shape.folders)}: {', '.join(shape.folders)}")
     print(f"arrows between rooms {len(shape.arrows)}")
@@ -275,6 +298,7 @@ def main() -> None:
     print(f"lines of code        {shape.lines}")
     print(f"filler               {shape.filler} of {shape.docstrings} docstrings")
     for name, texts in (
+        ("docstrings with Args", args),
         ("comments", measure_comments(ROOT)),
         ("names of tests", measure_test_names(ROOT)),
     ):
@@ -282,6 +306,8 @@ def main() -> None:
     print("files in a folder    " + ", ".join(f"{k} {n}" for k, n in list(shape.flat.items())[:6]))
     for run, script in RUNS.items():
         print(f"code brought along   {run} {lines_brought_along(script)}")
+    if options.texts:
+        print(*args.filler, sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/src"))
 MOST_LINES = 20_413
 MOST_FILES = 13
 MOST_FILLER = 0.08
+MOST_FILLER_OF_ARGS = 0.47
 MOST_FILLER_OF_COMMENTS = 0.01
 MOST_FILLER_OF_TEST_NAMES = 0.01
 MOST_FILES_OF_CORE = 174
@@ -70,6 +71,34 @@ def test_docstrings_use_nouns(package: Path) -> None:
     docstrings = sum(shape.docstrings for shape in shapes)
     assert docstrings > 0
     assert sum(shape.filler for shape in shapes) <= MOST_FILLER * docstrings
+
+
+def test_docstrings_with_args_use_nouns() -> None:
+    docstrings = structure.measure_args(ROOT)
+    assert docstrings.count > 1000
+    assert docstrings.share <= MOST_FILLER_OF_ARGS, "\n\n".join(docstrings.filler)
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ("path: what is saved.", 1.0),
+        ("path: the folder of the checkpoint.", 0.0),
+        ("path: the folder.\n\n    Those that exist are kept.", 1.0),
+        ("mode: `none` or `there is`.", 0.0),
+    ],
+)
+@pytest.mark.parametrize("name", ["save", "_save"])
+def test_filler_in_the_args_of_a_docstring_exceeds_the_limit(
+    text: str, share: float, name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "packages" / "one" / "src" / "module.py"
+    path.parent.mkdir(parents=True)
+    docstring = f"Save a checkpoint.\n\n    Args:\n        {text}\n    "
+    path.write_text(f'def {name}(path):\n    """{docstring}"""\n\ndef what():\n    """What."""\n')
+    texts = structure.measure_args(tmp_path)
+    assert (texts.count, texts.share) == (1, share)
+    assert (texts.share > MOST_FILLER_OF_ARGS) is bool(share)
 
 
 def test_comments_use_nouns() -> None:
