@@ -25,22 +25,22 @@ _GRACE = 20.0
 
 
 class AsyncCheckpointIO(CheckpointIO):
-    """Saves in the background, in any other format.
+    """Saves checkpoints in the background, in any other format.
 
-    A save returns once the state is copied: to memory of the host, which stays for the next save,
-    so that a rank that writes needs as much more memory as its checkpoint is large. One write is in
-    flight at most; the next save waits for it. Removing a checkpoint and linking one wait in the
-    background for the write before them, and are not done if it fails, so that what was there
-    before stays until the new one is durable. Loading waits for the write too.
+    A save returns once the state is copied to host memory, which later saves reuse. A rank that
+    writes therefore needs additional memory of the size of its checkpoint. At most one write runs
+    at a time; the next save waits for its end. Removing and linking checkpoints run in the
+    background after the pending write, and are skipped if that write fails, so that the previous
+    checkpoint remains until the new one is durable. Loading also waits for the write.
 
-    What fails in the background is raised by the next training step, by the next call here, at the
-    end of the run, or, if there is none of these, ends the process with an error.
+    The next training step, the next call of this object or the end of the run raises an error of
+    the background write. If the process ends before, it exits with the error.
 
     Args:
-        inner: the format: a name, or a CheckpointIO.
+        inner: the format that writes the files: a name, or a CheckpointIO.
 
     Raises:
-        ConfigurationError: the inner one is asynchronous itself.
+        ConfigurationError: `inner` is asynchronous itself.
 
     Example:
         >>> import tempfile, torch
@@ -89,9 +89,9 @@ class AsyncCheckpointIO(CheckpointIO):
         """Copy `checkpoint` and begin to write it; see `CheckpointIO.save_checkpoint`.
 
         Raises:
-            CheckpointContentError: something in it is not weights-only-safe data; nothing was
-                copied.
-            CheckpointSaveError: the save before this one failed; this one was not begun.
+            CheckpointContentError: the checkpoint contains an object that is not weights-only-safe
+                data; no data is copied.
+            CheckpointSaveError: the previous save failed; this save is not started.
         """
         check_safe_data(_with_plain_shards(checkpoint), path)
         self.wait()
@@ -179,16 +179,16 @@ class AsyncCheckpointIO(CheckpointIO):
 
 
 class _Write:
-    """One write in the background, and what is to be done after it.
+    """A checkpoint write that runs in the background, with the actions that follow it.
 
     Args:
-        snapshot: what is written.
-        path: where to.
-        rest: writes it.
-        give_up: lets it wait for other ranks no longer.
+        snapshot: the copied state to write.
+        path: the path of the checkpoint.
+        rest: writes the snapshot.
+        give_up: makes the write stop waiting for other ranks.
 
     Attributes:
-        error: what it, or something after it, has raised.
+        error: the exception that the write or a following action raised.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class Snapshots:
 
         Args:
             checkpoint: weights-only-safe data; its tensors may lie on a device.
-            pin_memory: copy what lies on a device into page-locked memory, all at once.
+            pin_memory: copy tensors on a device into page-locked memory.
         """
         taking = _Taking(self._memory, pin_memory=pin_memory)
         copied: dict[str, Any] = taking.copy(checkpoint)
@@ -60,13 +60,14 @@ class Snapshots:
 
 
 class _Taking:
-    """One snapshot while it is taken.
+    """The state of one snapshot while it is taken.
 
-    Tensors that share storage share it in the copy, and one object stays one object: a file of the
-    copy has the same bytes as one of the original.
+    Tensors that share storage share it in the copy, and repeated references to an object remain
+    references to one object. A file of the copy therefore has the same bytes as a file of the
+    original.
 
     Args:
-        memory: tensors of bytes that can be used again, by (number of bytes, pinned).
+        memory: byte tensors that can be reused, by (number of bytes, pinned).
         pin_memory: see `Snapshots.take`.
     """
 

@@ -25,7 +25,7 @@ def check_activation_checkpointing(choice: ActivationCheckpointing) -> Activatio
     """Return the choice.
 
     Raises:
-        ConfigurationError: it is none of the forms.
+        ConfigurationError: the choice does not have an accepted form.
 
     Example:
         >>> from stratagem.strategies import check_activation_checkpointing
@@ -52,11 +52,12 @@ def apply_activation_checkpointing(
 
     Args:
         model: contains the modules.
-        choice: which; None and False: none.
-        layers: what True stands for; without any, the elements of ModuleLists and Sequentials.
+        choice: the modules to checkpoint; None and False choose no module.
+        layers: the modules that True chooses; if empty, the elements of ModuleLists and
+            Sequentials.
 
     Returns:
-        The modules that are checkpointed; a warning says that there are none.
+        The checkpointed modules. An empty list comes with a warning.
 
     Example:
         >>> import torch

@@ -21,33 +21,32 @@ _LONGEST_TIMEOUT = 10 * 365 * 86400.0
 class ParallelStrategy(Strategy):
     """Trains in several processes with one device each.
 
-    Holds what such strategies share: the process group, ranks and collectives. A subclass says how
-    a model is prepared.
+    The class provides the process group, ranks and collectives. A subclass defines how a model is
+    prepared.
 
-    What it adds to the call sequence of `Strategy`: `bind` reads `communication_backend`;
-    `make_ranks` calls `data_split_of(rank, world_size)` for each rank, in every process;
-    `setup_environment` ends in `init_process_group()`, on every rank.
+    It extends the call sequence of `Strategy`: `bind` reads `communication_backend`; `make_ranks`
+    calls `data_split_of(rank, world_size)` for each rank, in every process; `setup_environment`
+    ends in `init_process_group()`, on every rank.
 
     Args:
-        process_group_backend: "gloo", "nccl", ..., or one for each kind of device as in
-            "cpu:gloo,cuda:nccl"; None takes the accelerator's.
-        timeout: after how long (seconds, or a timedelta) a collective that a rank does not join
-            ends in an error.
-        start_method: "popen", "spawn" or "fork"; another spelling of `launcher`, which calls the
-            first one "script".
-        sync_batchnorm: batch norm layers take their statistics over all ranks; the same as
-            `Trainer(sync_batchnorm=True)`, and the way to ask for it under Lite.
-        join_uneven_inputs: under the Trainer, a rank whose batches run out trains on its last one
-            again, with weight 0, until no rank has more; hooks are called as for any batch,
-            and values logged for the epoch leave it out. Otherwise ranks that do not have as many
-            batches are refused: before training where lengths are known, else by an exchange of
-            one number before each step. Lite has a
-            method of this name.
+        process_group_backend: "gloo", "nccl", ..., or a backend for each kind of device as in
+            "cpu:gloo,cuda:nccl"; None takes the default of the accelerator.
+        timeout: the time (seconds, or a timedelta) after which a collective that a rank does not
+            join ends in an error.
+        start_method: "popen", "spawn" or "fork"; an alias of `launcher`, which calls the first
+            method "script".
+        sync_batchnorm: compute batch norm statistics over all ranks; the same as
+            `Trainer(sync_batchnorm=True)`, and the option to use under Lite.
+        join_uneven_inputs: under the Trainer, a rank without further batches repeats its last batch
+            with weight 0 until all ranks have finished. Hooks are called as for any batch, and
+            values logged for the epoch exclude it. With False, ranks with different numbers of
+            batches raise an error: before training where lengths are known, otherwise by an
+            exchange of one number before each step. Lite has a method of this name.
         **components: see `Strategy`.
 
     Raises:
-        ConfigurationError: an argument is not what is said here; when it is bound, the backend is
-            not in this build of torch.
+        ConfigurationError: an argument has an invalid value; when the strategy is bound, this build
+            of torch lacks the backend.
 
     Example:
         >>> from stratagem.strategies import DDPStrategy, ParallelStrategy

@@ -94,7 +94,7 @@ def _wait_for_others(statuses: RankStatuses, staying: Callable[[], set[int]], di
         did: what this rank has done, for messages.
 
     Raises:
-        CommunicationError: one of them waits in a collective, and so for this rank.
+        CommunicationError: a remaining rank waits in a collective, and so for this rank.
     """
     asked_at = time.monotonic() + _PATIENCE
     before: dict[int, RankStatus] = {}
@@ -149,13 +149,13 @@ def _wait_for_steps(statuses: RankStatuses, place: str, failure: str, did: str) 
 
     Args:
         statuses: the statuses of the ranks.
-        place: where ranks report that they are here.
+        place: the place that ranks report on arrival.
         failure: where ranks report that their run has failed.
-        did: what this rank has done, for the error.
+        did: the last action of this rank, for the error.
 
     Raises:
-        CommunicationError: a rank has failed; or all ranks that are not here wait in a collective,
-            and so for a rank that is here.
+        CommunicationError: a rank has failed; or all missing ranks wait in a collective, and so for
+            a rank that has arrived.
     """
     first, later = _MEETING_PATIENCE
     asked_at, pause = time.monotonic() + first, 0.0005

@@ -37,13 +37,13 @@ _EPOLL = "anon_inode:[eventpoll]"
 
 
 class GroupRuns:
-    """The runs of one process, of which each needs all ranks of its process group.
+    """The runs of one process; each run needs all ranks of its process group.
 
-    1. Each rank calls `begin` before each run. It waits until all ranks have come.
-    2. A rank whose run fails calls `fail`. If others then wait for it in a collective, or come to
+    1. Each rank calls `begin` before each run. The call waits until all ranks have arrived.
+    2. A rank whose run fails calls `fail`. If other ranks then wait for it in a collective, or call
        `begin` much later, it closes its connections, so that their collectives fail.
-    3. If a run has failed, all ranks join a new group in `begin`, unless it has failed on all of
-       them in the same place before one has closed its connections: then no rank waits for another.
+    3. If a run has failed, all ranks join a new group in `begin`. Exception: the run has failed on
+       all ranks in the same place before any rank closed its connections. Then no rank waits.
 
     Args:
         store: the store of the process group; this opens a connection of its own.
@@ -93,10 +93,10 @@ class GroupRuns:
         """Wait for all ranks before a run; return the number of the group that they are in.
 
         Args:
-            trainer: the number of the Trainer or Lite in this process, which all ranks have alike.
+            trainer: the number of the Trainer or Lite in this process, the same on all ranks.
 
         Raises:
-            CommunicationError: another rank has skipped this run, or does not come.
+            CommunicationError: another rank has skipped this run, or does not arrive.
         """
         while self._has_skipped(trainer):
             pass  # the others raise, and come to this run next
@@ -206,10 +206,10 @@ def event_loops() -> set[int]:
 
 
 def close_connections(loops_before: set[int]) -> None:
-    """Shut down the connections of event loops that also listen, as those of gloo do.
+    """Shut down the connections of event loops that also listen, such as the loops of gloo.
 
-    No call of torch does so: a group that is destroyed lives on in the models that use it, and the
-    other ranks wait for it. Event loops of Python, such as those of asyncio's servers, are left.
+    torch has no call for it: a destroyed group lives on in the models that use it, and the other
+    ranks wait for it. Event loops of Python, for example of asyncio servers, are left open.
 
     Args:
         loops_before: the return value of `event_loops` from before the group was joined.

@@ -15,18 +15,18 @@ from stratagem.errors import UserCodeError
 
 
 def synchronize_batch_norm(module: nn.Module, *, has_kernels: bool) -> None:
-    """Let a model's batch norm layers take their statistics over all ranks, in place.
+    """Compute statistics of a model's batch norm layers over all ranks; change layers in place.
 
-    Layers change their class and nothing else: parameters, buffers, hooks and names stay, and so do
-    references to them. In training each forward and each backward then waits for all ranks.
+    Only the class of a layer changes: parameters, buffers, hooks, names and references to layers
+    stay. In training, each forward and each backward then waits for all ranks.
 
     Args:
         module: the model.
-        has_kernels: whether `torch.nn.SyncBatchNorm` runs on the devices that it is trained on;
-            see `Accelerator.sync_batchnorm_kernels`.
+        has_kernels: whether `torch.nn.SyncBatchNorm` runs on the devices of training; see
+            `Accelerator.sync_batchnorm_kernels`.
 
     Raises:
-        UserCodeError: a layer has a forward of its own, or no parameters yet.
+        UserCodeError: a layer overrides `forward`, or its parameters are not initialized yet.
 
     Example:
         >>> import torch

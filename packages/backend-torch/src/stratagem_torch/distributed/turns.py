@@ -235,7 +235,7 @@ class Channel:
         """Yield the numbers as they are announced.
 
         Args:
-            step: the step that is followed, for the error.
+            step: the name of the followed step, for the error.
 
         Raises:
             CommunicationError: the step has failed.

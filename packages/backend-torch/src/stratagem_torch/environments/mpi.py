@@ -13,15 +13,15 @@ from stratagem_torch.launch import network
 class MPIEnvironment(AnnouncedPortEnvironment):
     """Ranks from the variables that Open MPI's mpirun sets for each process.
 
-    With mpi4py, rank 0 opens a free port and broadcasts its address and port. Without it, the
-    processes of one node find one another all the same; those of several nodes need MASTER_ADDR.
+    With mpi4py, rank 0 opens a free port and broadcasts its address and port. Without mpi4py, the
+    processes of one node still find one another; processes of several nodes need MASTER_ADDR.
 
-    MPI serves to meet only: gradients go through torch's process group. Of torch's backends, "mpi"
-    is not in its wheels.
+    MPI serves only for the rendezvous: gradients go through torch's process group. The wheels of
+    torch do not include its "mpi" backend.
 
     Raises:
-        ConfigurationError: mpirun has not started this process, or there are several nodes and
-            neither mpi4py nor MASTER_ADDR.
+        ConfigurationError: mpirun has not started this process, or the job has several nodes and
+            neither mpi4py nor MASTER_ADDR is available.
 
     Example:
         >>> from stratagem.environments import MPIEnvironment

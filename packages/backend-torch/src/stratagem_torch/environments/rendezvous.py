@@ -145,7 +145,7 @@ class _Announcement:
         only_first: write only the first file that can be written.
 
     Raises:
-        ConfigurationError: none can be written.
+        ConfigurationError: no file can be written.
     """
 
     def __init__(

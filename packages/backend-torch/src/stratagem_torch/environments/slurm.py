@@ -35,11 +35,11 @@ def incompatible_because(environ: Mapping[str, str]) -> str:
 def local_world_size(environ: Mapping[str, str]) -> int:
     """Return the number of tasks of this step on each node.
 
-    SLURM_NTASKS_PER_NODE would not do: it is that of the job, whatever the step has.
+    SLURM_NTASKS_PER_NODE is not used: it describes the job, not the step.
 
     Raises:
-        ConfigurationError: the nodes have different numbers of tasks, or the text is not of SLURM's
-            form.
+        ConfigurationError: the nodes have different numbers of tasks, or the text does not have the
+            form of SLURM.
 
     Example:
         >>> local_world_size({"SLURM_STEP_TASKS_PER_NODE": "2(x3)"})
@@ -64,10 +64,10 @@ def local_world_size(environ: Mapping[str, str]) -> int:
 
 
 def first_host(hosts: str) -> str:
-    """Return the first of a list of hosts in SLURM's form.
+    """Return the first host of a list in SLURM's form.
 
     Raises:
-        ConfigurationError: it is not of that form.
+        ConfigurationError: the list does not have that form.
 
     Example:
         >>> first_host("rack[07-09,12]-node[3,5],login1")
@@ -86,19 +86,19 @@ class SLURMEnvironment(AnnouncedPortEnvironment):
     """Ranks from the variables that srun sets for each task of a step.
 
     Start one task for each device: `srun --ntasks-per-node=4 python train.py`. Several steps may
-    run in one allocation at the same time: each finds its own rank 0, without a port having to be
-    chosen for it. MASTER_ADDR and MASTER_PORT go before what is found.
+    run in one allocation at the same time: each step finds its own rank 0 and chooses its own port.
+    MASTER_ADDR and MASTER_PORT take precedence.
 
-    With `#SBATCH --requeue --signal=USR1@90` a job gets SIGUSR1 90 s before its time is over; the
-    run is then saved and queued again, and goes on where it was when it starts the next time. So
-    it does when it is preempted by another job, within the partition's GraceTime.
+    With `#SBATCH --requeue --signal=USR1@90` a job gets SIGUSR1 90 s before its time limit. The run
+    is then saved and requeued, and resumes at the same step when the job restarts. Preemption by
+    another job has the same effect, within the GraceTime of the partition.
 
     Args:
-        auto_requeue: save and queue the job again upon the signal.
-        requeue_signal: which signal.
+        auto_requeue: save and requeue the job upon the signal.
+        requeue_signal: the signal that announces the end of the job.
 
     Raises:
-        ConfigurationError: a variable does not have the form that SLURM gives it.
+        ConfigurationError: a variable does not have the form that SLURM defines.
 
     Example:
         >>> import signal

@@ -51,15 +51,15 @@ def make_store(kind: Callable[..., Any]) -> Callable[..., Any]:
 def make_store_file(folder: str | os.PathLike[str] | None = None) -> str | None:
     """Return the path of a new file by which the ranks of one node meet (torch's FileStore).
 
-    The socket of `distributed.socket_store` lies beside it. They lie in a folder of their own that
-    only this user can enter, whereas any user of the node can connect to a port.
+    The socket of `distributed.socket_store` lies beside it. Both lie in a separate folder that only
+    this user can enter, whereas any user of the node can connect to a port.
 
     Args:
-        folder: where to make the folder; None: in the folder for temporary files.
+        folder: the parent folder; None for the folder of temporary files.
 
     Returns:
-        The path. None: there is no such folder, its file system has no locks, or its path is too
-        long for a socket, so the ranks meet at a port.
+        The path. None if the parent folder does not exist, its file system has no locks, or its
+        path is too long for a socket; the ranks then meet at a port.
 
     Example:
         >>> path = make_store_file()

@@ -50,15 +50,15 @@ _END_GRACE = 20.0
 
 
 class ProcessesLauncher(Launcher):
-    """Runs the function in new processes, one a rank; this process waits and is no rank itself.
+    """Runs the function in new processes, one per rank; this process waits and is not a rank.
 
-    What the function returns on rank 0 comes back, if it is weights-only-safe data; nothing else
-    does: objects that the ranks change are copies.
+    The launcher returns the result of rank 0 if it consists of weights-only-safe data. Other
+    objects do not come back: ranks change copies of them.
 
     Args:
-        start_method: "spawn" starts new interpreters, to which the function and its arguments are
-            pickled; "fork" copies this process, which works in a notebook too, but not once
-            devices are in use here that a copy cannot use (see `Accelerator.fork_problem`).
+        start_method: "spawn" starts new interpreters and pickles the function and its arguments for
+            them. "fork" copies this process, also in a notebook, but only while this process uses
+            no devices that a copy cannot use (see `Accelerator.fork_problem`).
     """
 
     def __init__(self, start_method: str) -> None:
@@ -70,8 +70,8 @@ class ProcessesLauncher(Launcher):
         """Run the function on every rank of this node; return the result of its rank 0.
 
         Raises:
-            ConfigurationError: something cannot be pickled (says what), or this process cannot be
-                forked any more.
+            ConfigurationError: an object, named in the message, cannot be pickled, or this process
+                can no longer be forked.
             RankFailedError: a rank failed.
         """
         if this_rank.is_launched:

@@ -42,7 +42,8 @@ class ScriptLauncher(Launcher):
         """Start the other ranks, unless an earlier call did, then run the function on this one.
 
         Raises:
-            ConfigurationError: there is no script to run again, or this process is a further rank.
+            ConfigurationError: this process runs no script that could be started again, or is a
+                further rank.
             RankFailedError: another rank failed.
         """
         if not has_parent() and not owns_variables():

@@ -32,13 +32,13 @@ def clip_by_norm(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Clip the gradients by their norm over all ranks; return it, the same on every rank.
+    """Clip the gradients by their norm over all ranks; return the norm, equal on every rank.
 
-    torch's own function refuses gradients of several kinds. Here each rank takes the norm of what
-    it holds, and the norms are combined over the mesh dimensions that a gradient is sharded over.
+    The function of torch rejects gradients on different meshes. Here each rank computes the norm of
+    its shards, and the norms are combined over the mesh dimensions that shard a gradient.
 
     Raises:
-        RuntimeError: the norm is not finite and `error_if_nonfinite`.
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is True.
 
     Example:
         >>> import torch

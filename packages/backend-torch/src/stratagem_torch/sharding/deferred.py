@@ -53,12 +53,12 @@ _METADATA = {
 class DeferredBuild(TorchFunctionMode):
     """A context in which parameters that a model's constructor makes end up in pieces.
 
-    Those that were sharded eagerly in an earlier context come back here as well when they are used.
-    Every rank runs the same constructors, under rank 0's RNG states.
+    Parameters that an earlier context sharded eagerly are restored here as well when they take part
+    in an operation. Every rank runs the same constructors, under the RNG states of rank 0.
 
     Args:
-        accelerator: of the ranks.
-        device: this rank's, whose RNG is shared beside the host's.
+        accelerator: the accelerator of the ranks.
+        device: the device of this rank; its RNG state is shared like that of the host.
         whole_bytes: see `WHOLE_BYTES`.
 
     Example:

@@ -34,8 +34,9 @@ def _with_gradients_only(record: Callable[[], None]) -> Callable[[], None]:
 def announcing(parts: Sequence[FSDPModule], announce: Callable[[int], None]) -> Iterator[None]:
     """Announce each all-gather of parameters before it begins.
 
-    The number is `2 * index` of the parameter group, and one more if it gathers what was resharded
-    over fewer ranks after a forward (`reshard_after_forward`). So any control flow can be followed.
+    The number is `2 * index` of the parameter group, plus one if the group gathers parameters that
+    were resharded over fewer ranks after a forward (`reshard_after_forward`). Ranks can therefore
+    follow any control flow.
 
     Args:
         parts: the modules that gather parameters, in the same order on each rank.
@@ -63,7 +64,7 @@ def _announced(group: Any, index: int, announce: Callable[[int], None]) -> Calla
 
 
 def follow(parts: Sequence[FSDPModule], announced: Iterable[int]) -> None:
-    """Take part in the all-gathers that another rank announces, and free what they gather.
+    """Take part in the all-gathers that another rank announces, and free the gathered parameters.
 
     Args:
         parts: see `announcing`.

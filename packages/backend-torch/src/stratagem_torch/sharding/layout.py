@@ -21,12 +21,13 @@ from stratagem.errors import ConfigurationError
 def distribute_like(pattern: Tensor, whole: Tensor | LazyTensor) -> Tensor:
     """Return a tensor sharded as `pattern` is.
 
-    Nothing is communicated, and this rank's chunk is a copy: neither the whole tensor nor the file
-    that it is mapped from stays alive by it.
+    The function does not communicate. The chunk of this rank is a copy, so that it keeps neither
+    the source tensor nor its memory-mapped file alive.
 
     Args:
         pattern: a parameter, sharded or not.
-        whole: of the same shape; every rank has it, or reads what it needs of it.
+        whole: the unsharded tensor, of the same shape; every rank has it, or reads its chunk from
+            it.
 
     Example:
         >>> import torch

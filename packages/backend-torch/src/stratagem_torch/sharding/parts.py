@@ -16,10 +16,10 @@ from stratagem_torch.sharding.layout import keep_whole
 
 
 def find_roots(module: nn.Module) -> list[nn.Module]:
-    """Return the modules to shard as roots; parameters that are not in one of them stay whole.
+    """Return the modules to shard as roots; parameters outside of these modules stay unsharded.
 
     Args:
-        module: what a strategy prepares.
+        module: the model that a strategy prepares.
     """
     if not isinstance(module, StepModule) or not module.runs_backward:
         return [module]

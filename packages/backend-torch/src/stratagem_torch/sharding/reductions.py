@@ -18,16 +18,17 @@ from stratagem_torch.sharding.user_access import groups_of
 class Reductions:
     """Compares between ranks which parameters' gradients FSDP2 reduces together.
 
-    FSDP2 reduces the gradients that a rank has, group by group. Where ranks have gradients of
-    different parameters, it would add those of one to those of another, or the communication
+    FSDP2 reduces the gradients that a rank has, group by group. If ranks have gradients of
+    different parameters, FSDP2 would add gradients of unrelated parameters, or the communication
     library would end the process without naming the cause.
 
-    Ranks exchange 16 bytes where a group is reduced after another one for the first time, and
+    Ranks exchange 16 bytes when two groups are reduced in this order for the first time, and
     whenever this rank leaves out a parameter of the group. Any other reduction costs a look-up.
 
     Args:
-        device: of the exchange.
-        group: the ranks that reduce gradients together; None: all. Others may hold other layers.
+        device: the device of the exchange.
+        group: the ranks that reduce gradients together; None for all ranks. Other ranks may hold
+            other layers.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:

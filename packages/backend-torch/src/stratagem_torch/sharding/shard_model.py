@@ -29,18 +29,20 @@ def shard_model(
 ) -> None:
     """Give every rank the same parameters, on its device, and shard them group by group.
 
-    The order is that of construction, and a group is sharded as soon as all of it is there. So
-    parameters that are made here draw the values that they would draw in one process, and
-    no more than one group, with what lies in the root's, is whole at a time.
+    Modules are visited in the order of construction, and a group is sharded as soon as all of its
+    modules are initialized. Parameters that are initialized here therefore draw the same values as
+    in a single process. At any time, at most one group and the parameters of the root are
+    unsharded.
 
     Args:
         root: the model.
-        groups: modules in it that are sharded as groups; `root` too, if it is to be sharded.
-        shard: shards a module; called for each group after those in it.
-        device: where whole parameters are put before they are sharded.
+        groups: modules in the model that are sharded as groups; includes `root` if the root is to
+            be sharded.
+        shard: shards a module; called for each group after the groups inside that group.
+        device: the device of unsharded parameters.
 
     Raises:
-        UserCodeError: a module is on the meta device and does not know how to initialise itself.
+        UserCodeError: a module is on the meta device and has no method that initializes it.
     """
     chosen, seen = set(groups), set[nn.Module]()
 
@@ -67,7 +69,7 @@ def make_whole(part: nn.Module, device: torch.device, *, name: str) -> None:
     """Initialize a module's own parameters and buffers on the device with rank 0's values.
 
     Raises:
-        UserCodeError: it is on the meta device and has no `reset_parameters`.
+        UserCodeError: the module is on the meta device and has no `reset_parameters`.
     """
     give_values(part, device, name=name)
     for parameter in part._parameters.values():

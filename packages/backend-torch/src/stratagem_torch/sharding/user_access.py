@@ -83,13 +83,13 @@ class OwnBackward:
 
 
 def refuse_other_backward(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse a backward that reaches whole parameters and is not the strategy's.
+    """Raise if a backward other than the strategy's reaches unsharded parameters.
 
-    Nothing would average the gradients, so that ranks would train different parameters.
+    Such a backward does not average the gradients, so that ranks would train different parameters.
 
     Args:
         module: the model.
-        parameters: those that stay whole.
+        parameters: the parameters that stay unsharded.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for parameter in parameters:

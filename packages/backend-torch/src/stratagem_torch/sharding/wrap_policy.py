@@ -25,7 +25,7 @@ def check_policy(policy: WrapPolicy | None) -> None:
     """Raise if a value is not a wrap policy.
 
     Raises:
-        ConfigurationError: says what was expected.
+        ConfigurationError: the value is not a policy; the message describes the accepted values.
     """
     if policy is None or _is_size(policy) or callable(policy):
         return
@@ -41,10 +41,10 @@ def check_policy(policy: WrapPolicy | None) -> None:
 def find_groups(root: nn.Module, policy: WrapPolicy | None) -> list[nn.Module]:
     """Return the modules to shard as groups, without the root; children before their parents.
 
-    What is in no group belongs to the root's. By default, these are the elements of lists
-    (ModuleList, ModuleDict, Sequential) with at least `DEFAULT_SIZE` parameters that are in no
-    smaller group: the layers of most models. Elements that share a parameter with another group
-    stay in the root's.
+    Modules outside of all groups belong to the group of the root. By default, the groups are the
+    elements of containers (ModuleList, ModuleDict, Sequential) with at least `DEFAULT_SIZE`
+    parameters that are not in a smaller group: the layers of most models. Elements that share a
+    parameter with another group stay in the group of the root.
 
     Raises:
         ConfigurationError: a policy puts a shared parameter into two groups.

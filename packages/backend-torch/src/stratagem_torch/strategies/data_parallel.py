@@ -16,15 +16,15 @@ from stratagem_torch.plugin import DP, why_no_dp
 class DataParallelStrategy(SingleDeviceStrategy):
     """Splits each batch over several GPUs of one process, which copies the model at every step.
 
-    Deprecated: ddp does the same faster. On one device it is the plain module. What a method
-    returns for the parts of a batch is joined along the first dim; scalars, such as the loss, are
-    averaged. Several devices were never tried on hardware.
+    Deprecated: ddp trains the same model faster. On one device the strategy runs the module itself.
+    The return values of a method for the parts of a batch are concatenated along the first dim;
+    scalars, such as the loss, are averaged. Several devices are untested on hardware.
 
     Args:
         **components: see `Strategy`.
 
     Raises:
-        ConfigurationError: several devices were asked for that are no GPUs.
+        ConfigurationError: several devices are requested that are not GPUs.
 
     Example:
         >>> import warnings

@@ -45,28 +45,28 @@ class DDPStrategy(ParallelStrategy):
     Args:
         find_unused_parameters: allow parameters that a forward pass does not use; costs a
             traversal of the graph at each step.
-        static_graph: every step uses the same parameters, which DDP finds out in the first one.
+        static_graph: every step uses the same parameters, which DDP records in the first step.
         gradient_as_bucket_view: let gradients share memory with the communication buckets.
-        bucket_cap_mb: bucket size in MiB; None: torch's default, or one bucket for all gradients
-            where PowerSGD runs over gloo, which several would stop for good.
+        bucket_cap_mb: bucket size in MiB. None takes the default of torch, except for PowerSGD over
+            gloo, where several buckets would deadlock: then one bucket holds all gradients.
         broadcast_buffers: give every rank the buffers of rank 0 before each forward.
-        init_sync: give every rank the weights of rank 0 when the model is wrapped; without it,
-            ranks must have made the same ones.
-        ddp_comm_hook: communicates gradients in place of an all_reduce of them as they are, such
-            as `fp16_compress_hook`; see torch.distributed.algorithms.ddp_comm_hooks.
-        ddp_comm_state: the hook's state, such as `PowerSGDState(process_group=None)`, which
-            belongs to one model; or a function without arguments that makes one, called for each
-            model when process groups are there. A checkpoint does not hold it (after a resume
-            PowerSGD begins again without the error that it had kept).
-        ddp_comm_wrapper: goes around the hook, such as `fp16_compress_wrapper`.
-        model_averaging_period: for `post_localSGD_hook`: average the weights of all ranks every so
-            many optimizer steps. Between two averagings ranks differ, and rank 0's weights and
-            optimizer state are those that are saved.
+        init_sync: give every rank the weights of rank 0 when the model is wrapped; with False, all
+            ranks must have created the same weights.
+        ddp_comm_hook: replaces the all-reduce of gradients, for example `fp16_compress_hook`; see
+            torch.distributed.algorithms.ddp_comm_hooks.
+        ddp_comm_state: the state of the hook, such as `PowerSGDState(process_group=None)`, which
+            belongs to one model; or a function without arguments that creates the state, called for
+            each model once process groups exist. A checkpoint does not contain the state: after a
+            resume, PowerSGD starts without its accumulated error.
+        ddp_comm_wrapper: wraps the hook, such as `fp16_compress_wrapper`.
+        model_averaging_period: for `post_localSGD_hook`: the number of optimizer steps between two
+            averagings of the weights over all ranks. Between two averagings ranks differ, and
+            checkpoints contain the weights and optimizer state of rank 0.
         **components: see `ParallelStrategy`.
 
     Raises:
-        ConfigurationError: arguments do not fit together, or (when it is bound) the hook does not
-            fit the process group's backend.
+        ConfigurationError: arguments contradict each other, or (when the strategy is bound) the
+            hook does not support the backend of the process group.
 
     Example:
         >>> from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -262,7 +262,8 @@ class DDPStrategy(ParallelStrategy):
         """Step one optimizer; in post-local SGD, average the weights if an averaging is due.
 
         Raises:
-            UserCodeError: DDP still waits for gradients, so those of this rank are not reduced.
+            UserCodeError: DDP still waits for gradients, so the gradients of this rank are not
+                reduced.
         """
         if isinstance(prepared.module, DistributedDataParallel):
             try:

@@ -31,12 +31,12 @@ class DDPShardedStrategy(DDPStrategy):
     """DDP that keeps the optimizer state of each parameter on a single rank (ZeRO, stage 1).
 
     Each optimizer becomes a `ShardedOptimizer`, and keeps its class, options and parameter groups.
-    So learning rate schedulers work, whether they were made before or after. A checkpoint holds the
-    whole state, as under any other strategy.
+    Learning rate schedulers work, whether they were created before or after. A checkpoint contains
+    the complete optimizer state, as under any other strategy.
 
     Args:
-        parameters_as_bucket_view: let parameters share memory with the buckets in which they are
-            sent after a step, for fewer and larger messages.
+        parameters_as_bucket_view: let parameters share memory with the buckets that send them after
+            a step, for fewer and larger messages.
         **options: the options of `DDPStrategy` except `model_averaging_period`.
 
     Raises:
@@ -167,17 +167,17 @@ class DDPShardedStrategy(DDPStrategy):
 class ShardedOptimizer(ZeroRedundancyOptimizer):
     """A user's optimizer, stepped on this rank's shard of its parameters.
 
-    The parameters are shared out once; after a step every rank sends its shard to the others. The
-    user's optimizer and this one share their parameter groups, so that a scheduler that was made
-    for the one steers the other. Under both there is a third, `optim`: a copy of the user's
-    optimizer with this rank's parameters, which holds the state.
+    The parameters are assigned to ranks once; after a step every rank sends its shard to the
+    others. The user's optimizer and this optimizer share their parameter groups, so that a
+    scheduler of either optimizer controls both. A third optimizer, `optim`, holds the state: a copy
+    of the user's optimizer with the parameters of this rank.
 
     Args:
-        source: the user's optimizer; its state, if it has stepped before, is taken along.
+        source: the user's optimizer; its existing state is taken over.
         parameters_as_bucket_view: see torch's `ZeroRedundancyOptimizer`.
 
     Raises:
-        ConfigurationError: it is LBFGS, whose step needs all parameters together, or it has
+        ConfigurationError: the optimizer is LBFGS, whose step needs all parameters together, or has
             parameters of several dtypes.
     """
 

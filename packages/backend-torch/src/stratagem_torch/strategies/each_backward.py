@@ -25,8 +25,8 @@ class EachBackward:
 
     DDP prepares its reducer at the end of a forward pass, for one backward. In a second backward
     (`retain_graph=True`, or two forward passes before two backward passes), or in a backward within
-    the forward pass, each rank would keep its own gradients, without an error. So a hook on the
-    outputs of each forward pass prepares DDP, unless it is prepared. Within a forward pass, hooks
+    the forward pass, each rank would keep its own gradients, without an error. A hook on the
+    outputs of each forward pass therefore prepares DDP if necessary. Within a forward pass, hooks
     on the parameters do the same.
 
     Args:

@@ -47,39 +47,39 @@ class FSDPStrategy(ShardedStrategy):
     `Lite.init_module()` and `Module.configure_model()` build a model in shards, with the values
     that its constructor would draw in one process: about 64 MiB of it are whole at a time.
 
-    Ranks train on as many batches as each other: what a sampler divides is made even by repeating
-    its first samples, and an IterableDataset must yield as many batches on each rank. An evaluation
-    reads each sample once: a rank without a batch takes part in the other ranks' all-gathers.
-    Outside of a step's forward and backward pass, the module's parameters are this rank's shards.
-    A callback may change or freeze them there, or call the model without gradients on every rank.
-    A change between the forward and the backward pass would be lost, so it is an error. Change
-    whole parameters: an index or a slice of the dimension that is sharded, such as `weight[0]`, is
-    a copy, in which torch loses what is written, from 2.15 on without an error. Read whole
-    weights with `Trainer.save_checkpoint` or `Lite.save`, which gather them.
+    Ranks train on equal numbers of batches: a sampler repeats its first samples to make its shares
+    equal, and an IterableDataset must yield equally many batches on each rank. An evaluation reads
+    each sample once: a rank without a batch takes part in the all-gathers of the other ranks.
+    Outside of the forward and backward pass of a step, the parameters of the module are the shards
+    of this rank. A callback may change or freeze them there, or call the model without gradients on
+    every rank. A change between the forward and the backward pass would be lost, so this is an
+    error. Change parameters as a unit: an index or a slice of the sharded dimension, such as
+    `weight[0]`, is a copy, and torch loses writes to this copy, from 2.15 on without an error. To
+    read unsharded weights, use `Trainer.save_checkpoint` or `Lite.save`, which gather them.
 
-    On CPU, C's allocator keeps what is freed, in the threads of backward and of communication,
-    so that a process with sharded parameters would grow as large as one with all of them. This
-    strategy sets it to give large blocks back; see `stratagem_torch.distributed.allocator` for what
-    it saves and costs.
+    On CPU, the C allocator keeps freed memory in the threads of backward and of communication, so
+    that a process with sharded parameters would grow as large as a process with all parameters.
+    This strategy configures the allocator to return large blocks; see
+    `stratagem_torch.distributed.allocator` for savings and costs.
 
-    With manual optimization each child of the Module is sharded by itself, so call children as
-    modules. Parameters of the Module itself, or of several children, stay whole as well.
+    With manual optimization each child of the Module is sharded separately, so call children as
+    modules. Parameters of the Module itself, or of several children, stay unsharded as well.
 
-    Parameters without a dimension or without elements cannot be sharded: they are whole on every
-    rank, and their gradients are averaged. A layer that holds a group must run on every rank, or on
-    none: ranks gather it together. Where ranks use different parameters within a group, pass
-    `find_unused_parameters=True`; without it, ranks that do end in an error that names them.
+    Parameters without a dimension or without elements cannot be sharded: every rank holds them, and
+    their gradients are averaged. A layer that holds a group must run on every rank, or on no rank:
+    ranks gather its parameters together. Where ranks use different parameters within a group, pass
+    `find_unused_parameters=True`; otherwise such ranks raise an error that names the parameters.
 
     Args:
         sharding_strategy: "FULL_SHARD" shards parameters, gradients and optimizer state;
-            "SHARD_GRAD_OP" keeps parameters whole between forward and backward; "NO_SHARD" keeps
-            everything whole, as ddp does; "HYBRID_SHARD" shards within a node and replicates
-            over nodes, or as `device_mesh` says.
+            "SHARD_GRAD_OP" keeps parameters gathered between forward and backward; "NO_SHARD"
+            shards no state, as ddp does; "HYBRID_SHARD" shards within a node and replicates over
+            nodes, or as `device_mesh` defines.
         device_mesh: for HYBRID_SHARD, (replicas, shards); their product is the number of ranks.
         cpu_offload: keep shards and optimizer state in host memory, or an `OffloadPolicy`.
         mixed_precision: a dtype, for gathered parameters, inputs and activations of every group
-            (gradients are reduced in float32), or a `MixedPrecisionPolicy`. The shards, and so the
-            optimizer's, stay in the model's own dtype. Losses are not scaled, which float16 may
+            (gradients are reduced in float32), or a `MixedPrecisionPolicy`. The shards and the
+            optimizer state stay in the dtype of the model. Losses are not scaled, which float16 may
             need: prefer bfloat16. With None, `precision` of the Trainer or Lite decides:
             "bf16-mixed" is autocast over float32 parameters, as under ddp.
         activation_checkpointing: compute activations of modules again in backward, in place of
@@ -88,21 +88,21 @@ class FSDPStrategy(ShardedStrategy):
         auto_wrap_policy: which modules are groups: a class or a set of classes, a function of a
             module, a smallest number of parameters, or a policy of `torch.distributed.fsdp.wrap`.
             None takes the elements of ModuleLists and Sequentials with a million parameters.
-        reshard_after_forward: free a group's parameters after its forward; None: as
-            `sharding_strategy` says; an int: keep them sharded over so many ranks.
+        reshard_after_forward: free the parameters of a group after its forward; None follows
+            `sharding_strategy`; an int keeps them sharded over this number of ranks.
         backward_prefetch: "BACKWARD_PRE" gathers the next group's parameters while a group's
             gradients are computed, as FSDP2 does; "BACKWARD_POST" and None gather them afterwards,
             which needs less memory.
         forward_prefetch: gather the next group's parameters while a group runs. FSDP2 overlaps
             the two on GPU anyway, unless the CPU cannot keep up.
-        limit_all_gathers: FSDP2 never gathers further ahead than the next group, so there is
-            nothing to lift; only True is accepted.
+        limit_all_gathers: only True is accepted: FSDP2 never gathers further ahead than the next
+            group.
         find_unused_parameters: let ranks use different parameters of a group; a parameter that
             is not used gets a gradient of zero.
         **components: see `ShardedStrategy` and `ParallelStrategy`.
 
     Raises:
-        ConfigurationError: an option is not one of the above, or they exclude each other.
+        ConfigurationError: an option has an invalid value, or options exclude each other.
 
     Example:
         >>> from torch import nn

@@ -27,24 +27,25 @@ Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module | None]
 class ModelParallelStrategy(ShardedStrategy):
     """Arranges the ranks in a mesh of data times tensor parallelism.
 
-    How layers are divided between the ranks of a tensor-parallel group is the model's affair, with
-    torch's `parallelize_module`: either in `parallelize_fn`, or in a Module's `configure_model`,
-    where the mesh is `self.trainer.strategy.device_mesh`. What is not sharded with `fully_shard`
-    there is sharded over the data-parallel dimension afterwards, so that parameters, gradients and
+    The model divides its layers between the ranks of a tensor-parallel group with torch's
+    `parallelize_module`: either in `parallelize_fn`, or in `configure_model` of a Module, where the
+    mesh is `self.trainer.strategy.device_mesh`. Afterwards, modules that are not sharded with
+    `fully_shard` are sharded over the data-parallel dimension, so that parameters, gradients and
     optimizer state are spread over all ranks.
 
-    The ranks of a tensor-parallel group read the same batches. That holds for what a sampler
-    divides; an IterableDataset must divide itself by `trainer.ranks.data_split`, not by rank.
+    The ranks of a tensor-parallel group read the same batches. Samplers are divided accordingly; an
+    IterableDataset must divide itself by `trainer.ranks.data_split`, not by rank.
 
     Args:
-        data_parallel_size: groups of ranks; "auto": as many as there are nodes, or as
-            `tensor_parallel_size` leaves.
-        tensor_parallel_size: ranks in a group; "auto": those of a node, or as
-            `data_parallel_size` leaves.
-        parallelize_fn: called as `parallelize_fn(model, device_mesh)` with whole parameters that
-            are alike on all ranks; changes the model in place. `device_mesh["tensor_parallel"]`
+        data_parallel_size: the number of tensor-parallel groups; "auto": the number of nodes, or
+            the world size divided by `tensor_parallel_size`.
+        tensor_parallel_size: the number of ranks in a group; "auto": the ranks of a node, or the
+            world size divided by `data_parallel_size`.
+        parallelize_fn: called as `parallelize_fn(model, device_mesh)` with unsharded parameters
+            that are equal on all ranks; changes the model in place.
+            `device_mesh["tensor_parallel"]`
             and `device_mesh["data_parallel"]` are the mesh's dimensions.
-        auto_wrap_policy: what is sharded as a group of its own; see `FSDPStrategy`.
+        auto_wrap_policy: selects the modules to shard as groups; see `FSDPStrategy`.
         reshard_after_forward: see `FSDPStrategy`.
         **components: see `ShardedStrategy` and `ParallelStrategy`.
 

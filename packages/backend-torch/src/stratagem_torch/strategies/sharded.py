@@ -182,8 +182,8 @@ class ShardedStrategy(ParallelStrategy):
     ) -> PreparedModel:
         """Return the model, sharded, with optimizers of its shards.
 
-        A model that was sharded before is used as it is. Parameters and buffers become those of
-        rank 0. The shards are always on this rank's device.
+        A model that was sharded before is used unchanged. Parameters and buffers take the values of
+        rank 0. The shards are always on the device of this rank.
 
         Raises:
             ConfigurationError: an optimizer holds parameters that the model does not have, or a
@@ -226,12 +226,12 @@ class ShardedStrategy(ParallelStrategy):
     def shard_groups(
         self, module: nn.Module, groups: Collection[nn.Module], shard: Callable[..., object]
     ) -> None:
-        """Shard the roots and the groups in them, except those that user code has sharded.
+        """Shard the roots and the groups in them, except modules that user code has sharded.
 
         Args:
             module: the model.
-            groups: modules in it.
-            shard: `fully_shard` with its options, but for `ignored_params`.
+            groups: modules of the model.
+            shard: `fully_shard` with its options except `ignored_params`.
         """
         roots = find_roots(module)
         inside = {part for root in roots for part in root.modules()}
@@ -401,10 +401,10 @@ class ShardedStrategy(ParallelStrategy):
 
 
 def _attributes_of(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return what user code has set on parameters, for the shards that take their places.
+    """Return the attributes that user code has set on parameters, to set them on the shards.
 
     Raises:
-        ConfigurationError: a parameter has a hook, which nobody would call.
+        ConfigurationError: a parameter has a hook, which would not be called.
     """
     found = {}
     for name, parameter in module.named_parameters():

@@ -47,16 +47,16 @@ Record = dict[str, Any]
 
 
 class DirectoryCheckpointIO(StoredCheckpointIO):
-    """Writes sharded state in parallel: no rank gathers, or holds, another rank's share.
+    """Writes sharded state in parallel; each rank writes its own shards without gathering.
 
-    Tensors lie in the format of `torch.distributed.checkpoint`, everything else in a small file
-    beside them, and a manifest has the checksum of each file. The directory appears at its path
-    once all ranks' files are on the disk. It loads under any strategy and any number of ranks.
+    Tensors are stored in the format of `torch.distributed.checkpoint`, other objects in a small
+    file beside them. A manifest lists the checksum of each file. The directory appears at its path
+    once the files of all ranks are on disk. It loads under any strategy and any number of ranks.
 
-    The path lies on a file system that all ranks share.
+    The path must be on a file system that all ranks share.
 
     Args:
-        verify: compare with the checksums when loading; each rank does a part of it.
+        verify: verify checksums when loading; each rank verifies a part of the files.
 
     Example:
         >>> import tempfile, torch
@@ -250,10 +250,11 @@ def _local(path: str | Path) -> Path:
 def _split(
     checkpoint: dict[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Tensor | Shards], dict[str, tuple[Any, ...]]]:
-    """Take the tensors out of those entries of a checkpoint that are sharded.
+    """Separate the tensors of the sharded entries from a checkpoint.
 
     Returns:
-        What is left, with None in their places; they, by names; and where each of them was.
+        The checkpoint with None in place of these tensors, the tensors by name, and the path of
+        each tensor in the checkpoint.
     """
     chunks: dict[str, Tensor | Shards] = {}
     places: dict[str, tuple[Any, ...]] = {}
@@ -306,11 +307,11 @@ def _raise(outcome: Record, path: Path) -> None:
 
 
 class _HashedFile:
-    """A file of the directory: hashed and streamed to the disk, on which it is when it is closed.
+    """A file of the directory that is hashed while it is written; `close` syncs it to disk.
 
     Args:
-        files: takes its size and checksum.
-        path: of the file, which is not there yet.
+        files: receives the size and checksum of the file.
+        path: path of the file, which must not exist.
     """
 
     def __init__(self, files: dict[str, SavedFile], path: Path) -> None:
@@ -346,15 +347,15 @@ class _HashedFile:
 
 
 def consolidate_checkpoint(source: str | Path, target: str | Path) -> None:
-    """Make one file of a checkpoint that is a directory; nothing is lost.
+    """Convert a directory checkpoint into a single file without loss.
 
     Args:
-        source: the directory; checked before anything is loaded. All of it must fit into memory.
-        target: the file, which must not be there yet.
+        source: the directory, which is verified before loading. Its state must fit into memory.
+        target: the file, which must not exist.
 
     Raises:
-        CheckpointNotFoundError, CheckpointCorruptError: `source` is no whole checkpoint.
-        CheckpointSaveError: `target` is there, or cannot be written.
+        CheckpointNotFoundError, CheckpointCorruptError: `source` is not a complete checkpoint.
+        CheckpointSaveError: `target` exists, or cannot be written.
 
     Example:
         >>> import tempfile, torch

@@ -35,17 +35,17 @@ _PIECE = 4 << 20
 
 
 class StoreExchange:
-    """Exchanges by the ranks' store, from a thread beside training; made by all ranks together.
+    """Exchanges data through the store of the ranks, from a thread beside training.
 
-    A collective of the training's own group would wait for the other ranks' next step, and they for
-    this thread; the store answers at once. What is not there yet is waited for in the store, so
-    that a rank makes a few requests in each round, whatever the number of ranks and however long
-    the slowest of them takes.
+    All ranks create it together. A collective in the process group of training would wait for the
+    next step of the other ranks, which wait for this thread; the store answers at once. The store
+    itself waits for missing keys, so that a rank sends a few requests in each round, whatever the
+    number of ranks and the time of the slowest rank.
 
     A round is a `gather_bytes` and a `broadcast`, on every rank.
 
     Args:
-        ranks: those that save together.
+        ranks: the ranks that save together.
     """
 
     def __init__(self, ranks: Ranks) -> None:

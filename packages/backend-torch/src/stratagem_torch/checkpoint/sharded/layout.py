@@ -45,10 +45,11 @@ def encode_layout(
     """Yield the contents of DCP's `.metadata`.
 
     Args:
-        plan: which chunks there are.
-        files: the name of each rank's file.
-        places: where each chunk begins in its writer's file, and its length; shape (2, chunks).
-        paths: where each tensor stands in the checkpoint: keys and indices.
+        plan: the chunks that all ranks write.
+        files: the file name of each rank.
+        places: the start of each chunk in the file of its writer, and its length; shape (2,
+            chunks).
+        paths: the path of each tensor in the checkpoint: keys and indices.
     """
     yield op.PROTO + bytes([_PROTOCOL]) + _value(Metadata) + _NEW
     yield _value("planner_data") + _value(dict(paths))  # the only value that uses many numbers
@@ -89,7 +90,7 @@ class _Rows:
 
     Args:
         plan, places: see `encode_layout`.
-        get: returns what gets a value that is remembered.
+        get: returns the pickle operation that reads a memoized value.
     """
 
     def __init__(self, plan: GlobalPlan, places: Tensor, get: Get) -> None:

@@ -72,7 +72,7 @@ def read_layout(folder: Path, data: bytes) -> Metadata:
     """Return the layout of a directory from the contents of its `.metadata` file.
 
     Raises:
-        CheckpointCorruptError: it is none, or asks for something to be executed.
+        CheckpointCorruptError: the data is not a layout, or requests the execution of code.
     """
     try:
         metadata = SafeUnpickler(data, _MAKERS, _CLASSES, _VALUES).load()
@@ -141,10 +141,10 @@ def check_places(metadata: Metadata, sizes: Mapping[str, int]) -> None:
 
     Args:
         metadata: the layout.
-        sizes: of the files that it names, in bytes; -1: there is none.
+        sizes: the size in bytes of each file that the layout names; -1 if the file is missing.
 
     Raises:
-        Refused: says what it says.
+        Refused: the layout is inconsistent; the message names the tensor or file.
     """
     ranges: dict[str, list[tuple[int, int, str]]] = {}
     for index, info in metadata.storage_data.items():

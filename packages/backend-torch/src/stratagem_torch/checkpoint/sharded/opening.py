@@ -27,11 +27,11 @@ def open_directory(
     Args:
         path: the directory.
         verify: whether to compare the files with their checksums, each rank a part of them.
-        ranks: the ranks that make the call; None: this process alone.
+        ranks: the ranks that make the call; None for this process alone.
         check_parts: whether to check that the layout covers each tensor.
 
     Raises:
-        CheckpointCorruptError: the directory is no whole checkpoint.
+        CheckpointCorruptError: the directory is not a complete checkpoint.
     """
     directory = read_directory(path)
     if verify:

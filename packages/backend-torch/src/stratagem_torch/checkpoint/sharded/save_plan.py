@@ -31,8 +31,9 @@ class Held:
     """The descriptions of one rank's tensors and chunks, without their values.
 
     Attributes:
-        tensors: their descriptions, in the order in which they are saved.
-        chunks: of each the tensor's number, offsets and sizes. None is empty.
+        tensors: the descriptions of the tensors, in the order of saving.
+        chunks: for each chunk, the number of its tensor, its offsets and its sizes. Every chunk has
+            elements.
     """
 
     tensors: list[Description]
@@ -93,25 +94,25 @@ def chunks_of(held: Tensor | Shards) -> list[tuple[tuple[int, ...], Tensor]]:
 class GlobalPlan:
     """The save plan of all ranks together; on rank 0.
 
-    Of a chunk that several ranks hold, the lowest of them writes it, so that rank 0 writes what is
-    whole.
+    If several ranks hold a chunk, the lowest of these ranks writes it. Rank 0 therefore writes
+    unsharded tensors.
 
     Args:
-        tensors: those of all ranks.
+        tensors: the descriptions of the tensors of all ranks.
         rows: of each rank, as `Held.rows` returns them, by the numbers of `tensors`.
 
     Attributes:
         tensors: as given.
-        numbers, offsets, sizes: of each chunk that is written: its tensor, shape (chunks,), and its
-            place, shape (chunks, dims); ordered by these.
-        writers: the rank that writes it, shape (chunks,).
-        turns: its number among all that are written, in the order of ranks, shape (chunks,).
-        masks: for each rank, which of its rows it writes.
-        places: of each rank, what it has told of where its chunks lie: their starts and lengths,
-            shape (2, chunks of that rank).
+        numbers, offsets, sizes: for each chunk, the number of its tensor, shape (chunks,), its
+            offsets and its sizes, shape (chunks, dims); sorted by tensor number, then offsets.
+        writers: the rank that writes each chunk, shape (chunks,).
+        turns: the position of each chunk in the order of writing ranks, shape (chunks,).
+        masks: for each rank, a mask of the rows that it writes.
+        places: for each rank, the starts and lengths of its chunks in its file, as it reported
+            them; shape (2, chunks of that rank).
 
     Raises:
-        ValueError: the chunks of a tensor overlap, or do not cover it; says which.
+        ValueError: the chunks of a tensor overlap or do not cover it; the message names the tensor.
     """
 
     def __init__(self, tensors: Sequence[Description], rows: Sequence[Tensor]) -> None:
@@ -192,10 +193,10 @@ class SavePlan:
     """The save plan of one rank; valid for later saves with the same chunks on every rank.
 
     Attributes:
-        held: what this rank holds.
-        writes: which of those chunks it writes.
-        everyone: on rank 0, what all write.
-        places: where its chunks lay in its file in the last save, which rank 0 knows.
+        held: the tensors and chunks of this rank.
+        writes: the indices of the chunks that it writes.
+        everyone: on rank 0, the plan of all ranks.
+        places: the positions of its chunks in its file at the last save, which rank 0 knows.
     """
 
     held: Held
@@ -208,10 +209,10 @@ def make_plan(held: Held, ranks: Ranks, *, dims: int, alike: bool) -> SavePlan:
     """Plan a save; on every rank.
 
     Args:
-        held: what this rank holds.
-        ranks: those that save together.
+        held: the tensors and chunks of this rank.
+        ranks: the ranks that save together.
         dims: the largest `Held.dims` of any rank.
-        alike: whether all ranks have the same tensors, of which they may hold other chunks.
+        alike: whether all ranks have the same tensors; their chunks may differ.
 
     Raises:
         ValueError: on every rank: see `GlobalPlan`.

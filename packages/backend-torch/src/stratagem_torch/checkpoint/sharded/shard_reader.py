@@ -37,13 +37,13 @@ class ShardReader:
         layout: contents of its `.metadata`.
 
     Attributes:
-        paths: where each stands in the checkpoint.
-        objects: names of what was saved as other objects than tensors.
-        files: names of those that the tensors lie in.
+        paths: the path of each entry in the checkpoint.
+        objects: the names of the entries that are not tensors.
+        files: the names of the files that contain the tensors.
 
     Raises:
-        CheckpointCorruptError: the layout cannot be read, contradicts itself or the files, or asks
-            for something to be executed.
+        CheckpointCorruptError: the layout cannot be read, contradicts itself or the files, or
+            requests the execution of code.
     """
 
     def __init__(self, folder: Path, layout: bytes) -> None:

@@ -37,17 +37,17 @@ def file_of(rank: int) -> str:
 def write_share(
     tensors: HeldTensors, plan: SavePlan, rank: int, folder: Path, create: Callable[[Path], Any]
 ) -> list[list[int]]:
-    """Write a rank's file, if it has anything to write.
+    """Write the file of a rank, unless the rank has no chunks to write.
 
     Args:
-        tensors: what the rank holds.
-        plan: which of it the rank writes.
-        rank: which.
-        folder: where to.
+        tensors: the tensors of the rank.
+        plan: the chunks that the rank writes.
+        rank: the number of the rank.
+        folder: the folder of the file.
         create: opens a file, which has `write`, `tell` and `close`.
 
     Returns:
-        Where each chunk that it writes begins in its file, and how long each is.
+        The start of each written chunk in the file, and the length of each chunk.
     """
     if not plan.writes:
         return [[], []]

@@ -59,9 +59,9 @@ class RankStatuses:
     may itself be stuck in a collective.
 
     Args:
-        store: the store of the process group; a second connection to it is opened.
+        store: the store of the process group; this object opens a second connection.
         rank, world_size: this rank, and the number of ranks.
-        timeout: the timeout of the group's collectives, in seconds; for messages.
+        timeout: the timeout of collectives of the group, in seconds; for messages.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, *, timeout: float) -> None:

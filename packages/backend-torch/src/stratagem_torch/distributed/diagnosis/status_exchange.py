@@ -25,9 +25,9 @@ _Call = tuple[Callable[..., Any], tuple[Any, ...], _Answers]
 class BoundedStore:
     """Makes each call to a store end in time.
 
-    A store's own timeout limits how long it waits for a key. Nothing limits how long it waits for
-    an answer over a connection whose other end has disappeared, for example if a cable is pulled.
-    A rank that reports its failure would then hang.
+    The timeout of a store limits the time that it waits for a key. It does not limit the time that
+    a client waits for an answer over a dead connection, for example after a cable is pulled. A rank
+    that reports its failure would then hang.
 
     Args:
         store: the store; its calls are made in one thread, which the first call starts.
@@ -192,11 +192,11 @@ class Survey:
 
     Attributes:
         answers: the status of each rank that answered, in the order of ranks.
-        ended: "done" or "failed" for each rank whose script has ended.
+        ended: "done" or "failed" for each rank at the end of its script.
         error: the status of the first rank that failed by itself, with its traceback; None: no rank
             has reported an error.
-        unknown: why the state of the other ranks is unknown; "": they were asked, and had time to
-            answer.
+        unknown: the reason why the state of the other ranks is unknown; "" if they were queried and
+            had time to answer.
     """
 
     answers: Mapping[int, RankStatus]
@@ -221,7 +221,7 @@ class StatusExchange:
     therefore has two: it asks and reports over the group's connection, and waits on the other.
 
     Args:
-        store: the store of the process group; a second connection to it is opened for waiting.
+        store: the store of the process group; this object opens a second connection for waiting.
         rank, world_size: this rank, and the number of ranks.
         here: returns this rank's status; called in the waiting thread.
     """
