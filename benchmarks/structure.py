@@ -62,7 +62,7 @@ _WORDS = (
 )
 _FILLER_OF_COMMENTS = re.compile(rf"\b((?i:{_WORDS})|none)\b")
 _SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Yields):$", re.MULTILINE)
-_QUOTED = re.compile(r"`[^`]*`")
+_QUOTED = re.compile(r"`[^`]*`|^ +(?:>>>|\.\.\.) .*|^ {4}[\w*, ]+:", re.MULTILINE)
 _FILLER_OF_NAMES = re.compile(rf"(?:^|_)({_WORDS.replace(' ', '_')}|none)(?=_|$)")
 
 
@@ -130,7 +130,7 @@ def measure_comments(root: Path) -> Texts:
 def measure_args(root: Path) -> Texts:
     """Count the docstrings with a section of Args, Attributes, Raises, Returns or Yields.
 
-    Code in backticks is left out.
+    Code in backticks, code of examples, and names of arguments are left out.
     """
     texts = Texts()
     for path in sorted(root.glob("packages/*/src/**/*.py")):

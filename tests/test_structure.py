@@ -86,6 +86,7 @@ def test_docstrings_with_args_use_nouns() -> None:
         ("path: the folder of the checkpoint.", 0.0),
         ("path: the folder.\n\n    Those that exist are kept.", 1.0),
         ("mode: `none` or `there is`.", 0.0),
+        ("what: the name.\n\n    Example:\n        >>> [one for who in names]", 0.0),
     ],
 )
 @pytest.mark.parametrize("name", ["save", "_save"])

@@ -24,14 +24,14 @@ _codes: dict[Any, CodeType] = {}
 
 
 def check_compilation(compilation: Compilation, *, on_host: bool) -> None:
-    """Check that torch.compile takes the arguments, and can work here at all.
+    """Check that torch.compile accepts the arguments and works on this system.
 
     Args:
-        compilation: what was asked for.
-        on_host: whether the model is on the CPU, for which inductor writes C++.
+        compilation: the requested compilation.
+        on_host: whether the model is on the CPU, for which inductor generates C++.
 
     Raises:
-        ConfigurationError: it cannot; says why.
+        ConfigurationError: compilation is not possible; the message has the reason.
     """
     if on_host and compilation.needs_compiler and _cpp_compiler() is None:
         raise ConfigurationError(
@@ -164,14 +164,14 @@ def _compile(part: nn.Module, compile: Callable[..., Any]) -> None:
 
 
 class _Compiled:
-    """What is compiled for one module, and does not go along where that is copied or pickled.
+    """The compiled function of one module; copies and pickles of the module do not contain it.
 
-    A compiled function holds on to its module: a copy of the model that had it would compute with
-    the weights of the original.
+    A compiled function refers to its module: in a copy of the model, it would compute with the
+    weights of the original.
 
     Args:
-        call: compiled.
-        instead: what a copy of the module has in its place.
+        call: the compiled function.
+        instead: the value that a copy of the module has in its place.
     """
 
     def __init__(self, call: Callable[..., Any], instead: Callable[..., Any] | None) -> None:

@@ -143,9 +143,9 @@ class CheckpointMismatchError(CheckpointError):
     """The checkpoint belongs to another model or optimizer.
 
     Args:
-        message: what differs, and what to do.
-        missing: the model's weights that the checkpoint lacks, where those are the problem.
-        unexpected: the checkpoint's weights that the model lacks, where those are.
+        message: the difference, and a remedy.
+        missing: names of the model's weights that the checkpoint lacks.
+        unexpected: names of the checkpoint's weights that the model lacks.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ def with_explanation(message: str, name: str) -> str:
     """Return a message with a last line that leads to the explanation of the error.
 
     Args:
-        message: what was expected, what was received, and what to do next.
+        message: the expected value, the received value, and the next step for the user.
         name: an explanation, as `stratagem errors` lists them.
 
     Example:

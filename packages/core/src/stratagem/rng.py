@@ -227,11 +227,11 @@ def try_rng_state(
     """Raise if states from a checkpoint cannot be restored; nothing changes.
 
     Args:
-        state: would be given to `set_rng_state`.
-        generators, states: would be given to `set_generator_states`.
+        state: the argument of `set_rng_state` to test.
+        generators, states: the arguments of `set_generator_states` to test.
 
     Raises:
-        AttributeError, LookupError, OverflowError, TypeError, ValueError: a state is another thing.
+        AttributeError, LookupError, OverflowError, TypeError, ValueError: a state is invalid.
     """
     before = generator_states(generators)
     try:

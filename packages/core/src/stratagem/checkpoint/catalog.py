@@ -101,7 +101,7 @@ def _describe_directory(path: Path, *, verify: bool) -> Description:
 
 
 def check_directory(path: Path) -> None:
-    """Raise if a directory has none of the files of a checkpoint.
+    """Raise if a directory does not contain a checkpoint.
 
     Raises:
         CheckpointNotFoundError: names the checkpoints in the directory.

@@ -50,11 +50,11 @@ def require_form(value: Any, form: Form, name: str) -> Any:
     Args:
         value: the data.
         form: see this module.
-        name: what the data are, for the error, such as "progress"; "" for a whole checkpoint.
+        name: the name of the data in the error, such as "progress"; "" for a complete checkpoint.
 
     Raises:
-        CheckpointMismatchError: an entry has another form, or is absent; names it, and says what
-            to do.
+        CheckpointMismatchError: an entry is missing or has another form; the message names the
+            entry and suggests a remedy.
     """
     if fault := find_mismatch(value, form, name):
         raise CheckpointMismatchError(f"{fault}. Load the weights alone, or use another checkpoint")
@@ -62,7 +62,7 @@ def require_form(value: Any, form: Form, name: str) -> Any:
 
 
 def find_mismatch(value: Any, form: Form, name: str) -> str:
-    """Describe the first entry that has another form than expected; "" if there is none.
+    """Describe the first entry with an unexpected form; "" if all entries match.
 
     Args:
         value, form, name: as for `require_form`.

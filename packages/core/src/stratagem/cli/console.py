@@ -116,7 +116,7 @@ def print_reasons(title: str, reasons: Iterable[tuple[str, str]]) -> None:
 
     Args:
         title: the header of the names.
-        reasons: pairs of a name and its reason; those without a reason are left out.
+        reasons: pairs of a name and its reason; pairs without a reason are omitted.
     """
     names: dict[str, list[str]] = {}
     for name, reason in reasons:

@@ -128,10 +128,11 @@ def full_form(command: str, arguments: Sequence[str]) -> int | None:
 
 
 def parse_short_form(command: str, summary: str, arguments: Sequence[str]) -> None:
-    """Parse the arguments of a command's short form, which has none.
+    """Parse the arguments of a command's short form, which takes no arguments.
 
     Raises:
-        SystemExit: there are arguments (exit code 2; one line says what to install), or `--help`.
+        SystemExit: the user passed arguments (exit code 2, with the package to install), or
+            `--help`.
     """
     more = "This is the short form. In full, with --json: pip install stratagem-extras"
     parser = parser_of(command, f"{summary}\n\n{more}", json=False)

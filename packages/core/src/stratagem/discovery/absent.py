@@ -26,7 +26,7 @@ def remedies() -> Mapping[str, str]:
 
 
 def remedy_for(kind: type, name: str, form: str = "{}.{}") -> str:
-    """Return what to use instead of a name, or "" for an unknown name.
+    """Return the replacement of a name that does not exist, or "" for an unknown name.
 
     Args:
         kind: the class; the names of its bases count too.
@@ -91,7 +91,7 @@ def find_or_explain(owner: object, name: str) -> Any:
     """Raise the error for a missing attribute; for `__getattr__`, which gets property errors too.
 
     Raises:
-        AttributeError: the property's own error, or one that says what to use.
+        AttributeError: the property's own error, or an error that names the replacement.
     """
     if any(name in vars(base) for base in type(owner).__mro__):
         return object.__getattribute__(owner, name)

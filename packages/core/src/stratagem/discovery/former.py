@@ -20,10 +20,10 @@ class Change(NamedTuple):
     """The change of a name.
 
     Attributes:
-        now: the name that took its place.
-        how: what else an author has to change; "": nothing.
-        ends: the release in which the former name ends. Until then a class may override or call the
-            former method, with a DeprecationWarning; "": it has ended.
+        now: the name that replaces it.
+        how: further changes that an author has to make; "" if the name is the only change.
+        ends: the release that removes the former name. Until then a class may override or call the
+            former method, with a DeprecationWarning; "" if it is removed already.
     """
 
     now: str
@@ -179,7 +179,7 @@ def check_former_names(kind: type) -> None:
         kind: the author's class.
 
     Raises:
-        ConfigurationError: names the place, and what took the place of the former name.
+        ConfigurationError: the message names the place, and the replacement of the former name.
     """
     for name, change in former_names(kind).items():
         for owner in kind.__mro__:
@@ -194,7 +194,7 @@ def check_former_values(owner: object) -> None:
     """Check that no attribute of an object was set by its former name.
 
     Raises:
-        ConfigurationError: names the attribute, and what took its place.
+        ConfigurationError: the message names the attribute, and its replacement.
     """
     for name, change in former_names(type(owner)).items():
         if name in vars(owner):

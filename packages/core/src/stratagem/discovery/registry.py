@@ -365,7 +365,7 @@ class Registry:
 
         Raises:
             UnknownNameError: no component has that name. The message has the nearest name, a failed
-                plugin that might have provided it, what to install, and the available names.
+                plugin that might have provided it, the package to install, and the available names.
             AmbiguousNameError: several distributions claim the name; lists the qualified names.
         """
         distribution, _, plain = name.rpartition(":")

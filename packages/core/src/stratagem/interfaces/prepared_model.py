@@ -178,7 +178,7 @@ def make_optimizers(optimizers: Optimizers) -> list[Optimizer]:
 
 
 class ParameterReferences:
-    """What a model's parameters have, and the references to them in optimizers and in modules.
+    """Attributes and hooks of a model's parameters, and all references to the parameters.
 
     `Module.to` usually changes a parameter's data. For some devices (PrivateUse1, XLA) it creates
     a new Parameter in each module instead. Without an error, optimizers would then step the old

@@ -39,7 +39,7 @@ class Ranks:
         device: the device of the tensors that collectives return; None before the launch.
         data_groups: the ranks that read each part of the data, in the order of its index. Ranks of
             one group work on the same batches, so the samples of a group are counted once.
-        members: the ranks that collectives run among: all ranks, or those of `among`.
+        members: the ranks of the collectives: all ranks, or the ranks passed to `among`.
         run_split: the part of the training data that all these ranks read together, (index,
             count), if other runs train at the same time (replicas, peers). A strategy sets it in
             `make_ranks`.

@@ -36,12 +36,12 @@ class Reading:
         return bool(self.active) and self.active[-1].is_at_end
 
     def samples(self) -> tuple[int, int, bool]:
-        """Return which samples this rank reads, as `Lite.gather_for_metrics` counts them.
+        """Return the samples that this rank reads, as `Lite.gather_for_metrics` counts them.
 
         Returns:
-            The number of samples, the number of those that another rank reads too, and whether they
-            are the current batch (True) or the epoch that has ended. The numbers are -1 and 0 if
-            data are not divided by sample.
+            The number of samples, the number of samples that another rank reads too, and whether
+            both numbers describe the current batch (True) or the finished epoch. The numbers are -1
+            and 0 if data are not divided by sample.
         """
         loader, within = self.latest, self.latest in self.active
         end = None if loader is None else loader.resumable.end_of_epoch()

@@ -179,14 +179,14 @@ class Lite(FrontEnd):
         """Start the processes and set up their environment.
 
         Args:
-            function: called as `function(lite, *args, **kwargs)` on every rank; None returns, and
-                the script goes on on every rank.
+            function: called as `function(lite, *args, **kwargs)` on every rank; with None, the call
+                returns on every rank, and the script continues there.
 
         Returns:
             The function's result on this rank.
 
         Raises:
-            ConfigurationError: the launcher needs a function, and none was given.
+            ConfigurationError: the launcher needs a function, and `function` is None.
             RankFailedError: another rank failed; shows its traceback.
         """
         if function is None:

@@ -25,26 +25,25 @@ _OTHER_BYTES = "surrogateescape"
 class CSVLogger(Logger):
     """Writes values to `save_dir/name/version_N/metrics.csv`, one row for each step.
 
-    Rows are in the file when `log_metrics` returns, so that a kill loses none of them; a Trainer
-    hands over those of two seconds at once. They are safe from a power cut once `finalize` returns.
-    Columns that come up later are added by copying the file once for all of a call's rows, piece by
-    piece, beside it: whoever reads it finds the old one or the new one. Hyperparameters go to
-    `hparams.json` beside it.
+    The file contains the rows when `log_metrics` returns, so that a kill loses no row; a Trainer
+    passes the rows of two seconds at once. Rows survive a power cut once `finalize` returns. New
+    columns are added by copying the file once for all rows of a call, piece by piece, beside it: a
+    reader sees either the old or the new file. Hyperparameters go to `hparams.json` beside it.
 
-    A row that a full disk or a crash has cut short is removed before the next one is written. A
-    resumed fit moves the rows of its checkpoint's step and later to `metrics.cut.csv`, and writes
-    them again. A row of the step before that is in the file is not written twice. Rows on another
-    axis, such as those of a validation's batches, have their optimizer step in the column
-    `trainer/optimizer_step`. The fit gets a folder of its own if another process is writing to the
-    one of its run, or if its run has ended without an error after more steps.
+    A row that a full disk or a crash has truncated is removed before the next row is written. A
+    resumed fit moves the rows of its checkpoint's step and later steps to `metrics.cut.csv`, and
+    writes them again. A row of the step before is not written twice. Rows on another axis, such as
+    the batches of a validation, have their optimizer step in the column `trainer/optimizer_step`.
+    The fit gets a new folder if another process writes to the folder of its run, or if its run has
+    finished without an error after more steps.
 
     Args:
         save_dir: folder of all experiments.
         name: folder of this experiment; None or "": `save_dir` itself.
-        version: of the run, an int or a name, added to if it is there; None: that of the run which
-            a fit resumes, or the next that is free.
-        prefix: goes before each name, with a "-".
-        flush_logs_every_n_steps: hold so many rows of `log_metrics` back before they are written.
+        version: version of the run (int or str); appends if its folder exists. None: the version of
+            the run that a fit resumes, or the next free number.
+        prefix: prepended to each name, with a "-".
+        flush_logs_every_n_steps: the number of rows of `log_metrics` to buffer before writing.
 
     Raises:
         ConfigurationError: `flush_logs_every_n_steps` is 0, or `save_dir` is a URL.

@@ -212,11 +212,11 @@ def arguments_of_init(module: object, frame: FrameType | None) -> dict[str, Any]
 def savable(
     parameters: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, str], list[list[Any]]]:
-    """Split hyperparameters into those that a checkpoint can hold and the others.
+    """Split hyperparameters by whether a checkpoint can store them.
 
     Returns:
-        The hyperparameters that a checkpoint can hold; the reason for each of the others, by name;
-        and the positions of OmegaConf configs, each a list of keys and indices.
+        The hyperparameters that a checkpoint can store; the reason for each other hyperparameter,
+        by name; and the positions of OmegaConf configs, each a list of keys and indices.
 
     Example:
         >>> savable({"lr": 0.1, "activation": abs})[0]

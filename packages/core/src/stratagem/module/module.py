@@ -296,15 +296,15 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
                 function are averaged over ranks, but torch.min, torch.max, torch.sum and
                 torch.mean count as the names.
             sync_dist: the reduction over ranks. None reduces values of an epoch, once at its end.
-                True also reduces values of steps, with a collective in each step. False reduces
-                neither.
+                True also reduces values of steps, with a collective in each step. False disables
+                both reductions.
             batch_size: the number of samples in the batch, the weight in the mean of an epoch.
                 Default: the length of a list of samples, or the first dimension of the first
                 tensor that has one, with a warning if other tensors have another.
             add_dataloader_idx: if True, append the loader's index to the name when several
                 evaluation loaders run.
-            rank_zero_only: if True, the value is not reduced over ranks: loggers receive that of
-                rank 0, and callbacks see that of their own rank.
+            rank_zero_only: if True, the value is not reduced over ranks: loggers receive the value
+                of rank 0, and callbacks see the value of their own rank.
 
         Raises:
             UserCodeError: if called outside of a run, if the value is not a single number, or if

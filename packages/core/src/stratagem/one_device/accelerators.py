@@ -224,15 +224,16 @@ class DeviceAccelerator(Accelerator):
 
 
 class _StreamMover:
-    """Copies batches to a device on a stream of its own, beside the computation of the step before.
+    """Copies batches to a device on a separate stream, beside the computation of the previous step.
 
     The host queues a step and reads the next batch while the device still computes: on the
-    computing stream the copy would wait for its end. One batch is in flight; nothing is read ahead,
-    so that a checkpoint knows no other order of random numbers. Batches that are not in pinned
-    memory (`DataLoader(pin_memory=True)`) are copied before this returns, as always.
+    computing stream the copy would wait for the end of the step. At most one batch is in flight. No
+    batch is read ahead, so that the random numbers in a checkpoint keep their order. Batches
+    outside of pinned memory (`DataLoader(pin_memory=True)`) are copied before this returns, as
+    usual.
 
     Args:
-        device: where to.
+        device: the target device.
     """
 
     def __init__(self, device: torch.device) -> None:

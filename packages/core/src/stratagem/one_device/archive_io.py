@@ -72,7 +72,7 @@ def write_archive(contents: dict[str, Any], manifest: Manifest, sink: Sink) -> N
     """Write contents, manifest and checksum to `sink`.
 
     Raises:
-        OSError: what the sink raised.
+        OSError: the error of the sink.
 
     Example:
         >>> import tempfile
@@ -97,14 +97,15 @@ def write_archive(contents: dict[str, Any], manifest: Manifest, sink: Sink) -> N
 class MappedFile:
     """An open file, mapped into memory: its bytes, and its ranges as storages of tensors.
 
-    The mapping is private: to change a storage changes no file. It outlives the file's descriptor.
+    The mapping is private: a change of a storage does not change the file. It outlives the file
+    descriptor.
 
     Args:
         file: a local file, opened for reading.
-        path: what errors call it.
+        path: the name of the file in errors.
 
     Raises:
-        CheckpointCorruptError: it is empty.
+        CheckpointCorruptError: the file is empty.
 
     Example:
         >>> import tempfile, torch
@@ -133,12 +134,12 @@ class MappedFile:
         """Return the contents of an archive in the file, without executing anything.
 
         Args:
-            path: what errors call it.
-            start, size: where the archive lies, in bytes; all of the file by default.
-            comment: how many bytes follow the archive's end record.
+            path: the name of the file in errors.
+            start, size: the position of the archive, in bytes; the complete file by default.
+            comment: the number of bytes after the end record of the archive.
 
         Raises:
-            CheckpointCorruptError: it is no whole archive of weights-only-safe data.
+            CheckpointCorruptError: the data are not a complete archive of weights-only-safe data.
         """
         from stratagem.state.reading.archive import load_archive
 
@@ -180,13 +181,13 @@ def _without_crc32() -> Iterator[None]:
 
 
 class CheckpointReader:
-    """Opens checkpoints, and remembers the file that it has verified last.
+    """Opens checkpoints, and remembers the last verified file.
 
-    So `open` right after `verify` reads it once, and returns what was verified even if another file
-    has got its name.
+    If `open` follows `verify`, the file is read once, and `open` returns the verified contents even
+    if another file has taken its name.
 
     Args:
-        verify: compare with the checksums before anything is loaded.
+        verify: verify checksums before loading.
     """
 
     def __init__(self, *, verify: bool = True) -> None:
@@ -220,15 +221,15 @@ class CheckpointReader:
     def open(self, path: str | os.PathLike[str], *, ranks: Ranks | None = None) -> dict[str, Any]:
         """Return a checkpoint of either format, without executing anything.
 
-        A file is loaded, its tensors mapped into memory. Of a directory each sharded tensor is a
-        `LazyTensor`, and the ranks share the verification; every one of them makes the call.
+        The tensors of a file are mapped into memory. Each sharded tensor of a directory is a
+        `LazyTensor`, and the ranks share the verification; every rank must make the call.
 
         Args:
             path: a file, a directory, or the URL of a file.
-            ranks: those that make the call; None: this process alone.
+            ranks: the ranks that make the call; None for this process alone.
 
         Raises:
-            CheckpointNotFoundError, CheckpointCorruptError: it is no whole checkpoint.
+            CheckpointNotFoundError, CheckpointCorruptError: the path has no complete checkpoint.
         """
         path = paths.to_location(path)
         if isinstance(path, Path) and path.is_dir():
@@ -353,7 +354,7 @@ class StoredCheckpointIO(CheckpointIO):
         """Make `path` a symbolic link to `target`, or a copy of it on an object store.
 
         Raises:
-            CheckpointSaveError: the file system refused; `path` names what it named before.
+            CheckpointSaveError: the file system rejected the link; `path` is unchanged.
         """
         try:
             return paths.link(target, path)

@@ -74,15 +74,15 @@ class TruePrecision(Precision):
 class MixedPrecision(Precision):
     """Parameters stay in float32; autocast runs operations in bfloat16 where that is safe.
 
-    Needs no loss scaling: bfloat16 has the range of float32. The autocast is the accelerator's,
-    and that of the CPU as long as no accelerator is bound.
+    Loss scaling is not needed: bfloat16 has the range of float32. The accelerator provides the
+    autocast; before an accelerator is bound, the autocast is for the CPU.
 
     Args:
         name: "bf16-mixed".
 
     Raises:
-        ConfigurationError: the name is another one; or, from `bind`, the accelerator cannot
-            autocast to `dtype`.
+        ConfigurationError: the name is different; or, from `bind`, the accelerator cannot autocast
+            to `dtype`.
 
     Example:
         >>> import torch

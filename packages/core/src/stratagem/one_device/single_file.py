@@ -35,8 +35,10 @@ class SingleFileCheckpointIO(StoredCheckpointIO):
         """Write `checkpoint` to `path`; see `CheckpointIO.save_checkpoint`.
 
         Raises:
-            CheckpointContentError: something in it is not weights-only-safe data.
-            CheckpointSaveError: the file system refused; what was at the path is still there.
+            CheckpointContentError: the checkpoint contains an object that is not weights-only-safe
+                data.
+            CheckpointSaveError: the file system rejected the file; an existing file stays at the
+                path.
         """
         path = paths.to_location(path)
         check_safe_data(checkpoint, path)

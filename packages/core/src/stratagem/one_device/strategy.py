@@ -12,15 +12,16 @@ from stratagem.strategies import Components, Strategy
 
 
 class SingleDeviceStrategy(Strategy):
-    """Trains in one process on one device; which is one process alone.
+    """Trains in a single process on one device.
 
     Args:
-        device: which one, as in `torch.device`: "cpu", "cuda:1"; its type is the accelerator where
-            none is named. None: as the front end says.
+        device: the device, as in `torch.device`: "cpu", "cuda:1". Its type selects the accelerator
+            unless an accelerator is given. None follows the options of the front end.
         **components: see `Strategy`.
 
     Raises:
-        ConfigurationError: it is no device; or, from `bind`, it is none of the accelerator's.
+        ConfigurationError: the value is not a device; or, from `bind`, the accelerator does not
+            have this device.
 
     Example:
         >>> from stratagem import Trainer

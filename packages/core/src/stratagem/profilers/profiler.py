@@ -25,22 +25,22 @@ class Profiler(ABC):
     `.backward`, `.optimizer_step`, `.batch_to_device` and `.validation_step` (`test_step`,
     `predict_step`), `train_dataloader_next`, `val_next`, `test_next`, `predict_next`,
     `save_checkpoint`, and for each hook that is
-    overridden `[Callback]CLASS.HOOK`, `[Module]CLASS.HOOK`. Time on a device is seen where
-    something waits for it.
+    overridden `[Callback]CLASS.HOOK`, `[Module]CLASS.HOOK`. The time of a device counts in the
+    action that waits for it.
 
     Call sequence, on every rank:
         1. `setup` at the start of a run.
-        2. `start` and `stop` for each action; one may lie within another.
-        3. `describe` at its end, also after an error: it writes what `summary` returns to the file
-           that `path_of` names, or prints it. Then `teardown`.
+        3. `describe` at its end, also after an error: it writes the text of `summary` to the file
+            of `path_of`, or prints it. Then `teardown`.
 
     The Trainer calls `profile_iterable` and `wrap` for loaders and functions; user code may call
     them too, and `profile`, at any time between `setup` and `teardown`.
 
     Args:
-        dirpath: folder of the report's file; None: that of each run's logs.
-        filename: of the report, without an ending: it goes to `STAGE-FILENAME.txt`, or of several
-            ranks to `STAGE-FILENAME-RANK.txt`, one for each; None: rank 0 prints it.
+        dirpath: folder of the report file; None for the log folder of each run.
+        filename: name of the report, without an extension. The report goes to `STAGE-FILENAME.txt`,
+            with several ranks to `STAGE-FILENAME-RANK.txt`, a file per rank. None: rank 0 prints
+            it.
 
     Example:
         >>> from stratagem.profilers import Profiler

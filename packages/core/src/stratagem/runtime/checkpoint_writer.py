@@ -23,10 +23,10 @@ class CheckpointWriter:
     """Saves, loads, links and removes checkpoints; each method is called by every rank.
 
     Args:
-        ranks: those that save together.
+        ranks: the ranks that save together.
         io: the format.
-        supports_shards: whether each rank takes only its part of what was saved in shards: `load`
-            then leaves a `LazyTensor` for each such tensor. It is a strategy's `sharded_state`.
+        supports_shards: whether each rank loads only its part of sharded tensors: `load` then
+            leaves a `LazyTensor` for each such tensor. Equals the `sharded_state` of a strategy.
 
     Example:
         >>> import tempfile
@@ -86,10 +86,10 @@ class CheckpointWriter:
 
 
 def model_state(strategy: Strategy, prepared: PreparedModel) -> dict[str, Any]:
-    """Return a model's state to be saved; called by every rank.
+    """Return the model state for saving; called by every rank.
 
     Raises:
-        PluginError: what the ranks returned is not the whole model, or differs in its names.
+        PluginError: the ranks returned an incomplete model, or different names.
     """
     state = strategy.model_state(prepared)
     kind, ranks = type(strategy), strategy.ranks
@@ -148,7 +148,7 @@ def _compared_with_other_ranks(
     """Return the names that are missing on every rank.
 
     Raises:
-        PluginError: ranks returned different names, so that what is saved would lack some.
+        PluginError: ranks returned different names, so the checkpoint would lack some tensors.
     """
     ranks = strategy.ranks
     # Every rank may hold other shards; rank 0 alone writes unsharded values.
@@ -213,15 +213,15 @@ _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 def first_nonfinite(state: Mapping[str, Any], trained: Set[str]) -> str:
-    """Return the name of the first tensor that training has broken, or "".
+    """Return the name of the first tensor that training has made invalid, or "".
 
-    That is one with NaN in it, or with an infinity if it is trained: a buffer may hold infinities
-    for good reasons, such as a causal mask. Each tensor is read once, where it is, which takes half
-    as long as copying it; a device is waited for twice for each dtype.
+    A tensor is invalid if it contains NaN, or an infinity if it is trained: a buffer may hold
+    infinities for good reasons, such as a causal mask. Each tensor is read once on its device,
+    which takes half the time of a copy; the host waits for a device twice for each dtype.
 
     Args:
-        state: tensors or `Shards` by name; anything else is passed over.
-        trained: names of those that the optimizer changes.
+        state: tensors or `Shards` by name; other values are skipped.
+        trained: names of the tensors that the optimizer changes.
 
     Example:
         >>> import torch

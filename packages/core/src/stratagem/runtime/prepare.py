@@ -84,10 +84,10 @@ _calls_wrap: WeakSet[type[Strategy]] = WeakSet()
 
 @contextmanager
 def _wrap_is_called(strategy: Strategy) -> Iterator[None]:
-    """Refuse a class whose `prepare` leaves out its own or an inherited `wrap`.
+    """Raise if the `prepare` of a class does not call its own or an inherited `wrap`.
 
     Raises:
-        PluginError: training would run without what `wrap` does, such as averaging gradients.
+        PluginError: training would skip the work of `wrap`, such as averaging gradients.
     """
     kind = type(strategy)
     own = kind.prepare is not Strategy.prepare and kind.wrap is not Strategy.wrap
@@ -117,8 +117,8 @@ def release(module: nn.Module, only: PreparedModel | None = None) -> None:
     """Let the strategy of a module's last preparation free its resources.
 
     Args:
-        module: the user's.
-        only: do nothing if the module was prepared again after this; None: release it anyway.
+        module: the module of the user.
+        only: release only if this is the latest preparation; None releases it in any case.
     """
     if only is not None and _latest.get(module, (_nothing, _nothing))[1]() is not only:
         return
@@ -198,7 +198,7 @@ def prepared_of(optimizer: Optimizer, models: Sequence[PreparedModel]) -> Prepar
     """Return the prepared model that has the parameters of an optimizer.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: no model has these parameters.
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for prepared in models:

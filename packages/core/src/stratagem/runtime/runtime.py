@@ -158,17 +158,17 @@ class Runtime:
     Args:
         accelerator, strategy, devices, num_nodes, precision, plugins, async_save:
             as `Lite` describes them.
-        step_options: how the front end takes optimizer steps; None under Lite, whose users take
+        step_options: how the front end takes optimizer steps; None under Lite, where users take
             them.
 
     Attributes:
-        plan: what was chosen, and why.
-        strategy: built and bound; its device is set up by `launch`.
+        plan: the chosen components, and the reasons.
+        strategy: the bound strategy; `launch` sets up its device.
         is_launched: whether this process is a rank, with its environment set up.
-        raise_errors: raises the errors of saves in the background; None if no save runs there.
+        raise_errors: raises errors of background saves; None without background saves.
 
     Raises:
-        ConfigurationError: the request cannot be met; nothing has been started.
+        ConfigurationError: the request cannot be met; no process has been started.
     """
 
     _count: ClassVar[int] = 0

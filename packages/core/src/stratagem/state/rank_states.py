@@ -28,16 +28,17 @@ def gather_states(ranks: Ranks, state: State) -> dict[str, Any] | list[State]:
     """Return the states of all ranks, as a checkpoint holds them, on rank 0; {} on the others.
 
     Args:
-        ranks: those that save together; all make the call.
-        state: this rank's; weights-only-safe data.
+        ranks: the ranks that save together; all make the call.
+        state: the state of this rank; weights-only-safe data.
 
     Returns:
-        `first`, rank 0's state; `changes`, of each rank the encoded list of what is different in
-        its own, one after the other, a tensor of bytes; and `ends`, where each of them ends. Of
-        one process alone a list, as 0.1.0 saved them of all ranks.
+        `first`, the state of rank 0; `changes`, the encoded differences of each rank from `first`,
+        concatenated to a tensor of bytes; and `ends`, the end of each rank's differences. For a
+        single process a list, the form in which 0.1.0 saved all ranks.
 
     Raises:
-        TypeError: on every rank, if one rank's state is no weights-only-safe data; says where.
+        TypeError: on every rank, if the state of a rank is not weights-only-safe data; the message
+            names the entry.
 
     Example:
         >>> from stratagem.strategies import Ranks
@@ -75,9 +76,9 @@ class RankStates(Sequence[State]):
     """The states of the saving ranks, in rank order; each is decoded on access.
 
     Args:
-        saved: as `gather_states` returned it on rank 0.
-        form: of each state, or of its entry.
-        key: of the entry of each state that is meant; None: all of it.
+        saved: the return value of `gather_states` on rank 0.
+        form: the form of each state, or of its entry.
+        key: the entry to select from each state; None for the complete state.
     """
 
     def __init__(

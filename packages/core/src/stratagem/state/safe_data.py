@@ -42,7 +42,7 @@ def find_offending_value(data: Any, path: str = "") -> str | None:
 
     Args:
         data: anything.
-        path: what the answer calls `data`, such as "checkpoint".
+        path: the name of `data` in the result, such as "checkpoint".
 
     Example:
         >>> from stratagem.state.safe_data import find_offending_value
@@ -107,11 +107,11 @@ class _Oversized(Exception):
 
 
 class _Extent:
-    """How large data are when each thing is counted as often as it is in them.
+    """The size of data if repeated references count each time.
 
     Attributes:
-        values: how many there are, each counted once.
-        storages: bytes that are stored, by address.
+        values: the number of distinct values.
+        storages: the size of each storage in bytes, by address.
     """
 
     def __init__(self) -> None:
@@ -181,10 +181,10 @@ def decode(encoded: Tensor, name: str = "what a rank has sent") -> Any:
 
     Args:
         encoded: bytes.
-        name: what errors call it.
+        name: the name of the data in errors.
 
     Raises:
-        CheckpointCorruptError: it is nothing that `encode` made.
+        CheckpointCorruptError: the data are not an output of `encode`.
     """
     from stratagem.state.reading.archive import load_archive
 
@@ -218,7 +218,7 @@ def unpack_result(data: bytes) -> Any:
     """Decode the output of `pack_result` without executing anything; tensors are on the CPU.
 
     Raises:
-        CheckpointCorruptError: it is nothing that `pack_result` made.
+        CheckpointCorruptError: the data are not an output of `pack_result`.
     """
     return from_bytes(data, "what rank 0 has returned")
 
@@ -231,12 +231,13 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 def why_refused(contents: Any) -> str:
-    """Return why contents may not be saved; "": they may.
+    """Return why contents cannot be saved, or "" if they can.
 
-    They may not where loading would execute code, or take far more memory than the file is large.
+    Contents are rejected if loading would execute code, or would take far more memory than the size
+    of the file.
 
     Returns:
-        The offending value, and what to store in its place.
+        The offending value, and a replacement for it.
     """
     if offending_value := find_offending_value(contents, "checkpoint"):
         return (
@@ -253,17 +254,18 @@ def check_safe_data(data: Any, name: str | Path) -> None:
 
     Weights-only-safe data are None, bool, int, float, complex, str, bytes and bytearray (also empty
     ones), `torch.Tensor` and `nn.Parameter`, `torch.Size`, `torch.dtype` and `torch.device`, and
-    dict, OrderedDict, Counter, list, tuple and set of them; the keys of a dict too. Nothing else
-    is, also no subclass of these: not NumPy arrays and scalars, dataclasses, enums, frozensets,
+    dict, OrderedDict, Counter, list, tuple and set of them; the keys of a dict too. Other types and
+    subclasses of these types are not: NumPy arrays and scalars, dataclasses, enums, frozensets,
     named tuples or paths. Tensors may share memory, and share it again after a load. Data nested
-    more than 256 deep, and tensors far larger than their memory (`expand`), are refused.
+    more than 256 deep, and tensors far larger than their memory (`expand`), raise an error.
 
     Args:
-        data: such as a checkpoint, or what `Strategy.state` returns.
-        name: what the error calls the target of the save, such as its path.
+        data: such as a checkpoint, or the return value of `Strategy.state`.
+        name: the name of the target of the save in the error, such as its path.
 
     Raises:
-        CheckpointContentError: names the place, such as `checkpoint['rates'][0]`, and its type.
+        CheckpointContentError: the message names the entry, such as `checkpoint['rates'][0]`, and
+            its type.
 
     Example:
         >>> from stratagem.state import check_safe_data
@@ -297,14 +299,14 @@ def to_bytes(data: Any, name: str | Path) -> bytes:
 def from_bytes(stored: bytes, name: str | Path) -> Any:
     """Decode the output of `to_bytes` without executing anything; tensors are on the CPU.
 
-    It reads what `torch.load(weights_only=True)` does, and empty bytes, which that refuses.
+    It accepts the files that `torch.load(weights_only=True)` accepts, and raises on empty bytes.
 
     Args:
-        stored: of `to_bytes` or `torch.save`.
-        name: what errors call it.
+        stored: the output of `to_bytes` or `torch.save`.
+        name: the name of the data in errors.
 
     Raises:
-        CheckpointCorruptError: it is nothing that `to_bytes` made, or is damaged.
+        CheckpointCorruptError: the data are not an output of `to_bytes`, or are damaged.
     """
     if not stored:
         raise CheckpointCorruptError(f"{str(name)!r} was refused: it is empty")

@@ -130,7 +130,7 @@ class LazyTensor(ABC):
         Nothing is communicated. Values are converted to the target's dtype.
 
         Raises:
-            CheckpointCorruptError: the checkpoint lacks some of it.
+            CheckpointCorruptError: the checkpoint lacks a part of the tensor.
         """
 
     def whole(self) -> Tensor:

@@ -109,14 +109,14 @@ def check_optimizer_state(
 
 
 def check_kinds(own: Mapping[str, Any], saved: Mapping[str, Any], what: str) -> None:
-    """Compare the kinds of saved values with those of the current values; None is of any kind.
+    """Compare the kinds of saved values with the kinds of the current values; None fits any kind.
 
     Args:
-        own, saved: by name; only names that both have are compared.
-        what: what they are, for the error, such as "the group option".
+        own, saved: values by name; only common names are compared.
+        what: the description of the values in the error, such as "the group option".
 
     Raises:
-        CheckpointMismatchError: a value has another kind; names it.
+        CheckpointMismatchError: a value has another kind; the message names the value.
     """
     for key in own.keys() & saved.keys() - {"params"}:
         if expected := _expected(own[key], saved[key]):
@@ -168,7 +168,7 @@ def as_mismatch(target: str) -> Iterator[None]:
     """Turn an error within the context into a CheckpointMismatchError that names the target.
 
     Args:
-        target: what loads its state, such as "the callback Timer".
+        target: the object that loads its state, such as "the callback Timer".
     """
     try:
         yield

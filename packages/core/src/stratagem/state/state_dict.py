@@ -55,8 +55,8 @@ _DISPENSABLE = frozenset(
 def named_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     """Return the optimizer's state dict with parameter names instead of indices.
 
-    Entries that belong to no parameter are in "other_state": those that the optimizer adds beside
-    "state" and "param_groups", and under "state" those whose keys are no parameters.
+    "other_state" holds entries that belong to no parameter: entries that the optimizer adds beside
+    "state" and "param_groups", and entries of "state" with keys that are not parameters.
 
     Raises:
         CheckpointMismatchError: the optimizer holds a parameter that the module does not.
@@ -94,7 +94,7 @@ def load_named_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str
 def per_parameter_state(optimizer: Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return an optimizer's state for a strategy that divides it by parameters.
 
-    The names are those without `torch.compile(module)` around modules.
+    The names are without the prefixes that `torch.compile(module)` adds.
 
     Args:
         optimizer: the optimizer, for the error.
@@ -303,10 +303,10 @@ def check_weights(
     """Check the names and shapes of weights against a model's names and shapes.
 
     Args:
-        own: the names that the model's state has.
-        shapes: of those that are tensors.
+        own: the names in the state of the model.
+        shapes: the shapes of the names that are tensors.
         state: tensors by name.
-        strict: refuse missing and unexpected names; shapes are checked in any case.
+        strict: raise for missing and unexpected names; shapes are checked in any case.
 
     Raises:
         CheckpointMismatchError: lists missing and unexpected names and differing shapes.

@@ -28,17 +28,17 @@ at_fork(after_in_child=_let_go_in_child)
 
 
 class Claim:
-    """A name that is this process's own until `release`.
+    """A name that belongs to this process until `release`.
 
-    Locally a marker beside it says so, which only one can make and which names its owner: that of a
-    process that was killed is void. At a URL it is an object in `.claims`, which nobody else has
-    when its owner looks.
+    Locally, a lock file beside the path marks the claim. Only one process can create it, and it
+    names its owner; the lock of a killed process is void. At a URL, the claim is an object in
+    `.claims` that no other process has when its owner checks.
 
-    Make one by `claim`.
+    Create a claim with `claim`.
 
     Attributes:
-        path: what is claimed.
-        ends_with_process: whether the claim of a process that was killed is gone.
+        path: the claimed path.
+        ends_with_process: whether the claim ends when its process is killed.
     """
 
     def __init__(

@@ -44,13 +44,13 @@ def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
     """Open a file to read it, unbuffered; do not wait for a process that writes to it.
 
     Args:
-        path: where.
-        follow: what a symbolic link leads to may be opened.
+        path: the path of the file.
+        follow: whether to open the target of a symbolic link.
 
     Raises:
-        CheckpointCorruptError: it is no regular file, but a FIFO, a device or a directory, or a
-            link that is not followed.
-        OSError: it cannot be opened.
+        CheckpointCorruptError: the path is not a regular file, but a FIFO, a device or a directory,
+            or a link that is not followed.
+        OSError: the file cannot be opened.
 
     Example:
         >>> import tempfile
@@ -275,20 +275,20 @@ def _create_locked(directory: Path) -> tuple[Path, int]:
 
 
 class DurableDirectory:
-    """A temporary directory beside a path; `commit` puts it in its place.
+    """A temporary directory beside a path; `commit` moves it to the path.
 
-    As with a `DurableFile`, it says whose it is, and its writer holds a lock on it until then, so
-    that the next writer there removes what a dead one left.
+    Like a `DurableFile`, it records its owner, and the writer holds a lock on it until then, so
+    that the next writer removes leftovers of a dead writer.
 
     Args:
-        path: where it shall appear; the directory above it is made if there is none.
-        may_replace: whether a directory with files in it, at `path`, may be replaced; None: never.
+        path: the final path; parent directories are created if necessary.
+        may_replace: whether a non-empty directory at `path` may be replaced; None: never.
 
     Attributes:
-        temporary: where files are to be written.
+        temporary: the directory to write files to.
 
     Raises:
-        OSError: it cannot be made, or what is at the path is a directory and no checkpoint.
+        OSError: the directory cannot be created, or the path is a directory without a checkpoint.
     """
 
     def __init__(self, path: Path, *, may_replace: Callable[[Path], bool] | None = None) -> None:
@@ -322,12 +322,12 @@ class DurableDirectory:
             os.close(self._lock)
 
     def commit(self) -> None:
-        """Return once the directory is at the path, and on the disk; its files must be already.
+        """Move the directory to the path and sync it to disk; its files must be synced before.
 
-        What was at the path before changes places with it, in one step, and is then removed.
+        A previous directory at the path is exchanged with it atomically, and then removed.
 
         Raises:
-            OSError: it is not in its place; what was there before is.
+            OSError: the move failed; the previous directory is still at the path.
         """
         sync_directory(self.temporary)
         replaces = os.path.lexists(self.path)

@@ -149,12 +149,12 @@ def is_name(text: object) -> TypeGuard[str]:
 
 @dataclass(frozen=True)
 class Entry:
-    """Something in a folder.
+    """A file or directory in a folder.
 
     Attributes:
-        path: where; what a symbolic link leads to, where it is one.
-        modified: when, in seconds since 1970; 0: unknown.
-        is_directory: whether it is one.
+        path: the path; for a symbolic link, the path of its target.
+        modified: the time of modification, in seconds since 1970; 0 if unknown.
+        is_directory: whether the entry is a directory.
     """
 
     path: Location
@@ -251,9 +251,9 @@ def open_local(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     Processes of a machine that open a URL at the same time share a copy.
 
     Raises:
-        FileNotFoundError: nothing is there.
-        OSError: it cannot be read, or there is no room for the copy in the directory for temporary
-            files (TMPDIR).
+        FileNotFoundError: the file does not exist.
+        OSError: the file cannot be read, or the directory for temporary files (TMPDIR) has no room
+            for the copy.
     """
     path = to_location(path)
     # Unbuffered: checkpoints are read in large pieces.
@@ -304,7 +304,8 @@ def durable_file(path: str | os.PathLike[str]) -> Iterator[DurableFile | RemoteF
     """Open a new file, which replaces the file at `path` at the end of the block.
 
     Raises:
-        CheckpointSaveError: the file system refused; says what is at the path now.
+        CheckpointSaveError: the file system rejected the file; the message describes the file that
+            is at the path now.
     """
     path = to_location(path)
     if isinstance(path, Path) and path.is_dir():
@@ -339,15 +340,16 @@ def durable_replace(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield the path of a new, empty file, which takes the place of `path` at the end of the block.
 
     For files that another library writes: a database, HDF5, safetensors. The new file is synced,
+    For files that another library writes: a database, HDF5, safetensors. The new file is synced,
     renamed over `path`, and the directory is synced. A kill or a power cut at any moment leaves the
-    old file or the new one, whole. If the block raises, the old file stays and the new one is
-    removed; what a killed process left is removed by the next save in that directory.
+    complete old or new file. If the block raises, the old file stays and the new file is removed;
+    the next save in the directory removes leftovers of a killed process.
 
     Args:
-        path: local. The library must write to the yielded path in place and close the file.
+        path: a local path. The library must write to the yielded path in place and close the file.
 
     Raises:
-        CheckpointSaveError: the file system refused, or `path` is a URL.
+        CheckpointSaveError: the file system rejected the file, or `path` is a URL.
 
     Example:
         >>> import tempfile

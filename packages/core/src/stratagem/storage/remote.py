@@ -71,12 +71,11 @@ def is_object_store(files: Any) -> bool:
 def fetch(url: str) -> int:
     """Download a URL into a local file without a name; return its descriptor.
 
-    Processes of one user that ask at the same time share the copy, in a folder that nobody else
-    may enter.
+    Processes of one user that fetch it at the same time share the copy, in a private folder.
 
     Raises:
-        PermissionError: the folder is not this user's alone.
-        OSError: the URL cannot be read, or there is no room.
+        PermissionError: other users have access to the folder.
+        OSError: the URL cannot be read, or the disk is full.
     """
     with file_system(url) as (files, there):
         if os.open not in os.supports_dir_fd or system.descriptor_path(0) is None:
@@ -143,10 +142,12 @@ def _private_folder() -> Iterator[int]:
 
 
 def _open_own(path: str, flags: int, kind: int, folder: int | None = None) -> int:
-    """Open what is this user's alone, and no link; a name in `folder`, or a path.
+    """Open a file or directory that belongs to this user alone and is not a link.
+
+    The path is a name in `folder`, or an absolute path.
 
     Raises:
-        PermissionError: it is not.
+        PermissionError: the file is a link, or other users have access.
     """
     try:
         descriptor = os.open(path, flags | system.NO_LINK, 0o600, dir_fd=folder)
@@ -183,20 +184,20 @@ def _remove_leftovers(folder: int, *, but: str) -> None:
 
 
 class RemoteFile:
-    """Writes to a URL; `commit` makes the whole file appear there.
+    """Writes to a URL; `commit` makes the complete file appear there.
 
-    On an object store that is the completion of the upload, elsewhere the renaming of a file beside
-    it. Leaving the `with` block without `commit` leaves nothing.
+    On an object store, `commit` completes the upload; elsewhere it renames a temporary file beside
+    the target. Leaving the `with` block without `commit` writes no file.
 
     Args:
-        url: where to.
+        url: the target.
 
     Attributes:
-        renamed: whether it is in its place.
+        renamed: whether the file is at the target.
 
     Raises:
-        ConfigurationError: no file system is installed for such a URL.
-        OSError: it cannot be written to.
+        ConfigurationError: no file system for such a URL is installed.
+        OSError: the URL cannot be written to.
     """
 
     def __init__(self, url: str) -> None:

@@ -188,19 +188,19 @@ class StepPolicy:
 
 @dataclass(frozen=True, eq=False)
 class RunContext:
-    """What does not change while a run is executed. Evaluations, also those within a fit, read it.
+    """The constant objects of a run. Evaluations, also within a fit, read it.
 
     Attributes:
         trainer: the Trainer, with its options, its plan and its way to feed batches.
         job: the request.
-        module, datamodule: of the user.
+        module, datamodule: the objects of the user.
         strategy: the strategy, with its ranks.
         hooks: the hooks of the module and the callbacks.
         rows, latest: receive the logged values.
         profiling: passes actions to the profiler.
         policy: how the steps and the loops differ from the default.
         state: the state of the training loop in the Trainer's last fit.
-        progress: which evaluation is running, and how far it is.
+        progress: the name and position of the running evaluation.
     """
 
     trainer: Trainer
@@ -219,7 +219,7 @@ class RunContext:
 
 @dataclass(frozen=True, eq=False)
 class StepContext(RunContext):
-    """What the optimizer steps of a fit are made of, for `Trainer.make_train_step`.
+    """The objects that the optimizer steps of a fit use, for `Trainer.make_train_step`.
 
     Attributes:
         prepared: the prepared model.
@@ -240,7 +240,7 @@ class StepContext(RunContext):
 
 @dataclass(frozen=True, eq=False)
 class FitContext(StepContext):
-    """What does not change while a fit runs. `make_context` makes it, and the loop reads it.
+    """The constant objects of a fit. `make_context` creates it, and the loop reads it.
 
     Attributes:
         step: the optimizer step, with its micro-batches and hooks.

@@ -156,7 +156,7 @@ class Lines(Display):
 def display_here(refresh_seconds: float, line_seconds: float, console: Console | None) -> Display:
     """Return the display for this process.
 
-    The bars of a terminal are those of stratagem-extras. Without it, a line is overwritten.
+    On a terminal, stratagem-extras provides the bars. Without it, a line is overwritten.
 
     Args:
         refresh_seconds: the time between two refreshes of a terminal or a notebook.

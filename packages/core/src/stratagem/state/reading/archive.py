@@ -22,13 +22,13 @@ def load_archive(
     """Return the contents of an archive; its tensors are views of the archive's memory.
 
     Args:
-        memory: what the archive lies in, on the CPU.
-        path: what errors call it.
-        start, size: where it lies, in bytes.
-        comment: how many bytes follow the archive's end record.
+        memory: the memory that contains the archive, on the CPU.
+        path: the name of the archive in errors.
+        start, size: the position of the archive, in bytes.
+        comment: the number of bytes after the end record of the archive.
 
     Raises:
-        CheckpointCorruptError: it is no whole archive of weights-only-safe data.
+        CheckpointCorruptError: the data are not a complete archive of weights-only-safe data.
     """
     # The same memory: the checked bytes are the loaded ones.
     octets = (ctypes.c_uint8 * size).from_address(memory.data_ptr() + start)

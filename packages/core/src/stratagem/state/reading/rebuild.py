@@ -41,7 +41,7 @@ class ArchiveUnpickler(SafeUnpickler):
 
     Args:
         data: the pickle.
-        read_storage: returns a storage; raises where the archive has none of that size.
+        read_storage: returns a storage; raises if the archive has no storage of that size.
     """
 
     def __init__(self, data: bytes, read_storage: ReadStorage) -> None:

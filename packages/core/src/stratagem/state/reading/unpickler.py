@@ -45,10 +45,10 @@ class SafeUnpickler:
 
     Args:
         data: the pickle.
-        makers: what may be called, by its full name.
-        classes: what may be made by `__new__` and filled by its state, by its full name; it may
-            be called as well.
-        values: what may only be named.
+        makers: the allowed functions, by qualified name.
+        classes: the classes that `__new__` may create and their state may fill, by qualified name;
+            calls are allowed as well.
+        values: the values that the pickle may refer to but not call, by qualified name.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class SafeUnpickler:
         """Return the contents of the pickle.
 
         Raises:
-            pickle.UnpicklingError: it asks for something that is not among what may be made.
-            Refused: see there.
-            Exception: it is damaged; of any kind.
+            pickle.UnpicklingError: the pickle requests an object that is not allowed.
+            Refused: see `Refused`.
+            Exception: the pickle is damaged; of any type.
         """
         data, stop = self._data, pickle.STOP[0]
         while (code := data[self._at]) != stop:
@@ -91,8 +91,8 @@ class SafeUnpickler:
         """Call an allowed function.
 
         Raises:
-            pickle.UnpicklingError: it may not.
-            Refused: the arguments are larger than what is left of the pickle's size.
+            pickle.UnpicklingError: the function is not allowed.
+            Refused: the arguments are larger than the remaining size of the pickle.
         """
         if id(maker) not in self._callable or type(args) is not tuple:
             raise pickle.UnpicklingError(f"a call of a {type(maker).__name__}")

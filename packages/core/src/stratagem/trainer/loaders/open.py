@@ -48,7 +48,7 @@ class LoaderFactory:
         """Return the training loader.
 
         Raises:
-            UserCodeError: there is none, or it cannot be used.
+            UserCodeError: the loader is missing or unusable.
         """
         options = self.trainer.options
         source = source_of("train_dataloader", self.job, self.job.loaders, needed=True)
@@ -81,7 +81,7 @@ class LoaderFactory:
         """Return the loaders for "validation", "test" or "predict".
 
         Raises:
-            UserCodeError: there is none, or one cannot be used.
+            UserCodeError: a loader is missing or unusable.
         """
         method = f"{'val' if what == 'validation' else what}_dataloader"
         source = source_of(method, self.job, self.job.loaders, needed=True)
@@ -175,7 +175,7 @@ class FitData:
         """Create the training loader again.
 
         Args:
-            draws: draw a number for each new DataLoader, as one more iterator of it would.
+            draws: draw a number for each new DataLoader, as a further iterator of it would.
         """
         self.close()
         self._use(self._factory.open_training())

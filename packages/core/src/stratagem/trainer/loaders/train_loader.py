@@ -188,10 +188,11 @@ class TrainLoader:
     def check_end(self, done: int, *, took_all: bool = True) -> None:
         """Check the number of batches at the end of `steps`; `done` is the number in this epoch.
 
-        Warn if there are fewer than the length said and the steps `took_all` that there were.
+        Warn if the loader yielded fewer batches than its length and the steps read all of them
+        (`took_all`).
 
         Raises:
-            UserCodeError: nothing, or fewer than the length said that other ranks rely on.
+            UserCodeError: no batch, or fewer batches than a length that other ranks rely on.
         """
         if self._uneven is None and done < self.end and self._strategy.ranks.data_split[1] > 1:
             raise UserCodeError(_broken_promise(done, self.end))
@@ -244,8 +245,8 @@ class TrainLoader:
         """Restore the states of the saving ranks; return the number of finished batches.
 
         Args:
-            states: in the order of those ranks.
-            done: batches of the epoch that each of them had trained on.
+            states: the states in the order of the saving ranks.
+            done: the number of batches of the epoch that each saving rank had trained on.
         """
         combines = isinstance(self._data, CombinedResumable)
         if ("parts" in states[0]) is not combines or (
@@ -269,9 +270,9 @@ class TrainLoader:
 
 
 class MicroBatches(Collection[Any]):
-    """The micro-batches of one optimizer step, read one at a time; to be iterated over once.
+    """The micro-batches of one optimizer step, read one at a time; can be iterated once.
 
-    Their number is known before, and none of them is held here once it was yielded.
+    Their number is known before. A micro-batch is released once it was yielded.
 
     Args:
         batches: an iterator of the micro-batches.

@@ -224,7 +224,7 @@ def _batches_within_limit(
     """Yield the batches of a loader; on several ranks, `EvaluationTurns.batches` does so.
 
     Raises:
-        UserCodeError: there is none.
+        UserCodeError: the loader yielded no batch.
     """
     limit, is_empty = None if loader.batches == UNKNOWN else int(loader.batches), True
     for batch in islice(batches, limit):

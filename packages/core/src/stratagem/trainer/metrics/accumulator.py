@@ -82,12 +82,12 @@ class MetricAccumulator:
     """The options of one logged name in one epoch, and the reduction of its values so far.
 
     Args:
-        name: as it was logged.
-        options: as `Module.log` received them.
-        on_step, on_epoch: the options, with the defaults of the place where it was logged.
-        compiles_steps: whether what is computed here is compiled as a part of a step, and so has to
-            be the same in each.
-        suffix: of all its names: the evaluation loader's index, where there are several.
+        name: the logged name.
+        options: the options that `Module.log` received.
+        on_step, on_epoch: the options, with the defaults of the calling hook.
+        compiles_steps: whether the computation is compiled as a part of a step, and must therefore
+            be the same in each step.
+        suffix: appended to all its names: the index of the evaluation loader, if a run has several.
     """
 
     def __init__(
@@ -290,19 +290,18 @@ class Declaration(NamedTuple):
 def over_ranks(
     own: Mapping[str, ReducedMetric], ranks: Ranks, declared: Sequence[Declaration] = ()
 ) -> tuple[dict[str, ReducedMetric], list[Declaration]]:
-    """Return the summaries of all ranks, reduced to one for each name, and what was declared.
+    """Return the summaries of all ranks, reduced to one summary per name, and the declarations.
 
     Ranks that share a part of the data log the same values, or only some of them (the last pipeline
-    stage) log a value: of each name, the first rank of such a group that has logged it counts.
+    stage) log a value. For each name, the first rank of such a group that has logged it counts.
 
     Args:
-        own: this rank's, by name, in the order of names.
-        ranks: those that have logged.
-        declared: what this rank has logged.
+        own: the summaries of this rank, sorted by name.
+        ranks: the ranks that have logged.
+        declared: the declarations of this rank.
 
     Returns:
-        The summaries, and the declarations of all ranks, each once. Both in the same order on every
-        rank.
+        The summaries, and the distinct declarations of all ranks, in the same order on every rank.
     """
     described = repr(
         (

@@ -22,14 +22,14 @@ _SECONDS = 2.0
 class LogBuffer:
     """Buffers rows of values, and sends many of them to the loggers at a time.
 
-    Tensors in them are read only then, all at once. From a device they are copied beside what it
-    computes, and handed over when the next ones leave: no step waits for a device.
+    Tensors are read only when rows are sent, all at once. Tensors on a device are copied beside its
+    computation, and sent together with the next rows: no step waits for a device.
 
-    A value that was logged as "step" is the row's step: the axis of the user's charts. Loggers with
-    an `optimizer_step_name` also receive the optimizer step of such a row.
+    A value that was logged as "step" becomes the step of the row: the axis of the user's charts.
+    Loggers with an `optimizer_step_name` also receive the optimizer step of such a row.
 
     Args:
-        loggers: receive the rows; none on ranks other than 0.
+        loggers: receive the rows; empty on ranks other than 0.
         accelerator: reads tensors on its devices.
     """
 

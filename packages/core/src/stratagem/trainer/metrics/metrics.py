@@ -100,7 +100,7 @@ class Monitor:
     def mean_over_ranks(self, name: str, who: str) -> Tensor:
         """Return the latest logged value of a name, the same on all ranks. All ranks call this.
 
-        Where values differ between ranks, such as those of a single step, it is their mean.
+        Values that differ between ranks, such as the values of a single step, are averaged.
 
         Args:
             name: the name of the value.
@@ -296,7 +296,7 @@ class Metrics:
         """Return the epoch's values by name, reduced over loaders and ranks.
 
         Returns:
-            The values, and what the ranks have logged in an evaluation or as metric objects, in the
+            The values, and the declarations of evaluations or metric objects from all ranks, in the
             same order on every rank.
         """
         reduced = [entry for entry in entries if entry.on_epoch]

@@ -110,7 +110,7 @@ class Saves:
     """Saves the checkpoints of a run.
 
     Args:
-        contents: returns what is saved.
+        contents: returns the contents of a checkpoint.
         is_within_step: returns whether an optimizer step has begun, but is not yet complete.
 
     Attributes:
@@ -181,16 +181,16 @@ def collect_checkpoint(
 ) -> dict[str, Any]:
     """Return a checkpoint of the run; called on every rank.
 
-    Tensors in it alias the live ones.
+    Tensors in it share memory with the live tensors.
 
     Args:
-        contents: what is saved.
-        weights: the model's state.
-        weights_only: leave optimizer and loop state out.
+        contents: the objects to save.
+        weights: the state of the model.
+        weights_only: omit optimizer and loop state.
 
     Raises:
-        CheckpointContentError: something that the user stores is not weights-only-safe data; says
-            whose.
+        CheckpointContentError: an object of the user is not weights-only-safe data; the message
+            names its owner.
     """
     trainer, module, strategy = contents.trainer, contents.module, contents.strategy
     prepared, state, datamodule = contents.prepared, contents.state, contents.datamodule
@@ -271,13 +271,13 @@ def restore_model(
     """Load the weights; called on every rank.
 
     Args:
-        contents: what is restored.
-        callbacks: those of the run, which may change the checkpoint.
-        checkpoint: its weights are removed from it.
-        path: of the checkpoint, for errors.
+        contents: the objects to restore.
+        callbacks: the callbacks of the run, which may change the checkpoint.
+        checkpoint: the checkpoint; its weights are removed.
+        path: the path of the checkpoint, for errors.
 
     Raises:
-        CheckpointMismatchError: they are another model's.
+        CheckpointMismatchError: the weights belong to another model.
     """
     trainer, module = contents.trainer, contents.module
     for callback in callbacks:

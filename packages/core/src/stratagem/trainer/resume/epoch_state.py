@@ -55,12 +55,12 @@ class EpochState:
     """The metrics of the current epoch on one rank, for callbacks, loggers and schedulers.
 
     - `split`: this rank's part of the data.
-    - `logged`: of each name that training has logged, the options and the reduction so far.
+    - `logged`: the options and the reduction so far of each name that training has logged.
     - `metrics`: the states of torchmetrics objects in the Module, by their place in it.
     - `latest`: the latest values, including those of the last validation.
     - `row`: on rank 0, values of the last step that the loggers do not have yet.
     - `schedulers`: the last step after which schedulers that need a value were stepped.
-    - `validated`: the number of batches of validation; the step of the values that they log.
+    - `validated`: the number of batches of validation; the step of the values that validations log.
 
     Values are read when a checkpoint is saved, and not before.
 

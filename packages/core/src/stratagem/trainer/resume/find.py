@@ -101,14 +101,14 @@ def _former_run(path: paths.Location) -> tuple[str, int | None]:
 
 
 def find_checkpoint(trainer: Trainer, requested: str | Path) -> paths.Location:
-    """Return the path that "best", "last" or a path means; the same on every rank.
+    """Return the path for "best", "last" or a path; the same on every rank.
 
-    "last" is the newest complete checkpoint of this Trainer's runs. If they have saved none, it is
-    the newest one in the same folders. A checkpoint whose weights are not finite is the last
-    choice. Rank 0 searches, and warns of those that it rejects.
+    "last" is the newest complete checkpoint of this Trainer's runs. If these runs have not saved
+    any, "last" is the newest checkpoint in the same folders. A checkpoint with weights that are not
+    finite is the last choice. Rank 0 searches, and warns of checkpoints that it rejects.
 
     Raises:
-        CheckpointNotFoundError: there is none.
+        CheckpointNotFoundError: the search found no checkpoint.
     """
     if requested not in ("best", "last"):
         return paths.to_location(requested)

@@ -114,7 +114,7 @@ class StrategyCheck:
         """Raise an error that names the omission of a step.
 
         Raises:
-            PluginError: names the class and what to call.
+            PluginError: the message names the class and the missing call.
         """
         who = f"{self._kind.__name__}.train_step"
         if ended != expected:
@@ -150,7 +150,7 @@ class StrategyCheck:
         """Raise an error because one step was counted several times.
 
         Raises:
-            PluginError: names the class and what to call.
+            PluginError: the message names the class and the expected call.
         """
         raise PluginError(
             f"{self._kind.__name__}.train_step has counted one step twice: expected one call of "

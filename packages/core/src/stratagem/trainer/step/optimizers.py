@@ -60,7 +60,8 @@ def configure(module: Module) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Ask a module for its optimizers and schedulers.
 
     Raises:
-        UserCodeError: it returned something else; or none, or several for automatic optimization.
+        UserCodeError: the return value has a wrong type; or has no optimizer, or several optimizers
+            with automatic optimization.
     """
     returned = module.configure_optimizers()
     who = f"{type(module).__name__}.configure_optimizers()"

@@ -46,22 +46,23 @@ class Step(TrainStep):
     """One optimizer step of a Module, with its micro-batches and hooks.
 
     The loop calls `start`, then `Strategy.train_step`, which calls the methods of `TrainStep`, then
-    `finish`, which checks that the strategy has called what it must.
+    `finish`, which checks that the strategy has made the required calls.
 
     Args:
         context: the objects of a fit.
 
     Attributes:
-        update: takes the place of `Strategy.train_step`, if the Module or the optimizer performs a
-            part of the step itself. None: the strategy runs the step.
+        update: replaces `Strategy.train_step` if the Module or the optimizer performs a part of the
+            step itself. None: the strategy runs the step.
         context: the objects of the fit.
-        module, state, metrics, policy: of the fit.
+        module, state, metrics, policy: the same objects of `context`.
         batch_idx: the index of the current micro-batch in its epoch.
         batch: the current micro-batch, converted; None between steps.
         outputs, latest_loss: the latest result of `training_step`, and the loss in it.
-        expected, begun: the number of micro-batches of the current step, and of those begun.
+        expected, begun: the numbers of micro-batches of the current step and of begun
+            micro-batches.
         uncounted: the micro-batches that do not count as trained yet; 0 between steps.
-        convert: makes the step's batch of the loader's; None: they are the same.
+        convert: converts a batch of the loader to a batch of the step; None: no conversion.
         on_batch_start, on_batch_end: the hooks of a batch.
     """
 
