@@ -53,11 +53,11 @@ class CUDAAccelerator(DeviceAccelerator):
         return super().device(0 if shows_one_gpu(os.environ) else index)
 
     def setup_device(self, device: torch.device) -> None:
-        """Make it torch's current device, and take it; see `DeviceAccelerator.setup_device`.
+        """Set the current device and reserve it; see `DeviceAccelerator.setup_device`.
 
         Raises:
-            ConfigurationError: it is of another type, or cannot be had, as where another process
-                has it in exclusive mode.
+            ConfigurationError: the device has another type, or is not available, for example
+                because another process uses it in exclusive mode.
         """
         try:
             super().setup_device(device)

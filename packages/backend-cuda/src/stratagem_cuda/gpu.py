@@ -11,11 +11,11 @@ class GPU:
     """A GPU as the driver lists it, or an instance of one (MIG).
 
     Attributes:
-        index: of the GPU on this machine; an instance has that of its GPU.
+        index: the index of the GPU on this machine; an instance has the index of its GPU.
         uuid: "GPU-..." or "MIG-...".
-        name: the product's.
-        problem: why no process of ours can use it; "" if one can.
-        memory: in bytes; None: the driver does not say it.
+        name: the name of the product.
+        problem: why our processes cannot use the GPU; "" if they can.
+        memory: memory in bytes; None if the driver does not report it.
     """
 
     index: int
@@ -29,9 +29,9 @@ def visible_gpus(gpus: Sequence[GPU], visible: str | None) -> list[GPU]:
     """Return the GPUs that CUDA shows to a process, in the process's order.
 
     Args:
-        gpus: all of them.
-        visible: CUDA_VISIBLE_DEVICES: indices, UUIDs or beginnings of them, with commas between;
-            the first that is none of these ends the list, as it does for CUDA. None: it is not set.
+        gpus: all GPUs.
+        visible: CUDA_VISIBLE_DEVICES: indices, UUIDs or prefixes of UUIDs, separated by commas; the
+            first invalid name ends the list, as for CUDA. None if the variable is not set.
 
     Example:
         >>> from stratagem_cuda.gpu import GPU, visible_gpus

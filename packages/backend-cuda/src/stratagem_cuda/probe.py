@@ -53,9 +53,9 @@ def availability(
 
     Args:
         environ: environment variables.
-        build: returns what torch was built for; None: it is not installed.
-        ask_driver: returns what NVML says, or why it says nothing.
-        ask_kernel: returns AMD's GPUs.
+        build: returns the build of torch; None if torch is not installed.
+        ask_driver: returns the answer of NVML, or the reason for a missing answer.
+        ask_kernel: returns the AMD GPUs.
 
     Example:
         >>> from stratagem.discovery import TorchBuild
@@ -156,14 +156,14 @@ def _names(gpus: Sequence[GPU]) -> str:
 def _of(
     gpus: Sequence[GPU], seen: list[GPU], driver: str, variables: str, visible: str | None
 ) -> Availability:
-    """Return the GPUs that a process sees, or why none.
+    """Return the GPUs that a process sees, or the reason why it sees no GPU.
 
     Args:
         gpus: all GPUs of the machine.
-        seen: those that the process sees, in its order.
-        driver: how to call their driver.
-        variables: the variables that choose among them; "": none is set.
-        visible: the value of the last of them.
+        seen: the GPUs that the process sees, in its order.
+        driver: the name of their driver in texts.
+        variables: the variables that select GPUs; "" if no variable is set.
+        visible: the value of the last variable.
     """
     usable = [gpu for gpu in seen if not gpu.problem]
     if not usable:

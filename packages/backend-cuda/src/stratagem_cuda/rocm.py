@@ -75,7 +75,7 @@ def architecture(version: int) -> str:
 
 
 def visible_by(environ: Mapping[str, str]) -> tuple[str | None, str | None, str]:
-    """Return ROCR_VISIBLE_DEVICES, what HIP hides among the GPUs that are left, and by which name.
+    """Return ROCR_VISIBLE_DEVICES, the value of HIP's own variable, and the name of the latter.
 
     Args:
         environ: environment variables.

@@ -72,7 +72,7 @@ def _cpp_compiler() -> str | None:
 
 
 def parts_to_compile(model: nn.Module, groups: Collection[nn.Module] = ()) -> list[nn.Module]:
-    """Return the modules of a model whose forward is compiled.
+    """Return the modules of a model to compile.
 
     These are the model and its children with parameters, because the user's code may call any of
     them. A ModuleList or ModuleDict is replaced by its elements. A module that is called within

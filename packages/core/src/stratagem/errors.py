@@ -189,7 +189,7 @@ class CommunicationError(StratagemError, RuntimeError):
     """A collective failed: a rank is missing, cannot be reached, or runs something else.
 
     Attributes:
-        missing: the ranks that did not answer when asked where they are, or that failed.
+        missing: the ranks that did not answer a query of their position, or that failed.
         where: the operation and the line of this rank.
     """
 
@@ -292,7 +292,7 @@ def format_text(text: str, most: int = _SHOWN, *, lines: bool = False) -> str:
 
     Args:
         text: the string.
-        most: the number of characters after which it is cut.
+        most: the number of characters after which the text is cut.
         lines: keep line ends, for a traceback.
 
     Example:

@@ -24,9 +24,9 @@ def gather_for_metrics(
         ranks: all of them make the call.
         data: tensors whose first dimension counts samples, lists of objects, or nested collections
             of them.
-        samples: how many samples this rank has read, how many of them another rank has read too,
-            and whether they are of the current batch.
-        is_repeated: whether this rank repeats its last batch, so that all of it counts nothing.
+        samples: the number of samples that this rank has read, the number of these samples that
+            another rank has read too, and whether they belong to the current batch.
+        is_repeated: whether this rank repeats its last batch, so that its samples do not count.
 
     Raises:
         UserCodeError: the ranks' data differ in structure or in shape, or it is unknown which
@@ -83,10 +83,10 @@ def gather_for_metrics(
 def _kept(
     groups: Sequence[Any], counts: Sequence[int], *, is_scalar: bool = False
 ) -> tuple[list[int], list[int]]:
-    """Return how many samples of each rank count, and the order of all in the data.
+    """Return the number of samples of each rank that count, and their order in the data.
 
     Raises:
-        UserCodeError: some are repeated, and it is unknown which.
+        UserCodeError: some samples are repeated, and their indices are unknown.
     """
     is_dealt = all(count == size for count, (size, *_) in zip(counts, groups, strict=True))
     kept = []

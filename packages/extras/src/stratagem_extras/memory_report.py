@@ -29,10 +29,10 @@ def memory_report(
     module: nn.Module,
     optimizers: Sequence[Optimizer],
 ) -> str:
-    """Return what holds a device's memory, and what would fit; for an error of memory.
+    """Return the memory use of a device and settings that would fit; for an out-of-memory error.
 
     Args:
-        error: the device's error. Its message may say how many bytes were asked for.
+        error: the device's error. Its message may contain the number of requested bytes.
         strategy: the strategy of the run.
         memory: the state of the device.
         module: the model.

@@ -32,7 +32,7 @@ def whole_page(title: str, body: str, style: str = "") -> str:
     Args:
         title: the title, as plain text.
         body: the HTML of its body.
-        style: CSS beside that of all pages.
+        style: CSS in addition to the common style of all pages.
     """
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">

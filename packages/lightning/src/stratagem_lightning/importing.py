@@ -77,11 +77,11 @@ def find(module: str, name: str) -> Any:
     """Return the object that a module here serves under a name.
 
     Args:
-        module: "stratagem_lightning", or one under it.
-        name: of an attribute, or of a module in it.
+        module: "stratagem_lightning", or a module in it.
+        name: the name of an attribute, or of a submodule.
 
     Raises:
-        AttributeError: there is none; says what to use in its place.
+        AttributeError: the name is unknown; the message names the replacement.
     """
     names = LAYOUT[_key(module)]
     if name == "__all__":
@@ -146,10 +146,10 @@ class Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return where a module comes from, or None if it is no business of this finder.
+        """Return the spec of a module, or None for a module that this finder does not handle.
 
         Raises:
-            ImportError: it is Lightning's, and not here; says what to use in its place.
+            ImportError: the module of Lightning is not provided; the message names the replacement.
         """
         root, _, rest = fullname.partition(".")
         own = fullname.startswith(f"{HERE}.")

@@ -37,14 +37,14 @@ def is_lightnings(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def from_lightning(checkpoint: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return a checkpoint of Lightning's as a Trainer's; entries of the user's own stay.
+    """Convert a checkpoint of Lightning to a checkpoint of a Trainer; user entries stay.
 
     Args:
-        checkpoint: what `torch.save` has written, read as weights-only-safe data.
-        path: what errors call it.
+        checkpoint: a checkpoint from `torch.save`, read as weights-only-safe data.
+        path: the name of the checkpoint in errors.
 
     Raises:
-        CheckpointCorruptError: it is not of the form that Lightning 2.x writes.
+        CheckpointCorruptError: the checkpoint does not have the form of Lightning 2.x.
 
     Example:
         >>> saved = {MARK: "2.6.6", "epoch": 1, "global_step": 8, "state_dict": {}}

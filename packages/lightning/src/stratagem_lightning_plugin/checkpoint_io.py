@@ -11,9 +11,9 @@ from stratagem_lightning_plugin.checkpoint_format import to_lightning
 class LightningCheckpointIO(SingleFileCheckpointIO):
     """Writes single files as Lightning 2.x does: its Trainer resumes from them.
 
-    A Trainer of Stratagem's resumes from them as from any of Lightning's: what that does not keep,
-    RNG states and the place in the data, is not in them. What is no Trainer's checkpoint, such as
-    one of Lite's, is written as it is.
+    A Stratagem Trainer resumes from them as from any checkpoint of Lightning: they lack RNG states
+    and the position in the data. Other checkpoints, such as a checkpoint of Lite, are written
+    unchanged.
 
     Args:
         verify: as in `SingleFileCheckpointIO`.

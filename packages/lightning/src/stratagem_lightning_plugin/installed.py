@@ -20,10 +20,11 @@ def installed_lightning() -> dict[str, str]:
 
 
 def check_installation() -> None:
-    """Check that the distributions that Lightning's names need are installed and fit each other.
+    """Check that the distributions that Lightning's names need are installed and compatible.
 
     Raises:
-        ConfigurationError: one is missing, or has another minor version; says what to install.
+        ConfigurationError: a distribution is missing, or has another minor version; the message
+            names the package to install.
     """
     if find_spec("stratagem_extras") is None:
         raise ConfigurationError(

@@ -27,12 +27,12 @@ class StuckError(Exception):
 class Child:
     """A process that runs a function; forked, since importing torch takes longer than a save.
 
-    What it reports is in the pipe before the function goes on, so that it outlives a kill.
+    A report is in the pipe before the function continues, so that reports outlive a kill.
 
     Args:
         function: called with `report`, which takes keyword arguments of weights-only-safe data.
-        log: takes what the process and its own children print.
-        environ: variables that it has in addition.
+        log: receives the output of the process and its children.
+        environ: additional environment variables.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Child:
         None: the process has ended.
 
         Raises:
-            StuckError: nothing came.
+            StuckError: no report arrived in time.
         """
         until = time.monotonic() + patience
         while b"\n" not in self._told:

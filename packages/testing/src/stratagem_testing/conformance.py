@@ -25,10 +25,11 @@ class Conformance:
     deadline: ClassVar[float] = 60.0
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse an attribute that no kit reads, but whose name is a former or a similar one.
+        """Raise if an attribute that the kit does not read has a former or a similar name.
 
         Raises:
-            ConfigurationError: names the attribute, and the one that the kit reads.
+            ConfigurationError: the message names the attribute, and the attribute that the kit
+                reads.
         """
         super().__init_subclass__(**options)
         if not cls.__module__.startswith("stratagem_testing."):

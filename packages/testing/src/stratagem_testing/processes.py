@@ -39,11 +39,11 @@ def end_session(session: int, patience: float) -> tuple[str, ...]:
     """Kill the remaining processes of a session of the operating system.
 
     Args:
-        session: its first process's id.
-        patience: seconds that its processes have to end by themselves.
+        session: the process id of its first process.
+        patience: the time in seconds in which its processes may end by themselves.
 
     Returns:
-        The command lines of those that were still there then.
+        The command lines of the processes that still existed then.
     """
     left = _gone_in(patience, lambda: _processes(lambda fields: int(fields[3]) == session))
     try:

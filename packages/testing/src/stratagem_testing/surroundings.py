@@ -54,10 +54,10 @@ class Surroundings:
     """The resources of a process at a moment.
 
     Attributes:
-        variables: of the environment, without those of a launch.
-        threads: of Python, by name and identity.
-        functions: of torch and the standard library, by their place.
-        modes: torch's settings of the process, by what they are called.
+        variables: environment variables, except launch variables.
+        threads: threads of Python, by name and identity.
+        functions: functions of torch and the standard library, by their place.
+        modes: torch's settings of the process, by their names.
         groups: the number of torch.distributed's process groups.
         children: names of processes of multiprocessing.
     """

@@ -24,26 +24,26 @@ MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
 class BitsandbytesPrecision(TruePrecision):
     """Weights of linear layers in 4 or 8 bits, for evaluation and for training other weights.
 
-    The weights are frozen, and a quarter or half as large; what the model has besides, such as
+    The weights are frozen, and take a quarter or half of the memory; the rest of the model, such as
     adapters (LoRA), is in `dtype` and trains. Only the class `torch.nn.Linear` itself is quantised;
-    layers that share their weight with another module are left as they are. So are the adapters of
-    PEFT and, if some linear layers of the model are frozen before, the layers that train.
+    layers that share their weight with another module are unchanged. So are the adapters of PEFT
+    and, if some linear layers of the model are frozen before, the layers that train.
 
-    Weights are quantised when the model is set up, from the values that they have then: load a
-    plain checkpoint into the model before. A checkpoint holds what was quantised, bit for bit,
-    with the scales as entries of their own (`layer.weight_nf4_absmax`). It loads into the same
-    mode only; another one, or a model that is not quantised, refuses it.
+    Weights are quantised when the model is set up, from their current values: load a plain
+    checkpoint into the model before. A checkpoint contains the quantised weights, bit for bit, with
+    the scales as separate entries (`layer.weight_nf4_absmax`). It loads into the same mode only;
+    other modes, or a model that is not quantised, reject it.
 
     Args:
         mode: "nf4" or "fp4" (Dettmers et al., 2023, "QLoRA"), with "-dq" also the scales are
-            quantised; "int8" (Dettmers et al., 2022, "LLM.int8()"); "int8-training" multiplies
-            in int8, and keeps and trains the weights in float16.
-        dtype: of all that is not quantised, and of what layers return. None: bfloat16, or
-            float16 for int8, which takes no other.
+            quantised; "int8" (Dettmers et al., 2022, "LLM.int8()"); "int8-training" multiplies in
+            int8, and keeps and trains the weights in float16.
+        dtype: the dtype of the other weights and of layer outputs. None: bfloat16, or float16 for
+            int8, which accepts only float16.
         ignore_modules: names of modules that are not quantised, such as {"lm_head"}.
 
     Raises:
-        ConfigurationError: an argument is none of these; or, from `bind`, bitsandbytes is missing.
+        ConfigurationError: an argument is invalid; or, from `bind`, bitsandbytes is missing.
 
     Example:
         >>> from stratagem_cuda.precision import BitsandbytesPrecision

@@ -16,26 +16,26 @@ from stratagem.precision import MixedPrecision
 
 
 class Float16Mixed(MixedPrecision):
-    """Parameters stay in float32; autocast runs operations in float16 where that is safe.
+    """Parameters stay in float32; autocast runs operations in float16 where this is safe.
 
-    float16 has no room below 6e-8, where gradients often lie, so the loss is multiplied by a scale
-    that `torch.amp.GradScaler` looks for: a step whose gradients overflow is left out and halves
-    it, and after `growth_interval` steps without one it is doubled (Micikevicius et al., 2018,
-    "Mixed Precision Training", section 3.2). A step that is left out is not counted and steps no
-    scheduler. The scale is part of a checkpoint.
+    float16 cannot represent values below 6e-8, where gradients often lie, so the loss is multiplied
+    by a scale that `torch.amp.GradScaler` adapts: a step with an overflow in its gradients is
+    skipped and halves the scale, and `growth_interval` steps without an overflow double it
+    (Micikevicius et al., 2018, "Mixed Precision Training", section 3.2). A skipped step is not
+    counted and steps no scheduler. The scale is part of a checkpoint.
 
-    Each step waits for the device once, to hear whether gradients overflowed; 'bf16-mixed' does
+    Each step waits for the device once, to learn whether gradients overflowed; 'bf16-mixed' does
     not, and is the better choice on a GPU that computes in bfloat16.
 
     Args:
         name: "16-mixed".
         init_scale: the first scale.
-        growth_interval: steps without an overflow after which it is doubled.
-        scaler: what scales the loss, in the place of one of these two values.
+        growth_interval: the number of steps without an overflow that double the scale.
+        scaler: a scaler of the loss, in place of the other two values.
 
     Raises:
-        ConfigurationError: the name is another one; or, from `bind`, the accelerator cannot
-            autocast to float16.
+        ConfigurationError: the name is different; or, from `bind`, the accelerator cannot autocast
+            to float16.
 
     Example:
         >>> import torch
@@ -111,8 +111,8 @@ class Float16Mixed(MixedPrecision):
         """Step the optimizer if all gradients are finite; the next backward adapts the scale.
 
         Args:
-            optimizer: whose gradients were unscaled, if anybody looks at them.
-            **options: for its `step`.
+            optimizer: the optimizer; its gradients were unscaled if a hook or clipping reads them.
+            **options: options of its `step`.
         """
         scaler = self.scaler
         self._unscaled.discard(optimizer)

@@ -30,12 +30,12 @@ class Float8Precision(MixedPrecision):
 
     Inputs, weights and gradients of each `torch.nn.Linear` are scaled and rounded to float8 (E4M3,
     gradients E5M2) when they are multiplied (Micikevicius et al., 2022, "FP8 Formats for Deep
-    Learning"). Nothing of it is kept: parameters, optimizers and checkpoints are as under
+    Learning"). Float8 values are temporary: parameters, optimizers and checkpoints are as under
     'bf16-mixed', with the same names, so that a checkpoint of either loads into the other. It pays
-    for large layers, with `torch.compile`; small ones are faster in bfloat16.
+    for large layers, with `torch.compile`; small layers are faster in bfloat16.
 
-    Layers whose sizes are no multiples of 16 stay in bfloat16, as do subclasses of
-    `torch.nn.Linear`. Layers keep their hooks, and whoever refers to them.
+    Layers with sizes that are not multiples of 16 stay in bfloat16, as do subclasses of
+    `torch.nn.Linear`. Hooks of layers and references to layers remain valid.
 
     Args:
         name: "float8".
@@ -46,8 +46,8 @@ class Float8Precision(MixedPrecision):
         ignore_modules: names of modules that stay in bfloat16, such as {"lm_head"}.
 
     Raises:
-        ConfigurationError: an argument is none of these; or, from `bind`, torchao is missing, or
-            no GPU here has float8.
+        ConfigurationError: an argument is invalid; or, from `bind`, torchao is missing, or no GPU
+            here supports float8.
 
     Example:
         >>> from stratagem_cuda.precision import Float8Precision

@@ -17,10 +17,10 @@ FLOAT8_LINEAR = f"torch.nn.Linear whose two sizes are multiples of {MULTIPLE}"
 
 
 def as_names(given: Any) -> frozenset[str]:
-    """Return names of modules that a user has passed.
+    """Return the names of modules that a user has passed as a set.
 
     Raises:
-        ConfigurationError: they are no names.
+        ConfigurationError: the value does not consist of names.
     """
     names = [given] if isinstance(given, str) else given
     try:
@@ -41,14 +41,14 @@ Layer = TypeVar("Layer", bound=nn.Module)
 def find_layers(
     module: nn.Module, kind: type[Layer], ignore_modules: Collection[str]
 ) -> dict[str, Layer]:
-    """Return a model's layers of a class by name; of this very class.
+    """Return the layers of exactly one class in a model, by name.
 
-    A subclass may compute anything, so it is left as it is.
+    A subclass may compute anything, so subclasses are left out.
 
     Args:
         module: the model, in a StepModule or not.
         kind: the class, such as torch.nn.Linear.
-        ignore_modules: names of modules that are left out, with all that is in them.
+        ignore_modules: names of modules that are left out, with their submodules.
 
     Raises:
         ConfigurationError: the model lacks a module of `ignore_modules`.
@@ -78,7 +78,7 @@ def find_float8_linear(module: nn.Module, ignore_modules: Collection[str]) -> li
 
 
 def find_adapters(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that PEFT has added to a model, such as those of LoRA.
+    """Yield the modules that PEFT has added to a model, such as LoRA modules.
 
     A layer of PEFT names the attributes that hold them in `adapter_layer_names`.
 
@@ -95,13 +95,13 @@ def find_adapters(module: nn.Module) -> Iterator[nn.Module]:
 def become(layer: nn.Module, kind: type[Layer], state: Mapping[str, Any] | None = None) -> Layer:
     """Change a layer's class in place, as `fully_shard` does; return the layer.
 
-    Another module in its place would lack the layer's hooks, and a reference to the layer would be
-    to one that is not used.
+    A new module would lack the hooks of the layer, and references to the layer would refer to an
+    unused module.
 
     Args:
-        layer: to be changed.
+        layer: the layer to change.
         kind: its new class.
-        state: attributes of the new class that the layer is given where it has none of that name.
+        state: attributes of the new class; existing attributes of the layer are kept.
     """
     for name, value in (state or {}).items():
         vars(layer).setdefault(name, value)

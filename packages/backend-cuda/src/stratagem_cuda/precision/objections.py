@@ -38,8 +38,8 @@ def why_no_float8(precision: str, accelerator: str, *, has_kernels: bool) -> str
     """Return why torchao has no float8 kernels here, or "".
 
     Args:
-        precision, accelerator: their names.
-        has_kernels: whether the accelerator is one of NVIDIA's GPUs.
+        precision, accelerator: the names of the components.
+        has_kernels: whether the accelerator is an NVIDIA GPU.
     """
     if why := TORCHAO.why_not(precision):
         return why

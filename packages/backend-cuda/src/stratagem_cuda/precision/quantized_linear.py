@@ -186,7 +186,7 @@ def quantize(layer: nn.Linear, mode: str) -> None:
     """Quantise a layer's weight in place; hooks, and references to the layer, stay.
 
     Args:
-        layer: whose weight has its values.
+        layer: the layer, with initialized weights.
         mode: see `BitsandbytesPrecision`.
     """
     quantized = become(layer, KINDS[mode])

@@ -15,9 +15,9 @@ class Requirement:
 
     Attributes:
         distribution: its name on PyPI.
-        versions: which of it, as in "torchao>=0.13,<1"; the extra of this distribution says the
-            same, which a test compares.
-        extra: of this distribution, which brings it along.
+        versions: the supported versions, as in "torchao>=0.13,<1"; equal to the extra of this
+            distribution, which a test compares.
+        extra: the extra of this distribution that installs it.
 
     Example:
         >>> from stratagem_cuda.precision.requirement import Requirement
@@ -36,7 +36,8 @@ class Requirement:
         """Look for the library, for a precision of this name.
 
         Raises:
-            ConfigurationError: it is not installed, too old or too new; says the command.
+            ConfigurationError: the library is missing, too old or too new; the message has the
+                command to install it.
         """
         if why := self.why_not(precision):
             raise ConfigurationError(why)
@@ -64,11 +65,11 @@ class Requirement:
     def importing(self, precision: str) -> Iterator[None]:
         """Explain an import of the library that fails, on the ranks.
 
-        Its metadata does not say which torch it needs, so that pip puts torchao 0.18, which needs
-        torch 2.10, beside torch 2.9.
+        Its metadata do not declare the version of torch that it needs, so that pip installs torchao
+        0.18, which needs torch 2.10, beside torch 2.9.
 
         Raises:
-            ConfigurationError: the torch that is here lacks what the library imports.
+            ConfigurationError: the installed torch lacks a name that the library imports.
         """
         try:
             yield

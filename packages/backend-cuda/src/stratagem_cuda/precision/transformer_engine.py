@@ -34,26 +34,26 @@ DTYPES = {"transformer-engine": "bf16-true", "transformer-engine-float16": "16-t
 class TransformerEnginePrecision(TruePrecision):
     """Linear layers and layer norms by Transformer Engine, which multiplies in float8.
 
-    Everything is in bfloat16 or float16, as under 'bf16-true' and '16-true', and so is what a
-    checkpoint holds, with the same names. `torch.nn.Linear` (with sizes that are multiples of 16)
-    and `torch.nn.LayerNorm` are exchanged for layers of `transformer_engine.pytorch` with the same
-    parameters; those with hooks, and subclasses, are left as they are. A batch must have a multiple
-    of 8 rows (samples times positions).
+    Parameters are in bfloat16 or float16, as under 'bf16-true' and '16-true', and checkpoints hold
+    the same entries. `torch.nn.Linear` (with sizes that are multiples of 16) and
+    `torch.nn.LayerNorm` are exchanged for layers of `transformer_engine.pytorch` with the same
+    parameters; layers with hooks, and subclasses, are unchanged. A batch must have a multiple of 8
+    rows (samples times positions).
 
-    Layers of Transformer Engine put pickled bytes into a state dict, and executing them is what
-    loading does: here they neither save nor load them. The default recipe has no state, so that
-    nothing is lost; with `DelayedScaling` a resumed run begins with new scales, and says so.
+    Layers of Transformer Engine put pickled bytes into a state dict, and loading them executes
+    code: here they neither save nor load these bytes. The default recipe has no state, so that no
+    information is lost; with `DelayedScaling` a resumed run begins with new scales, and warns.
 
     Args:
         name: "transformer-engine" (bfloat16), or "transformer-engine-float16".
-        recipe: of `transformer_engine.common.recipe`; None: `Float8CurrentScaling()`.
-        replace_layers: None: unless the model has layers of Transformer Engine already; True: in
-            any case; False: not at all.
-        ignore_modules: names of modules that are left as they are, such as {"lm_head"}.
+        recipe: a recipe of `transformer_engine.common.recipe`; None: `Float8CurrentScaling()`.
+        replace_layers: True replaces layers, False does not; None replaces layers unless the model
+            has layers of Transformer Engine already.
+        ignore_modules: names of modules that are not replaced, such as {"lm_head"}.
 
     Raises:
-        ConfigurationError: an argument is none of these; or, from `bind`, Transformer Engine is
-            missing, or no GPU here has float8.
+        ConfigurationError: an argument is invalid; or, from `bind`, Transformer Engine is missing,
+            or no GPU here supports float8.
 
     Example:
         >>> from stratagem_cuda.precision import TransformerEnginePrecision

@@ -29,7 +29,7 @@ class EarlyStopping(Callback):
         verbose: whether to print improvements on rank 0.
         mode: "min" if smaller values are better, or "max".
         strict: whether a value that was not logged is an error. If False, the check is skipped.
-        check_finite: whether NaN or infinity ends training. If False, it is no improvement.
+        check_finite: whether NaN or infinity ends training. If False, they count as no improvement.
         stopping_threshold: end training once the value is better than this.
         divergence_threshold: end training once the value is worse than this.
         check_on_train_epoch_end: whether to check at the end of each training epoch (True) or after

@@ -86,7 +86,7 @@ def terminal_width(otherwise: int = 80) -> int:
     """Return the number of columns to print on: COLUMNS, or the width of the terminal.
 
     Args:
-        otherwise: the number if there is neither.
+        otherwise: the number if both are unknown.
     """
     try:
         columns = int(os.environ.get("COLUMNS") or 0)

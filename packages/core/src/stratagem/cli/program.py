@@ -109,8 +109,8 @@ def plugins_checks(registry: Registry) -> list[tuple[str, Check]]:
 def full_form(command: str, arguments: Sequence[str]) -> int | None:
     """Run the full form of one of core's commands; return its exit code.
 
-    It is the function `stratagem.cli.COMMAND_report`, which stratagem-extras provides. Without one
-    that can be imported, None is returned, and core prints its short form.
+    The full form is the function `stratagem.cli.COMMAND_report`, which stratagem-extras provides.
+    If no such function can be imported, the result is None, and core prints its short form.
 
     Args:
         command: "doctor" or "strategies".

@@ -18,7 +18,7 @@ class CombinedLoader:
     """Several loaders as one, for training, validation, testing or predicting.
 
     A batch is a collection like `iterables`, with a batch of each loader in place of the loader. In
-    mode "sequential" it is a batch of the current loader. Several loaders passed to a Trainer
+    mode "sequential" a batch is a batch of the current loader. Several loaders passed to a Trainer
     without a mode are read as "max_size_cycle" in training, and as "sequential" otherwise.
 
     Iterating yields `(batch, batch_idx, dataloader_idx)`; a Trainer passes on the batch. Each

@@ -31,8 +31,8 @@ class Permutation:
 
     A Feistel network of six rounds permutes the bits of a position. Its round functions are tables
     of random numbers, each as long as the square root of the length. A result that is not below the
-    length is encrypted again until it is (cycle walking: Black and Rogaway, "Ciphers with Arbitrary
-    Finite Domains", 2002), on average at most twice.
+    length is encrypted again until the result is below (cycle walking: Black and Rogaway, "Ciphers
+    with Arbitrary Finite Domains", 2002), on average at most twice.
 
     Args:
         length: the number of elements, at least 1.

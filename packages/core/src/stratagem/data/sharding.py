@@ -103,8 +103,8 @@ class EqualBatches(BatchSampler):
     """Batches of an evaluation, of one size on all ranks that have a batch in the same step.
 
     A collective of a step then receives tensors of one shape. After the full batches of all ranks,
-    each rank has one smaller batch with an equal part of the remaining samples. If samples are left
-    then, fewer than ranks, the first ranks have one more batch with one of them.
+    each rank has one smaller batch with an equal part of the remaining samples. If fewer samples
+    than ranks are left then, the first ranks have one more batch of a single sample.
 
     Args:
         sampler: the rank's part of the samples, each of which one rank reads.

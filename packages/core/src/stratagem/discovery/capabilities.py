@@ -43,8 +43,8 @@ class Capabilities:
         engine_steps: the engine runs backward and the optimizer's step itself, and clears gradients
             only in its step. A Module's own `backward` and `optimizer_zero_grad` are refused, and
             so are optimizers that compute the loss again within a step. The function that its
-            `PreparedModel.gradient_clearer` returns raises ConfigurationError if it is called
-            between backward and step.
+            `PreparedModel.gradient_clearer` returns raises ConfigurationError when called between
+            backward and step.
         gradient_clipping: gradients can be clipped before a step; False:
             `Trainer(gradient_clip_val=...)` is refused.
         accepts_existing_optimizers: `Lite.setup(model, optimizer)` works with an optimizer made
@@ -52,8 +52,8 @@ class Capabilities:
         sharded_state: model and optimizer state are sharded over ranks. A load returns a
             `LazyTensor` for each tensor saved in shards, and each rank reads its part.
         parameters: how ranks compare in the parameters that are not sharded tensors (DTensor).
-            "same": equal on all ranks after each step. "drift": each rank has a replica, and they
-            differ between two averages (local SGD, gossip). "divided": each rank has other
+            "same": equal on all ranks after each step. "drift": each rank has a replica, and
+            replicas differ between two averages (local SGD, gossip). "divided": each rank has other
             parameters (stages of a pipeline). `Trainer(detect_divergence=...)` needs "same".
         checkpoint_io: the default checkpoint format.
         allows_uneven_eval: ranks may run different numbers of evaluation batches (no collective in
@@ -61,8 +61,8 @@ class Capabilities:
         follows_evaluation: a rank without a batch follows the collectives of the other ranks'
             evaluation steps (`Strategy.follow_evaluation_step`). If this and `allows_uneven_eval`
             are False, ranks repeat samples to run the same number of evaluation batches.
-        compiles: what `compile=...` may compile: ("model",), the forward of a model and its parts;
-            or (), nothing.
+        compiles: the parts that `compile=...` may compile: ("model",), the forward of a model and
+            its parts; or (), no part.
 
     Raises:
         PluginError: a field has the wrong type, such as a string instead of a tuple of names.
@@ -135,7 +135,7 @@ def check_fields(described: Any, what: str) -> None:
     """Raise an error if a field of a dataclass instance does not have its annotated type.
 
     Args:
-        described: a dataclass instance, whose annotations are strings.
+        described: a dataclass instance with annotations as strings.
         what: the name of the object in the error.
 
     Raises:

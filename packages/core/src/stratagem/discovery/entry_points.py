@@ -41,7 +41,8 @@ class PluginEntry:
         value: the module (or `module:object`) that it names.
         distribution: normalised name of the distribution that declares it.
         version: version of that distribution.
-        requires_core: its requirement on stratagem-core ("<0.2,>=0.1"), or "" if it has none.
+        requires_core: its requirement on stratagem-core ("<0.2,>=0.1"), or "" without a
+            requirement.
         load: imports the plugin module or object.
         false_core: the location of a distribution that only calls itself stratagem-core; "" for
             any other distribution.
@@ -97,7 +98,8 @@ def installed_entries(path: Iterable[str] | None = None) -> list[PluginEntry]:
 def misplaced_entries(path: Iterable[str] | None = None) -> list[str]:
     """Return a sentence for each entry point in a group with a misspelled name.
 
-    It also returns a sentence for each stratagem-core whose version is not the running version.
+    It also returns a sentence for each stratagem-core with another version than the running
+    version.
 
     Args:
         path: the places to search; None: `sys.path`.

@@ -20,7 +20,7 @@ def exporter(module: str, kind: str | None) -> tuple[Callable[[str], Any], Calla
 
     Args:
         module: its name; it also serves the names that it re-exports.
-        kind: the kind of component whose classes it serves, by their own names; None: no kind.
+        kind: the kind of component, to serve its classes by their own names; None: no kind.
     """
     modules = reexports(module)
 

@@ -32,7 +32,7 @@ class Check:
     Attributes:
         name: the subject of the check ("deepspeed 0.19.8", "compiler").
         status: "ok", "warning" or "error".
-        detail: the finding, and the remedy if there is a problem.
+        detail: the finding, and the remedy for a problem.
     """
 
     name: str
@@ -49,9 +49,9 @@ class Command:
         name: the words that users type after `stratagem`: one ("tune"), or two for a sub-command
             ("checkpoint upload"). Words have lower-case letters, digits, "-" and "_".
         summary: one line for `stratagem --help`.
-        target: the function that runs the command, as "package.module:function". It is imported
-            when a user calls the command. It takes the arguments after the name (`Sequence[str]`)
-            and returns the exit code.
+        target: the function that runs the command, as "package.module:function". A call of the
+            command imports it. It takes the arguments after the name (`Sequence[str]`) and returns
+            the exit code.
 
     Raises:
         PluginError: a field does not have the form described here.

@@ -157,7 +157,7 @@ def find_module(module: str) -> ModuleSpec | str:
 def why_missing(target: object, *, what: str = "target") -> str:
     """Return why a target `"package.module:Class"` is missing, as far as its source shows.
 
-    "": the target exists, or only an import could show that it is missing.
+    "": the target exists, or only an import could show that the target is missing.
 
     Args:
         target: the target of a spec; a target that is not a string always exists.

@@ -66,7 +66,7 @@ class PluginReport:
         status: "loaded", "disabled", "incompatible" or "broken".
         stage: the stage that failed: "environment", "metadata", "import", "hooks" or "specs"; "":
             no stage failed.
-        reason: why it is not loaded, in one line; "": it is loaded.
+        reason: why the entry point is not loaded, in one line; "" for a loaded entry point.
         detail: the traceback, for a broken entry point.
         seconds: how long the import took.
         components: number of components that it provides.

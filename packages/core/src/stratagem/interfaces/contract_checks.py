@@ -278,8 +278,8 @@ def check_strategy(strategy: object, spec: ComponentSpec | None, base: type) -> 
 
     Args:
         strategy: the object that the spec's target returned.
-        spec: its spec; None for a strategy that the user passed as an object, whose own
-            capabilities apply.
+        spec: its spec; None for a strategy that the user passed as an object. Its own capabilities
+            apply then.
         base: Strategy.
 
     Raises:

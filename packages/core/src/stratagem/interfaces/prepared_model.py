@@ -75,7 +75,7 @@ class PreparedModel:
         original: the module that was passed to `prepare`, a `StepModule` in both front ends. Its
             parameter names are the canonical names. `user_module(prepared.original)` returns the
             user's module.
-        optimizers: the optimizers, with the parameters as they are after wrapping and sharding.
+        optimizers: the optimizers, with the parameters after wrapping and sharding.
         evaluation_module: the module to call without gradients. It differs from `module` if the
             wrapper communicates in forward, since ranks may run different numbers of batches.
         clear_gradients: a function for each optimizer that sets the gradients of its parameters to

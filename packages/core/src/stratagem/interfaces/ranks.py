@@ -230,8 +230,8 @@ class Ranks:
             failed: this rank raises an error instead: tell the others, and do not wait.
 
         Raises:
-            CommunicationError: all ranks that have not called this wait in a collective, or one of
-                them has failed.
+            CommunicationError: all ranks that have not called this wait in a collective, or a rank
+                among them has failed.
         """
 
     def connect(self, members: Sequence[int]) -> None:

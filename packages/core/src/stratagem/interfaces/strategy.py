@@ -95,7 +95,7 @@ class Strategy(Stepping, UserNames, ABC):
     Args:
         accelerator, checkpoint_io, cluster_environment: objects or discovered names. With None, the
             plan chooses.
-        precision_plugin: a Precision or the name of one. With None, the plan chooses.
+        precision_plugin: a Precision or its name. With None, the plan chooses.
         launcher: a launcher or its name. With None, the first launcher in the capabilities is used.
 
     Attributes:
@@ -377,8 +377,8 @@ class Strategy(Stepping, UserNames, ABC):
         Args:
             prepared: the model.
             announced: yields the numbers that `lead_evaluation_step` announces on the first rank
-                that has a batch, each as soon as it is announced, and ends with that step. Perform
-                the operation of each number before the next one.
+                that has a batch, without delay, and ends with that step. Perform the operation of
+                each number before the next one.
         """
         for _ in announced:
             pass

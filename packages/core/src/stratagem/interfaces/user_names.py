@@ -143,7 +143,7 @@ class UserNames:
         Args:
             tensor: a tensor, a number, or a nested collection of them.
             group: None, for all ranks.
-            reduce_op: "mean", "sum", "max", "min", or one of torch's ReduceOp.
+            reduce_op: "mean", "sum", "max", "min", or a ReduceOp of torch.
         """
         _check_group(group)
         op = _OPS.get(str(reduce_op).rpartition(".")[2].lower())

@@ -43,8 +43,8 @@ def rank_environment(
         num_nodes: number of nodes.
         main_address: host of rank 0, as the other nodes reach it.
         main_port: a free port on that host (`free_port`), used for the ranks' rendezvous.
-        elsewhere: the rank runs on another machine, whose cores cannot be counted here.
-            OMP_NUM_THREADS is left out.
+        elsewhere: the rank runs on another machine with an unknown number of cores. OMP_NUM_THREADS
+            is left out.
         cluster_environment: name of the cluster environment that the rank reads, from the
             launcher's spec.
 

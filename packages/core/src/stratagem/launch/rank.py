@@ -116,8 +116,8 @@ def forget_foreign_variables(of_rank: Iterable[str]) -> None:
     """Remove a launch's environment variables if this process inherited them from a rank.
 
     Args:
-        of_rank: variables with which launchers describe a rank. They are kept if another launcher,
-            such as torchrun, has set them since.
+        of_rank: variables with which launchers describe a rank. Variables that another launcher,
+            such as torchrun, has set since are kept.
     """
     owner, _, port = os.environ.get(OWNER_VARIABLE, "").partition(":")
     if not owner or int(owner) == os.getpid():

@@ -24,8 +24,8 @@ class RankZeroOnly:
     On the other ranks it returns None.
 
     Attributes:
-        rank: this process's rank. If it was not set, it is read from the launcher's environment
-            variables when the function is called; without them it is 0.
+        rank: this process's rank. By default, each call reads it from the launcher's environment
+            variables; without them the rank is 0.
 
     Example:
         >>> from stratagem.launch.rank_zero import rank_zero_only

@@ -258,8 +258,8 @@ class Lite(FrontEnd):
                 lists and tuples of them. Of a tensor without dimensions each rank's value returns.
 
         Raises:
-            UserCodeError: the ranks' data differ in structure or in another dimension, or they are
-                not counted by sample and the loader repeated some.
+            UserCodeError: the ranks' data differ in structure or in another dimension, or the data
+                are not counted by sample and the loader repeated some.
 
         Example:
             >>> import torch
@@ -340,7 +340,7 @@ class Lite(FrontEnd):
         self.ranks.barrier(name)
 
     def rank_zero_first(self, *, local: bool = False) -> AbstractContextManager[None]:
-        """Return a context whose block rank 0 runs before the others do.
+        """Return a context that rank 0 enters before the other ranks.
 
         Args:
             local: let local rank 0 of each node run first, instead of global rank 0.
@@ -506,7 +506,7 @@ class Lite(FrontEnd):
 
         Args:
             loss: a scalar with a gradient.
-            model: the model of the loss. It is needed with several models if the strategy is from a
+            model: the model of the loss. Required with several models if the strategy is from a
                 plugin and overrides `backward`, such as DeepSpeed's.
             *args, **kwargs: the arguments of `Tensor.backward`.
 
@@ -767,8 +767,8 @@ class Lite(FrontEnd):
             state: a dict. Its models, optimizers, data loaders and objects with `load_state_dict()`
                 are restored, and its plain values are replaced; None: no object is restored. With a
                 data loader, RNG states are restored too.
-            strict: refuse a checkpoint that lacks an entry of `state`, or whose weights do not
-                match the model's.
+            strict: raise if the checkpoint lacks an entry of `state`, or if its weights do not
+                match the model.
 
         Returns:
             The entries that were not restored; without `state`, all entries.

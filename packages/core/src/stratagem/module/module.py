@@ -488,7 +488,8 @@ def _device_for(map_location: Any) -> torch.device | None:
     None: it chooses no device.
 
     Raises:
-        UserCodeError: if it is no device, dict or function, or if torch does not know the device.
+        UserCodeError: if `map_location` is no device, dict or function, or if torch does not know
+            the device.
     """
     chosen = map_location
     if isinstance(map_location, Mapping):

@@ -44,7 +44,7 @@ class CPUAccelerator(Accelerator):
         """Check that the device is the CPU, which needs no setup.
 
         Raises:
-            ConfigurationError: it is another device.
+            ConfigurationError: the device is not the CPU.
         """
         if device.type != "cpu":
             raise ConfigurationError(f"CPUAccelerator expected the device cpu, received {device}")
@@ -177,7 +177,7 @@ class DeviceAccelerator(Accelerator):
         """Make it torch's current device.
 
         Raises:
-            ConfigurationError: it is of another type.
+            ConfigurationError: the device has another type.
         """
         if device.type != self.device_type:
             raise ConfigurationError(

@@ -203,8 +203,8 @@ class CheckpointReader:
         """Raise if the checkpoint is damaged, so that `open` would fail.
 
         Raises:
-            CheckpointNotFoundError, CheckpointCorruptError: it is no whole checkpoint.
-            OSError: it cannot be read.
+            CheckpointNotFoundError, CheckpointCorruptError: the path has no complete checkpoint.
+            OSError: the checkpoint cannot be read.
         """
         self.forget()
         path = paths.to_location(path)

@@ -30,8 +30,9 @@ class Profiler(ABC):
 
     Call sequence, on every rank:
         1. `setup` at the start of a run.
+        2. `start` and `stop` for each action; one may lie within another.
         3. `describe` at its end, also after an error: it writes the text of `summary` to the file
-            of `path_of`, or prints it. Then `teardown`.
+           of `path_of`, or prints it. Then `teardown`.
 
     The Trainer calls `profile_iterable` and `wrap` for loaders and functions; user code may call
     them too, and `profile`, at any time between `setup` and `teardown`.
@@ -79,8 +80,8 @@ class Profiler(ABC):
 
         Args:
             stage: "fit", "validate", "test" or "predict".
-            local_rank: number of this process; None: there is only one.
-            log_dir: of the run.
+            local_rank: number of this process; None for a single process.
+            log_dir: the log folder of the run.
         """
         self._stage = stage
         self._rank = local_rank

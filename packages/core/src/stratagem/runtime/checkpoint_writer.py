@@ -115,11 +115,11 @@ def model_state(strategy: Strategy, prepared: PreparedModel) -> dict[str, Any]:
 def _compared_with_the_model(
     strategy: Strategy, prepared: PreparedModel, state: Mapping[str, Any]
 ) -> list[str]:
-    """Return the model's names that a state lacks.
+    """Return the names of the model's tensors that a state lacks.
 
     Raises:
-        PluginError: a whole tensor has another shape than the model's, whose parameters are not
-            divided: this rank's part of a tensor would be saved as the whole.
+        PluginError: an unsharded tensor has another shape than the tensor of a model with undivided
+            parameters: this rank's part of a tensor would be saved as the complete tensor.
     """
     whole = prepared.original.state_dict()
     divided = strategy.capabilities.parameters == "divided"
@@ -215,8 +215,9 @@ _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 def first_nonfinite(state: Mapping[str, Any], trained: Set[str]) -> str:
     """Return the name of the first tensor that training has made invalid, or "".
 
-    A tensor is invalid if it contains NaN, or an infinity if it is trained: a buffer may hold
-    infinities for good reasons, such as a causal mask. Each tensor is read once on its device,
+    A tensor is invalid if it contains NaN. An infinity is invalid in trained tensors only: a buffer
+    may hold infinities for good reasons, such as a causal mask. Each tensor is read once on its
+    device,
     which takes half the time of a copy; the host waits for a device twice for each dtype.
 
     Args:

@@ -213,12 +213,13 @@ def prepared_of(optimizer: Optimizer, models: Sequence[PreparedModel]) -> Prepar
 def warn_of_lost_epsilon(strategy: Strategy, optimizer: Optimizer) -> None:
     """Warn on rank 0 of an optimizer that divides by 0, since its `eps` is 0 in float16.
 
-    torch's optimizers add it to a denominator in the dtype of the parameters, unless they are
-    fused; float16 has no number between 0 and 6e-8 (2**-24), and AdamW's eps is 1e-8.
+    torch's optimizers add it to a denominator in the dtype of the parameters, except fused
+    optimizers; float16 has no number between 0 and 6e-8 (2**-24), and AdamW's eps is 1e-8.
 
     Args:
-        strategy: one whose engine implements the precision steps copies in float32.
-        optimizer: as it will be stepped.
+        strategy: the strategy; if its engine implements the precision, the engine steps float32
+            copies, and no warning is needed.
+        optimizer: the optimizer to step.
     """
     engine = strategy.precision.name in strategy.capabilities.engine_precisions
     is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")

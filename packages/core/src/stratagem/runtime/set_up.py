@@ -63,10 +63,10 @@ def note_set_up(strategy: Strategy) -> None:
 
 
 def tear_down_left() -> None:
-    """Tear down the strategies whose front ends are gone; called before another one is set up.
+    """Tear down the strategies without a living front end; called before the next set-up.
 
     Raises:
-        PluginError: a teardown failed; names the strategy.
+        PluginError: a teardown failed; the message names the strategy.
     """
     # All ranks at this line, and not each when its collector runs. It takes 0.1 s, which our own
     # teardowns do without: they hold nothing that the next set-up needs.

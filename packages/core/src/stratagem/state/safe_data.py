@@ -160,7 +160,8 @@ def encode(data: Any) -> Tensor:
     """Return weights-only-safe data as a tensor of bytes, to be sent to other ranks.
 
     Raises:
-        TypeError: something in it is not weights-only-safe data; says where.
+        TypeError: the data contain an object that is not weights-only-safe; the message has its
+            place.
     """
     if offending_value := find_offending_value(data):
         raise TypeError(
@@ -197,7 +198,7 @@ def pack_result(result: Any) -> bytes:
     """Return the result of a rank's function as bytes, for `unpack_result`.
 
     Raises:
-        ConfigurationError: it is not weights-only-safe data; says where.
+        ConfigurationError: the result is not weights-only-safe data; the message has the place.
 
     Example:
         >>> from stratagem.launch import pack_result, unpack_result

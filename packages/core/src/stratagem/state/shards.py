@@ -17,13 +17,13 @@ from torch import Tensor
 class Shards:
     """The chunks of a tensor on this rank, which ranks save in parallel.
 
-    A chunk is a rectangular region of the whole tensor. Together the chunks of all ranks cover it;
-    where two ranks hold the same chunk, one of them writes it.
+    A chunk is a rectangular region of the unsharded tensor. Together the chunks of all ranks cover
+    it; a chunk that several ranks hold is written by a single rank.
 
     Attributes:
-        shape: the shape of the whole tensor.
+        shape: the shape of the unsharded tensor.
         dtype: the dtype of the tensor.
-        chunks: for each chunk, its offsets in the whole tensor (a number for each dim) and its
+        chunks: for each chunk, its offsets in the unsharded tensor (a number for each dim) and its
             values, on any device. The values may alias live tensors. The list may be empty.
 
     Example:

@@ -258,7 +258,8 @@ def optimizer_state_without_wrapper(state: Mapping[str, Any]) -> Mapping[str, An
     """Return an optimizer's state (see `named_state`) by such names.
 
     Raises:
-        CheckpointMismatchError: it is something else, or has state of parameters that no group has.
+        CheckpointMismatchError: the value is not an optimizer state, or has state of parameters
+            that no group has.
     """
     require_form(state, OPTIMIZER_FORM, "the state of an optimizer")
     groups = state["param_groups"]

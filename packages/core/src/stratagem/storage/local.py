@@ -247,8 +247,8 @@ class DurableFile:
         """Move the file to its path, durably.
 
         Raises:
-            OSError: it is not; after a failed fsync of the directory `renamed` is True, and the
-                file is in its place, but a power cut may take it away again.
+            OSError: the move failed; after a failed fsync of the directory `renamed` is True, and
+                the file is at its path, but a power cut may remove it.
         """
         self._file.sync()
         if sys.platform == "win32":  # which renames no open file

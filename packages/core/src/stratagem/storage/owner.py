@@ -29,10 +29,10 @@ class Owner:
     """A process.
 
     Attributes:
-        boot: its machine, since that was started.
-        namespace: where its process id counts; 0 where there is one for the whole machine.
+        boot: the ID of the machine's current boot.
+        namespace: the PID namespace of its process id; 0 on systems without namespaces.
         pid: its process id.
-        started: when, in ticks since the machine was started; 0 where the system does not say.
+        started: the start time, in ticks since the boot; 0 if the system does not report it.
 
     Example:
         >>> owner = Owner.this()
@@ -86,7 +86,7 @@ def has_ended(
     If this cannot be determined, only old files and directories count as leftovers.
 
     Args:
-        owner: the owner, or None if it is unknown.
+        owner: the owner, or None if unknown.
         descriptor: the descriptor of the file or directory, which the owner has locked, if the file
             system supports locks.
         modified: the time of the last change, in seconds since the epoch.

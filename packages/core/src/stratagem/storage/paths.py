@@ -47,7 +47,7 @@ def to_location(path: str | os.PathLike[str]) -> Location:
     """Return a `Path` for a local path, or a `str` for a URL.
 
     Raises:
-        ConfigurationError: it is a URL that has gone through `pathlib`.
+        ConfigurationError: the path is a URL that has gone through `pathlib`.
     """
     text = os.fspath(path)
     if text.startswith(("file://", "local://")):
@@ -375,7 +375,7 @@ def try_folder(folder: str | os.PathLike[str]) -> None:
     """Create a local folder if necessary, and check that files can be written there.
 
     Raises:
-        OSError: one of the two cannot be done.
+        OSError: the folder cannot be created, or files cannot be written.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:

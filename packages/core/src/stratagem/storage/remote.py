@@ -241,7 +241,7 @@ class RemoteFile:
         """Finish the upload, so that the file appears at the URL.
 
         Raises:
-            OSError: it is not.
+            OSError: the upload failed.
         """
         with _naming(self._url):
             self._file.close()

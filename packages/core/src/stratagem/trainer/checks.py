@@ -145,7 +145,7 @@ def log_hyperparameters(trainer: Trainer, *owners: HyperParametersMixin | None) 
 
     Args:
         trainer: the Trainer, with the loggers.
-        owners: the model and the DataModule, if there is one.
+        owners: the model and the DataModule, if any.
 
     Raises:
         UserCodeError: if both have a hyperparameter of the same name with different values.
@@ -256,7 +256,7 @@ def hint_at_log_interval(trainer: Trainer, batches: float) -> None:
 
     Args:
         trainer: the Trainer of the fit.
-        batches: the number of this rank's batches in an epoch; infinity if it is unknown.
+        batches: the number of this rank's batches in an epoch; infinity if unknown.
     """
     every = trainer.options.log_every_n_steps
     if not trainer.loggers or trainer.options.fast_dev_run or not trainer.is_global_zero:

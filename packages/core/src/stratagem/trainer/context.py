@@ -40,7 +40,7 @@ class FitState:
         validated: the value of `batches` at the last validation in this epoch; 0: no validation
             yet.
         batches_before: the number of batches in all previous epochs.
-        last_step: the number of batches in the last optimizer step; 0 if it is unknown.
+        last_step: the number of batches in the last optimizer step; 0 if unknown.
         end_begun: whether the hooks of this epoch's end have begun.
         stop_delayed: whether `Trainer.should_stop` was set before the minimum of training.
         stop_requests: the callbacks that ask for the end of training. None in it stands for
@@ -102,7 +102,7 @@ _SAVED = _FIELDS[: _FIELDS.index("stop_requests")]
 
 
 class Limits:
-    """The limits of a fit. They are read from `Trainer.options` each time: a user may replace them.
+    """The limits of a fit, read from `Trainer.options` each time: a user may replace the options.
 
     Args:
         trainer: the Trainer.
@@ -224,7 +224,8 @@ class StepContext(RunContext):
     Attributes:
         prepared: the prepared model.
         optimizers: the optimizers for user code; their steps go through the strategy.
-        data: this rank's loaders; their number of batches may change when they are created again.
+        data: this rank's loaders; a later creation of the loaders may change their number of
+            batches.
         schedulers: the learning rate schedulers.
         limits: the limits of epochs and steps, and the minimum of training.
         metrics: receives the values of `log`.
@@ -269,7 +270,8 @@ class EvaluationProgress:
     Attributes:
         what: the current evaluation: "validation", "test" or "predict"; "" between evaluations.
         batches: the number of batches in this run so far, used as the step of logged values.
-        predictions: the results of `predict_step` so far, a list for each loader, if they are kept.
+        predictions: the results of `predict_step` so far, a list for each loader; empty if not
+            kept.
     """
 
     what: str = ""

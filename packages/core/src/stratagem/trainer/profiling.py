@@ -31,8 +31,8 @@ class Profiling:
         """Pass the training batches of the epochs that begin from now on through a function.
 
         Args:
-            watch: takes the iterator of an epoch's batches, and returns the one to read from. None:
-                the iterator is read as it is.
+            watch: takes the iterator of an epoch's batches, and returns the iterator to read from.
+                None: the iterator is used unchanged.
         """
         self._watch = watch
 

@@ -89,7 +89,7 @@ class Run:
         interruption: in a fit, signals and the time limit.
         fit_data: in a fit, this rank's data.
         evaluation_loaders: this rank's loaders, by "validation", "test" or "predict".
-        prepared: the prepared model; None before it is prepared.
+        prepared: the prepared model; None before its preparation.
         optimizers: the optimizers for user code; their steps go through the strategy.
         step: in a fit, the optimizer step, which may have begun.
     """
@@ -197,7 +197,7 @@ class Run:
         (requests.add if wanted else requests.discard)(who)
 
     def contents(self) -> Contents:
-        """Return the objects whose state a checkpoint holds.
+        """Return the objects with state in a checkpoint.
 
         Raises:
             ConfigurationError: if the run ended before the model was prepared.

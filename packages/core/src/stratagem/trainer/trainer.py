@@ -487,7 +487,7 @@ class Trainer(TrainerAttributes):
         return result
 
     def run_on_rank(self, job: Job, *, reports: bool = False) -> Any:
-        """Execute a run in this process, which is one of its ranks.
+        """Execute a run in this process, which is a rank of the run.
 
         Args:
             job: the request.
@@ -592,7 +592,7 @@ class Trainer(TrainerAttributes):
         Args:
             step: the Module's method, such as `validation_step`.
             batches: the batches of all loaders.
-            count: the number of batches; infinity if it is unknown.
+            count: the number of batches; infinity if unknown.
             takes: the number of arguments that the step takes, of (batch, batch_idx,
                 dataloader_idx).
         """

@@ -68,7 +68,8 @@ class DataWait:
         Args:
             began: the time of its begin.
             ended: the time of its end.
-            idle: seconds in which the device had nothing to do. None: the read is the wait.
+            idle: the idle time of the device in seconds. None: the duration of the read is the
+                wait.
         """
         self._last = ended
         self.batches += 1
@@ -99,10 +100,10 @@ class _TimedReads(Iterator[Any]):
 
 
 class _IdleTime:
-    """The time in which a device has nothing to do during the reads of batches.
+    """The idle time of a device during the reads of batches.
 
     Args:
-        device: the device; one without events has no idle time here.
+        device: the device; a device without events has no idle time here.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -14,17 +14,18 @@ if TYPE_CHECKING:
 
 
 class DeviceStatsMonitor(Callback):
-    """Logs the accelerator's device statistics before and after each batch that is logged.
+    """Logs the accelerator's device statistics before and after logged batches.
 
-    Every `log_every_n_steps` optimizer steps, as `DeviceStatsMonitor.on_train_batch_start/NAME` and
-    `DeviceStatsMonitor.on_train_batch_end/NAME`; in validation and testing every so many batches,
-    with `validation` or `test` in the place of `train`. NAME is one of the names of
-    `Accelerator.device_stats`, such as `allocated_bytes`; of the CPU as `cpu.NAME` where it is not
-    the device itself. Nothing waits for the device: work that was queued may still be running.
-    Of several ranks, rank 0's device is the one that is logged.
+    Statistics are logged every `log_every_n_steps` optimizer steps, as
+    `DeviceStatsMonitor.on_train_batch_start/NAME` and `DeviceStatsMonitor.on_train_batch_end/NAME`.
+    In validation and testing they are logged after the same number of batches, with `validation` or
+    `test` in place of `train`. NAME is a name of `Accelerator.device_stats`, such as
+    `allocated_bytes`; statistics of the CPU are named `cpu.NAME` unless the CPU is the device. The
+    callback does not wait for the device: queued work may still be running. With several ranks, the
+    device of rank 0 is logged.
 
     Args:
-        cpu_stats: log the processor's too; None: only where it is the device; False: never.
+        cpu_stats: whether to log statistics of the CPU too; None: only if the CPU is the device.
 
     Raises:
         ConfigurationError: when a fit begins, the Trainer has no logger.

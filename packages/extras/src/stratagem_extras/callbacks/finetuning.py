@@ -91,9 +91,9 @@ class BaseFinetuning(Callback):
         """Yield the parameters that require a gradient, or the frozen ones.
 
         Args:
-            modules: where to look.
-            train_bn: those of batch norm too.
-            requires_grad: which.
+            modules: the modules to search.
+            train_bn: include parameters of batch norm.
+            requires_grad: True for parameters that require a gradient, False for frozen parameters.
         """
         for part in BaseFinetuning.flatten_modules(modules):
             if isinstance(part, _BatchNorm) and not train_bn:
@@ -150,13 +150,15 @@ class BaseFinetuning(Callback):
         """Unfreeze modules, and add a group of their parameters that the optimizer lacks.
 
         Args:
-            modules: to be trained from here on.
-            optimizer: that trains them.
-            lr: of the group; None: that of the optimizer's first group, divided.
-            initial_denom_lr: by what.
-            train_bn: batch norm's parameters too.
+            modules: the modules to unfreeze.
+            optimizer: the optimizer that trains the modules.
+            lr: the learning rate of the group; None: the rate of the optimizer's first group,
+                divided by `initial_denom_lr`.
+            initial_denom_lr: the divisor.
+            train_bn: include the parameters of batch norm.
 
-        Warns if the optimizer has some of what was frozen, which no group of their own can have.
+        A warning is raised if the optimizer already has some of the frozen parameters: they stay in
+        their own group.
         """
         frozen = list(BaseFinetuning.filter_params(modules, requires_grad=False))
         if held := len(frozen) - len(BaseFinetuning.filter_on_optimizer(optimizer, frozen)):
@@ -270,10 +272,10 @@ def _let_schedulers_know(trainer: Trainer, optimizer: Optimizer, groups: int) ->
 
 
 def _add_group(scheduler: Any, group: Mapping[str, Any], ratio: float) -> None:
-    """Tell a scheduler, and those that it is made of, of a further group.
+    """Add a parameter group to a scheduler and to the schedulers that it contains.
 
     Args:
-        scheduler: one of torch's.
+        scheduler: a scheduler of torch.
         group: the further group.
         ratio: its learning rate over that of the first group.
     """
@@ -306,15 +308,15 @@ class BackboneFinetuning(BaseFinetuning):
 
     Args:
         unfreeze_backbone_at_epoch: epoch, counted from 0.
-        lambda_func: returns by what the backbone's learning rate is multiplied in an epoch.
-        backbone_initial_ratio_lr: the backbone's first learning rate, as a part of that of the
-            optimizer's first group.
-        backbone_initial_lr: that learning rate itself; None: by the part.
-        should_align: do not let it grow above the first group's.
-        initial_denom_lr: what the first group's is divided by where neither says otherwise.
-        train_bn: batch norm is trained from the first epoch on.
+        lambda_func: returns the factor of the backbone's learning rate in an epoch.
+        backbone_initial_ratio_lr: the backbone's first learning rate, as a fraction of the rate of
+            the optimizer's first group.
+        backbone_initial_lr: the backbone's first learning rate; None uses the fraction.
+        should_align: limit the rate to the rate of the first group.
+        initial_denom_lr: the divisor of the first group's rate if both other arguments are missing.
+        train_bn: train batch norm from the first epoch on.
         verbose: print both learning rates in each epoch.
-        rounding: digits of them.
+        rounding: the number of printed digits.
 
     Raises:
         ConfigurationError: when a fit begins, the model has no `backbone`.

@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 class GradientAccumulationScheduler(Callback):
-    """Changes how many batches an optimizer step takes, at the start of certain epochs.
+    """Changes the number of batches in an optimizer step at the start of given epochs.
 
-    `Trainer(accumulate_grad_batches={0: 8, 4: 4})` says the same. A strategy has to know it before
-    it starts, so this belongs to the Trainer's callbacks, not to those that a Module asks for.
+    It is equivalent to `Trainer(accumulate_grad_batches={0: 8, 4: 4})`. A strategy needs the
+    schedule before the start, so pass this callback to the Trainer; a Module cannot return it.
 
     Args:
-        scheduling: batches of a step by the first epoch, counted from 0.
+        scheduling: the number of batches in a step by first epoch, counted from 0.
 
     Raises:
         ConfigurationError: an epoch is less than 0, a number less than 1; or, when a fit begins,
-            the Trainer did not get it at its making.
+            the callback was not passed to the constructor of the Trainer.
 
     Example:
         >>> from stratagem import Trainer

@@ -10,14 +10,14 @@ from stratagem.errors import ConfigurationError
 
 
 class LambdaCallback(Callback):
-    """Calls functions at hooks; one that is not given costs nothing.
+    """Calls functions at hooks; other hooks cost no time.
 
     Args:
         **hooks: a function for each hook of `Callback`, by its name, with the hook's arguments
-            (trainer and module first); None: none.
+            (trainer and module first); None is ignored.
 
     Raises:
-        ConfigurationError: there is no such hook, or what is given cannot be called.
+        ConfigurationError: a name is not a hook, or a value cannot be called.
 
     Example:
         >>> from stratagem import Trainer

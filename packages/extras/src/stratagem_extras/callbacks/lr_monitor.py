@@ -18,16 +18,15 @@ if TYPE_CHECKING:
 class LearningRateMonitor(Callback):
     """Logs the learning rate of each parameter group, with which the next step is taken.
 
-    It is named after the optimizer's class (`lr-SGD`), or after the scheduler's `name` in
+    Values are named after the optimizer's class (`lr-SGD`), or after the scheduler's `name` in
     `configure_optimizers`. Optimizers with a scheduler come first, once for each of their
-    schedulers; a name that occurs again is numbered (`lr-SGD`, `lr-SGD-1`). A group with a `name`
-    has that too (`lr-SGD/backbone`), and of several groups the others have their numbers
-    (`lr-SGD/pg1`). Where momentum or weight decay is logged, they end in `-momentum` and
-    `-weight_decay`.
+    schedulers; a repeated name is numbered (`lr-SGD`, `lr-SGD-1`). The `name` of a group is
+    appended (`lr-SGD/backbone`); of several groups, groups without a name get a number
+    (`lr-SGD/pg1`). Names of momentum and weight decay end in `-momentum` and `-weight_decay`.
 
     Args:
-        logging_interval: "step": with every row that is logged; "epoch": at the start of each
-            epoch; None: as often as its scheduler steps, and both where there is none.
+        logging_interval: "step": with every logged row; "epoch": at the start of each epoch; None:
+            whenever the scheduler steps, and both for optimizers without a scheduler.
         log_momentum: log momentum (betas[0] of Adam) too.
         log_weight_decay: log weight decay too.
 
@@ -116,8 +115,8 @@ class LearningRateMonitor(Callback):
         """Return the values of the parameter groups; libraries override it.
 
         Args:
-            optimizer: whose groups.
-            names: of the groups.
+            optimizer: the optimizer with the groups.
+            names: the names of the groups.
         """
         values, momenta, decays = {}, {}, {}
         for name, group in zip(names, optimizer.param_groups, strict=True):

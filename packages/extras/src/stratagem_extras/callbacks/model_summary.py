@@ -87,12 +87,13 @@ class Layer:
     """A line of the table.
 
     Attributes:
-        name: of the submodule, with those around it.
-        kind: name of its class.
-        parameters: numbers in it, those of its submodules included; each counted once.
+        name: the qualified name of the submodule.
+        kind: the name of its class.
+        parameters: the number of its parameters, including its submodules; shared parameters count
+            once.
         mode: "train" or "eval".
-        in_size, out_size: shapes of what goes in and comes out; "?": not known.
-        flops: of one forward; None: not known.
+        in_size, out_size: shapes of inputs and outputs; "?": unknown.
+        flops: FLOPs of one forward; None: unknown.
     """
 
     name: str

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 class OnExceptionCheckpoint(Callback):
     """Saves a checkpoint when an error, or Ctrl-C, ends a fit in one process.
 
-    With several ranks it saves nothing, as `ModelCheckpoint(save_on_exception=True)`, and a warning
-    says so: ranks save together, and when an error or Ctrl-C ends one, the others are elsewhere.
+    With several ranks no checkpoint is saved, as with `ModelCheckpoint(save_on_exception=True)`,
+    and a warning says so: ranks save together, and the other ranks do not stop at the same place.
     With a ModelCheckpoint, SIGTERM saves a checkpoint of all ranks.
 
     Args:
-        dirpath: where to.
-        filename: of the checkpoint, without an ending.
+        dirpath: the folder of the checkpoint.
+        filename: the name of the checkpoint, without an extension.
 
     Raises:
         ConfigurationError: the name is empty.

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 class BasePredictionWriter(Callback):
     """Writes the predictions of `trainer.predict`; override either method, or both.
 
-    Each rank writes its own part of the data; the indices say which samples those are. With
-    `trainer.predict(..., return_predictions=False)` and "batch" nothing is kept.
+    Each rank writes its own part of the data; the indices identify the samples. With
+    `trainer.predict(..., return_predictions=False)` and "batch", predictions are not kept.
 
     Args:
         write_interval: when to write: "batch", "epoch", or "batch_and_epoch".
 
     Raises:
-        ConfigurationError: it is none of these.
+        ConfigurationError: `write_interval` has another value.
 
     Example:
         >>> import torch
@@ -83,12 +83,12 @@ class BasePredictionWriter(Callback):
         """Write a batch.
 
         Args:
-            trainer, pl_module: of the run.
-            prediction: what `predict_step` returned.
-            batch_indices: which samples of the dataset are in the batch; None: they are not read
-                by index.
-            batch: what was predicted for.
-            batch_idx, dataloader_idx: its number on this rank, and its loader's.
+            trainer, pl_module: the objects of the run.
+            prediction: the return value of `predict_step`.
+            batch_indices: the dataset indices of the samples in the batch; None if samples are not
+                read by index.
+            batch: the input of the prediction.
+            batch_idx, dataloader_idx: the number of the batch on this rank, and of its loader.
         """
         raise NotImplementedError(f"{type(self).__name__} has to define write_on_batch_end()")
 

@@ -12,13 +12,13 @@ from stratagem.errors import ConfigurationError
 class RichProgressBar(ProgressBar):
     """`ProgressBar`, with Lightning's arguments.
 
-    The bar is refreshed by time, whatever a batch takes, so `refresh_rate` only says whether it is
-    shown.
+    The bar is refreshed by time, independent of the duration of a batch, so `refresh_rate` only
+    decides whether the bar is visible.
 
     Args:
-        refresh_rate: 0: show no bar; any other number shows it.
-        leave: a line of each epoch stays in any case.
-        console_kwargs: arguments of the `rich.console.Console` that it is shown on.
+        refresh_rate: 0 hides the bar; any other number shows it.
+        leave: ignored: a line of each epoch stays in any case.
+        console_kwargs: arguments of the `rich.console.Console` of the bar.
 
     Raises:
         ConfigurationError: `refresh_rate` is less than 0.

@@ -31,32 +31,33 @@ _METHODS = {
 class ModelPruning(Callback):
     """Prunes weights at the end of epochs, by the methods of `torch.nn.utils.prune`.
 
-    Masks are kept here, not in the model: weights and gradients are masked around each optimizer
-    step. So parameters and checkpoints keep their names, and a run that resumes has the masks of
-    the one before. What one epoch has pruned, the next one's `amount` leaves alone. An epoch that
-    `max_steps` or a stop cuts short prunes nothing.
+    Masks are kept in the callback, not in the model: weights and gradients are masked around each
+    optimizer step. Parameters and checkpoints therefore keep their names, and a resumed run has the
+    masks of the previous run. The `amount` of an epoch applies to weights that are not pruned yet.
+    An epoch that `max_steps` or a stop ends early does not prune.
 
     Args:
         pruning_fn: "l1_unstructured", "ln_structured", "random_structured", "random_unstructured",
             or a subclass of `torch.nn.utils.prune.BasePruningMethod`.
-        parameters_to_prune: pairs of a module and the name of its parameter; None: all that are
-            named in `parameter_names`.
+        parameters_to_prune: pairs of a module and the name of its parameter; None: all parameters
+            with a name in `parameter_names`.
         parameter_names: None: "weight" and "bias".
         use_global_unstructured: compare the weights of all parameters with one another.
-        amount: part of them (float from 0 to 1) or number (int), or a function of the epoch.
-        apply_pruning: whether to prune in an epoch, or a function of it.
+        amount: fraction of the weights (float from 0 to 1) or number (int), or a function of the
+            epoch.
+        apply_pruning: whether to prune in an epoch, or a function of the epoch.
         make_pruning_permanent: False: after training, weights are replaced by a parameter
-            `weight_orig` and a buffer `weight_mask`, as torch's utilities have it.
-        use_lottery_ticket_hypothesis: give the weights that are left their first values back, or a
-            function of the epoch that says whether to.
-        resample_parameters: with that, give them new initial values instead.
-        pruning_dim, pruning_norm: of structured methods.
-        verbose: 1: say how much of the whole was pruned, and is; 2: of each parameter too.
-        prune_on_train_epoch_end: False: after validation.
+            `weight_orig` and a buffer `weight_mask`, as in torch's utilities.
+        use_lottery_ticket_hypothesis: reset the remaining weights to their first values; a bool, or
+            a function of the epoch that returns a bool.
+        resample_parameters: reset them to new initial values instead.
+        pruning_dim, pruning_norm: options of structured methods.
+        verbose: 1: print the pruned fraction of all weights; 2: of each parameter too.
+        prune_on_train_epoch_end: False: prune after validation.
 
     Raises:
-        ConfigurationError: no such method; the arguments do not fit it; when a fit begins, there is
-            nothing to prune, or parameters are sharded.
+        ConfigurationError: the method is unknown; arguments do not fit the method; when a fit
+            begins, the model has no parameter to prune, or parameters are sharded.
 
     Example:
         >>> from stratagem import Trainer

@@ -42,9 +42,8 @@ _MANY_STEPS = 100
 class RunHints(Callback):
     """Prints hints about settings that are probably mistakes, each with its remedy.
 
-    A Trainer adds it on rank 0 to each of its runs, so do not pass it yourself. It is not in
-    `Trainer.callbacks`. It measures before it says something, and it neither changes a run nor
-    waits for a device. The environment variable STRATAGEM_HINTS=0 switches all hints off.
+    A Trainer adds it on rank 0 to each of its runs, so do not pass it yourself. `Trainer.callbacks`
+    does not contain it. It prints hints after measurements only, and it neither changes a run nor
 
     Args:
         say: the function that prints a hint.
@@ -326,7 +325,7 @@ class _Gradients:
 
 
 class _Monitor:
-    """What monitors a value: a callback or a scheduler.
+    """An object that monitors a value: a callback or a scheduler.
 
     Attributes:
         name: the name of its class.

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class StochasticWeightAveraging(Callback):
-    """Averages the weights at the start of each epoch from one on, at a learning rate of its own.
+    """Averages the weights in the last epochs, at a separate learning rate (SWA).
 
-    From that epoch on the learning rate is annealed to `swa_lrs` and stays, in the place of what
-    schedulers do. When training ends the model gets the average. Where it has batch norm, one more
-    pass over the training data, without gradients, takes the statistics anew.
+    From that epoch on the learning rate is annealed to `swa_lrs` and stays constant; schedulers
+    have no effect. At the end of training the model gets the average. If the model has batch norm,
+    one more pass over the training data, without gradients, computes its statistics again.
 
     A checkpoint that is saved after the fit has the average as the model's weights, and the trained
     weights beside it for resuming. They are kept until the next fit, or until the Trainer runs
@@ -40,18 +40,19 @@ class StochasticWeightAveraging(Callback):
     Reference: Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization.
 
     Args:
-        swa_lrs: learning rate, or one for each parameter group.
-        swa_epoch_start: epoch that averaging starts with, counted from 1 (int), or the part of
-            `max_epochs` before it (float from 0 to 1).
-        annealing_epochs: in which the learning rate changes to `swa_lrs`; 0: at once.
+        swa_lrs: the learning rate, or a list with a rate for each parameter group.
+        swa_epoch_start: the first epoch with averaging, counted from 1 (int), or the fraction of
+            `max_epochs` before averaging (float from 0 to 1).
+        annealing_epochs: the number of epochs in which the learning rate changes to `swa_lrs`; 0:
+            immediately.
         annealing_strategy: "cos" or "linear".
-        avg_fn: returns the new average, given average, value and how many are in it; None: all
-            count the same.
-        device: where the average is kept; None: where the model is.
+        avg_fn: returns the new average from the average, a value and the number of averaged values;
+            None: all values have equal weight.
+        device: the device of the average; None: the device of the model.
 
     Raises:
-        ConfigurationError: an argument is out of its range; when a fit begins, there are several
-            optimizers, parameters that are sharded, or a part of epochs without a last one.
+        ConfigurationError: an argument is out of its range; when a fit begins, it has several
+            optimizers, sharded parameters, or a fraction of epochs without a last epoch.
 
     Example:
         >>> from stratagem import Trainer

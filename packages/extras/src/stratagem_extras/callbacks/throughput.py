@@ -19,17 +19,17 @@ class Throughput:
     """Rates over a window of the latest batches.
 
     Args:
-        available_flops: that a device can do in a second, for `mfu` (model FLOPs utilization);
-            None: it is left out.
-        world_size: ranks, whose rates together are this one's so many times.
-        window_size: batches that the rates are taken of.
-        separator: stands after "device" in names.
+        available_flops: the peak FLOPs of a device per second, for `mfu` (model FLOPs utilization);
+            None: `mfu` is omitted.
+        world_size: the number of ranks; the total rate is the rate of this rank times this number.
+        window_size: the number of batches in the window.
+        separator: the text after "device" in names.
 
     Raises:
         ConfigurationError: the window is shorter than two batches.
 
     Attributes:
-        available_flops: as given.
+        available_flops: the argument `available_flops`.
 
     Example:
         >>> from stratagem_extras.callbacks.throughput import Throughput
@@ -142,16 +142,17 @@ class ThroughputMonitor(Callback):
     """Logs how fast batches, samples and items go through, every `log_every_n_steps` batches.
 
     Names begin with the stage: `train/device/samples_per_sec`. Time in validation does not count
-    for training. Nothing waits for the device, so that the first figures of a device that works
-    behind the host are too high. A Module that has `flops_per_batch` (a number, for one device)
-    also gets `device/flops_per_sec`, and `device/mfu` where `available_flops` is known.
+    for training. The callback does not wait for the device, so that the first figures of an
+    asynchronous device are too high. A Module that has `flops_per_batch` (a number, for one device)
+    also gets `device/flops_per_sec`, and `device/mfu` if `available_flops` is known.
 
     Args:
         batch_size_fn: returns the number of samples in a batch.
-        length_fn: returns the number of items in it, such as tokens; None: they are not counted.
-        window_size: batches that rates are taken of.
-        separator: stands between the parts of a name.
-        available_flops: that one device can do in a second; None: not known.
+        length_fn: returns the number of items in a batch, such as tokens; None: items are not
+            counted.
+        window_size: the number of batches in the window of the rates.
+        separator: the text between the parts of a name.
+        available_flops: the peak FLOPs of a device per second; None: unknown.
 
     Raises:
         ConfigurationError: when a run begins, the Trainer has no logger, or never logs.

@@ -21,17 +21,17 @@ _STAGES = {"train": "train", "fit": "train", "validate": "validate", "test": "te
 class Timer(Callback):
     """Measures the time of training, validation and testing, and ends training at a time limit.
 
-    The time of a run that is resumed counts: `duration` is that of all runs together. All ranks end
-    after the same step, as by `max_time`.
+    The time before a resume counts: `duration` is the total time of all runs. All ranks end after
+    the same step, as with `max_time`.
 
     Args:
         duration: time to train: a timedelta, "DD:HH:MM:SS", a dict of timedelta's arguments, or
             seconds; None: no limit.
         interval: "step": end after any step; "epoch": after the epoch.
-        verbose: say on rank 0 why training ended, where no progress bar does.
+        verbose: print on rank 0 why training ended, unless a progress bar does.
 
     Raises:
-        ConfigurationError: the duration or the interval is none of these.
+        ConfigurationError: the duration or the interval has another form.
 
     Example:
         >>> from stratagem.callbacks import Timer

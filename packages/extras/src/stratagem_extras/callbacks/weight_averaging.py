@@ -23,12 +23,12 @@ Average = Callable[[Sequence[Tensor], Sequence[Tensor], int], None]
 
 
 class Averages:
-    """Averages of a model's parameters and buffers, each where its own lies.
+    """Averages of a model's parameters and buffers.
 
     Args:
         module: the model.
-        device: where the averages are kept; None: where the model is.
-        use_buffers: average buffers too; otherwise they are copied. Whole numbers are always.
+        device: the device of the averages; None: the device of each tensor of the model.
+        use_buffers: average buffers too; otherwise they are copied. Integers are always copied.
 
     Example:
         >>> import torch
@@ -117,20 +117,20 @@ def equal_average(averages: Sequence[Tensor], values: Sequence[Tensor], count: i
 
 
 class WeightAveraging(Callback):
-    """Keeps an average of the weights, which is validated with and which training ends with.
+    """Keeps an average of the weights, for validation and as the result of training.
 
     A checkpoint has the average as the model's weights, so that `load_from_checkpoint`, `validate`,
-    `test` and `predict` use it; a run that resumes goes on with the trained weights, which are in
-    it as well, and with the average: as if it had not been interrupted. So does one that resumes
-    from a checkpoint that was saved after the fit: the trained weights are kept until the next fit,
-    or until the Trainer runs another model.
+    `test` and `predict` use the average. The checkpoint also has the trained weights: a resumed run
+    continues with them and with the average, as without an interruption. The same holds for a
+    resume from a checkpoint that was saved after the fit: the trained weights are kept until the
+    next fit, or until the Trainer runs another model.
 
     Args:
-        device: where the average is kept; None: where the model is.
+        device: the device of the average; None: the device of the model.
         use_buffers: average buffers (such as batch norm's) too; otherwise they are copied.
-        avg_fn: returns the new average, given average, value and how many are in it; None: all
-            count the same.
-        multi_avg_fn: the same for lists of tensors, in place, as `torch.optim.swa_utils` has it.
+        avg_fn: returns the new average from the average, a value and the number of averaged values;
+            None: all values have equal weight.
+        multi_avg_fn: the same for lists of tensors, in place, as in `torch.optim.swa_utils`.
 
     Raises:
         ConfigurationError: both functions are given.
@@ -305,10 +305,10 @@ def save_both(
     """Save the average as the weights, and the trained weights beside it for resuming.
 
     Args:
-        trainer, module: of the run.
-        checkpoint: has the state that the strategy saves as the weights.
-        averages: what the model does not have: the average, or the trained weights.
-        average_is_in_model: the latter.
+        trainer, module: the objects of the run.
+        checkpoint: contains the state that the strategy saves as the weights.
+        averages: the tensors that the model does not have: the average, or the trained weights.
+        average_is_in_model: whether the model has the average, and `averages` the trained weights.
     """
     prepared, saved = trainer.run.require_prepared(), checkpoint["state_dict"]
     # An engine that takes the steps has saved its own copy, the trained weights, in any case.
@@ -365,10 +365,10 @@ class EMAWeightAveraging(WeightAveraging):
 
     Args:
         device, use_buffers: as for `WeightAveraging`.
-        decay: what an update leaves of the average, from 0 to 1.
+        decay: the weight of the old average in an update, from 0 to 1.
         update_every_n_steps: update after steps 0, n, 2n...
-        update_starting_at_step: not before this step; None: from the first.
-        update_starting_at_epoch: not before this epoch; None: from the first.
+        update_starting_at_step: the first step with an update; None: the first step.
+        update_starting_at_epoch: the first epoch with an update; None: the first epoch.
 
     Raises:
         ConfigurationError: `decay` is not from 0 to 1, or n is less than 1.

@@ -37,10 +37,13 @@ _COUNTS = "num_batches_tracked"
 
 
 def consolidate(source: Path, target: Path) -> str:
-    """Write a directory checkpoint, or one of a plugin's format, as a file; return what was done.
+    """Write a directory checkpoint, or a checkpoint of a plugin's format, as a file.
+
+    Returns:
+        A description of the result.
 
     Raises:
-        CheckpointError: the source is damaged, or the target is there already.
+        CheckpointError: the source is damaged, or the target exists.
     """
     about = ""
     try:
@@ -163,19 +166,20 @@ def _to_lightning(source: Path, target: Path, form: str) -> str:
 def average(sources: Sequence[Path], target: Path, key: str | None = None) -> str:
     """Write a checkpoint with the mean weights of others; return a description of the result.
 
-    Floating-point numbers are averaged in float64 and stored as they were. Integers have to agree,
-    but the largest number of batches that a batch norm layer has seen is taken. All else but the
-    hyperparameters is left out: training does not resume from a mean.
+    Floating-point numbers are averaged in float64 and stored in their own dtype. Integers must be
+    equal, except the number of batches of a batch norm layer, where the largest is used. Other
+    entries except the hyperparameters are omitted: training does not resume from a mean.
 
     Args:
         sources: at least two checkpoints of one model, of any format.
         target: the new checkpoint, a single file.
-        key: which entry of the checkpoints are the weights; None: the one that can be.
+        key: the entry of the checkpoints with the weights; None: the only possible entry.
 
     Raises:
-        ConfigurationError: the target is there already, or there is nothing to average.
-        CheckpointMismatchError: they are of different models; says where they differ.
-        CheckpointError: one cannot be read, or the target not be written.
+        ConfigurationError: the target exists, or no weights can be averaged.
+        CheckpointMismatchError: the checkpoints belong to different models; the message has the
+            differences.
+        CheckpointError: a source cannot be read, or the target cannot be written.
     """
     if len(sources) < 2:
         raise ConfigurationError(

@@ -34,7 +34,7 @@ def predict(arguments: Sequence[str]) -> int:
 
 
 def _run(command: str, arguments: Sequence[str]) -> int:
-    """Run one of the commands; return the exit code.
+    """Run a command of this distribution; return the exit code.
 
     Raises:
         SystemExit: the arguments are wrong (exit code 2), or ask for help.

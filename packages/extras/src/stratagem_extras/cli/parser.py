@@ -28,10 +28,10 @@ _MOST_VALUES = 100_000
 
 
 def _check_aliases(text: str) -> None:
-    """Refuse a config whose aliases stand for more values than a program could use.
+    """Raise if the aliases of a config expand to more values than a program could use.
 
     Raises:
-        yaml.YAMLError: it is such a config, or no YAML.
+        yaml.YAMLError: the aliases expand to too many values, or the text is not YAML.
     """
     sizes: dict[str, int] = {}
     opened: list[tuple[str | None, int]] = [(None, 0)]
@@ -57,10 +57,10 @@ def _check_aliases(text: str) -> None:
 
 
 def _check_keys(text: str) -> None:
-    """Refuse a config in which a mapping has a key twice, since the first would have no effect.
+    """Raise if a mapping of a config has a key twice, since the first would have no effect.
 
     Raises:
-        yaml.YAMLError: it is such a config, or no YAML.
+        yaml.YAMLError: a key is repeated, or the text is not YAML.
     """
     nodes = [yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))]
     seen: set[int] = set()  # an alias is the node that it stands for
@@ -103,12 +103,12 @@ set_loader("yaml", _load_bounded, (yaml.YAMLError,))
 
 
 class ReduceLROnPlateau(optim.lr_scheduler.ReduceLROnPlateau):
-    """Torch's scheduler, with the name of the value that it goes by.
+    """Torch's scheduler, with the name of the value that it monitors.
 
     Args:
-        optimizer: whose learning rate it sets.
+        optimizer: the optimizer of the learning rate.
         monitor: name of the logged value.
-        *args, **kwargs: of torch's class.
+        *args, **kwargs: arguments of torch's class.
     """
 
     def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
@@ -128,18 +128,18 @@ class TrainerArgumentParser(ArgumentParser):  # type: ignore[misc]  # checked wi
     """jsonargparse's ArgumentParser, which knows optimizers, schedulers and callbacks.
 
     Args:
-        *args: of `jsonargparse.ArgumentParser`, as `**kwargs`.
-        description: what `--help` says first.
-        env_prefix: begins the names of environment variables.
-        default_env: read them: PREFIX_FIT__TRAINER__MAX_EPOCHS.
+        *args: arguments of `jsonargparse.ArgumentParser`, as `**kwargs`.
+        description: the first text of `--help`.
+        env_prefix: prefix of the names of environment variables.
+        default_env: read environment variables: PREFIX_FIT__TRAINER__MAX_EPOCHS.
         **kwargs: see `*args`.
 
     Attributes:
-        callback_keys: where the config has callbacks that go to the Trainer.
-        optimizers, schedulers: by key in the config, the class, or a tuple of bases, and the key
-            that it is linked to.
+        callback_keys: the keys of the config whose callbacks go to the Trainer.
+        optimizers, schedulers: by key in the config, the class, or a tuple of bases, and the linked
+            key.
         run_arguments: the names of arguments of subcommands, for a program without subcommands.
-        added_run_arguments: those of them that the program has not added itself.
+        added_run_arguments: the run arguments that the program has not added itself.
     """
 
     def __init__(
@@ -160,10 +160,10 @@ class TrainerArgumentParser(ArgumentParser):  # type: ignore[misc]  # checked wi
         self.added_run_arguments: list[str] = []
 
     def add_run_arguments(self, names: Iterable[str]) -> None:
-        """Accept arguments of subcommands, as a config that a subcommand has saved contains them.
+        """Accept arguments of subcommands, which configs saved by a subcommand contain.
 
         Args:
-            names: the names; those that the parser has are left alone.
+            names: the names; names that the parser has are skipped.
         """
         for name in sorted(names):
             if f"--{name}" not in self._option_string_actions:
@@ -209,16 +209,16 @@ class TrainerArgumentParser(ArgumentParser):  # type: ignore[misc]  # checked wi
         """Add the arguments of a Trainer, Module, DataModule or Callback.
 
         Args:
-            component: the class, or a function that returns one.
-            nested_key: where they stand in the config; None: at its top.
-            subclass_mode: take any subclass, by `class_path`.
+            component: the class, or a function that returns an instance.
+            nested_key: the key of the arguments in the config; None: the top level.
+            subclass_mode: accept any subclass, by `class_path`.
             required: whether a subclass must be given.
 
         Returns:
-            The names that were added.
+            The added names.
 
         Raises:
-            ConfigurationError: it is nothing of that kind.
+            ConfigurationError: the component has another type.
         """
         made = component if isinstance(component, type) else class_from_function(component)
         if not issubclass(made, (Trainer, Module, DataModule, Callback)):

@@ -18,21 +18,21 @@ WITH_NONE = ("parser_mode", False)
 
 
 class SaveConfigCallback(Callback):
-    """Writes the config to the folder of the logs, which holds the checkpoints too, once.
+    """Writes the config to the folder of the logs, which contains the checkpoints too, once.
 
-    A file of that name is left alone: where it says something else, this one is
+    An existing file of that name is kept. If its text differs, the config is written to
     `config-v1.yaml`, and so on.
 
     Args:
-        parser: makes the text.
-        config: what was parsed.
+        parser: creates the text.
+        config: the parsed config.
         config_filename: name of the file.
-        overwrite: replace a file that is there.
-        multifile: write parts that came from files of their own to such files again.
+        overwrite: replace an existing file.
+        multifile: write parts that came from separate files to separate files again.
         save_to_log_dir: False: only `save_config` is called.
 
     Raises:
-        ConfigurationError: nothing would be saved.
+        ConfigurationError: no config would be saved.
     """
 
     def __init__(

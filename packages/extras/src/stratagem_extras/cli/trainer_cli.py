@@ -35,45 +35,47 @@ _NOT_ASKED = {"model", "datamodule", "dataloaders", "train_dataloaders", "val_da
 
 
 class TrainerCLI:
-    """Makes the run that a command line and config files describe, and runs it.
+    """Creates the run that a command line and config files describe, and executes it.
 
-    `python main.py fit --config run.yaml --trainer.max_epochs 3 --model.width 8`: later values go
-    before earlier ones, options before files. `--print_config` prints the config, `--help` and
-    `--model.help CLASS` what there is. A config names classes by their place
-    (`class_path: my_package.MyModel`), which are imported; nothing in it is evaluated.
+    `python main.py fit --config run.yaml --trainer.max_epochs 3 --model.width 8`: later values
+    override earlier values, options override files. `--print_config` prints the config, `--help`
+    and `--model.help CLASS` the options. A config names classes by import path (`class_path:
+    my_package.MyModel`). The classes are imported; other text of a config is never evaluated.
 
     Call sequence, each to be overridden:
         1. `add_arguments_to_parser(parser)`: more arguments, links between them.
         2. `before_instantiate_classes`, `instantiate_classes`, `after_instantiate_classes`.
-        3. `before_fit`, `fit` in place of the Trainer's, `after_fit`, where they are defined; the
-           same for `validate`, `test` and `predict`.
+        3. `before_fit`, `fit` in place of the Trainer's, `after_fit`, if defined; the same for
+           `validate`, `test` and `predict`.
 
     Args:
-        model_class: a Module, or a function that returns one; None: any, by `class_path`.
+        model_class: a Module, or a function that returns a Module; None: any Module, by
+            `class_path`.
         datamodule_class: the same for a DataModule.
-        save_config_callback: saves the config beside the checkpoints; None: it is not saved.
-        save_config_kwargs: its arguments.
-        trainer_class: a Trainer, or a function that returns one.
-        trainer_defaults: of the Trainer's arguments; callbacks here, objects or as a config
-            describes them, are always there.
-        seed_everything_default: the seed; True: a random one; False: none.
-        parser_kwargs: of `jsonargparse.ArgumentParser`, such as `default_env`; those of a
-            subcommand under its name.
-        parser_class: makes the parsers.
-        subclass_mode_model, subclass_mode_data: take subclasses of the class that was given.
+        save_config_callback: saves the config beside the checkpoints; None: the config is not
+            saved.
+        save_config_kwargs: the arguments of `save_config_callback`.
+        trainer_class: a Trainer, or a function that returns a Trainer.
+        trainer_defaults: defaults of the Trainer's arguments; callbacks given here, as objects or
+            as configs, are always added.
+        seed_everything_default: the seed; True: a random seed; False: no seed.
+        parser_kwargs: arguments of `jsonargparse.ArgumentParser`, such as `default_env`; arguments
+            for a subcommand under its name.
+        parser_class: the class of the parsers.
+        subclass_mode_model, subclass_mode_data: accept subclasses of the given class.
         args: a list of texts, or a dict; None: the process's arguments.
-        run: run the subcommand; False: only make trainer, model and datamodule. The arguments of
-            the subcommands, such as `ckpt_path`, are in `config` then, if they are given.
-        auto_configure_optimizers: let `--optimizer` and `--lr_scheduler` make
+        run: run the subcommand; False: only create trainer, model and datamodule. The arguments of
+            the subcommands, such as `ckpt_path`, are in `config` then, if given.
+        auto_configure_optimizers: let `--optimizer` and `--lr_scheduler` define
             `configure_optimizers`.
 
     Attributes:
-        parser, config, config_init: the parser, what it has read, and that with its objects made.
+        parser, config, config_init: the parser, the parsed config, and the config with its objects.
         trainer, model, datamodule: the objects.
-        subcommand: which one; None: `run=False`.
+        subcommand: the subcommand; None: `run=False`.
 
     Raises:
-        ConfigurationError: more than one optimizer is to make `configure_optimizers`.
+        ConfigurationError: more than one optimizer is given for `configure_optimizers`.
         SystemExit: the command line is wrong (exit code 2), or asks for help.
 
     Example:
@@ -367,8 +369,8 @@ def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
     """Return an object that a config describes.
 
     Args:
-        args: what comes first, one value or a tuple of them.
-        init: `class_path` (the class's place, which is imported) and `init_args`.
+        args: the first positional arguments, one value or a tuple of values.
+        init: `class_path` (the import path of the class) and `init_args`.
     """
     import importlib
 

@@ -49,8 +49,9 @@ class ListedStrategy:
         distribution, version: the distribution that provides it.
         accelerators: the accelerators that it runs on; None for any.
         summary: a one-line description.
-        why_not: the reason why it cannot be used on this machine; empty if it can.
-        says_its_preset: its name is another's and what is preset of it.
+        why_not: the reason why the strategy is unavailable on this machine; empty if it is
+            available.
+        says_its_preset: whether its name consists of another name and its preset arguments.
     """
 
     name: str

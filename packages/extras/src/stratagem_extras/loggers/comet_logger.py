@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 class CometLogger(SDKLogger):
     """Sends values to Comet, or writes them to an archive for `comet upload`.
 
-    `experiment` is what `comet_ml.start` returns. A fit's experiment has a key that follows from
-    the fit's id, so that one which resumes it goes on in the same experiment.
+    `experiment` is the return value of `comet_ml.start`. The key of a fit's experiment is derived
+    from the fit's id, so that a resumed fit continues the same experiment.
 
     Args:
         api_key: None: COMET_API_KEY, or Comet's configuration.
-        workspace: None: the default one.
+        workspace: None: the default workspace.
         project: None: COMET_PROJECT_NAME, or Comet's default.
-        experiment_key: of an experiment; None: the fit's.
-        mode: "get": the experiment is there; "create": it is new; None: either.
-        online: False: write archives; None: as Comet's configuration has it.
-        prefix: goes before each name, with a "-".
+        experiment_key: key of an experiment; None: the key of the fit.
+        mode: "get": an existing experiment; "create": a new experiment; None: either.
+        online: False: write archives; None: Comet's configuration.
+        prefix: prepended to each name, with a "-".
         save_dir: folder of the archives; None: Comet's own.
-        **kwargs: of `comet_ml.ExperimentConfig`, such as `name` and `tags`.
+        **kwargs: arguments of `comet_ml.ExperimentConfig`, such as `name` and `tags`.
 
     Raises:
         MissingPackageError: comet_ml is not installed.

@@ -32,27 +32,26 @@ class MLFlowLogger(SDKLogger):
     """Sends values to MLflow: a server, or a database in `save_dir`.
 
     `experiment` is an `MlflowClient`, to be used with `logger.run_id`. The run has the tag
-    "stratagem.run" with the id of the fit, by which a fit that resumes it goes on in the same run.
-    The rows of two seconds go in one request.
+    "stratagem.run" with the id of the fit, by which a resumed fit continues the same run. Rows of
+    two seconds are sent in one request.
 
     Args:
-        experiment_name: of the experiment, which is made if it is not there.
-        run_name: shown for the run; None: one that MLflow makes up.
-        tracking_uri: of the server; None: MLFLOW_TRACKING_URI, or else a SQLite database
-            `mlflow.db` in `save_dir`, for which sqlalchemy and alembic are needed.
-        tags: of the run.
+        experiment_name: name of the experiment, which is created if missing.
+        run_name: the displayed name of the run; None: a name chosen by MLflow.
+        tracking_uri: URI of the server; None: MLFLOW_TRACKING_URI, or else a SQLite database
+            `mlflow.db` in `save_dir`, which needs sqlalchemy and alembic.
+        tags: tags of the run.
         save_dir: the local folder.
-        log_model: checkpoints as artifacts: "all": each when it is saved; True: those that are
-            kept, when training ends; False: none. Local ones only.
-        prefix: goes before each name, with a "-".
-        artifact_location: where artifacts of a new experiment go; None: the server's, or
-            `save_dir/artifacts`.
-        run_id: of a run that is there and goes on; None: that of the fit which is resumed, or a
-            new one.
-        synchronous: False: values are sent by a thread of MLflow's; None: MLflow's default.
+        log_model: checkpoints as artifacts: "all": each checkpoint when it is saved; True: the kept
+            checkpoints, at the end of training; False: no checkpoints. Local checkpoints only.
+        prefix: prepended to each name, with a "-".
+        artifact_location: the location of artifacts of a new experiment; None: the location of the
+            server, or `save_dir/artifacts`.
+        run_id: id of an existing run to continue; None: the run of the resumed fit, or a new run.
+        synchronous: False: a thread of MLflow sends values; None: MLflow's default.
 
     Raises:
-        MissingPackageError: mlflow (or mlflow-skinny) is not installed, or what its database needs.
+        MissingPackageError: mlflow (or mlflow-skinny) or a package for its database is missing.
         ConfigurationError: `save_dir` is a URL.
 
     Example:

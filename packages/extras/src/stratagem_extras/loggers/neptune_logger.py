@@ -18,19 +18,20 @@ if TYPE_CHECKING:
 class NeptuneLogger(SDKLogger):
     """Sends values to a Neptune server by the package neptune 1, or writes them to `.neptune`.
 
-    Neptune's own service has ended; this is for servers of one's own, and for `mode="offline"`.
-    `experiment` is the run that `neptune.init_run` returns. A fit's run has the fit's id as its
-    custom id, by which Neptune takes one that resumes it for the same run.
+    Neptune's own service has ended; this logger is for self-hosted servers, and for
+    `mode="offline"`. `experiment` is the run that `neptune.init_run` returns. A fit's run has the
+    fit's id as its custom id, so that Neptune continues the same run after a resume.
 
     Args:
         api_key: None: NEPTUNE_API_TOKEN.
         project: "workspace/name"; None: NEPTUNE_PROJECT.
-        name: shown for the run.
-        run: one of yours.
-        log_model_checkpoints: send those that are kept, when training ends. Local ones only.
-        prefix: the run's namespace for all that is sent.
-        mode: "offline" sends nothing; None: NEPTUNE_MODE, or else "async".
-        **kwargs: of `neptune.init_run`, such as `tags` and `with_id`.
+        name: the displayed name of the run.
+        run: an existing run object.
+        log_model_checkpoints: send the kept checkpoints at the end of training. Local checkpoints
+            only.
+        prefix: the namespace of all values in the run.
+        mode: "offline" sends no data; None: NEPTUNE_MODE, or else "async".
+        **kwargs: arguments of `neptune.init_run`, such as `tags` and `with_id`.
 
     Raises:
         MissingPackageError: neptune is not installed.

@@ -39,13 +39,13 @@ class DummyExperiment:
 
 
 class SDKLogger(Logger):
-    """A logger whose `experiment` is a library's object, made at its first use.
+    """A logger whose `experiment` is an object of a library, created at its first use.
 
-    It is made on rank 0: when a fit begins, so that a server that cannot be reached costs no
+    The object is created on rank 0: when a fit begins, so that an unreachable server costs no
     training, or with the first value.
 
     Args:
-        prefix: goes before each name, with a "-".
+        prefix: prepended to each name, with a "-".
 
     Raises:
         MissingPackageError: the library is not installed.

@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 class TensorBoardLogger(SDKLogger):
     """Writes to `save_dir/name/version_N`, which `tensorboard --logdir save_dir` shows.
 
-    Hyperparameters go to TensorBoard's tab of them, and as JSON, which is YAML too, to
-    `hparams.yaml`. `experiment` is torch's SummaryWriter:
-    `logger.experiment.add_image("sample", image, step)`. A run that is resumed goes on in its own
-    folder, where TensorBoard passes over what was logged after the checkpoint.
+    Hyperparameters go to TensorBoard's tab for hyperparameters, and as JSON, which is YAML too, to
+    `hparams.yaml`. `experiment` is torch's SummaryWriter: `logger.experiment.add_image("sample",
+    image, step)`. A resumed run continues in its own folder, where TensorBoard skips values that
+    were logged after the checkpoint.
 
     Args:
         save_dir: folder of all experiments; `~` and variables ("$SCRATCH/logs") are expanded.
         name: folder of this experiment; None or "": `save_dir` itself.
-        version: of the run, an int or a name, added to if it is there; None: that of the run which
-            a fit resumes, or the next that is free.
-        log_graph: write the model's graph when a fit begins; it needs `example_input_array`.
-        default_hp_metric: write a first value (-1) of "hp_metric", for models that log one.
-        prefix: goes before each name, with a "-".
-        sub_dir: a folder in that of the run, to write to.
+        version: version of the run (int or str); appends if its folder exists. None: the version of
+            the run that a fit resumes, or the next free number.
+        log_graph: write the model's graph when a fit begins; requires `example_input_array`.
+        default_hp_metric: write a first value (-1) of "hp_metric", for models that log hp_metric.
+        prefix: prepended to each name, with a "-".
+        sub_dir: a subfolder of the run's folder for the files.
         root_dir: another name for `save_dir`.
-        **kwargs: of `torch.utils.tensorboard.SummaryWriter`, such as `max_queue`.
+        **kwargs: arguments of `torch.utils.tensorboard.SummaryWriter`, such as `max_queue`.
 
     Raises:
         MissingPackageError: tensorboard is not installed.
@@ -165,11 +165,11 @@ class TensorBoardLogger(SDKLogger):
         write_hyperparameters(Path(self.log_dir) / self.NAME_HPARAMS_FILE, given)
 
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
-        """Write a model's graph, where `log_graph=True`.
+        """Write a model's graph, if `log_graph=True`.
 
         Args:
-            model: is traced.
-            input_array: what it is traced with; None: its `example_input_array`.
+            model: the model to trace.
+            input_array: the example input; None: the model's `example_input_array`.
         """
         if not self._log_graph or not self.writes_here:
             return

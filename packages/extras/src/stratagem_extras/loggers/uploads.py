@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 class Upload(NamedTuple):
-    """A checkpoint to be sent.
+    """A checkpoint to send.
 
     Attributes:
         path: a file, or a directory.
-        score: its monitored value; None: nothing is monitored.
-        aliases: "latest", and "best" where it is the best.
-        saver: what the ModelCheckpoint was given.
+        score: its monitored value; None without a monitored value.
+        aliases: "latest", and "best" for the best checkpoint.
+        saver: the arguments of the ModelCheckpoint.
     """
 
     path: Path
@@ -30,9 +30,9 @@ class Uploads:
     """Knows which saved checkpoints have not been sent in their present state.
 
     Args:
-        log_model: "all": each one when it is saved; True: those that are kept, when training ends
-            (as they are saved, where all are kept); False: none.
-        send: sends one.
+        log_model: "all": each checkpoint when it is saved; True: the kept checkpoints, at the end
+            of training (when saved, if all are kept); False: no checkpoints.
+        send: sends a checkpoint.
     """
 
     def __init__(self, log_model: bool | Literal["all"], send: Callable[[Upload], None]) -> None:

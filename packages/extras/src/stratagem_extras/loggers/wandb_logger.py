@@ -27,27 +27,27 @@ _MEDIA = {"log_image": "Image", "log_audio": "Audio", "log_video": "Video"}
 class WandbLogger(SDKLogger):
     """Sends values to Weights & Biases, or writes them to `save_dir/wandb` for `wandb sync`.
 
-    `experiment` is the run that `wandb.init` returns. A fit's run has the fit's own id, so that one
-    that resumes it goes on in the same run. Where a run is under way already, that one is taken.
+    `experiment` is the run that `wandb.init` returns. A fit's run has the fit's own id, so that a
+    resumed fit continues the same run. If a run is already active, the logger uses this run.
 
     Args:
-        name: shown for the run; None: one that wandb makes up.
+        name: the displayed name of the run; None: a name chosen by wandb.
         save_dir: the local folder.
-        version: id of the run; with the id of one that is there, that one goes on. None: the fit's.
-        offline: send nothing; the same as WANDB_MODE=offline.
+        version: id of the run; an existing run with this id is continued. None: the id of the fit.
+        offline: send no data; the same as WANDB_MODE=offline.
         dir: another name for `save_dir`.
         id: another name for `version`.
         project: None: WANDB_PROJECT, or else "stratagem_logs".
-        log_model: checkpoints as artifacts: "all": each when it is saved; True: those that are
-            kept, when training ends; False: none. Local ones only.
-        experiment: a run of yours.
-        prefix: goes before each name, with a "-".
-        checkpoint_name: of the artifact; None: "model-" and the run's id.
-        **kwargs: of `wandb.init`, such as `tags` and `entity`.
+        log_model: checkpoints as artifacts: "all": each checkpoint when it is saved; True: the kept
+            checkpoints, at the end of training; False: no checkpoints. Local checkpoints only.
+        experiment: an existing run object.
+        prefix: prepended to each name, with a "-".
+        checkpoint_name: name of the artifact; None: "model-" and the run's id.
+        **kwargs: arguments of `wandb.init`, such as `tags` and `entity`.
 
     Raises:
         MissingPackageError: wandb is not installed.
-        ConfigurationError: checkpoints are to be sent, but nothing is; or `save_dir` is a URL.
+        ConfigurationError: offline runs cannot send checkpoints; or `save_dir` is a URL.
 
     Example:
         >>> from stratagem.loggers import WandbLogger
@@ -207,7 +207,7 @@ class WandbLogger(SDKLogger):
         """Send media; `options` of `wandb.Image` and its kin, a list each, such as `caption`.
 
         Raises:
-            ConfigurationError: something is no list, or one of another length.
+            ConfigurationError: an argument is not a list, or lists have different lengths.
         """
         import wandb
 

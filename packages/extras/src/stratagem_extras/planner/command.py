@@ -361,10 +361,10 @@ def model_and_batch(options: argparse.Namespace) -> tuple[Callable[[], Any], Cal
 
 
 def _imported(name: str, what: str) -> Callable[[], Any]:
-    """Return what MODEL or BATCH names.
+    """Return the object that MODEL or BATCH names.
 
     Raises:
-        ConfigurationError: it is not there, or importing it fails.
+        ConfigurationError: the object does not exist, or importing it fails.
     """
     module, _, attribute = name.partition(":")
     try:
@@ -384,10 +384,10 @@ def _imported(name: str, what: str) -> Callable[[], Any]:
 
 
 def _batch(shapes: Sequence[str]) -> Callable[[], Any]:
-    """Return what makes a batch of given shapes, or what a function of the user returns.
+    """Return a function that creates a batch of given shapes, or that calls a user's function.
 
     Raises:
-        ConfigurationError: one is no shape, or the function fails.
+        ConfigurationError: a shape is invalid, or the function fails.
     """
     import torch
 

@@ -17,11 +17,11 @@ class Device:
 
     Attributes:
         name: such as "A100-80GB".
-        accelerator: the name of the accelerator that drives it.
-        memory: in bytes.
-        flops: dense floating-point operations a second in bfloat16 (float16 where it has none); 0:
-            not known.
-        link: bytes a second to other devices of its node, in one direction; 0: not known.
+        accelerator: the name of its accelerator.
+        memory: memory in bytes.
+        flops: dense floating-point operations per second in bfloat16 (float16 if unsupported); 0:
+            unknown.
+        link: bytes per second to other devices of its node, in one direction; 0: unknown.
     """
 
     name: str
@@ -71,7 +71,7 @@ def find_device(name: str) -> Device:
     """Return a device by its name; case, blanks and hyphens do not matter.
 
     Raises:
-        ConfigurationError: there is no such device in the table.
+        ConfigurationError: the table has no such device.
 
     Example:
         >>> find_device("a100 80gb").memory // 2**30
@@ -93,7 +93,7 @@ def parse_size(size: float | str) -> int:
     """Return bytes of a size such as 8e10, "80GB" or "80 GiB".
 
     Raises:
-        ConfigurationError: it is not a size, or not more than 0.
+        ConfigurationError: the value is not a size, or not more than 0.
 
     Example:
         >>> parse_size("80 GB"), parse_size("1.5KiB"), parse_size(8e10)

@@ -64,17 +64,16 @@ _NOTHING = "nothing"
 class PlanningMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A `FakeTensorMode` in which code reads values, and which remembers results by shapes.
 
-    Whole numbers that code has put into a tensor keep their values, as rank 0 has them: engines
-    compare them between ranks. Of other tensors each number is 1, by which optimizers may divide
-    (it is their count of steps), and no flag is set: gradients have not overflowed.
+    Integers that code has put into a tensor keep the values of rank 0: engines compare them between
+    ranks. In other tensors each number is 1, by which optimizers may divide (their count of steps),
+    and no flag is set: gradients have not overflowed.
 
-    The base remembers results too, in Python code for symbolic sizes and for tensors that do not
+    The base class caches results too, in Python code for symbolic sizes and for tensors that do not
     occur here, and takes several times as long.
 
     Attributes:
         reads: lines of the user's code that have read a number of a tensor.
-        note: called with each operation, its arguments and its result, but not with those that
-            an operation runs itself; None: nothing is called.
+        note: called with each top-level operation, its arguments and its result; None: no call.
     """
 
     note: Callable[[Any, Any, Any, Any], None] | None = None
@@ -270,10 +269,10 @@ class _Unknown(Exception):
 
 
 def _key(value: Any, tensors: list[FakeTensor]) -> Any:
-    """Return what describes an argument; add its tensors.
+    """Return the description of an argument; add its tensors.
 
     Raises:
-        _Unknown: it is another kind of object, or its value matters.
+        _Unknown: the object has another type, or its value matters.
     """
     kind = type(value)
     if kind is FakeTensor:

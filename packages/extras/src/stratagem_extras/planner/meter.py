@@ -30,24 +30,25 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of real and fake tensors while it is entered.
 
     A tensor counts from the first operation that returns it until its memory is freed. Tensors that
-    share memory count once. What kernels use for themselves, and what an allocator keeps in
-    reserve, is not counted.
+    share memory count once. Workspaces of kernels and reserved memory of an allocator are not
+    counted.
 
     Args:
         known: returns the tensors that are parameters, gradients, and so on; called by `start` and
             by `close`.
-        with_gloo: count in `scatter_peak` the copy that gloo makes of what it scatters; for a
-            simulated group, which makes none.
+        with_gloo: count in `scatter_peak` the copy that gloo makes of scattered tensors; for a
+            simulated group, which makes no copy.
 
     Attributes:
         live: bytes of the tensors that are alive.
         peak: the maximum of `live` since `start`.
-        parts: bytes at the peak by kind, after `close`: of what `known` has returned, and of the
-            rest what `note_activations` has seen, and what collectives read or wrote.
+        parts: bytes at the peak by kind, after `close`: of the tensors that `known` has returned,
+            and of the rest the tensors that `note_activations` has recorded, and the tensors that
+            collectives read or wrote.
         scatter_peak, scatter_parts: the same at the moments when collectives scatter, with gloo's
-            copy; 0 and nothing without `with_gloo`.
-        sent: bytes that collectives move: of an all-reduce twice its tensor, since it scatters and
-            gathers; of the others the whole tensor.
+            copy; 0 and empty without `with_gloo`.
+        sent: bytes that collectives move: for an all-reduce twice its tensor, since it scatters and
+            gathers; for other collectives the complete tensor.
         flops: floating-point operations of matrix products, convolutions and attention.
 
     Example:

@@ -30,8 +30,8 @@ def write_page(plan: MemoryPlan, curves: Curves) -> str:
     """Return the page, which loads nothing from elsewhere.
 
     Args:
-        plan: whose strategies are drawn as bars.
-        curves: further plans, drawn as one chart for each thing that is varied.
+        plan: the plan; its strategies are drawn as bars.
+        curves: further plans, drawn as a chart for each varied quantity.
     """
     rows = [row for row in plan.strategies if row.memory is not None]
     call = f"<pre><code>{escape(plan.call)}</code></pre>" if plan.call else "<p>Nothing fits.</p>"

@@ -63,20 +63,20 @@ class PlannedStrategy:
     """The memory use of a strategy.
 
     Attributes:
-        name: of the strategy.
-        alike: names that hold the same.
-        shards: what the strategy divides between ranks.
-        memory: of one rank, in its device and its host together, at the moment when it holds most;
-            None: it is not known.
-        device: the same in its device alone, at the moment when that holds most.
+        name: the name of the strategy.
+        alike: names of strategies with the same memory use.
+        shards: the tensors that the strategy divides between ranks.
+        memory: the memory of one rank, in its device and host together, at their common peak; None:
+            unknown.
+        device: the memory of one rank in its device alone, at the device's peak.
         how: "simulated": the strategy's own step was run; "computed": by the strategy's
             `estimate_memory`, from a step in one process.
-        why_not: why nothing is known, or why it cannot be used; "".
+        why_not: the reason why the memory is unknown, or the strategy unavailable; "".
         on_host: bytes of a rank in the host's memory.
         on_disk: bytes of a rank on the disk to which the strategy offloads.
         fits: whether a rank fits in the device, and the ranks of a node in the host and on the
             disk.
-        seconds: of a step, roughly; None: the device's figures are not known.
+        seconds: the approximate time of a step; None: the device's figures are unknown.
     """
 
     name: str
@@ -102,16 +102,16 @@ class MemoryPlan:
     """The result of `plan_memory`.
 
     Attributes:
-        strategies: what fits comes first, the fastest before the others.
-        parameters: how many the model has.
-        devices: on each node.
-        num_nodes: how many nodes.
+        strategies: strategies that fit come first, the fastest before the others.
+        parameters: the number of parameters of the model.
+        devices: the number of devices on each node.
+        num_nodes: the number of nodes.
         capacity: bytes of a device.
-        host: bytes of the host's memory on each node; None: it is not known, and was not compared.
-        disk: bytes of the disk on each node; None: it was not compared.
-        precision, accumulate_grad_batches: as planned.
-        accelerator: of the device, "auto" where it is this machine's.
-        notes: what the plan does not know, a sentence each.
+        host: bytes of the host's memory on each node; None: unknown, and not compared.
+        disk: bytes of the disk on each node; None: not compared.
+        precision, accumulate_grad_batches: the planned values.
+        accelerator: the accelerator of the device, "auto" for this machine's.
+        notes: unknown facts of the plan, a sentence each.
     """
 
     strategies: tuple[PlannedStrategy, ...]
@@ -145,8 +145,8 @@ class MemoryPlan:
 
         Args:
             capacity: bytes of a device.
-            host: bytes of the host's memory on each node; None: it is not compared.
-            disk: bytes of the disk on each node; None: it is not compared.
+            host: bytes of the host's memory on each node; None: not compared.
+            disk: bytes of the disk on each node; None: not compared.
         """
         device = Device("", self.accelerator, capacity)
         machines = _Machines(device, self.devices, self.num_nodes, host, disk)
@@ -191,35 +191,36 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return the memory use of each installed strategy, without using that memory.
 
-    A strategy's own step runs on fake tensors as rank 0 of the ranks that are asked for. Where its
-    engine cannot do so, a step in one process is measured instead, and divided by what the
-    strategy's spec says. Bytes are those of tensors: an allocator's reserve and what libraries use
-    come on top, so that a plan fills at most 90% of a device.
+    A strategy's own step runs on fake tensors as rank 0 of the requested ranks. If its engine does
+    not support this, a step in one process is measured instead, and divided according to the
+    strategy's spec. Bytes count tensors only: an allocator's reserve and memory of libraries come
+    on top, so that a plan fills at most 90% of a device.
 
     Args:
-        model: a function or a class that builds it, or the model itself, which is not changed. A
-            model that is too large for this machine is planned from a function.
-        batch: a micro-batch of one rank, as tensors, as a function that returns it, or a loader, of
-            which the first batch is taken.
-        loss: returns the loss of a model and a batch; None: what `training_step` returns, else the
-            output's `loss`, else the mean of its first tensor.
-        optimizer: a class of `torch.optim` by name, or a function of the parameters; None: what
-            `configure_optimizers` returns, else AdamW.
+        model: a function or a class that builds it, or the model itself, which is not changed. Pass
+            a function for a model that is too large for this machine.
+        batch: a micro-batch of one rank, as tensors, as a function that returns the batch, or a
+            loader, which provides its first batch.
+        loss: returns the loss of a model and a batch; None: the return value of `training_step`,
+            else the output's `loss`, else the mean of its first tensor.
+        optimizer: a class of `torch.optim` by name, or a function of the parameters; None: the
+            return value of `configure_optimizers`, else AdamW.
         precision: as for `Trainer`.
-        devices: on each node.
-        num_nodes: how many nodes.
-        device: a name from the table of devices, such as "A100-80GB"; None: what is here.
-        device_memory: of a device, in bytes or as "80GB"; None: as `device` has it.
-        host_memory: of a node; None: this machine's, or not compared if `device` names another.
-        disk_memory: of the disk of a node to which strategies offload; None: not compared.
+        devices: the number of devices on each node.
+        num_nodes: the number of nodes.
+        device: a name from the table of devices, such as "A100-80GB"; None: this machine's device.
+        device_memory: memory of a device, in bytes or as "80GB"; None: the memory of `device`.
+        host_memory: host memory of a node; None: this machine's, or not compared if `device` names
+            another machine's.
+        disk_memory: size of the disk of a node to which strategies offload; None: not compared.
         accumulate_grad_batches: micro-batches in an optimizer step.
         activation_checkpointing: as for `FSDPStrategy`, here under every strategy: True computes
             the activations of layers again in backward.
-        strategies: names; all that are installed by default.
+        strategies: names of strategies; by default all installed strategies.
 
     Raises:
-        ConfigurationError: an argument is none of the above, or the model cannot be built or
-            run without values.
+        ConfigurationError: an argument is invalid, or the model cannot be built or run without
+            values.
 
     Example:
         >>> import torch
@@ -272,10 +273,10 @@ def _planning() -> Iterator[None]:
 
 
 def first_batch(batch: Any) -> Any:
-    """Return a batch, or the first one of a loader.
+    """Return a batch, or the first batch of a loader.
 
     Raises:
-        ConfigurationError: the loader has none.
+        ConfigurationError: the loader is empty.
     """
     if isinstance(batch, (Tensor, Mapping, Sequence)) or not isinstance(batch, Iterable):
         return batch
@@ -301,12 +302,12 @@ def _simulated(
 
 @dataclass(frozen=True)
 class _Machines:
-    """What a plan is for.
+    """The machines of a plan.
 
     Attributes:
-        device: of which each node has as many as `devices`.
-        devices: on each node.
-        nodes: how many.
+        device: the device; each node has `devices` of this kind.
+        devices: the number of devices on each node.
+        nodes: the number of nodes.
         host, disk: bytes of a node; None: not compared.
     """
 
@@ -729,10 +730,10 @@ def optimizer_maker(
 
 
 def _known_steps(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer whose step a plan can run.
+    """Return an optimizer with a step that a plan can run.
 
     Raises:
-        ConfigurationError: it calls the model itself, as LBFGS does.
+        ConfigurationError: the step calls the model itself, as LBFGS does.
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is None or closure.default is not inspect.Parameter.empty:

@@ -76,8 +76,9 @@ class PlannedMemory(StepMemory):
     """The memory of a process in a step, with the parts of `working`.
 
     Attributes:
-        activations: what forward keeps for backward, and the batch.
-        communication: what collectives read and write: gathered parameters, buckets of gradients.
+        activations: the tensors that forward keeps for backward, and the batch.
+        communication: the tensors that collectives read and write: gathered parameters, buckets of
+            gradients.
     """
 
     activations: int = 0
@@ -96,8 +97,8 @@ class Workload:
     Attributes:
         batch: returns a micro-batch of one rank.
         loss: returns the loss of a model and a micro-batch.
-        optimizer: makes the optimizer of the model, once its parameters are what is trained.
-        micro_batches: in an optimizer step.
+        optimizer: creates the optimizer of a model with its final trained parameters.
+        micro_batches: the number of micro-batches in an optimizer step.
     """
 
     batch: Callable[[], Any]
@@ -114,12 +115,12 @@ def measure_step(
     The optimizer makes its state in the first step.
 
     Args:
-        strategy: its environment is set up.
-        workload: what is trained.
+        strategy: the strategy, with its environment set up.
+        workload: the training run.
         model: returns the model, which is changed.
 
     Returns:
-        For "forward", "backward" and "step"; and for "scatter", if gloo is simulated.
+        The memory for "forward", "backward" and "step"; and for "scatter", if gloo is simulated.
     """
     prepared: list[PreparedModel] = []
     trained: set[int] = set()
@@ -151,14 +152,14 @@ def measure_step(
 
 
 class SimulatedModel:
-    """A model without memory, of which each strategy takes a copy.
+    """A model without memory; each strategy gets a copy of it.
 
     Args:
         model: a function that builds it, or the model, which is not changed.
-        checkpointing: the modules whose activations are computed again in backward.
+        checkpointing: the modules that compute their activations again in backward.
 
     Raises:
-        Exception: what the function raises where tensors have no values.
+        Exception: an exception of the function for tensors without values.
     """
 
     def __init__(
@@ -190,18 +191,18 @@ class SimulatedModel:
     def simulate_step(self, strategy: Strategy, workload: Workload) -> dict[str, PlannedMemory]:
         """Return rank 0's memory in the phases of a step, without memory and other ranks.
 
-        The strategy's own code runs, on fake tensors. Collectives return at once. Where code
-        reads a value of a tensor, it reads 1. Of many equal layers some run: each further one adds
-        the same to the maximum of each phase of the step. A strategy whose engine communicates or
-        gathers up to a number of parameters at a time says so by `parameter_limits`, a collection
-        of such numbers, so that enough layers run.
+        The strategy's own code runs, on fake tensors. Collectives return immediately. Code that
+        reads a value of a tensor reads 1. Only some of many equal layers run: each further layer
+        adds the same amount to the maximum of each phase of the step. A strategy whose engine
+        communicates or gathers a limited number of parameters at a time declares the limits in
+        `parameter_limits`, a collection of numbers, so that enough layers run.
 
         Args:
             strategy: set up by `simulated_ranks`.
-            workload: what is trained.
+            workload: the training run.
 
         Raises:
-            Exception: what the strategy's or the model's code raises on such tensors.
+            Exception: an exception of the strategy's or the model's code for such tensors.
         """
 
         def step(kept: dict[str, int]) -> dict[str, PlannedMemory]:
@@ -247,12 +248,12 @@ class SimulatedModel:
         return {"step": PlannedMemory(**sizes, working=0)}
 
     def _few(self, stack: str, layers: int, limits: Collection[int]) -> int:
-        """Return how many layers to run; all, if that costs no more than to extrapolate.
+        """Return the number of layers to run; all, if running all costs no more.
 
         Args:
             stack: the name of the layers.
-            layers: how many there are.
-            limits: numbers of parameters beyond which a further layer adds something else.
+            layers: the number of layers.
+            limits: numbers of parameters beyond which a further layer adds another amount.
         """
         one = next(self.model.get_submodule(stack).children())
         size = max(1, sum(parameter.numel() for parameter in one.parameters()))
@@ -312,7 +313,7 @@ def simulated_ranks(strategy: Strategy, components: Components) -> Iterator[None
 
 @contextmanager
 def simulated_group(components: Components) -> Iterator[None]:
-    """Be rank 0 of a process group whose other ranks do not exist.
+    """Act as rank 0 of a process group without other processes.
 
     Raises:
         ConfigurationError: this process has joined a process group.
@@ -335,11 +336,11 @@ def simulated_group(components: Components) -> Iterator[None]:
 
 
 class SimulatedAccelerator(CPUAccelerator):
-    """The host, on whose fake tensors a step is simulated.
+    """The host; its fake tensors simulate a step.
 
     Attributes:
-        plans_for: the name of the accelerator that is planned for, by which an engine has its
-            defaults, such as sizes of buckets.
+        plans_for: the name of the planned accelerator, which sets defaults of an engine, such as
+            sizes of buckets.
         foreach: whether the optimizer steps on an accelerator with `has_foreach_kernels`.
     """
 
@@ -416,12 +417,12 @@ def in_an_optimizer(error: BaseException) -> bool:
 
 
 class MeasuredState(Optimizer):
-    """Keeps as many bytes for each weight as an optimizer whose step needs values.
+    """Keeps as many bytes for each weight as an optimizer with a step that needs values.
 
-    They are measured by a step of the optimizer on a small parameter.
+    The bytes are measured by a step of the optimizer on a small parameter.
 
     Args:
-        optimizer: of the model.
+        optimizer: the optimizer of the model.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -17,12 +17,12 @@ _Path = tuple[str, ...]
 class AdvancedProfiler(Profiler):
     """Measures by cProfile which functions each action spends its time in.
 
-    What runs within an action counts for it as well, whatever actions lie within it.
+    The time of an action includes the time of actions inside it.
 
     Args:
         dirpath, filename: as for `Profiler`.
-        line_count_restriction: how much of each action's table is printed: a number of lines
-            (int), or a fraction of them (float).
+        line_count_restriction: the part of each action's table to print: a number of lines (int),
+            or a fraction of them (float).
         dump_stats: also write each action's numbers to a file `STAGE-ACTION-FILENAME.prof`
             that pstats and its viewers read.
 

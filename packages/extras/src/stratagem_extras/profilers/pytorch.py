@@ -21,13 +21,13 @@ _OF_TABLE = inspect.signature(EventList.table).parameters.keys() - {"self", "sor
 
 
 class PyTorchProfiler(Profiler):
-    """Runs torch.profiler over some batches of a run; the actions stand in it as ranges.
+    """Runs torch.profiler over some batches of a run; actions appear as ranges.
 
-    By default one batch is passed over, one warms up, and three are recorded.
+    By default the first batch is skipped, the second warms up, and three are recorded.
 
     Args:
         dirpath, filename: as for `Profiler`; traces go there too.
-        group_by_input_shapes: tell operations apart by the shapes of their inputs.
+        group_by_input_shapes: group operations by the shapes of their inputs.
         export_to_chrome: write a trace for chrome://tracing, Perfetto and TensorBoard to
             `STAGE-trace-N-FILENAME.pt.trace.json`; not with `on_trace_ready`, which writes its own.
         row_limit: rows of the table; -1: all.
@@ -37,7 +37,7 @@ class PyTorchProfiler(Profiler):
             `on_trace_ready`, `profile_memory`, `with_stack`.
 
     Raises:
-        ConfigurationError: torch.profiler or its table does not take one of them.
+        ConfigurationError: torch.profiler or its table does not accept an argument.
 
     Example:
         >>> import torch

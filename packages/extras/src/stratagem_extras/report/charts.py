@@ -37,7 +37,7 @@ class Line:
     """A line of a chart.
 
     Attributes:
-        label: what it shows, if the chart has several.
+        label: the meaning of the line, if the chart has several.
         look: the number of its color and dashes.
         series: its values.
     """

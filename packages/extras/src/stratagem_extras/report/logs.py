@@ -58,9 +58,9 @@ class Run:
         series: the values by metric.
         hyperparameters: as text.
         status: how the run ended, as its logger wrote it; empty if unknown.
-        resumed: the steps at which the run went on from a checkpoint and wrote rows again.
-        checkpoints: the checkpoints that lie beside the logs.
-        notes: what could not be read, one sentence each.
+        resumed: the steps at which the run resumed from a checkpoint and wrote rows again.
+        checkpoints: the checkpoints beside the logs.
+        notes: unreadable parts of the logs, one sentence each.
     """
 
     name: str

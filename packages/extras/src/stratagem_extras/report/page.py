@@ -59,7 +59,7 @@ for (const figure of document.querySelectorAll("figure")) {
 
 
 def write_page(runs: Sequence[Run]) -> str:
-    """Return the page, which loads nothing from elsewhere.
+    """Return the page, without external resources.
 
     Every name and text of the logs is escaped.
 

@@ -33,15 +33,16 @@ def search(
     """Return the largest size that fits, or None if the search found no such size.
 
     Args:
-        fits: tries a size, and returns the size that was tried, which is smaller where the data
-            has not as many samples; None: it does not fit.
-        mode: "power" doubles; "binsearch" then halves the distance to what does not fit.
-        start: first size.
-        trials: how many to try at most; 0: the first size is taken untried.
-        margin: part that "binsearch" takes off the size, where memory has run out.
-        most: largest size to try.
+        fits: tries a size, and returns the tried size, which is smaller if the dataset has fewer
+            samples; None: the size does not fit.
+        mode: "power" doubles; "binsearch" then bisects between a size that fits and a size that
+            does not.
+        start: the first size.
+        trials: the largest number of trials; 0: the first size is returned without a trial.
+        margin: the fraction by which "binsearch" reduces the size after an out-of-memory error.
+        most: the largest size to try.
         predict: called with the first size that fits; returns the largest size that is expected to
-            fit, and the search goes on from there. By default nothing is expected.
+            fit, from which the search continues. By default it returns its argument.
         always_has_margin: whether "binsearch" takes the margin off, even if memory never ran out.
 
     Example:
@@ -86,15 +87,15 @@ def search(
 
 
 def predicted_size(trainer: Trainer, model: Module, loader: Any, size: int) -> int:
-    """Return how many samples a batch may have by a plan; 0: that is not known.
+    """Return the number of samples of a batch that a plan predicts to fit; 0: unknown.
 
-    A plan is made of a batch and of one that is twice as large. What the second holds more is of
-    its samples. A third one is of the size that follows, and corrects it.
+    The plan is made for a batch and for a batch of twice the size. Their difference is the memory
+    of the additional samples. A third plan, for the resulting size, corrects the result.
 
     Args:
-        trainer: of one device.
-        model: as it is fitted.
-        loader: of batches of `size` samples, of which one is read.
+        trainer: a Trainer of one device.
+        model: the model, prepared for a fit.
+        loader: a loader with batches of `size` samples; one batch is read.
         size: the number of samples.
     """
     device = trainer.strategy.accelerator.availability()

@@ -21,7 +21,7 @@ class BatchSizeFinder(Callback):
             `Tuner.scale_batch_size`.
 
     Attributes:
-        optimal_batch_size: what was found; None: nothing yet.
+        optimal_batch_size: the result; None before the search.
 
     Example:
         >>> from stratagem_extras.tuner import BatchSizeFinder
@@ -71,7 +71,7 @@ class LearningRateFinder(Callback):
         num_training_steps: steps in the range.
 
     Attributes:
-        optimal_lr: the finder with what was found; None: nothing yet.
+        optimal_lr: the finder with the results; None before the search.
 
     Example:
         >>> from stratagem_extras.tuner import LearningRateFinder

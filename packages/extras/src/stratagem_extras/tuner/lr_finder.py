@@ -83,7 +83,7 @@ class LRFinder:
         """Plot loss over learning rate; return matplotlib's figure.
 
         Args:
-            suggest: mark what `suggestion()` returns.
+            suggest: mark the learning rate of `suggestion()`.
             show: open a window.
             ax: matplotlib's axes to plot into; None: a new figure.
 
@@ -124,8 +124,9 @@ class Sweep(Callback):
     """Trains each step at the next learning rate of a finder, and notes the smoothed loss.
 
     Args:
-        finder: has the rates, and is given the results.
-        early_stop_threshold: end where the loss is more than so many times the best; None: never.
+        finder: provides the rates, and receives the results.
+        early_stop_threshold: stop when the loss exceeds this multiple of the best loss; None:
+            never.
     """
 
     def __init__(self, finder: LRFinder, early_stop_threshold: float | None) -> None:

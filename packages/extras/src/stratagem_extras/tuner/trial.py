@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 def check_can_try(trainer: Trainer) -> None:
-    """Refuse a Trainer whose trials could not be undone.
+    """Raise for a Trainer with trials that could not be undone.
 
     Raises:
-        ConfigurationError: its runs are in processes of their own.
+        ConfigurationError: its runs are in separate processes.
     """
     if trainer.plan.remote:
         raise ConfigurationError(
@@ -46,9 +46,9 @@ def trials(trainer: Trainer, model: Module, loaders: Any, **changes: Any) -> Ite
     """Try runs in this context; at its end, restore the model and all RNGs.
 
     Args:
-        trainer: the user's.
+        trainer: the Trainer of the user.
         model: its weights, buffers, modes, gradients and `requires_grad` are restored.
-        loaders: the user's loaders and datamodule, whose generators are restored.
+        loaders: the loaders and datamodule of the user; their generators are restored.
         **changes: options in which trials differ from the Trainer's.
     """
     options = replace(
@@ -76,11 +76,11 @@ def trials(trainer: Trainer, model: Module, loaders: Any, **changes: Any) -> Ite
 
 
 class Trials:
-    """Makes the Trainers of trials.
+    """Creates the Trainers of trials.
 
     Args:
-        trainer: the user's, whose plan and processes they share.
-        options: their options.
+        trainer: the Trainer of the user; the trials share its plan and processes.
+        options: the options of the trials.
         snapshot: the model before the first trial.
     """
 

@@ -39,7 +39,7 @@ class Tuner:
     (`trainer.train_dataloader`).
 
     Args:
-        trainer: whose strategy, precision and options are tried.
+        trainer: the Trainer; trials use its strategy, precision and options.
 
     Example:
         >>> import torch
@@ -87,29 +87,31 @@ class Tuner:
         margin: float = 0.05,
         max_val: int = 8192,
     ) -> int | None:
-        """Find the largest batch size that memory has room for, set it and return it.
+        """Find the largest batch size that fits into memory, set it and return it.
 
-        It ends at the size of the dataset. On a device with memory of its own, trials go on from
-        the size that `plan_memory` predicts. A size does not fit where the accelerator says that an
-        error is one of memory; any other error is raised. A `fast_dev_run` tries nothing.
+        The search ends at the size of the dataset. On a device with separate memory, trials
+        continue from the size that `plan_memory` predicts. A size does not fit if the accelerator
+        classifies an error as out of memory; other errors are raised. A `fast_dev_run` makes no
+        trials.
 
         Args:
-            model: its `batch_size`, or that in its `hparams`, is what its loaders use.
-            train_dataloaders, val_dataloaders, dataloaders: none: one that is made has its size.
-            datamodule: in the place of the model's loaders; it may have the `batch_size`.
-            method: the run that is tried.
-            mode: "power": double until it does not fit; "binsearch": then look between.
-            steps_per_trial: optimizer steps, or batches, of a trial.
-            init_val: size to begin with.
-            max_trials: how many at most.
+            model: its loaders use its `batch_size`, or the `batch_size` in its `hparams`.
+            train_dataloaders, val_dataloaders, dataloaders: unsupported: an existing loader has a
+                fixed size.
+            datamodule: replaces the model's loaders; it may have the `batch_size`.
+            method: the run of a trial.
+            mode: "power": double until a size does not fit; "binsearch": then bisect.
+            steps_per_trial: the number of optimizer steps, or batches, of a trial.
+            init_val: the first size.
+            max_trials: the largest number of trials.
             batch_arg_name: name of the attribute.
-            margin: part that "binsearch" takes off the size that was found, where memory ran out.
-            max_val: largest size to try.
+            margin: the fraction by which "binsearch" reduces the size after an out-of-memory error.
+            max_val: the largest size to try.
 
         Raises:
-            ConfigurationError: an argument is out of its range; loaders were passed; nothing has
-                the attribute; there are several ranks, or not even one sample fits.
-            UserCodeError: the loaders do not use it.
+            ConfigurationError: an argument is out of its range; loaders were passed; no object has
+                the attribute; the run has several ranks, or a single sample does not fit.
+            UserCodeError: the loaders do not use the attribute.
         """
         loaders = (train_dataloaders, val_dataloaders, dataloaders)
         holders = self._check_batch_size(model, datamodule, loaders, mode, method, batch_arg_name)
@@ -248,28 +250,29 @@ class Tuner:
         update_attr: bool = True,
         attr_name: str = "",
     ) -> LRFinder | None:
-        """Train some steps at growing learning rates, and suggest one.
+        """Train some steps at growing learning rates, and suggest a learning rate.
 
         Args:
-            model: to be trained.
+            model: the model to train.
             train_dataloaders, val_dataloaders, dataloaders, datamodule: as for `Trainer.fit`; only
                 training data is read.
-            method: "fit"; no other run has a learning rate.
+            method: "fit"; other runs have no learning rate.
             min_lr, max_lr: the range.
-            num_training: steps in it.
+            num_training: the number of steps in the range.
             mode: "exponential": each step multiplies; "linear": each adds.
-            early_stop_threshold: end where the smoothed loss is more than so many times the best;
-                None: never.
-            update_attr: set the model's `lr` or `learning_rate`, or that in `hparams`, to what is
-                suggested.
-            attr_name: name of another attribute for it.
+            early_stop_threshold: stop when the smoothed loss exceeds this multiple of the best
+                loss; None: never.
+            update_attr: set the model's `lr` or `learning_rate`, or the value in `hparams`, to the
+                suggestion.
+            attr_name: name of another attribute for the learning rate.
 
         Returns:
-            The finder, with results, suggestion and plot; None: a `fast_dev_run` tries nothing.
+            The finder, with results, suggestion and plot; None for a `fast_dev_run`, which trains
+            no step.
 
         Raises:
-            ConfigurationError: an argument is out of its range, there are several optimizers, or
-                `update_attr` finds no attribute.
+            ConfigurationError: an argument is out of its range, the model has several optimizers,
+                or `update_attr` finds no attribute.
         """
         check_can_try(self._trainer)
         _check_number("lr_find: num_training", num_training)

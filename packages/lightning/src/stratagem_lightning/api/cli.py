@@ -54,10 +54,10 @@ def _placed_name(value: str, argument: str) -> str:
 
 
 def _placed(config: Any) -> Any:
-    """Return a config with the places of a Trainer's classes that stand by their names alone.
+    """Return a config in which short class names of Trainer arguments are import paths.
 
     Args:
-        config: all of it, that of a subcommand, or that of a Trainer.
+        config: a complete config, or the config of a subcommand or a Trainer.
     """
     if not isinstance(config, Mapping):
         return config
@@ -88,11 +88,11 @@ set_loader(_MODE, _load, (yaml.YAMLError,))
 class LightningArgumentParser(TrainerArgumentParser):
     """A TrainerArgumentParser whose environment variables begin with PL.
 
-    What a Trainer's callbacks, logger and profiler are made of may stand by its name alone:
+    Class names of a Trainer's callbacks, logger and profiler may be short:
     `--trainer.logger=CSVLogger`, or `class_path: EarlyStopping` in a file.
 
     Args:
-        *args, env_prefix, **options: of `stratagem.cli.TrainerArgumentParser`.
+        *args, env_prefix, **options: see `stratagem.cli.TrainerArgumentParser`.
     """
 
     def __init__(self, *args: Any, env_prefix: str | bool = "PL", **options: Any) -> None:
@@ -100,11 +100,11 @@ class LightningArgumentParser(TrainerArgumentParser):
         self.dump_header = [f"lightning.pytorch=={LIGHTNING_VERSION}"]
 
     def parse_args(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:
-        """Parse a command line, in which a class of Lightning's may stand by its name alone.
+        """Parse a command line, in which names of Lightning's classes may be short.
 
         Args:
-            args: its words; None: those of the process.
-            *more, **options: of `jsonargparse.ArgumentParser.parse_args`.
+            args: the arguments; None for the arguments of the process.
+            *more, **options: see `jsonargparse.ArgumentParser.parse_args`.
         """
         words = sys.argv[1:] if args is None else args
         return super().parse_args(_placed_words(words), *more, **options)

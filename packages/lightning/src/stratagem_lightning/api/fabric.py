@@ -75,7 +75,7 @@ class Fabric(Lite):
         """The first logger.
 
         Raises:
-            ConfigurationError: there is none.
+            ConfigurationError: the Fabric has no logger.
         """
         if not self._loggers:
             raise ConfigurationError(
@@ -143,8 +143,8 @@ class Fabric(Lite):
         """Clip gradients; as `Lite.clip_gradients`.
 
         Args:
-            module: what `setup` returned; or a LightningModule, which it was given.
-            optimizer, clip_val, max_norm, norm_type, error_if_nonfinite: as there.
+            module: the return value of `setup`, or the LightningModule that was passed to `setup`.
+            optimizer, clip_val, max_norm, norm_type, error_if_nonfinite: see `Lite.clip_gradients`.
         """
         name, given = (
             "clip_gradients_norm",
@@ -181,7 +181,7 @@ class Fabric(Lite):
         """Prepare data loaders; as `Lite.setup_dataloaders`.
 
         Raises:
-            ConfigurationError: there is none, or one was set up before.
+            ConfigurationError: no loader is passed, or a loader was set up before.
         """
         if not dataloaders:
             raise ConfigurationError(
@@ -226,12 +226,13 @@ class Fabric(Lite):
         """Save state; as `Lite.save`.
 
         Args:
-            path, state: as there.
-            filter: for names in `state`, a function of a key and its value: whether to save it.
+            path, state: see `Lite.save`.
+            filter: for names in `state`, a function of a key and its value that returns whether to
+                save it.
 
         Raises:
-            TypeError: `filter` is no dict of functions.
-            ValueError: it names what is not in `state`.
+            TypeError: `filter` is not a dict of functions.
+            ValueError: `filter` has a name that is not in `state`.
         """
         state, path = (path, state) if isinstance(path, Mapping) else (state, path)
         if (own := self._of_strategy("save_checkpoint")) is not None:
@@ -250,8 +251,8 @@ class Fabric(Lite):
         """Load a checkpoint; as `Lite.load`.
 
         Args:
-            path, state, strict: as there.
-            weights_only: not needed here: nothing in a checkpoint is ever executed.
+            path, state, strict: see `Lite.load`.
+            weights_only: ignored: loading never executes code from a checkpoint.
         """
         own = self._of_strategy("load_checkpoint")
         if own is None:
@@ -269,10 +270,10 @@ class Fabric(Lite):
         """Fill a model or an optimizer from a file that is its state dict.
 
         Args:
-            path: where from.
+            path: the path of the file.
             obj: a model or an optimizer.
-            strict: refuse weights that do not match the model's.
-            weights_only: not needed here: nothing in a checkpoint is ever executed.
+            strict: raise for weights that do not match the model.
+            weights_only: ignored: loading never executes code from a checkpoint.
         """
         own = self._of_strategy("load_checkpoint")
         if own is not None:

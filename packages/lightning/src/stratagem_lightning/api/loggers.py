@@ -108,8 +108,8 @@ class CSVLogger(loggers.CSVLogger):
         """Append a row.
 
         Args:
-            metrics: its values.
-            step: None: the one after that of the row before; 0 at first.
+            metrics: the values of the row.
+            step: the step; None for the step after the previous row, at first 0.
         """
         step = self._next_step if step is None else step
         self._next_step = step + 1

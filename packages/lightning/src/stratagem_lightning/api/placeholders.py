@@ -48,10 +48,11 @@ class Placeholder(type):
         return False
 
     def __call__(cls, *arguments: Any, **options: Any) -> Any:
-        """Refuse to be made.
+        """Raise instead of creating an object.
 
         Raises:
-            ConfigurationError: always; says what to use, or what to install.
+            ConfigurationError: always; the message names the replacement, or the package to
+                install.
         """
         raise cls.error
 

@@ -159,20 +159,20 @@ class Trainer(trainer.Trainer):
     """A Trainer that logs as Lightning's does: into `lightning_logs`, every 50 steps.
 
     Args:
-        logger: None or True: a TensorBoardLogger of the folder `lightning_logs`, or a CSVLogger of
-            it where TensorBoard is not installed; as in `stratagem.Trainer` otherwise.
+        logger: None or True: a TensorBoardLogger in the folder `lightning_logs`, or a CSVLogger if
+            TensorBoard is not installed; otherwise as in `stratagem.Trainer`.
         log_every_n_steps: None: 50.
-        enable_model_summary: None: print the table of layers, but in a quick run.
-        barebones: turn off all that does not train, to measure it: checkpoints, loggers, values,
-            bar, summary, sanity check, profiler.
+        enable_model_summary: None: print the table of layers, except in a quick run.
+        barebones: disable all features besides training, to measure overhead: checkpoints, loggers,
+            values, bar, summary, sanity check, profiler.
         gpus, tpu_cores: short for `accelerator="gpu"` or "tpu" and `devices`.
-        model_registry: not here: expected None.
-        **options: those of `stratagem.Trainer`.
+        model_registry: unsupported: expected None.
+        **options: the arguments of `stratagem.Trainer`.
 
-    What is not given is read from the environment, from PL_TRAINER_MAX_STEPS for `max_steps`.
+    Missing arguments are read from the environment, from PL_TRAINER_MAX_STEPS for `max_steps`.
 
     Raises:
-        ConfigurationError: the request cannot be met; nothing has been started.
+        ConfigurationError: the request cannot be met; no process has been started.
 
     Example:
         >>> from stratagem_lightning.api.trainer import Trainer
@@ -279,9 +279,10 @@ class Trainer(trainer.Trainer):
         """Train a model; as `stratagem.Trainer.fit`.
 
         Args:
-            model, train_dataloaders, val_dataloaders, datamodule: as there.
-            ckpt_path: as there; "last" begins anew, with a warning, where nothing is saved yet.
-            weights_only: not needed here: nothing in a checkpoint is ever executed.
+            model, train_dataloaders, val_dataloaders, datamodule: see `stratagem.Trainer.fit`.
+            ckpt_path: as in `stratagem.Trainer.fit`; "last" without a saved checkpoint starts from
+                the beginning, with a warning.
+            weights_only: ignored: loading never executes code from a checkpoint.
         """
         path = self._last_if_there(ckpt_path, "fit")
         self._begin(model, datamodule)
@@ -304,12 +305,12 @@ class Trainer(trainer.Trainer):
         datamodule: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Run validation; as `stratagem.Trainer.validate`, but for a model that is not given.
+        """Run validation; as `stratagem.Trainer.validate`, except for a missing model.
 
         Args:
-            model: None: the one that was fitted, with its best weights where some were saved.
-            dataloaders, ckpt_path, verbose, datamodule: as there.
-            weights_only: not needed here: nothing in a checkpoint is ever executed.
+            model: None for the fitted model, with its best weights if a callback saved them.
+            dataloaders, ckpt_path, verbose, datamodule: see `stratagem.Trainer.validate`.
+            weights_only: ignored: loading never executes code from a checkpoint.
         """
         path = self._best_if_left_out(model, ckpt_path, "validate")
         self._begin(model, datamodule)
@@ -766,10 +767,10 @@ class Trainer(trainer.Trainer):
 
 
 def _check_resumed_epoch(run: Run) -> None:
-    """Refuse a checkpoint of a later epoch than a fit has.
+    """Raise for a checkpoint of a later epoch than the limit of the fit.
 
     Raises:
-        ConfigurationError: there is nothing to train.
+        ConfigurationError: no epoch is left to train.
     """
     epoch, most = run.state.epoch + run.state.epoch_is_done, run.trainer.options.max_epochs
     if run.resume_point.path is not None and -1 < most < epoch:
@@ -780,10 +781,10 @@ def _check_resumed_epoch(run: Run) -> None:
 
 
 def _default_logger(root: str | Path | None) -> Logger:
-    """Return what Lightning logs by where nothing else is asked for.
+    """Return the default logger of Lightning.
 
     Args:
-        root: `default_root_dir`; not if it is a URL.
+        root: `default_root_dir`; ignored if it is a URL.
     """
     folder = Path.cwd() if root is None or storage.is_url(root) else root
     try:
@@ -811,10 +812,10 @@ def _wants(
 
 
 def _of_barebones(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options without those that `barebones` turns off.
+    """Return the options without the options that `barebones` disables.
 
     Raises:
-        ConfigurationError: one of them was requested.
+        ConfigurationError: the user requested a disabled feature.
     """
     for name, off in _BAREBONES.items():
         requested = options.get(name)

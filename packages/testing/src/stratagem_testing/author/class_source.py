@@ -38,11 +38,11 @@ _BASES = {"Strategy": True, "ParallelStrategy": False, "SingleDeviceStrategy": T
 
 
 def check_source(spec: StrategySpec, registry: Registry) -> Iterator[str]:
-    """Yield where a strategy's class contradicts its spec, as far as its source shows.
+    """Yield the contradictions between a strategy's class and its spec, as far as its source shows.
 
     Args:
-        spec: whose target's module is there.
-        registry: what the base classes of core are looked up in.
+        spec: the spec; the module of its target exists.
+        registry: the registry that resolves base classes of core.
     """
     source = _source_of(spec.target) if isinstance(spec.target, str) else None
     if source is None:
@@ -101,9 +101,9 @@ class _Source:
     """A class in the text of its module.
 
     Attributes:
-        name: of the class.
+        name: the name of the class.
         module: the text of its module.
-        text: that of the class.
+        text: the text of the class.
         tree: the class without its body.
         methods: the names of the functions in its body.
     """

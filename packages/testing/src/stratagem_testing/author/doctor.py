@@ -78,12 +78,12 @@ class ExaminedComponent:
 
 @dataclass(frozen=True)
 class Examination:
-    """All that was found of one distribution.
+    """The findings about one distribution.
 
     Attributes:
-        distribution, version: whose.
-        checks: what was looked at; what has the status "error" keeps something from working.
-        components: what it provides.
+        distribution, version: the distribution.
+        checks: the results of the checks; the status "error" means that a feature does not work.
+        components: the components of the distribution.
         traces: the tracebacks of plugin modules that failed.
     """
 
@@ -125,11 +125,11 @@ def examine_distribution(name: str, registry: Registry) -> Examination:
     """Look at a distribution's metadata, import its modules, and compare them with its specs.
 
     Args:
-        name: of the distribution, or of its entry point.
-        registry: what there is.
+        name: the name of the distribution, or of its entry point.
+        registry: the installed components.
 
     Raises:
-        UnknownNameError: nothing that is installed has that name, or several plugins have.
+        UnknownNameError: no installed distribution has that name, or several plugins have it.
     """
     distribution = distribution_named(name, registry)
     entries = [entry for entry in installed_entries() if entry.distribution == distribution]
@@ -158,10 +158,10 @@ def examine_distribution(name: str, registry: Registry) -> Examination:
 
 
 def distribution_named(name: str, registry: Registry) -> str:
-    """Return the distribution that a user's name for it, or for its plugin, means.
+    """Return the distribution for a user's name of it, or of its plugin.
 
     Raises:
-        UnknownNameError: none has that name, or several plugins have it.
+        UnknownNameError: no distribution has that name, or several plugins have it.
     """
     wanted = normalise(name)
     distributions = dict.fromkeys(report.distribution for report in registry.reports)
@@ -394,7 +394,7 @@ def print_examination(examination: Examination, *, verbose: bool) -> None:
     """Print an examination, the problems last.
 
     Args:
-        examination: what was found.
+        examination: the findings.
         verbose: show the tracebacks of plugin modules that failed.
     """
     print(f"{examination.distribution} {examination.version}\n")

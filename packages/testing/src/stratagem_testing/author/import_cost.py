@@ -62,10 +62,10 @@ class ImportCost:
     """The cost of an import, beyond the modules that every plugin module imports.
 
     Attributes:
-        seconds, cpu_seconds: how long it took, and how long the processor worked.
-        modules: all that it has imported.
-        changed: what of the process it has changed, such as "environment variables".
-        error: why it failed; empty if it did not.
+        seconds, cpu_seconds: wall time and processor time of the import.
+        modules: the imported modules.
+        changed: changed resources of the process, such as "environment variables".
+        error: the reason of a failure; empty after success.
     """
 
     seconds: float = 0.0
@@ -79,7 +79,7 @@ class ImportCost:
 
         Args:
             module: its name.
-            targets: those of the plugin's specs, whose modules are for the use of a component.
+            targets: the targets of the plugin's specs; only a component may need their modules.
 
         Example:
             >>> from stratagem_testing.author.import_cost import ImportCost
@@ -111,7 +111,7 @@ def import_alone(module: str, environ: Mapping[str, str], folder: str | None = N
     Args:
         module: its name.
         environ: the interpreter's environment variables.
-        folder: its current one; None: an empty one, so that nothing in it stands for a module.
+        folder: its current folder; None for an empty folder, so that no file shadows a module.
     """
     # Of another folder, a relative place would be another one.
     places = filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))

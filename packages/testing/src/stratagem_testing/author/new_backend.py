@@ -56,20 +56,20 @@ class Kind:
     The texts may hold the placeholders of `names_of`.
 
     Attributes:
-        what: a kind of component, as users call it.
-        module: of the component; its template too.
-        suffix: of the class's name.
-        about: what the component does, for the README.
+        what: a kind of component, in the words of users.
+        module: the name of the component's module, and of its template.
+        suffix: the end of the class name.
+        about: the purpose of the component, for the README.
         usage: arguments of a Trainer that uses it.
-        notes: what its users have to know besides, for the README.
+        notes: further notes for users, for the README.
         spec: the class of its spec, of `stratagem.discovery`.
-        conformance: the kit.
-        attribute: of the kit's class, which names the component.
-        head: what comes before the hook in the plugin module.
-        fields: of the spec, beyond those that all specs have.
+        conformance: the class of the kit.
+        attribute: the attribute of the kit's class that names the component.
+        head: the code before the hook in the plugin module.
+        fields: further fields of the spec.
         imports: further names of `stratagem.discovery` in the plugin module.
-        test_imports: what the test imports beside the kits.
-        test_head, test_body: what comes before the test's class, and in it.
+        test_imports: imports of the test besides the kits.
+        test_head, test_body: the code before the test's class, and the code in the class.
     """
 
     what: str
@@ -276,13 +276,13 @@ def names_of(name: str, distribution: str | None, registry: Registry, kind: Kind
     """Return the values of the template's placeholders.
 
     Args:
-        name: of the component.
-        distribution: its name; None: made of the component's.
-        registry: what is installed, whose names are taken.
-        kind: of component.
+        name: the name of the component.
+        distribution: the name of the distribution; None derives it from the name of the component.
+        registry: the installed components, which reserve their names.
+        kind: the kind of component.
 
     Raises:
-        ConfigurationError: a name is taken, or not of the form that names have.
+        ConfigurationError: a name is taken, or does not have the form of a name.
     """
     _check_name(name, registry, kind.what)
     distribution = distribution or f"stratagem-backend-{name.replace('_', '-')}"
@@ -404,7 +404,7 @@ def write_files(folder: Path, texts: Mapping[str, str]) -> list[str]:
     """Write files into a new folder, or into an empty one; return their paths in it.
 
     Raises:
-        ConfigurationError: there is something of the folder's name, or in it.
+        ConfigurationError: the folder is a file or a link, or is not empty.
         OSError: a file cannot be written.
     """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):

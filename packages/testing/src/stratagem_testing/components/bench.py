@@ -21,11 +21,11 @@ Result = TypeVar("Result")
 class Bench:
     """A check's view of a component.
 
-    The process is a fork that ends with the check: what the check changes of it, nobody sees.
+    The process is a fork that ends with the check: changes by the check stay in this fork.
 
     Args:
-        component: what is tested.
-        folder: an empty one of the check's own, which is the current one.
+        component: the component under test.
+        folder: an empty folder for the check, which is the current folder.
     """
 
     def __init__(self, component: Component, folder: Path) -> None:

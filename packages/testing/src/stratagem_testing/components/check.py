@@ -35,10 +35,10 @@ class Check:
 
     Attributes:
         name: "group/what".
-        about: what one that passes does.
-        run: in a process of its own.
-        slow: it starts processes, or takes seconds for another reason.
-        needs_device: of an accelerator: it cannot run where there is none.
+        about: the behaviour of a component that passes.
+        run: the function of the check; runs in a separate process.
+        slow: the check starts processes, or takes seconds for another reason.
+        needs_device: of an accelerator: the check needs a device.
     """
 
     name: str

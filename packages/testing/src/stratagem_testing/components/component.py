@@ -16,9 +16,9 @@ class Component:
 
     Attributes:
         kind: as in its spec; "plugin": a distribution.
-        name: a discovered name; or where a class or a function without arguments is that makes
-            one, "package.module:name" or "/path/of/file.py:name".
-        options: what its kit's class says besides; weights-only-safe data.
+        name: a discovered name; or the place of a class, or of a function without arguments that
+            creates a component: "package.module:name" or "/path/of/file.py:name".
+        options: further attributes of its kit's class; weights-only-safe data.
         search_path: folders that are searched for modules and distributions before others.
     """
 

@@ -54,9 +54,9 @@ class AcceleratorConformance(ComponentConformance):
 
     Attributes:
         accelerator: a name, class, function or place.
-        without_devices: only what can be checked where there is no device, such as the reason.
-        tolerance: how far losses may be from the CPU's, relative and absolute.
-        devices: how many are used at most.
+        without_devices: run only checks that need no device, such as the check of the reason.
+        tolerance: the largest difference of losses from the CPU's losses, relative and absolute.
+        devices: the largest number of devices to use.
 
     Example:
         >>> from stratagem_testing import AcceleratorConformance
@@ -92,11 +92,11 @@ class PrecisionConformance(ComponentConformance):
 
     Attributes:
         precision: a name, class, function or place.
-        accelerator: a discovered name, on which it computes.
-        tolerance: how far losses may be from those of 32-true, relative and absolute; None: by
-            `dtype`, 1e-5 in float64 and float32, 0.01 in float16, 0.05 in bfloat16.
-        models: functions without arguments that make a model of inputs (n, 16) and outputs
-            (n, 16), which is trained beside the kit's own.
+        accelerator: the discovered name of the accelerator that computes.
+        tolerance: the largest difference of losses from losses of 32-true, relative and absolute;
+            None: by `dtype`, 1e-5 in float64 and float32, 0.01 in float16, 0.05 in bfloat16.
+        models: functions without arguments that create a model of inputs (n, 16) and outputs (n,
+            16), which is trained besides the kit's own models.
     """
 
     kind = "precision"
@@ -163,9 +163,10 @@ class LauncherConformance(ComponentConformance):
 
     Attributes:
         launcher: a name, class, function or place.
-        devices: how many ranks; None: 2, or 1 of one that starts none (`starts_ranks=False`).
-        plain_results: what comes back is read without executing anything. False: it is pickled
-            between the user's own processes, by a program that every rank trusts.
+        devices: the number of ranks; None: 2, or 1 for a launcher that starts no ranks
+            (`starts_ranks=False`).
+        plain_results: results are read without executing code. False: results are pickled between
+            processes of one user, by a program that every rank trusts.
     """
 
     kind = "launcher"
@@ -184,11 +185,11 @@ class LoggerConformance(ComponentConformance):
     """Tests of a logger.
 
     Attributes:
-        logger: a class, function or place. It is called in an empty folder, which is the current
-            one, and is to write there, each time to the same run: the second one continues it.
-        read: a function (or its place) that takes a logger and returns what its run has, as
-            pairs of a step and a mapping of values, in the order in which they were logged.
-        library_stays: whether the library that the logger writes through keeps threads, files and
+        logger: a class, function or place. It is called in an empty folder, the current folder, and
+            must write there. All calls write to the same run: the second logger continues it.
+        read: a function (or its place) that takes a logger and returns the logged data of its run,
+            as pairs of a step and a mapping of values, in the order of logging.
+        library_stays: whether the library of the logger keeps threads, files and
             handlers until the process ends, as the clients of some services do.
     """
 
@@ -217,8 +218,8 @@ class CallbackConformance(ComponentConformance):
 
     Attributes:
         callback: a name, class, function or place.
-        changes_training: whether weights may differ from those of a run without the callback, as
-            of one that averages or prunes them.
+        changes_training: whether weights may differ from a run without the callback, for example
+            because the callback averages or prunes them.
 
     Example:
         >>> from stratagem_testing import CallbackConformance

@@ -35,9 +35,9 @@ class Launch:
     Attributes:
         what: "note", "return", "hostile", "fail", "fail late", "killed" or "wait".
         kind: the launcher, by name or place.
-        devices: how many ranks.
-        folder: where processes note what they have found.
-        new_processes: whether the program is no rank itself.
+        devices: the number of ranks.
+        folder: the folder where processes write their findings.
+        new_processes: whether the program itself is not a rank.
         search_path: folders that are searched for modules before others.
     """
 

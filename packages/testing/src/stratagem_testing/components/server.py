@@ -50,9 +50,9 @@ class Server:
         """Return why a check of a component fails, in the words of a test's failure; "": it passes.
 
         Args:
-            component: what is tested.
+            component: the component under test.
             check: its name.
-            deadline: seconds that it may take.
+            deadline: the time limit in seconds.
         """
         if self._process is None:
             self._process = subprocess.Popen(

@@ -22,10 +22,10 @@ class Outcome:
     """The result of a scenario.
 
     Attributes:
-        rows: one for each scenario of each subject.
+        rows: a row for each scenario of each subject.
         temporary: TMPDIR of the processes that saved.
-        is_elsewhere: whether that is on another file system than the checkpoints.
-        log: what the processes printed at the end.
+        is_elsewhere: whether TMPDIR is on another file system than the checkpoints.
+        log: the output of the processes at the end.
     """
 
     rows: list[Row]

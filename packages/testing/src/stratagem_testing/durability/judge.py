@@ -15,10 +15,10 @@ def judge(subject: Subject, folder: Path, durable: int, begun: int, report: Repo
     """Report the checkpoint's number, or its defect; leave the folder empty.
 
     Args:
-        subject: what is tested.
-        folder: where it has saved.
-        durable: the last number that has to be there still, if none after it is.
-        begun: the last number that may be there.
+        subject: the format under test.
+        folder: the folder of its checkpoints.
+        durable: the number of the last durable save; this checkpoint or a later one must exist.
+        begun: the number of the last save that was started.
         report: takes `number`, or `wrong`.
     """
     io, path = subject.make(), folder / NAME

@@ -70,12 +70,13 @@ class Subject:
 class Model:
     """Tensors whose elements are random numbers, plus the number of the step.
 
-    They are changed in place, as training does, so that a save that is no snapshot mixes numbers.
-    Random numbers, as weights are, since a format that compresses made other ones much smaller.
+    They are changed in place, as training does, so that a save without a snapshot mixes numbers.
+    The numbers are random, as weights are, since a format that compresses would make regular
+    numbers much smaller.
 
     Args:
-        megabytes: all of them together.
-        rank, world_size: whose part to save, where the format takes shards.
+        megabytes: the total size of the tensors.
+        rank, world_size: the part to save, if the format takes shards.
     """
 
     def __init__(self, megabytes: float, rank: int = 0, world_size: int = 1) -> None:

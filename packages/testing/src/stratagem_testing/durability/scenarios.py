@@ -27,14 +27,15 @@ class Row:
     """The result of a scenario.
 
     Attributes:
-        subject: what is tested.
-        scenario: how.
-        runs: how often.
-        in_a_save: how many of them met a save that was begun and not durable.
-        new, old: how often the checkpoint was one that was begun and not durable (or the last one,
-            where no save was under way), and how often the one that was durable last.
-        wrong: what was wrong, each in a line.
-        note: how the scenario was done, if there are several ways.
+        subject: the format under test.
+        scenario: the name of the scenario.
+        runs: the number of runs.
+        in_a_save: the number of runs in which a save had begun and was not durable.
+        new, old: the number of runs that found a checkpoint whose save had begun and was not
+            durable (or the last checkpoint, if no save was running), and the number of runs that
+            found the last durable checkpoint.
+        wrong: descriptions of defects.
+        note: the variant of the scenario, if the scenario has several.
     """
 
     subject: Subject

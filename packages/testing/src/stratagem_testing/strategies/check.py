@@ -23,12 +23,12 @@ class Ended:
     """How a session of ranks ended.
 
     Attributes:
-        exit_code: of the process that was started; None: it was killed at its deadline.
-        stderr: what all ranks printed there.
-        left: what was still there after each rank's teardown, by rank.
+        exit_code: exit code of the started process; None: it was killed at its deadline.
+        stderr: the output of all ranks on stderr.
+        left: the resources that remained after each rank's teardown, by rank.
         up: the components that each rank's strategy has not torn down, by rank.
-        processes: what ran when the session was over.
-        seconds: how long it took.
+        processes: the processes that ran after the end of the session.
+        seconds: the duration.
     """
 
     exit_code: int | None = None
@@ -44,12 +44,12 @@ class Result:
     """The findings that a check is judged by.
 
     Attributes:
-        target, capabilities: what was tested, and what it says that it can do.
-        ranks: what each rank returned.
-        reference: what `single_device` returned, where the check asks for it.
-        after: what `single_device` returned afterwards, where the check asks for that.
+        target, capabilities: the strategy under test, and its capabilities.
+        ranks: the results of the ranks.
+        reference: the result of `single_device`, if the check requests a reference.
+        after: the result of `single_device` afterwards, if the check requests this result.
         ended: how the session ended.
-        folder: the check's, where the ranks may have left files.
+        folder: the folder of the check, which may contain files of the ranks.
     """
 
     target: Target
@@ -76,16 +76,17 @@ class Check:
 
     Attributes:
         name: "group/what".
-        about: what it means when it fails, in a sentence.
-        run: on every rank.
-        judge: in pytest's process, once.
+        about: the meaning of a failure, in a sentence.
+        run: runs on every rank.
+        judge: runs in pytest's process, once.
         reference: whether `run` is also run under `single_device` before, to compare with.
-        after: run under `single_device` when the ranks are gone, in the same folder; None: nothing.
-        alone: needs ranks of its own, since it ends them.
-        ranks: how many it needs; 0: as many as the target has.
-        nodes: into how many nodes these ranks are divided; with more than one, `ranks` is set.
-        follows: the check that runs before, on the target's own ranks, and whose folder is the
-            probe's `reference`; "": none.
+        after: run under `single_device` after the end of the ranks, in the same folder; None: no
+            run.
+        alone: needs separate ranks, since the check ends them.
+        ranks: the number of ranks; 0: the ranks of the target.
+        nodes: the number of nodes of these ranks; with more than one node, `ranks` is set.
+        follows: the check that runs before, on the same ranks of the target; its folder is the
+            probe's `reference`; "" for no check.
     """
 
     name: str
@@ -120,9 +121,9 @@ def check(
 
     Args:
         name: "group/what".
-        judge: None: what `judge_of` decorates.
-        about: what it means when it fails; "": the function's docstring.
-        reference, after, alone, ranks, nodes, follows: as `Check` has them.
+        judge: None for the function that `judge_of` decorates.
+        about: the meaning of a failure; "": the docstring of the function.
+        reference, after, alone, ranks, nodes, follows: see `Check`.
     """
 
     def register(run: Run) -> Check:

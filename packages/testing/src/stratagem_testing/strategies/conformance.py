@@ -19,29 +19,30 @@ class StrategyConformance(Conformance):
     """Tests of one strategy, in processes that its own launcher starts.
 
     A subclass in a test module is enough: its name begins with `Test`, and it names the strategy.
-    Ranks are started once for all checks of a class, or for the checks that `-k` selects. What the
-    capabilities exclude is tried as well, and has to be refused with the reason.
+    Ranks are started once for all checks of a class, or for the checks that `-k` selects. The kit
+    also tries features that the capabilities exclude: they must raise an error with the reason.
 
     Attributes:
-        strategy: a discovered name; or a class, or a function without arguments that makes one, at
-            the top of a module; or the place of one, "package.module:name".
+        strategy: a discovered name; or a class, or a function without arguments that creates a
+            strategy, at the top of a module; or its place, "package.module:name".
         accelerator: a discovered name.
-        devices: how many ranks; None: 2, or 1 where the capabilities say `one_process`.
-        data_groups: the number of groups of ranks with different data; None: one for each rank.
+        devices: the number of ranks; None: 2, or 1 if the capabilities have `one_process`.
+        data_groups: the number of groups of ranks with different data; None: each rank is a group.
             Ranks with the same batches (tensor parallel, stages of a pipeline) are one group.
-        tolerance: how far a loss may be from `single_device`'s, relative and absolute, in float32.
-        models: functions without arguments that make a model of inputs (n, 6) and outputs (n, 1),
-            which is trained beside the kit's own.
-        equal_to_single_device: whether losses are those of `single_device`; None: as
-            `capabilities.parameters` says: replicas that drift apart have other losses. Then the
-            first loss is compared, and training has to make losses smaller.
+        tolerance: the largest difference of a loss from the loss of `single_device`, relative and
+            absolute, in float32.
+        models: functions without arguments that create a model of inputs (n, 6) and outputs (n, 1),
+            which is trained besides the kit's own models.
+        equal_to_single_device: whether losses equal the losses of `single_device`; None: by
+            `capabilities.parameters`: replicas that drift apart have other losses. Then the first
+            loss is compared, and training has to make losses smaller.
         zeros_for_unused: whether a parameter without a gradient is stepped as if it were zero, as
             flat buffers of gradients have it: weight decay and momentum move it on.
         allowed_leftovers: resources that a library of the strategy keeps until its process ends:
-            the beginnings of the kit's descriptions, such as "the thread TimeoutManager".
-        own_methods: names of public methods that only users call: nothing else that the strategy
-            has may be without a caller, since a misspelled method is.
-        deadline: seconds that a check may take.
+            the prefixes of the kit's descriptions, such as "the thread TimeoutManager".
+        own_methods: names of public methods that only users call. Other public names of the
+            strategy must have a caller, since a misspelled method has no caller.
+        deadline: the time limit of a check in seconds.
 
     Example:
         >>> from stratagem_testing import StrategyConformance

@@ -42,10 +42,10 @@ def judge_losses(
     Args:
         found: the findings.
         precision: decides the tolerance.
-        first: what it means if the first loss differs already.
+        first: the meaning of a difference in the first loss.
 
     Raises:
-        AssertionError: names the step at which they part.
+        AssertionError: losses differ; the message names the first step with a difference.
     """
     own, expected = mean_losses(found.ranks), mean_losses([found.reference])
     assert len(own) == len(expected), (
@@ -149,13 +149,13 @@ def judge_refusal(what: str, capability: str, said: Any, *names: str) -> None:
     """Judge the refusal of an action that the capabilities exclude.
 
     Args:
-        what: what was asked for.
-        capability: what excludes it, as in the capabilities.
-        said: class and text of the error; None: there was none.
-        names: the refusal has to name one of these.
+        what: the requested action.
+        capability: the capability that excludes the action.
+        said: class and text of the error; None: the action raised no error.
+        names: at least one of these names must be in the text of the refusal.
 
     Raises:
-        AssertionError: it was not refused, or the refusal does not say why.
+        AssertionError: the action was not refused, or the refusal does not give the reason.
     """
     assert said is not None, f"{capability} in the capabilities, and {what} was not refused"
     assert said["kind"] == "ConfigurationError", (
@@ -178,10 +178,10 @@ def judge_refusal_of_model(found: Result, names: tuple[str, ...]) -> None:
 
     Args:
         found: the findings.
-        names: a refusal has to name one of these: of a parameter, mostly.
+        names: at least one of these names, mostly of a parameter, must be in a refusal.
 
     Raises:
-        AssertionError: only some ranks refused it, or the refusal does not say why.
+        AssertionError: only some ranks refused the model, or the refusal does not give the reason.
     """
     refusals = [told["refused"] for told in found.ranks]
     assert all(refusals), f"only some ranks refused the model: {refusals}"

@@ -123,12 +123,13 @@ LARGE = 2**53 + 1
 
 
 class Unusual(nn.Module):
-    """What few models have, and what a strategy loses easily.
+    """A model with rare features that a strategy loses easily.
 
-    Random numbers in buffers and frozen parameters, a buffer of float64 and one of large integers,
-    which each training step changes, a weight and a buffer that are not contiguous, an attribute of
-    a parameter, a layer that stays in evaluation mode, state of the module's own, a layer whose
-    name is "module", a weight with two names, and entries of parameters and buffers that are None.
+    Random numbers in buffers and frozen parameters, a buffer of float64 and a buffer of large
+    integers, which each training step changes, a weight and a buffer that are not contiguous, an
+    attribute of a parameter, a layer that stays in evaluation mode, extra state of the module, a
+    layer with the name "module", a weight with two names, and entries of parameters and buffers
+    that are None.
 
     Attributes:
         history: the module's own state, which grows by a number in each training step.

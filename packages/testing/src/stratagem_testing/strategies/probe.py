@@ -23,14 +23,15 @@ PATIENCE = 15.0
 class Probe:
     """A rank's view of a check: the strategy under test, its data, and a folder of all ranks.
 
-    Nothing here relies on the strategy's own collectives, which may be what is wrong.
+    The probe does not rely on the strategy's own collectives, which may be defective.
 
     Args:
-        target: what is tested.
-        rank: this process's number.
+        target: the strategy under test.
+        rank: the number of this process.
         world_size: the number of processes.
-        folder: the check's own, the same on all ranks.
-        reference: where `single_device`, or the check that this one follows, has left files.
+        folder: the folder of the check, the same on all ranks.
+        reference: the folder where `single_device`, or the check that this check follows, has left
+            files.
     """
 
     def __init__(
@@ -84,14 +85,14 @@ class Probe:
         validated: int = 0,
         **options: Any,
     ) -> Trainer:
-        """Train, for one epoch where nothing else is said; return the Trainer.
+        """Train, for one epoch by default; return the Trainer.
 
         Args:
-            learner: what is trained.
-            samples: of training; all ranks together.
-            shuffle: whether in another order.
-            validated: samples of the validation after each epoch; 0: no validation.
-            **options: of the Trainer and of `fit`.
+            learner: the model.
+            samples: the number of training samples of all ranks together.
+            shuffle: whether to shuffle the samples.
+            validated: the number of samples of the validation after each epoch; 0: no validation.
+            **options: arguments of the Trainer and of `fit`.
         """
         if not {"max_epochs", "max_steps"} & options.keys():
             options["max_epochs"] = 1
@@ -117,11 +118,11 @@ class Probe:
         """Return the results of a loop under Lite on this rank.
 
         Args:
-            lite: whose loop it was.
-            net: the user's model, "dense".
-            model: what `Lite.setup` made of it.
-            losses: of each micro-batch.
-            seed: of the model.
+            lite: the Lite of the loop.
+            net: the model of the user, "dense".
+            model: the model that `Lite.setup` returned.
+            losses: the loss of each micro-batch.
+            seed: the seed of the model.
         """
         return {
             "shard": list(lite.ranks.data_split),
@@ -146,10 +147,11 @@ class Probe:
     def attempt(self, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return an action's result, with `refused`: the action's error, or None.
 
-        Class and text; of an error that nobody raises as a refusal, the traceback too.
+        The error is described by class and text, and by its traceback unless it is a
+        ConfigurationError.
 
         Raises:
-            RankFailedError: another rank has ended, which is no refusal.
+            RankFailedError: another rank has ended, which is not a refusal.
         """
         try:
             return {"refused": None, **action()}

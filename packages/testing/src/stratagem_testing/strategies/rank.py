@@ -40,11 +40,11 @@ class Work:
     """A check of a target, as ranks do it.
 
     Attributes:
-        target: what is tested.
+        target: the strategy under test.
         check: a name.
-        folder: where ranks may leave files.
-        reference: the same of `single_device`, or of the check that it follows, which has run
-            before.
+        folder: the folder where ranks may leave files.
+        reference: the folder of `single_device`, or of the check that this check follows, which has
+            run before.
     """
 
     target: Target

@@ -42,8 +42,9 @@ class Outcome:
     """The outcome of a check: each rank's result, or the reason for having no result.
 
     Attributes:
-        found: for the judge; None where a rank failed, or the check does not concern the target.
-        failure: why; "" where none failed.
+        found: the result for the judge; None if a rank failed, or the check does not concern the
+            target.
+        failure: the reason of a failure; "" after success.
     """
 
     found: Result | None = None
@@ -53,7 +54,7 @@ class Outcome:
         """Judge a check.
 
         Raises:
-            AssertionError: what is wrong, with the check's name and what it means.
+            AssertionError: the check failed; the message has its name, the defect and its meaning.
         """
         about = CHECKS[name].about
         if self.found is None and not self.failure:
@@ -111,13 +112,13 @@ def run_checks(
     """Run checks on ranks of their targets, which all have as many devices.
 
     Args:
-        items: in which order.
-        folder: an empty one; files of the ranks are left there.
-        reference: shared with other calls; None: one of its own.
-        deadline: seconds that a check may take.
+        items: the checks, in the order of execution.
+        folder: an empty folder; files of the ranks stay there.
+        reference: shared with other calls; None for a new reference.
+        deadline: the time limit of a check in seconds.
 
     Returns:
-        What came of each, and of each check that one of them follows.
+        The outcome of each check, and of each check that a check follows.
     """
     load_checks()
     before = [(target, CHECKS[name].follows) for target, name in items if CHECKS[name].follows]
@@ -174,8 +175,8 @@ def failures(target: Target, folder: Path) -> dict[str, str]:
     """Run all checks on a strategy, without pytest; return the messages of failures by name.
 
     Args:
-        target: what is tested.
-        folder: an empty one; files of the ranks are left there.
+        target: the strategy under test.
+        folder: an empty folder; files of the ranks stay there.
     """
     load_checks()
     said = {}

@@ -15,7 +15,7 @@ def waiting(stderr: str) -> list[str]:
     """Return the innermost call of the strategy in each main thread's stack, or else of Stratagem.
 
     Args:
-        stderr: what the ranks have printed; each stack has its most recent call first.
+        stderr: the output of the ranks; each stack has its most recent call first.
 
     Example:
         >>> waiting('''Thread 0x01 (most recent call first):

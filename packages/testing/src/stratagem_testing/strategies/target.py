@@ -22,17 +22,19 @@ class Target:
     """A strategy under test.
 
     Attributes:
-        strategy: a discovered name; or where a class or a function without arguments is that makes
-            one, "package.module:name" or "/path/of/file.py:name".
+        strategy: a discovered name; or the place of a class, or of a function without arguments
+            that creates a strategy: "package.module:name" or "/path/of/file.py:name".
         accelerator: a discovered name.
         devices: the number of ranks, or of the devices of the one process.
-        nodes: the number of nodes that have these ranks, each as many.
-        data_groups: into how many parts the data is divided; ranks that share a part count once.
-        tolerance: how far losses may be from those of `single_device`, relative and absolute.
-        models: names of models of the kit, or places of functions that make one; see `models.py`.
-        equal: whether losses are to be those of `single_device`.
+        nodes: the number of nodes; each node has equally many of these ranks.
+        data_groups: the number of parts of the data; ranks that share a part count once.
+        tolerance: the largest difference of losses from `single_device`, relative and absolute.
+        models: names of models of the kit, or places of functions that create a model; see
+            `models.py`.
+        equal: whether losses must equal the losses of `single_device`.
         zeros_for_unused: whether a parameter without a gradient is stepped as if it were zero.
-        allowed_leftovers: beginnings of what may be left after the end, in the kit's words.
+        allowed_leftovers: prefixes of the kit's descriptions of resources that may remain after the
+            end.
         own_methods: names of public methods that only users call.
         search_path: folders that ranks search for modules, besides their own.
     """

@@ -37,7 +37,7 @@ class Stored:
 
 
 class ArchiveUnpickler(SafeUnpickler):
-    """Reads the `data.pkl` of an archive, whose tensors are views of its storages.
+    """Reads the `data.pkl` of an archive; its tensors are views of the archive's storages.
 
     Args:
         data: the pickle.

@@ -32,7 +32,7 @@ class EvaluationLoader:
 
     Attributes:
         loader: an iterable of batches.
-        batches: the number of batches to run; infinity: all batches, whose number is unknown.
+        batches: the number of batches to run; infinity for all batches of an unknown number.
         name: the loader's name in errors.
     """
 
@@ -155,7 +155,7 @@ def _repeated_samples(loader: Any, count: int) -> int | None:
 
 
 def limit_batches(length: float, limit: Limit, *, name: str, limit_name: str) -> float:
-    """Return the number of batches to run of a loader; infinity if it is unknown.
+    """Return the number of batches to run of a loader; infinity if unknown.
 
     Raises:
         UserCodeError: if `limit` is a fraction and the length is unknown.

@@ -175,7 +175,7 @@ class FitData:
         """Create the training loader again.
 
         Args:
-            draws: draw a number for each new DataLoader, as a further iterator of it would.
+            draws: draw a number for each new DataLoader, as a further iterator would.
         """
         self.close()
         self._use(self._factory.open_training())

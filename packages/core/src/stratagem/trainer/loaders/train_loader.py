@@ -53,10 +53,8 @@ class TrainLoader:
             weights to use. The micro-batches are then read before the step.
 
     Attributes:
-        batches: the number of batches in an epoch, the same on every rank; infinity if it is
-            unknown.
-        end: the number of finished batches at the end of the current epoch; infinity if it is
-            unknown.
+        batches: the number of batches in an epoch, the same on every rank; infinity if unknown.
+        end: the number of finished batches at the end of the current epoch; infinity if unknown.
         weights: the factors of the losses of the current step's micro-batches. None: 1 for each.
 
     Raises:
@@ -164,9 +162,9 @@ class TrainLoader:
     def steps(self, accumulate: int) -> Iterator[Collection[Any]]:
         """Yield the micro-batches of each optimizer step of this epoch.
 
-        If their number is certain and their losses have no weights, they are read one at a time
-        during the step. Otherwise they are read before the step, because each loss is divided by
-        their number or their weight.
+        If their number is certain and their losses have no weights, micro-batches are read one at a
+        time during the step. Otherwise all are read before the step, because each loss is divided
+        by their number or their weight.
 
         Args:
             accumulate: the number of micro-batches in a step; the last step may have fewer.

@@ -92,7 +92,7 @@ class Interruption:
         self._received = number
 
     def end_if_due(self) -> None:
-        """End the fit after the current step, on every rank, if it is interrupted.
+        """End the fit after the current step, on every rank, after a signal or the time limit.
 
         Raises:
             SystemExit: a signal ends it.
@@ -106,7 +106,7 @@ class Interruption:
             self._end_if(*self._of_all_ranks())
 
     def end_between_epochs_if_due(self) -> None:
-        """End the fit before the next epoch, on every rank, if it is interrupted.
+        """End the fit before the next epoch, on every rank, after a signal or the time limit.
 
         Ranks always exchange here: the validation before may have taken any time.
 

@@ -90,7 +90,7 @@ class Validation:
         """Return the number of training batches between validations; infinity: an epoch.
 
         Args:
-            batches: the number of batches of a training epoch; infinity if it is unknown.
+            batches: the number of batches of a training epoch; infinity if unknown.
 
         Returns:
             0 if the interval is a time.
@@ -130,7 +130,7 @@ class Validation:
         return batches % interval < (state.last_step or self._limits.accumulation(state.epoch))
 
     def is_missing(self, batches: float) -> bool:
-        """Return whether the epoch, whose batches are finished, lacks its last validation.
+        """Return whether a finished epoch lacks its last validation.
 
         Args:
             batches: see `interval`.

@@ -73,7 +73,7 @@ class Monitor:
     Args:
         latest: the latest values.
         state: the state of the training loop.
-        ranks: the ranks, whose values may differ.
+        ranks: the ranks; their values may differ.
         validation: the validation of the fit.
         job: the request, for the advice if a value is missing.
     """

@@ -82,7 +82,7 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Contents(RunContext):
-    """The objects whose state a checkpoint holds: it is collected from them, and restored to them.
+    """The objects with state in a checkpoint, both for saving and for restoring.
 
     Attributes:
         prepared: the prepared model.

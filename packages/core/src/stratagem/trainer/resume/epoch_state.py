@@ -57,7 +57,7 @@ class EpochState:
     - `split`: this rank's part of the data.
     - `logged`: the options and the reduction so far of each name that training has logged.
     - `metrics`: the states of torchmetrics objects in the Module, by their place in it.
-    - `latest`: the latest values, including those of the last validation.
+    - `latest`: the latest values, including the values of the last validation.
     - `row`: on rank 0, values of the last step that the loggers do not have yet.
     - `schedulers`: the last step after which schedulers that need a value were stepped.
     - `validated`: the number of batches of validation; the step of the values that validations log.

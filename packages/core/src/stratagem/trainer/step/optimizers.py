@@ -38,8 +38,8 @@ class SchedulerConfig:
         frequency: the number of intervals between two steps of the scheduler.
         monitor: the name of the logged value for the scheduler's `step`. None: no value.
         name: the name of the learning rate in LearningRateMonitor.
-        strict: if True, a missing value is an error. If False, it is a warning, and the scheduler
-            does not step.
+        strict: if True, a missing value is an error. If False, a missing value causes a warning,
+            and the scheduler does not step.
         reduce_on_plateau: whether the scheduler's `step` takes a value.
     """
 

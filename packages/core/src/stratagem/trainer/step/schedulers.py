@@ -22,8 +22,8 @@ class Schedulers:
     Args:
         state: the state of the training loop.
         monitor: reads the logged values.
-        module: the Module, whose `lr_scheduler_step` steps the schedulers. With manual
-            optimization, the user's code steps them.
+        module: the Module; its `lr_scheduler_step` steps the schedulers. With manual optimization,
+            the user's code steps them.
         counts_batches: schedulers with the interval "step" count the batches of the epoch, not the
             optimizer steps.
     """

@@ -36,7 +36,7 @@ class EndOfEpoch(Exception):  # no error: user code asks for it
     """Ends the epoch before the current batch, as -1 from `on_train_batch_start` does.
 
     Attributes:
-        data_has_ended: the epoch ends since there is no further batch, so validation follows.
+        data_has_ended: the epoch ends since the loader has no further batch, so validation follows.
     """
 
     data_has_ended = False

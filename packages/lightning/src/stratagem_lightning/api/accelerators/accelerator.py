@@ -163,7 +163,7 @@ class _AcceleratorRegistry:
         """Return the registration of an accelerator as a dict.
 
         Raises:
-            UnknownNameError: none has that name.
+            UnknownNameError: no accelerator has that name.
         """
         spec = get_registry().find("accelerator", name).spec
         return {
@@ -177,7 +177,7 @@ class _AcceleratorRegistry:
         """Return a new accelerator.
 
         Raises:
-            UnknownNameError: none has that name.
+            UnknownNameError: no accelerator has that name.
         """
         return get_registry().find("accelerator", name).spec.build()
 
@@ -212,7 +212,7 @@ class CPUAccelerator(accelerators.CPUAccelerator, metaclass=InstanceCheck):
         """Return a number of processes.
 
         Raises:
-            ConfigurationError: it is none.
+            ConfigurationError: the value is not a number of processes.
         """
         if isinstance(devices, str) and devices.strip().isdigit():
             devices = int(devices)

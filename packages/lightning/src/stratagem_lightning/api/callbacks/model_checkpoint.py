@@ -219,10 +219,10 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         """Return the path for values.
 
         Args:
-            metrics: values by name; 0 for what is missing.
-            filename: None: this one's.
-            ver: a number for the end of the name.
-            prefix: for its beginning.
+            metrics: values by name; missing values are 0.
+            filename: the pattern of the file name; None for the pattern of this callback.
+            ver: a version number to append to the name.
+            prefix: a prefix of the name.
         """
         name = filename or self.filename
         text = self._with_values(name, _Zeros(metrics))

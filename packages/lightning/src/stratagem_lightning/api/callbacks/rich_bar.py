@@ -35,8 +35,8 @@ class ShownBar:
     """The state of a bar.
 
     Args:
-        total: batches; None: not known.
-        completed: those that were done when it ended.
+        total: the number of batches; None if unknown.
+        completed: the number of finished batches at the end.
     """
 
     total: int | None

@@ -38,18 +38,18 @@ class ModelSummary:
     """The layers of a model; as a string, their table.
 
     Args:
-        model: with `example_input_array`, sizes and FLOPs are known too.
-        max_depth: how deep submodules are listed; -1: all; 0: none.
+        model: the model; its `example_input_array` gives sizes and FLOPs.
+        max_depth: the depth of listed submodules; -1: unlimited; 0: no submodules.
 
     Attributes:
-        layer_names, layer_types, param_nums, in_sizes, out_sizes: of each layer in turn.
-        total_parameters, trainable_parameters: numbers in the whole model.
-        total_layer_params: numbers in its layers; the others are its own parameters.
-        model_size: MB of its parameters.
-        total_flops: of one forward of the example; 0: not known.
+        layer_names, layer_types, param_nums, in_sizes, out_sizes: lists with an entry per layer.
+        total_parameters, trainable_parameters: numbers of parameters of the model.
+        total_layer_params: number of parameters in listed layers; the model itself owns the others.
+        model_size: size of the parameters in MB.
+        total_flops: FLOPs of one forward of the example; 0 if unknown.
 
     Raises:
-        ConfigurationError: `max_depth` is less than -1 or no whole number.
+        ConfigurationError: `max_depth` is less than -1 or not an int.
 
     Example:
         >>> from torch import nn

@@ -32,8 +32,8 @@ class ThroughputMonitor(Throughput):
     """Throughput that writes to the loggers of a Fabric or Lite.
 
     Args:
-        fabric: with loggers.
-        **options: those of `Throughput`.
+        fabric: a Fabric or Lite with loggers.
+        **options: the arguments of `Throughput`.
     """
 
     def __init__(self, fabric: Lite, **options: Any) -> None:
@@ -62,9 +62,9 @@ def measure_flops(
     """Return the floating-point operations of a forward, and of the backward with a loss.
 
     Args:
-        model: that the function calls; it is not asked.
+        model: the model that the function calls; unused.
         forward_fn: runs the model.
-        loss_fn: makes the loss of what it returned.
+        loss_fn: computes the loss from the return value of `forward_fn`.
 
     Example:
         >>> import torch

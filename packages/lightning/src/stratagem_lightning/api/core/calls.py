@@ -45,11 +45,11 @@ def call_lightning_module_hook(
         trainer: the Trainer.
         hook_name: the method.
         *args: its arguments.
-        pl_module: another model. Default: that of the Trainer.
+        pl_module: another model. Default: the model of the Trainer.
         **kw: arguments by name.
 
     Returns:
-        What the method returns; None if there is no such method.
+        The return value of the method; None if the model has no such method.
 
     Raises:
         UserCodeError: the Trainer has no model yet.
@@ -83,13 +83,13 @@ def call_and_handle_interrupt(
     """Call a function of a Trainer on each of its ranks.
 
     Args:
-        trainer: the Trainer, which launches its processes if that is due.
+        trainer: the Trainer, which launches its processes if necessary.
         trainer_fn: the function.
         *args: its arguments.
         **kw: arguments by name.
 
     Returns:
-        What the function returns, on rank 0.
+        The return value of the function on rank 0.
     """
     return trainer.runtime.launch(trainer_fn, *args, **kw)
 

@@ -18,7 +18,7 @@ _WEIGHTS_ONLY = ("callbacks", "optimizer_states", "lr_schedulers", "loops")
 
 
 class _Part:
-    """A view of a Trainer; a name that it does not have is an error that lists those that it has.
+    """A view of a Trainer; an unknown name raises an error that lists the known names.
 
     Args:
         trainer: the Trainer.

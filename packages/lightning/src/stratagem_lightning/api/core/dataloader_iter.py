@@ -63,8 +63,8 @@ class DataLoaderIter(Iterator[tuple[Any, int, int]]):
         """Call a step with this iterator; return the step's result.
 
         Raises:
-            EndOfData: the step asks for a batch, and there is none.
-            UserCodeError: the step has read no batch, so that it would be called forever.
+            EndOfData: the step asks for a batch after the last batch.
+            UserCodeError: the step has read no batch, so that an endless loop would follow.
         """
         before = self.fetched
         try:
@@ -100,11 +100,11 @@ class EndOfData(EndOfEpoch):
 class IterFeed(BatchFeed):
     """Passes a `DataLoaderIter` to a step that runs without an optimizer step.
 
-    The hooks of a batch's start receive the batch before it, since the step has not read its own
-    yet.
+    The hooks at the start of a batch receive the previous batch, since the step has not read its
+    own batch yet.
 
     Args:
-        source: what the step reads from.
+        source: the iterator that the step reads from.
     """
 
     def __init__(self, source: DataLoaderIter) -> None:
@@ -168,7 +168,7 @@ def _check(context: StepContext) -> None:
     """Refuse a run that needs a batch before `training_step` reads one.
 
     Raises:
-        ConfigurationError: says what needs it.
+        ConfigurationError: the message names the option that needs a batch.
     """
     options, module = context.trainer.options.step_options, context.module
     problem = ""

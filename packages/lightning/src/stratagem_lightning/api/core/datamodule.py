@@ -33,13 +33,13 @@ class LightningDataModule(HyperparametersMixin, DataModule):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> DataModuleType:
-        """Make a DataModule from a checkpoint; as `DataModule.load_from_checkpoint`.
+        """Create a DataModule from a checkpoint; see `DataModule.load_from_checkpoint`.
 
         Args:
-            checkpoint_path, **kwargs: as there.
-            map_location: not needed here: a DataModule has no device.
-            hparams_file: a YAML file whose values go before those of the checkpoint.
-            weights_only: not needed here: nothing in a checkpoint is ever executed.
+            checkpoint_path, **kwargs: see `DataModule.load_from_checkpoint`.
+            map_location: ignored: a DataModule has no device.
+            hparams_file: a YAML file with values that override the values of the checkpoint.
+            weights_only: ignored: loading never executes code from a checkpoint.
         """
         return super().load_from_checkpoint(checkpoint_path, **of_file(hparams_file), **kwargs)
 

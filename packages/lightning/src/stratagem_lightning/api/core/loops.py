@@ -66,10 +66,10 @@ class _View:
 
 
 def refuse_own_loop(loop: object) -> None:
-    """Refuse a loop of a user's own in the place of one of these.
+    """Raise if a loop is a class of the user.
 
     Raises:
-        ConfigurationError: it is a user's; says what to write.
+        ConfigurationError: the class is not part of Stratagem; the message names the replacement.
     """
     kind = type(loop)
     if not kind.__module__.startswith("stratagem"):
@@ -84,8 +84,8 @@ class EvaluationLoop(_View):
     """`validate_loop` and `test_loop`. A subclass may override `_print_results`.
 
     Args:
-        of: the Trainer, which has what the other arguments say.
-        *arguments, **options: Lightning's.
+        of: the Trainer that provides the values of the other arguments.
+        *arguments, **options: the arguments of Lightning's loop.
 
     Example:
         >>> from stratagem_lightning.pytorch import Trainer
@@ -485,7 +485,7 @@ class FitLoop:
         """Nothing: a fit has made its loaders before its first hook that may ask for them.
 
         Raises:
-            ConfigurationError: there is no fit.
+            ConfigurationError: no fit is running.
         """
         check_data(self.trainer)
 

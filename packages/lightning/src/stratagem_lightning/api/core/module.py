@@ -257,18 +257,18 @@ class LightningModule(HyperparametersMixin, Module):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> ModuleType:
-        """Make a model from a checkpoint; as `Module.load_from_checkpoint`.
+        """Create a model from a checkpoint; see `Module.load_from_checkpoint`.
 
         Args:
-            checkpoint_path, **kwargs: as there.
-            map_location: a device, or what `torch.load` takes in its place (a dict of devices, a
-                function), asked where the CPU's tensors go; None: the CPU.
-            hparams_file: a YAML file whose values go before those of the checkpoint.
-            strict: as there.
-            weights_only: not needed here: nothing in a checkpoint is ever executed.
+            checkpoint_path, **kwargs: see `Module.load_from_checkpoint`.
+            map_location: a device, or another `map_location` of `torch.load` (a dict of devices, a
+                function), which is queried for the target of CPU tensors; None: the CPU.
+            hparams_file: a YAML file with values that override the values of the checkpoint.
+            strict: see `Module.load_from_checkpoint`.
+            weights_only: ignored: loading never executes code from a checkpoint.
 
         Raises:
-            StateDictError: the weights are another model's; a RuntimeError too.
+            StateDictError: the weights belong to another model; also a RuntimeError.
         """
         try:
             model = super().load_from_checkpoint(

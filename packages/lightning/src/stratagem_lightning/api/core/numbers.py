@@ -103,19 +103,19 @@ def in_order_of_distributed_sampler(loader: Any, what: str, *, shuffles: bool) -
 
 
 def ask_for_iterator(loader: Any, what: str, run: Run) -> Callable[[], None] | None:
-    """Ask a loader that is no DataLoader for an iterator once more than it is read.
+    """Create one more iterator of a loader that is not a DataLoader.
 
-    Lightning does so to check the loader, when it makes its loaders: that of training after the
-    sanity check, those of validation before it, or before the first validation. Each iterator may
-    draw random numbers.
+    Lightning does so to check the loader, when it creates its loaders: after the sanity check for
+    the training loader; before the sanity check or the first validation for validation loaders.
+    Each iterator may draw random numbers.
 
     Args:
-        loader: the user's.
+        loader: the loader of the user.
         what: "train", "validation", "test" or "predict".
         run: the run.
 
     Returns:
-        What is left to do after the sanity check, or None.
+        A function to call after the sanity check, or None.
     """
     if isinstance(loader, DataLoader):
         return None

@@ -25,13 +25,13 @@ _STEPS = {"validation": "validation_step", "test": "test_step", "predict": "pred
 def refuse_uncalled_overrides(objects: Iterable[object]) -> None:
     """Refuse objects whose classes override a method that only Lightning calls.
 
-    Without this check, what such a method does would be left out silently.
+    Without this check, the work of such a method would be skipped silently.
 
     Args:
         objects: callbacks, loggers, a model and so on.
 
     Raises:
-        UserCodeError: names the class and its methods.
+        UserCodeError: the message names the class and its methods.
 
     Example:
         >>> from stratagem_lightning.pytorch.callbacks import ModelCheckpoint

@@ -15,17 +15,18 @@ from stratagem.loggers import as_mapping, as_plain
 
 
 def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: bool = True) -> None:
-    """Write hyperparameters as YAML; of an enumeration's member its name.
+    """Write hyperparameters as YAML; an enum member is written as its name.
 
-    What is no weights-only-safe data is left out, with a warning: it could not be read back.
+    Values that are not weights-only-safe data are omitted, with a warning: they could not be read
+    back.
 
     Args:
-        config_yaml: the file; its folder must be there.
-        hparams: a mapping (OmegaConf's too), an argparse.Namespace or a dataclass.
-        use_omegaconf: not needed here: interpolations are written as the values they stand for.
+        config_yaml: the file, in an existing folder.
+        hparams: a mapping (also of OmegaConf), an argparse.Namespace or a dataclass.
+        use_omegaconf: ignored: interpolations are written as their resolved values.
 
     Raises:
-        ConfigurationError: there is no such folder, or `hparams` is something else.
+        ConfigurationError: the folder does not exist, or `hparams` has another type.
     """
     path = Path(config_yaml)
     if not path.parent.is_dir():

@@ -90,8 +90,8 @@ class TrainerState:
     """The state of a Trainer in Lightning's enumerations; equal to another with equal fields.
 
     Args:
-        of: the Trainer; None: what the others say.
-        status, fn, stage: of a state that is compared with a Trainer's.
+        of: the Trainer; None for a state from the other arguments.
+        status, fn, stage: the fields of a state for a comparison with the state of a Trainer.
     """
 
     def __init__(

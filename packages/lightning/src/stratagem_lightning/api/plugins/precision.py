@@ -93,12 +93,12 @@ class Precision(own.Precision, metaclass=InstanceCheck):
     # -- for a loop of one's own
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Run backward from a loss, scaled where this precision scales it.
+        """Run backward from a loss, scaled if this precision scales it.
 
         Args:
             tensor: the loss.
-            model: not needed here.
-            *args, **kwargs: those of `Tensor.backward`.
+            model: ignored.
+            *args, **kwargs: the arguments of `Tensor.backward`.
         """
         self.scale_loss(tensor).backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
@@ -127,11 +127,11 @@ class Precision(own.Precision, metaclass=InstanceCheck):
 
         Args:
             optimizer: has the parameters.
-            clip_val: the largest norm, or value; 0: nothing is clipped.
+            clip_val: the largest norm, or value; 0 disables clipping.
             gradient_clip_algorithm: "norm" or "value".
 
         Raises:
-            UserRuntimeError: the optimizer divides gradients by the scale itself.
+            UserRuntimeError: the optimizer unscales the gradients itself.
         """
         if clip_val <= 0:
             return
@@ -202,15 +202,15 @@ class HalfPrecision(Precision, own.TruePrecision):
 
 
 class MixedPrecision(Precision, own.MixedPrecision):
-    """float32 parameters; bfloat16 or float16 where autocast finds it safe.
+    """float32 parameters; autocast to bfloat16 or float16 for operations that are safe.
 
     Args:
         precision: "bf16-mixed"; or "16-mixed", which stratagem-backend-cuda provides.
-        device: as Lightning asks for it; the accelerator's is used.
-        scaler: for "16-mixed": what scales the loss; None: one of torch's defaults.
+        device: the argument of Lightning; ignored: the accelerator's type is used.
+        scaler: for "16-mixed": the scaler of the loss; None for a default scaler of torch.
 
     Raises:
-        ConfigurationError: it is another precision, or a scaler that is not needed.
+        ConfigurationError: the precision is unknown, or a scaler is passed for "bf16-mixed".
     """
 
     scaler: Any = None
@@ -252,14 +252,14 @@ _OF_SHARDING = ("32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
 
 
 class FSDPPrecision(Precision):
-    """The precision of that name; a sharding strategy needs no other one.
+    """The precision of that name, for a sharding strategy.
 
     Args:
         precision: "32-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".
         scaler: see `MixedPrecision`.
 
     Raises:
-        ConfigurationError: it is none of these, or there is a scaler that is not needed.
+        ConfigurationError: the precision is unknown, or does not use the scaler.
 
     Example:
         >>> precision = FSDPPrecision("bf16-mixed")
@@ -318,7 +318,7 @@ class DeepSpeedPrecision(Precision, own.EnginePrecision):
         precision: "32-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".
 
     Raises:
-        ConfigurationError: it is none of these.
+        ConfigurationError: the precision is unknown.
     """
 
     is_instance = of_class(own.EnginePrecision)
@@ -356,7 +356,7 @@ class XLAPrecision(Precision):
         precision: "32-true", "16-true" or "bf16-true".
 
     Raises:
-        ConfigurationError: it is none of these.
+        ConfigurationError: the precision is unknown.
         MissingPackageError: torch_xla is not installed.
     """
 

@@ -11,10 +11,10 @@ def require_torch_xla(who: str) -> None:
     """Raise an error if torch_xla is not installed.
 
     Args:
-        who: needs it.
+        who: the name of the class that needs it.
 
     Raises:
-        MissingPackageError: it is not; says what to install.
+        MissingPackageError: torch_xla is missing; the message names the package to install.
     """
     if importlib.util.find_spec("torch_xla") is None:
         raise MissingPackageError(

@@ -101,11 +101,11 @@ def _set_up(strategy: Any) -> None:
 
 
 def _divide_data(strategy: Any) -> None:
-    """Divide data between ranks as `distributed_sampler_kwargs` says.
+    """Divide data between ranks by `distributed_sampler_kwargs`.
 
     Raises:
-        UserCodeError: it is something else than a rank and a number of them.
-        ConfigurationError: what ranks say does not fit together.
+        UserCodeError: the value is not a rank and a number of ranks.
+        ConfigurationError: the values of the ranks contradict each other.
     """
     ranks, given = strategy.ranks, strategy.distributed_sampler_kwargs
     if not isinstance(given, Mapping) or set(given) != {"num_replicas", "rank"}:

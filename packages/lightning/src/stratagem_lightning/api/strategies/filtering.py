@@ -10,15 +10,15 @@ Filter = Mapping[str, Callable[[str, Any], bool]]
 
 
 def filtered(state: Mapping[str, Any], filter: Any) -> dict[str, Any]:
-    """Return the part of a state that is saved.
+    """Return the part of a state that a filter keeps.
 
     Args:
         state: models, dicts and single values; a single value is kept.
         filter: see `Filter`.
 
     Raises:
-        TypeError: `filter` is no dict of functions.
-        ValueError: it names what is not in `state`.
+        TypeError: `filter` is not a dict of functions.
+        ValueError: `filter` has a name that is not in `state`.
     """
     if not isinstance(filter, Mapping):
         raise TypeError(

@@ -27,22 +27,22 @@ class FSDPStrategy(strategies.FSDPStrategy, metaclass=InstanceCheck):
     """Shards parameters, gradients and optimizer state; as `stratagem.strategies.FSDPStrategy`.
 
     Args:
-        mixed_precision: as there; also FSDP1's `MixedPrecision`, whose `buffer_dtype` is left out
-            with a warning.
-        cpu_offload: as there; also FSDP1's `CPUOffload`.
-        device_mesh, activation_checkpointing: as there.
-        activation_checkpointing_policy: the later name of `activation_checkpointing`; also a
-            policy of `torch.distributed.fsdp.wrap`, or a function of a module, of whether to look
-            at its submodules, and of a number of parameters.
-        use_orig_params, sync_module_states: True, which is how FSDP2 works.
+        mixed_precision: as in the base class; also FSDP1's `MixedPrecision`, where `buffer_dtype`
+            is ignored with a warning.
+        cpu_offload: as in the base class; also FSDP1's `CPUOffload`.
+        device_mesh, activation_checkpointing: see the base class.
+        activation_checkpointing_policy: the later name of `activation_checkpointing`; also a policy
+            of `torch.distributed.fsdp.wrap`, or a function of a module, a flag whether to visit its
+            submodules, and a number of parameters.
+        use_orig_params, sync_module_states: True, the only mode of FSDP2.
         precision, precision_plugin: both names of one argument.
         **options: see `stratagem.strategies.FSDPStrategy`.
 
     Attributes:
-        mixed_precision_config: as given.
+        mixed_precision_config: the argument `mixed_precision`.
 
     Raises:
-        ConfigurationError: an option is something else, or there are two for one thing.
+        ConfigurationError: an option has an invalid value, or two options conflict.
 
     Example:
         >>> strategy = FSDPStrategy(activation_checkpointing_policy={nn.TransformerEncoderLayer})

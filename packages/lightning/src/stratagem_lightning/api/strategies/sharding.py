@@ -64,17 +64,17 @@ class _SavesState:
         """Load a file of `save_checkpoint`, or a file with a model's state dict, on every rank.
 
         Args:
-            path: where from.
+            path: the path of the file.
             state: a dict that is filled in place, or a model.
-            strict: as for `Fabric.load`.
-            weights_only: not needed here: nothing in a checkpoint is ever executed.
+            strict: see `Fabric.load`.
+            weights_only: ignored: loading never executes code from a checkpoint.
 
         Returns:
-            What was not filled in.
+            The entries of the file that were not loaded into `state`.
 
         Raises:
-            ConfigurationError: there is no state to fill, the path is no checkpoint, or no Fabric
-                has this strategy.
+            ConfigurationError: `state` is missing, the path has no checkpoint, or no Fabric uses
+                this strategy.
             NotImplementedError: `state` is an optimizer.
         """
         name, found = type(self).__name__, Path(path)

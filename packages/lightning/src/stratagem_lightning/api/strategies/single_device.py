@@ -240,8 +240,8 @@ class SingleDeviceStrategy(strategies.SingleDeviceStrategy, metaclass=InstanceCh
 
         Args:
             module: the module.
-            state_dict: what `get_module_state_dict` returned.
-            strict: refuse missing and unexpected names.
+            state_dict: the return value of `get_module_state_dict`.
+            strict: raise for missing and unexpected names.
         """
         module.load_state_dict(state_dict, strict=strict)
 
@@ -288,14 +288,14 @@ class SingleDeviceStrategy(strategies.SingleDeviceStrategy, metaclass=InstanceCh
         """Load a file of `save_checkpoint`, or a file with a single state dict.
 
         Args:
-            path: where from.
-            state: a dict that is filled in place; a module or an optimizer, for a file that is its
-                state dict; None: nothing is filled.
-            strict: refuse a file that lacks an entry of `state`, or weights that do not match.
-            weights_only: not needed here: nothing in a checkpoint is ever executed.
+            path: the path of the file.
+            state: a dict that is filled in place; a module or an optimizer, for a file with its
+                state dict; None: the call only returns the file's contents.
+            strict: raise for a file that lacks an entry of `state`, or weights that do not match.
+            weights_only: ignored: loading never executes code from a checkpoint.
 
         Returns:
-            What was not filled in.
+            The entries of the file that were not loaded into `state`.
 
         Raises:
             KeyError: an entry of `state` is not in the file.

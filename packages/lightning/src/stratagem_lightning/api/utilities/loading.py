@@ -94,7 +94,7 @@ def lazy_load(filename: str | os.PathLike[str]) -> Any:
         filename: a local file.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the file does not exist.
     """
     return torch.load(filename, map_location="cpu", mmap=True, weights_only=True)
 

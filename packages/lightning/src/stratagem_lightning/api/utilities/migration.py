@@ -26,14 +26,14 @@ class pl_legacy_patch(nullcontext[None]):  # Lightning's name
 def migrate_checkpoint(
     checkpoint: dict[str, Any], target_version: str | None = None
 ) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Return a checkpoint of Lightning 2.x, and which changes were made to it, which are none.
+    """Return a checkpoint of Lightning 2.x unchanged, and an empty dict of changes.
 
     Args:
-        checkpoint: what `torch.load` returns.
-        target_version: not needed here.
+        checkpoint: the return value of `torch.load`.
+        target_version: ignored.
 
     Raises:
-        CheckpointMismatchError: the checkpoint is not one of Lightning 2.x.
+        CheckpointMismatchError: the checkpoint was not written by Lightning 2.x.
 
     Example:
         >>> from stratagem_lightning.api.utilities.migration import migrate_checkpoint

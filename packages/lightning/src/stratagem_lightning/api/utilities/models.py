@@ -26,15 +26,15 @@ _PARENTS = (Module, DataModule, Callback)
 def is_overridden(
     method_name: str, instance: object | None = None, parent: type | None = None
 ) -> bool:
-    """Whether an object's class, or the object, has a method of its own.
+    """Return whether an object or its class overrides a method.
 
     Args:
-        method_name: of the method.
-        instance: the object; None has none.
-        parent: the base whose method is not its own; None: Module, DataModule or Callback.
+        method_name: the name of the method.
+        instance: the object; with None the result is False.
+        parent: the base class of the comparison; None: Module, DataModule or Callback.
 
     Raises:
-        ValueError: there is no such base.
+        ValueError: the object has no such base class.
     """
     if instance is None:
         return False
@@ -132,7 +132,7 @@ def from_compiled(model: Any) -> Module:
     """Return the Module of a `torch.compile` result, compiled in place.
 
     Raises:
-        ConfigurationError: there is none in it.
+        ConfigurationError: the result does not contain a Module.
     """
     if isinstance(model, Tensor) or not isinstance(module := own_module(model), Module):
         raise ConfigurationError(

@@ -42,12 +42,12 @@ def collect_init_args(
     """Return the arguments of the `__init__` methods that run in a frame and in its callers.
 
     Args:
-        frame: where to begin.
-        path_args: arguments of those within it.
-        inside: whether the frame before was one of them.
+        frame: the innermost frame to search.
+        path_args: the arguments of the frames inside this frame.
+        inside: whether the previous frame ran an `__init__`.
 
     Returns:
-        The arguments of each by name, those of the innermost first.
+        The arguments of each method by name, the innermost method first.
     """
     outer = frame.f_back
     if outer is None:
@@ -79,7 +79,7 @@ def lightning_getattr(model: Any, attribute: str) -> Any:
     """Return an attribute of a model's DataModule, its hyperparameters or its own.
 
     Raises:
-        AttributeError: none of them has it.
+        AttributeError: no holder has the attribute.
     """
     holder = _required(model, attribute)[-1]
     return holder[attribute] if isinstance(holder, dict) else getattr(holder, attribute)
@@ -89,7 +89,7 @@ def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
     """Set an attribute in every place that has it.
 
     Raises:
-        AttributeError: there is none.
+        AttributeError: no holder has the attribute.
     """
     for holder in _required(model, attribute):
         if isinstance(holder, dict):

@@ -10,11 +10,11 @@ from torch.utils.data import Dataset, DistributedSampler, Sampler
 
 
 class UnrepeatedDistributedSampler(DistributedSampler[Any]):
-    """Shares samples between ranks without repeating any: some ranks may have one more.
+    """Divides samples between ranks without repetition: some ranks may have one sample more.
 
     Args:
-        dataset: what has a length.
-        *args, **kwargs: those of `torch.utils.data.DistributedSampler`.
+        dataset: a dataset with a length.
+        *args, **kwargs: the arguments of `torch.utils.data.DistributedSampler`.
 
     Example:
         >>> from stratagem_lightning.api.utilities.samplers import UnrepeatedDistributedSampler
@@ -53,8 +53,8 @@ class DistributedSamplerWrapper(_OfAnother):
     """Divides another sampler's indices between ranks.
 
     Args:
-        sampler: one that yields the same on every rank, and has a length.
-        *args, **kwargs: those of `torch.utils.data.DistributedSampler`.
+        sampler: a sampler with a length that yields the same indices on every rank.
+        *args, **kwargs: the arguments of `torch.utils.data.DistributedSampler`.
 
     Example:
         >>> from torch.utils.data import SequentialSampler
@@ -66,11 +66,11 @@ class DistributedSamplerWrapper(_OfAnother):
 
 
 class UnrepeatedDistributedSamplerWrapper(_OfAnother, UnrepeatedDistributedSampler):
-    """Divides another sampler's indices between ranks without repeating any.
+    """Divides another sampler's indices between ranks without repetition.
 
     Args:
-        sampler: one that yields the same on every rank, and has a length.
-        *args, **kwargs: those of `torch.utils.data.DistributedSampler`.
+        sampler: a sampler with a length that yields the same indices on every rank.
+        *args, **kwargs: the arguments of `torch.utils.data.DistributedSampler`.
 
     Example:
         >>> from torch.utils.data import SequentialSampler

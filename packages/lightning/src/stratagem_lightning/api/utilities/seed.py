@@ -30,13 +30,13 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     """Seed Python, NumPy and torch; return the seed.
 
     Args:
-        seed: None: what PL_GLOBAL_SEED says, or what STRATAGEM_SEED says, or 0.
-        workers: seed the workers of data loaders too, each rank's differently.
-        verbose: log the seed on rank 0, to stderr where the program has set up no logging, and
-            warn where none was given.
+        seed: the seed; None for the value of PL_GLOBAL_SEED, or of STRATAGEM_SEED, or 0.
+        workers: seed the workers of data loaders too, with another seed on each rank.
+        verbose: log the seed on rank 0, to stderr if the program has not set up logging, and warn
+            if no seed is given.
 
     Raises:
-        ConfigurationError: the seed is out of range, or the variable holds none.
+        ConfigurationError: the seed is out of range, or the variable is not a number.
     """
     if seed is None and (text := os.environ.get(SEED_VARIABLE)):
         if not text.isdigit():

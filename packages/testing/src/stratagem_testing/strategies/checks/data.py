@@ -175,7 +175,7 @@ class _Counted(nn.Module):
     """A metric object as of torchmetrics: the number of samples of all ranks.
 
     Args:
-        learner: the owner, whose ranks communicate in `compute`.
+        learner: the owner; its ranks communicate in `compute`.
     """
 
     def __init__(self, learner: Learner) -> None:
@@ -326,7 +326,7 @@ class Parameters(Callback):
     """Notes which parameters change between one training batch and the next one.
 
     Args:
-        values: whether to look at the values of what this rank has, too.
+        values: whether to also compare the values of the tensors on this rank.
     """
 
     def __init__(self, values: bool) -> None:
@@ -359,7 +359,7 @@ class _SavesAtTheEnd(Callback):
     """Saves at the end of the last validation, as users save the best model.
 
     Args:
-        probe: whose folder has the file.
+        probe: the probe; its folder contains the file.
     """
 
     def __init__(self, probe: Probe) -> None:

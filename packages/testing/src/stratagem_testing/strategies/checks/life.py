@@ -326,7 +326,8 @@ class _SameBatches(Learner):
     """Every rank has the same batches, whatever its loader reads.
 
     Args:
-        micro_batches: of a step. Its first one has the gradient of all, and the others have none.
+        micro_batches: the number per step. The first has the complete gradient, the others have a
+            gradient of zero.
     """
 
     def __init__(self, micro_batches: int = 1) -> None:

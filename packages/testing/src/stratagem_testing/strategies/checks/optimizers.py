@@ -79,13 +79,14 @@ def _groups(probe: Probe) -> dict[str, Any]:
 
 
 def _under_lite(name: str, about: str, meaning: str, *names: str) -> Callable[[Run], Run]:
-    """Return what registers a loop of the user's own, which ends in an error or trains.
+    """Return a decorator that registers a loop of the user, which ends in an error or trains.
 
     Args:
-        name: of the check.
-        about: what one that passes it does.
-        meaning: what another result means.
-        *names: an engine may refuse it whatever its capabilities say, and has to name one.
+        name: the name of the check.
+        about: the behaviour of a strategy that passes.
+        meaning: the meaning of another result.
+        *names: names for the error text of an engine that rejects the loop despite its
+            capabilities; the text must contain at least one name.
     """
 
     def judge(found: Result) -> None:
@@ -240,10 +241,10 @@ def _drift(probe: Probe, models: int, *makers: Any, later: str = "") -> dict[str
     """Train models in turn; note the parameters after each step of each optimizer.
 
     Args:
-        probe: the rank's.
-        models: how many.
-        *makers: of the optimizers.
-        later: what a few steps change: "unfrozen" or "added", of the first layer.
+        probe: the probe of the rank.
+        models: the number of models.
+        *makers: create the optimizers.
+        later: the change after a few steps: "unfrozen" or "added", of the first layer.
     """
     lite = probe.lite()
     set_up = [_set_up(lite, *makers) for _ in range(models)]
@@ -597,10 +598,10 @@ def _own_backward(probe: Probe) -> dict[str, Any]:
 
 
 class _ScaledLoss(Precision):
-    """Scales losses, as float16 needs it; steps, unscaled, what it was not asked to unscale.
+    """Scales losses, as float16 needs it; steps unscaled if `unscale` was not called.
 
     Args:
-        skips: the number of the step whose gradients overflow, which it skips; 0: none.
+        skips: the number of the step with overflowing gradients, which is skipped; 0: no step.
     """
 
     name = "scaled_by_the_kit"

@@ -52,12 +52,13 @@ def _train_and_save(
 
 
 def _go_on(probe: Probe, path: Any, weights: Mapping[str, Any] | None = None) -> Any:
-    """Go on from a checkpoint.
+    """Resume from a checkpoint.
 
     Args:
-        probe: the rank's.
-        path: of the checkpoint.
-        weights: the model's before; None: others than those of the checkpoint, which count.
+        probe: the probe of the rank.
+        path: the path of the checkpoint.
+        weights: the weights of the model before; None for other weights than in the checkpoint,
+            which take precedence.
     """
     learner = Learner("dense", "adam", seed=5)
     if weights is not None:
@@ -76,13 +77,13 @@ class _Saves(Callback):
     """Saves after each of some steps, and notes the optimizer's state at a step.
 
     Args:
-        probe: whose folder has the files, "1.ckpt" of the first step.
-        steps: after which it saves; 0: before the first one.
+        probe: the probe; its folder contains the files, "1.ckpt" for the first step.
+        steps: save after each of these steps; 0: before the first step.
 
     Attributes:
         optimizer: this rank's state of the optimizer after the step SAVED_AT.
-        copies: the parameters that the strategy's own state has had after each step, each with the
-            place in that state; None before the first step.
+        copies: the parameters in the strategy's own state after each step, each with its place in
+            that state; None before the first step.
     """
 
     def __init__(self, probe: Probe, *steps: int) -> None:
@@ -304,8 +305,8 @@ def _same_losses(
     Args:
         own, expected: the losses.
         tolerance: relative and absolute.
-        of: whose losses are expected.
-        later: what it means if they differ from a later step on.
+        of: the owner of the expected losses.
+        later: the meaning of losses that differ from a later step on.
     """
     assert len(own) == len(expected), (
         f"{len(own)} losses after a resume at step {SAVED_AT} of {STEPS}, expected {len(expected)}"

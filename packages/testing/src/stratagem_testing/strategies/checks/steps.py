@@ -46,9 +46,9 @@ LIMIT = {"norm": 0.2, "value": 0.05}
 
 
 class _Observed(Learner):
-    """Keeps the losses that it returned, and doubles gradients in a hook before they are clipped.
+    """Keeps the losses that it returned, and doubles gradients in a hook before clipping.
 
-    A gradient that is clipped by its norm is the same afterwards.
+    Clipping by norm removes the factor.
 
     Args:
         model: its name.
@@ -56,8 +56,8 @@ class _Observed(Learner):
 
     Attributes:
         returned: the losses.
-        hooked: the gradients that the hook has seen on this rank.
-        seeds: of torch before the forward pass of each micro-batch, where it was seeded.
+        hooked: the gradients that the hook received on this rank.
+        seeds: the seed of torch before the forward pass of each micro-batch.
     """
 
     def __init__(self, model: str, *, doubles: bool) -> None:
@@ -545,7 +545,7 @@ class _NoLoss(TrainStep):
 
     Attributes:
         taken: whether the step was counted.
-        ahead: how many micro-batches were read at most before they began.
+        ahead: the largest number of micro-batches that were read before they began.
     """
 
     def __init__(self, micro_batches: _MicroBatches) -> None:
