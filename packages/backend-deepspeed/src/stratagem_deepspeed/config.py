@@ -75,17 +75,17 @@ class Facts:
 def engine_config(options: Options, user: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
     """Return the config of an engine.
 
-    What the user's config says and neither an argument nor a fact contradicts stays; `auto` values
+    Values of the user's config stay unless an argument or a fact contradicts them; `auto` values
     are filled.
 
     Args:
         options: the strategy's arguments.
-        user: what `config_file.read_config` returned.
-        facts: of the run.
+        user: the return value of `config_file.read_config`.
+        facts: the facts of the run.
 
     Raises:
-        ConfigurationError: an argument or a fact contradicts the config (says which key, and both
-            values), or a combination cannot work.
+        ConfigurationError: an argument or a fact contradicts the config (the message has the key
+            and both values), or a combination cannot work.
 
     Example:
         >>> from stratagem_deepspeed.config import Facts, engine_config
@@ -177,13 +177,13 @@ def offloaded_to_host(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def swap_buffers(config: Mapping[str, Any], offloaded: Mapping[str, int]) -> tuple[int, int]:
-    """Return the bytes in the host, and on NVMe, of what a rank offloads.
+    """Return the bytes in the host, and on NVMe, of the state that a rank offloads.
 
-    DeepSpeed moves parameters and optimizer state through pinned buffers in the host, whose numbers
+    DeepSpeed moves parameters and optimizer state through pinned buffers in the host. Their numbers
     and sizes are options of the config.
 
     Args:
-        config: the engine's.
+        config: the config of the engine.
         offloaded: bytes of "parameters", "gradients" and "optimizer".
     """
     host, disk = sum(offloaded.values()), 0

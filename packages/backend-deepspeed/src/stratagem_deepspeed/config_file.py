@@ -114,10 +114,10 @@ def _check_values(value: Any, source: str, path: tuple[str, ...]) -> None:
 
 
 def check_finite(name: str, value: Any) -> None:
-    """Refuse a number that is NaN or infinite; anything else passes.
+    """Raise if a value is NaN or infinite; other values are accepted.
 
     Raises:
-        ConfigurationError: it is; names it.
+        ConfigurationError: the number is not finite; the message has its name.
 
     Example:
         >>> from stratagem_deepspeed.config_file import check_finite

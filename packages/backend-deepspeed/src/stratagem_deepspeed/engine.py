@@ -22,16 +22,17 @@ from stratagem_deepspeed.config import stage_of
 class EngineModule(nn.Module):
     """Calls a model through its engine, or directly before the engine exists.
 
-    The engine is no submodule: parameters and state are the model's own. Stage 3 calls for another
-    `torch.nn.functional.linear`, one that does not keep whole weights for backward. DeepSpeed puts
-    it into torch for good; here it is there while the engine's forward or backward runs.
+    The engine is not a submodule: parameters and state belong to the model. Stage 3 needs another
+    `torch.nn.functional.linear`, which does not keep unsharded weights for backward. DeepSpeed
+    installs this function permanently; here it is installed while the engine's forward or backward
+    runs.
 
     Attributes:
         module: the model.
-        engine: DeepSpeed's; None: none was needed yet, or it was released.
-        config: the engine's.
+        engine: DeepSpeed's engine; None: not needed yet, or released.
+        config: the config of the engine.
         groups: the names of the parameters in each of the optimizer's groups.
-        has_gradients: whether a backward has been followed by no step.
+        has_gradients: whether a backward has not been followed by a step.
     """
 
     engine: Any
@@ -92,10 +93,10 @@ class EngineModule(nn.Module):
         return bool(engine.was_step_applied())
 
     def check_stepped(self) -> None:
-        """Do nothing where gradients are to be cleared: the engine's step has done it.
+        """Check that the engine's step has cleared the gradients, in place of clearing them.
 
         Raises:
-            ConfigurationError: it has not, and the gradients would count in the next step.
+            ConfigurationError: no step has followed, so the gradients would count in the next step.
         """
         if self.__dict__["has_gradients"]:
             raise ConfigurationError(
@@ -174,16 +175,16 @@ _EPILOGUE, _REDUCTION = (
 
 
 def _compare_reductions(zero: Any, names: Mapping[int, str], ranks: Ranks) -> None:
-    """Let ranks compare of which parameters they reduce gradients, and in which order.
+    """Make ranks compare the parameters and the order in which they reduce gradients.
 
-    DeepSpeed puts the gradients that a rank has into buckets, one after the other. Where ranks have
-    gradients of different parameters, it would add those of one to those of another. Ranks
-    exchange 8 bytes after a backward whose order is new, or which leaves parameters out.
+    DeepSpeed puts the gradients of a rank into buckets, one after the other. If ranks have
+    gradients of different parameters, it would add gradients of unrelated parameters. Ranks
+    exchange 8 bytes after a backward with a new order, or without some parameters.
 
     Args:
         zero: the optimizer of an engine of stage 1, 2 or 3.
-        names: of the parameters by their id.
-        ranks: those that reduce.
+        names: the names of the parameters by their id.
+        ranks: the ranks that reduce.
     """
     epilogue, reduction = getattr(zero, _EPILOGUE), getattr(zero, _REDUCTION)
     reduced: list[str] = []
@@ -238,10 +239,10 @@ def frozen_in(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def watch_frozen(name: str, parameter: nn.Parameter) -> Any:
-    """Let backward fail once a parameter has a gradient that the engine would pass over.
+    """Make backward fail once a parameter has a gradient that the engine would ignore.
 
     Returns:
-        The hook's handle. As long as the parameter is frozen, this costs nothing.
+        The hook's handle. The hook costs no time as long as the parameter is frozen.
     """
 
     def refuse(unfrozen: nn.Parameter) -> None:

@@ -20,7 +20,7 @@ module, and is returned by its module."""
 class Following:
     """Announces the modules of a forward pass at stage 3, and runs them on another rank.
 
-    Numbers are `5 * index` of a module or parameter, plus what happens.
+    Numbers are `5 * index` of a module or parameter, plus the number of the event.
 
     Args:
         zero: the optimizer of the engine.

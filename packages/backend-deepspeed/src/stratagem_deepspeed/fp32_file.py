@@ -24,12 +24,14 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
     Args:
         checkpoint_dir: a checkpoint that was saved as a directory; it must fit into memory.
-        output_file: the file, which must not be there yet.
-        tag: the name of the checkpoint within `checkpoint_dir`. None: it is the checkpoint.
+        output_file: the file, which must not exist.
+        tag: the name of the checkpoint within `checkpoint_dir`. None: `checkpoint_dir` is the
+            checkpoint.
 
     Raises:
-        CheckpointNotFoundError, CheckpointCorruptError: `checkpoint_dir` is no whole checkpoint.
-        CheckpointSaveError: `output_file` is there, or cannot be written.
+        CheckpointNotFoundError, CheckpointCorruptError: `checkpoint_dir` is not a complete
+            checkpoint.
+        CheckpointSaveError: `output_file` exists, or cannot be written.
 
     Example:
         >>> import tempfile, torch

@@ -36,7 +36,7 @@ def installed_version() -> str:
     """Return the version of DeepSpeed, without importing it.
 
     Raises:
-        ConfigurationError: it is not installed, or a version that was never tried.
+        ConfigurationError: DeepSpeed is not installed, or has an untested version.
     """
     wanted = f"deepspeed>={_dotted(OLDEST)},<{_dotted(TOO_NEW)}"
     version = version_of("deepspeed")
@@ -201,14 +201,14 @@ def simulated_kernels() -> Iterator[None]:
 
 @contextlib.contextmanager
 def simulated_sharding(*, from_host: bool) -> Iterator[None]:
-    """Let stage 3 find its parameters, and compare numbers between ranks, in less time.
+    """Make stage 3 find its parameters, and compare numbers between ranks, in less time.
 
-    The tensors, and what is communicated, stay the same. Of the time of a simulated step at stage 3
-    these take nearly half.
+    Tensors and communication stay the same. Both operations take nearly half of the time of a
+    simulated step at stage 3.
 
     Args:
-        from_host: a single rank copies each parameter from the host to its device when it is
-            needed. A simulation is on the host, where DeepSpeed would copy nothing.
+        from_host: a single rank copies each parameter from the host to its device at its use. A
+            simulation is on the host, where DeepSpeed would not copy.
     """
     from unittest.mock import patch
 

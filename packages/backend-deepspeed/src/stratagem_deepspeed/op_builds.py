@@ -57,10 +57,10 @@ def build(name: str, device_type: str) -> None:
 
 
 def check_nvme_path(path: str) -> None:
-    """Refuse a folder for NVMe offload that cannot be written.
+    """Raise if a folder for NVMe offload cannot be written.
 
     Raises:
-        ConfigurationError: it is missing, or not writable.
+        ConfigurationError: the folder is missing, or not writable.
     """
     try:
         with tempfile.TemporaryFile(dir=path):

@@ -25,12 +25,12 @@ class Op:
     """An op that strategies here may need.
 
     Attributes:
-        builder: DeepSpeed's class.
-        purpose: what it is for, in a few words.
-        header: a C header that must be there, beside a compiler; "": none.
-        needs_nvcc: whether it has kernels for GPUs, so that CUDA's compiler must be there.
-        package: the Debian package that holds the header.
-        without: how to do without the op.
+        builder: the class of DeepSpeed.
+        purpose: its purpose, in a few words.
+        header: a C header that must exist, besides a compiler; "" for no header.
+        needs_nvcc: whether it has kernels for GPUs, which need CUDA's compiler.
+        package: the Debian package of the header.
+        without: how to avoid the op.
     """
 
     builder: str
@@ -79,9 +79,9 @@ def what_is_missing(name: str, *, has_header: Callable[[str], bool] = is_seen) -
     """Return the missing parts for building an op and the command to install them, or "".
 
     Args:
-        name: of the op.
-        has_header: whether a C header is there. To ask the compiler is right wherever it is, and
-            takes 50 ms; by default it is looked for.
+        name: the name of the op.
+        has_header: returns whether a C header exists. The default searches the usual folders; a
+            query of the compiler is always right, and takes 50 ms.
     """
     op = OPS[name]
     problems = []

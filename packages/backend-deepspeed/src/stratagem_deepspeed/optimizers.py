@@ -35,7 +35,7 @@ def only_one(optimizers: Sequence[Optimizer]) -> Optimizer | None:
     """Return the optimizer, or None without optimizers.
 
     Raises:
-        ConfigurationError: there are several.
+        ConfigurationError: several optimizers are passed.
     """
     if len(optimizers) > 1:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
@@ -115,18 +115,18 @@ def use_torchs_adam(config: dict[str, Any]) -> None:
 
 
 def suited(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
-    """Return the optimizer that an engine with this config takes, and let the config allow it.
+    """Return the optimizer for an engine with this config, and adapt the config.
 
     With an offloaded optimizer, torch's Adam and AdamW become DeepSpeedCPUAdam (the same numbers up
-    to rounding, several times as fast), with the groups that the user's has: schedulers made for
-    that one go on. Other optimizers are stepped as they are.
+    to rounding, several times as fast), with the groups of the user's optimizer: its schedulers
+    continue to work. Other optimizers are stepped unchanged.
 
     Args:
-        optimizer: the user's.
-        config: the engine's; two keys may be added.
+        optimizer: the optimizer of the user.
+        config: the config of the engine; two keys may be added.
 
     Raises:
-        ConfigurationError: the optimizer has taken a step, its `state_dict` has entries of its own,
+        ConfigurationError: the optimizer has taken a step, its `state_dict` has additional entries,
             or DeepSpeed cannot step it.
     """
     # In a simulation the optimizer is new, and its number of steps has no value to read.

@@ -18,10 +18,10 @@ def _option(*path: str, size: bool = False, default: Any = None, doc: str = "") 
     """Describe an option.
 
     Args:
-        *path: its place in the config; none: `config` places it by what else is given.
-        size: a whole number of at least 1.
-        default: what it is if it is not given.
-        doc: its documentation; empty: it is documented with the option before.
+        *path: its place in the config; if empty, `config` places it depending on other options.
+        size: whether the value is an integer of at least 1.
+        default: the default value.
+        doc: its documentation; empty: the previous option documents it.
     """
     return field(default=default, metadata={"path": path, "size": size, "doc": doc})
 
@@ -148,10 +148,10 @@ def documentation() -> list[tuple[list[str], str]]:
 
 
 def _check_size(name: str, value: Any) -> None:
-    """Refuse what DeepSpeed would refuse in the ranks.
+    """Raise for a size that DeepSpeed would reject in the ranks.
 
     Raises:
-        ConfigurationError: it is no positive whole number.
+        ConfigurationError: the value is not a positive integer.
     """
     # 2e8 is how DeepSpeed's own pages write 200 million.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1 or value % 1:

@@ -62,10 +62,10 @@ class _Fragment:
 
 
 class _Slice:
-    """A chunk at stage 3, where each parameter is cut into as many slices as there are ranks.
+    """A chunk at stage 3, where each parameter is cut into a slice per rank.
 
     Args:
-        parameter: a sharded one.
+        parameter: a sharded parameter.
         is_trained: whether an engine keeps float32 weights and optimizer state of it.
     """
 
@@ -100,7 +100,7 @@ class EngineState:
 
     Args:
         called: the model and its engine.
-        strategy: whose ranks share it.
+        strategy: the strategy; its ranks share the model.
     """
 
     def __init__(self, called: EngineModule, strategy: Strategy) -> None:

@@ -81,33 +81,33 @@ from stratagem_torch.parallel import (
 class DeepSpeedStrategy(ParallelStrategy):
     """Shards optimizer state, gradients and parameters over ranks by DeepSpeed (ZeRO).
 
-    Runs on CPU over gloo as on GPU over nccl. A step is the engine's: it clips by norm, as
-    `Trainer(gradient_clip_val=...)` or the config says, and completes the gradients that backward
-    passes have added up since the step before. So a loop under Lite is the loop of any strategy:
-    it divides the loss, and steps the optimizer when it likes.
+    Runs on CPU over gloo as on GPU over nccl. The engine performs a step: it clips by norm,
+    according to `Trainer(gradient_clip_val=...)` or the config, and completes the gradients that
+    backward passes have accumulated since the previous step. A loop under Lite is therefore the
+    same as for any strategy: it divides the loss, and steps the optimizer at any time.
 
     `Lite.init_module()` and `Module.configure_model()` build a model of stage 3 in shards
     (`deepspeed.zero.Init`), layer by layer, with rank 0's values.
 
-    An engine keeps float32 weights for the optimizer. "bf16-mixed" and "bf16-true" both mean its
-    bfloat16 mode: parameters, activations and gradients in bfloat16, the optimizer's in float32;
+    An engine keeps float32 weights for the optimizer. "bf16-mixed" and "bf16-true" both select its
+    bfloat16 mode: parameters, activations and gradients in bfloat16, optimizer state in float32;
     "16-mixed" and "16-true" its float16 mode, with loss scaling.
 
-    One model takes one optimizer, whose step treats each element by itself: DeepSpeed steps flat
-    slices. Ranks train on as many batches as each other. An evaluation reads each sample once. Only
-    stage 3 with parameters on NVMe, quantized weights, `zero_hpz_partition_size`, all-reduces for
-    parameters or ZenFlow repeats samples if ranks would run other numbers of batches.
+    One model takes one optimizer with an elementwise step: DeepSpeed steps flat slices. Ranks train
+    on equal numbers of batches. An evaluation reads each sample once. Only stage 3 with parameters
+    on NVMe, quantized weights, `zero_hpz_partition_size`, all-reduces for parameters or ZenFlow
+    repeats samples if ranks would run different numbers of batches.
 
     Args:
-        stage: 1 shards optimizer state, 2 (the default) gradients too, 3 parameters too; 0 nothing.
+        stage: 1 shards optimizer state, 2 (the default) gradients too, 3 parameters too; 0 shards
+            no state.
         offload_optimizer: keep optimizer state in host memory, and step there; torch's Adam and
             AdamW become DeepSpeedCPUAdam, unless the config has zero_force_ds_cpu_optimizer=false.
-        offload_parameters: keep parameters in host memory too; stage 3, below it they stay where
-            they are.
+        offload_parameters: keep parameters in host memory too; only at stage 3, ignored below.
         offload_optimizer_device, offload_params_device: "cpu" (the default) or "nvme".
         nvme_path: a folder on the NVMe device; default "/local_nvme".
-        params_buffer_count, params_buffer_size, max_in_cpu: buffers for parameters on NVMe, their
-            elements, and elements of parameters that stay in host memory.
+        params_buffer_count, params_buffer_size, max_in_cpu: the number of buffers for parameters on
+            NVMe, their elements, and the elements of parameters that stay in host memory.
         optimizer_buffer_count: buffers for optimizer state on NVMe.
         pin_memory: keep offloaded tensors in page-locked memory; default False.
         block_size, queue_depth, single_submit, overlap_events, thread_count: options of reads and
@@ -126,11 +126,11 @@ class DeepSpeedStrategy(ParallelStrategy):
         partition_activations, cpu_checkpointing, contiguous_memory_optimization,
             synchronize_checkpoint_boundary: options of `deepspeed.checkpointing.checkpoint`,
             which user code calls.
-        config: DeepSpeed's own config, a dict or the path of a JSON file. "auto" values are
-            filled; what contradicts an argument is refused.
+        config: DeepSpeed's own config, a dict or the path of a JSON file. "auto" values are filled;
+            values that contradict an argument raise an error.
         save_full_weights: gather checkpoints on rank 0, which writes one file. By default every
-            rank writes its part into a directory, of which `stratagem checkpoint consolidate` and
-            `convert` make one file.
+            rank writes its part into a directory; `stratagem checkpoint consolidate` and `convert`
+            make a single file of it.
         **components: see `ParallelStrategy`.
 
     Raises:
@@ -203,10 +203,10 @@ class DeepSpeedStrategy(ParallelStrategy):
         return stage_of(self._config())
 
     def _config(self, **facts: Any) -> dict[str, Any]:
-        """Return the engine's config by what is known now, and by these facts.
+        """Return the engine's config from known facts and from these facts.
 
         Raises:
-            ConfigurationError: something contradicts it.
+            ConfigurationError: a fact contradicts the config.
         """
         return engine_config(self.options, self.user_config, replace(self.facts, **facts))
 
@@ -493,11 +493,11 @@ class DeepSpeedStrategy(ParallelStrategy):
     def load_optimizer_state(
         self, prepared: PreparedModel, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Load optimizer state of any strategy; each rank takes, or reads, its part.
+        """Load optimizer state of any strategy; each rank reads its part.
 
         Raises:
-            ConfigurationError: the engine's lies on NVMe, where DeepSpeed has none to write into
-                before its first step.
+            ConfigurationError: the engine's state is on NVMe, where DeepSpeed has no state to
+                overwrite before its first step.
         """
         if offload_device(self._config(), "offload_optimizer") == "nvme":
             raise ConfigurationError(
@@ -555,7 +555,7 @@ class EnginePrepared(PreparedModel):
         """Return a check that the engine's step has cleared its own gradients.
 
         Raises:
-            ConfigurationError: by what is returned, between backward and step.
+            ConfigurationError: raised by the returned function, between backward and step.
         """
         called = self.module
         assert isinstance(called, EngineModule)

@@ -22,13 +22,13 @@ _STATS = {
 
 
 class HPUAccelerator(Accelerator):
-    """Gaudi devices of this node. They carry no index: each process has one, its own.
+    """Gaudi devices of this node. They have no index: each process has its own single device.
 
-    The SDK is imported on the ranks, and before only where mixed precision asks what it can do.
+    The SDK is imported on the ranks, and before only if mixed precision queries its features.
 
     Args:
-        lazy_mode: collect operations into graphs, which run where a step ends; None: as
-            PT_HPU_LAZY_MODE says, or as the SDK has it.
+        lazy_mode: collect operations into graphs, which run at the end of a step; None: the value
+            of PT_HPU_LAZY_MODE, or the SDK's default.
 
     Example:
         >>> from stratagem_hpu_ipu.hpu_accelerator import HPUAccelerator
@@ -70,7 +70,7 @@ class HPUAccelerator(Accelerator):
         """Check that the device is a Gaudi; a process acquires its own at the first use.
 
         Raises:
-            ConfigurationError: it is of another type.
+            ConfigurationError: the device has another type.
         """
         if device.type != "hpu":
             raise ConfigurationError(f"HPUAccelerator expected the device hpu, received {device}")

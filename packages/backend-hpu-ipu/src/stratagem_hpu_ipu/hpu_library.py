@@ -18,14 +18,14 @@ def is_loaded() -> bool:
 
 
 def load_sdk(lazy_mode: bool | None = None) -> Any:
-    """Import the SDK, which makes `hpu` a device of torch's; return `habana_frameworks.torch`.
+    """Import the SDK, which registers `hpu` as a device of torch; return `habana_frameworks.torch`.
 
     Args:
-        lazy_mode: collect operations into graphs, and run each at a `mark_step`; None: as the
-            environment says, or the SDK by itself. The SDK reads it once, when it is loaded.
+        lazy_mode: collect operations into graphs, and run each at a `mark_step`; None: the mode of
+            the environment, or the SDK's default. The SDK reads the mode once, when it is loaded.
 
     Raises:
-        ConfigurationError: it cannot be imported, or was imported in the other mode.
+        ConfigurationError: the SDK cannot be imported, or was imported in the other mode.
     """
     if lazy_mode is not None and not is_loaded():
         os.environ[LAZY_VARIABLE] = str(int(lazy_mode))

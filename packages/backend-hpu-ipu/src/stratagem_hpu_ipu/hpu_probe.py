@@ -82,7 +82,7 @@ def count_devices(accelerators: Path, devices: Path) -> int:
 
     Args:
         accelerators: the kernel's list of accelerators, /sys/class/accel.
-        devices: the folder of device nodes; in a container it has those that were handed in.
+        devices: the folder of device nodes; a container contains only its assigned devices.
     """
     listed = accelerators.iterdir() if accelerators.is_dir() else ()
     # Other vendors' accelerators are in the same list.

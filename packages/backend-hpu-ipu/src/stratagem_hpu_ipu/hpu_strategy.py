@@ -38,10 +38,10 @@ class HPUSteps(Strategy):
     """Ends the graph, in lazy mode; None: operations run as they come."""
 
     def bind(self, components: Components) -> None:
-        """Take the components of the plan; see `Strategy.bind`.
+        """Set the components of the plan; see `Strategy.bind`.
 
         Raises:
-            ConfigurationError: devices are chosen by index, and Gaudi's have none.
+            ConfigurationError: devices are chosen by index, and Gaudi devices have no index.
         """
         super().bind(components)
         if components.devices != tuple(range(len(components.devices))):

@@ -21,10 +21,10 @@ class Executor:
     """A program and its poptorch executor.
 
     Attributes:
-        program: what is compiled.
+        program: the program to compile.
         poptorch: a `PoplarExecutor`.
         trains: whether it changes the weights.
-        parts: how many it divides a batch into.
+        parts: the number of parts of a batch.
     """
 
     program: Program
@@ -77,9 +77,10 @@ class IPUModule(StepModule):
 
     Args:
         module: calls the user's methods by name.
-        optimizer: what `training_step` steps; None: nothing is trained.
+        optimizer: the optimizer that `training_step` steps; None: no training.
         device: holds one program at a time.
-        options: makes poptorch's options for a program, which may train.
+        options: creates poptorch's options for a program; its argument is whether the program
+            trains.
     """
 
     def __init__(

@@ -67,8 +67,8 @@ class Program(nn.Module):
 
     Args:
         module: calls methods by name.
-        method: which one.
-        mark_loss: marks the loss for poptorch, in a program that trains; None: there is none.
+        method: the name of the method.
+        mark_loss: marks the loss for poptorch, in a program that trains; None: no loss.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class Program(nn.Module):
         self._scalars: list[bool] = []
 
     def take(self, arguments: Any, parts: int) -> list[Tensor]:
-        """Return the tensors of a call's arguments, as the program was compiled for them.
+        """Return the tensors of a call's arguments, in the order of the compiled program.
 
         Args:
-            arguments: of the method; those of the first call decide.
-            parts: how many the program divides a batch into.
+            arguments: the arguments of the method; the first call decides their form.
+            parts: the number of parts of a batch.
 
         Raises:
-            UserCodeError: they do not divide, or are not like those of the first call.
+            UserCodeError: the batch cannot be divided, or differs from the first call.
         """
         tensors = tensors_of(arguments)
         shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]

@@ -33,28 +33,31 @@ _OPTIMIZERS = (SGD, Adam, AdamW, RMSprop)
 class IPUStrategy(Strategy):
     """Trains on IPUs: forward, backward, accumulation and optimizer step are one compiled program.
 
-    Contract-tested against a stub of poptorch, never run on hardware. One process drives all IPUs.
-    A loader's batch is divided over the replicas, and further by `gradient_accumulation`; the
-    batches of `Trainer(accumulate_grad_batches=...)` go into one call of the program. So every
-    batch has the same shape, and every step as many of them.
+    The strategy is contract-tested against a stub of poptorch, never run on hardware. One process
+    drives all IPUs. A loader's batch is divided over the replicas, and further by
+    `gradient_accumulation`; the batches of `Trainer(accumulate_grad_batches=...)` go into one call
+    of the program. Every batch must therefore have the same shape, and every step the same number
+    of batches.
 
-    A step's Python code runs once, while it is compiled: `self.log` and `batch_idx` are refused in
-    it, and only the hooks around batches and after the step are called. One of torch's SGD, Adam,
-    AdamW and RMSprop, whose momenta stay in the program: checkpoints do not hold them.
+    The Python code of a step runs once, during compilation: `self.log` and `batch_idx` raise an
+    error in it, and only the hooks around batches and after the step are called. SGD, Adam, AdamW
+    and RMSprop of torch are supported. Their momenta stay in the program: checkpoints do not
+    contain them.
 
     Args:
-        replication_factor: copies of the model, each of which computes a part of a batch; None: one
-            for each device. A model that is divided over several IPUs has fewer.
-        gradient_accumulation: parts that a batch is computed in, one after the other, in a step.
-        device_iterations: the same for an evaluation. A step of training is one iteration, since
-            the Trainer counts it as one.
-        configure_options: called with each `poptorch.Options` before a model takes it, to set what
-            has no argument here; it must not set what has one.
+        replication_factor: the number of copies of the model, each of which computes a part of a
+            batch; None: one copy per device. A model over several IPUs needs fewer copies.
+        gradient_accumulation: the number of parts of a batch that a step computes one after the
+            other.
+        device_iterations: the same for an evaluation. A training step is one iteration, since the
+            Trainer counts it as one.
+        configure_options: called with each `poptorch.Options` before a model uses it, to set
+            options without an argument here; it must not set others.
         **components: see `Strategy`.
 
     Raises:
-        ConfigurationError: an argument is not what is said here; when it is bound, it does not fit
-            the devices, or the accumulation changes between epochs.
+        ConfigurationError: an argument is invalid; when the strategy is bound, an argument does not
+            fit the devices, or the accumulation changes between epochs.
 
     Example:
         >>> from stratagem.strategies import IPUStrategy
@@ -264,7 +267,7 @@ def _check_optimizers(optimizers: Sequence[Optimizer]) -> None:
     """Check that poptorch can put the optimizer into a program.
 
     Raises:
-        ConfigurationError: there are several, or it is another one.
+        ConfigurationError: several optimizers are passed, or an unsupported optimizer.
     """
     if len(optimizers) > 1:
         raise ConfigurationError(

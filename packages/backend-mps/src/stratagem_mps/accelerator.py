@@ -42,10 +42,10 @@ class MPSAccelerator(DeviceAccelerator):
         return torch.get_device_module(self.device_type)
 
     def setup_device(self, device: torch.device) -> None:
-        """Check that it is the one device of this type; it needs no setup.
+        """Check that the device is the single device of this type; it needs no setup.
 
         Raises:
-            ConfigurationError: it is another device.
+            ConfigurationError: the device is another device.
         """
         if device.type != self.device_type or device.index not in (None, 0):
             raise ConfigurationError(

@@ -46,11 +46,11 @@ class XLAAccelerator(Accelerator):
         return torch.device("xla", index)
 
     def setup_device(self, device: torch.device) -> None:
-        """Make it PyTorch/XLA's current device, and seed it.
+        """Set PyTorch/XLA's current device, and seed it.
 
         Raises:
-            ConfigurationError: it is of another type; or autograd began in this process before it
-                knew of XLA devices.
+            ConfigurationError: the device has another type; or autograd started in this process
+                before it could register XLA devices.
         """
         if device.type != "xla":
             raise ConfigurationError(f"XLAAccelerator expected a device xla, received {device}")

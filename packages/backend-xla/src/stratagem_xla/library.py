@@ -14,7 +14,7 @@ def import_torch_xla() -> Any:
     """Return the package `torch_xla`.
 
     Raises:
-        ConfigurationError: it is not there, does not fit torch, or is not told which device to use.
+        ConfigurationError: torch_xla is missing, does not fit torch, or has no configured device.
     """
     there = sys.modules.get("torch_xla")
     if there is not None:

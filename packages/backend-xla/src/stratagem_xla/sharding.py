@@ -60,9 +60,9 @@ def divided(tensor: Tensor, *, longest: bool = False) -> Tensor:
     """Divide an XLA tensor over all devices, in place; return it.
 
     Args:
-        tensor: on whatever device; one that lies elsewhere stays as it is.
-        longest: along the longest dim, padded if need be; otherwise along the first one, if the
-            number of devices divides it.
+        tensor: a tensor on any device; a tensor outside of XLA is returned unchanged.
+        longest: divide the longest dim, with padding if necessary; otherwise divide the first dim,
+            if the number of devices divides it.
     """
     if tensor.device.type != "xla" or not tensor.dim() or not tensor.numel():
         return tensor
@@ -83,7 +83,7 @@ def blocks_of(module: nn.Module, choice: Blocks) -> list[nn.Module]:
     """Return the blocks of a model.
 
     Raises:
-        ConfigurationError: the choice is none of the forms.
+        ConfigurationError: the choice has an unsupported form.
     """
     return list(_blocks_of(module, choice))
 

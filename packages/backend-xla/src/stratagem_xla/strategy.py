@@ -100,20 +100,21 @@ class SingleXLAStrategy(_XLAStrategy):
 class XLAStrategy(_XLAStrategy):
     """Trains in one process on all XLA devices of this host, each with a part of every batch.
 
-    The compiler divides one program over the devices (SPMD). So the batch is the global one, as
-    under one device, and so is what user code computes from it (losses, batch norm's statistics);
-    results differ from one device's by rounding only. Parameters are on every device. Of a batch,
-    tensors whose first dim the number of devices divides are divided; others are on every device.
+    The compiler divides one program over the devices (SPMD). User code therefore sees the global
+    batch, as on one device, and so do its results (losses, batch norm's statistics); results differ
+    from one device's by rounding only. Parameters are on every device. Tensors of a batch are
+    divided if the number of devices divides their first dim; other tensors are on every device.
 
-    It drives the devices of one host. A slice of several hosts is refused.
+    The strategy drives the devices of one host, and rejects a slice of several hosts.
 
     Args:
-        debug: let PyTorch/XLA print what is compiled and why (PT_XLA_DEBUG_LEVEL=2), to stderr.
+        debug: let PyTorch/XLA print compilations and their causes (PT_XLA_DEBUG_LEVEL=2), to
+            stderr.
         **components: see `Strategy`.
 
     Raises:
-        ConfigurationError: from the launch on: a device was used by itself in this process, or the
-            devices are spread over several hosts.
+        ConfigurationError: from the launch on: a device was used without SPMD in this process, or
+            the devices are spread over several hosts.
 
     Example:
         >>> from stratagem_xla.strategy import XLAStrategy
@@ -138,13 +139,13 @@ class XLAStrategy(_XLAStrategy):
 class XLAFSDPStrategy(XLAStrategy):
     """Trains as `XLAStrategy`, with parameters and optimizer state divided too.
 
-    Each parameter is divided along its longest dim, as torch_xla's SpmdFullyShardedDataParallel
-    does; the compiler gathers it where it is used, and decides where gradients lie. Nothing wraps
-    the model, so that names stay.
+    Each parameter is divided along its longest dim, as in torch_xla's SpmdFullyShardedDataParallel;
+    the compiler gathers it at its use, and places gradients. The model is not wrapped, so that
+    names stay.
 
     Args:
-        blocks: what the compiler gathers and frees one after the other: classes of modules, or a
-            function of a module; None: the elements of ModuleLists and Sequentials.
+        blocks: the modules that the compiler gathers and frees one after the other: classes of
+            modules, or a function of a module; None: the elements of ModuleLists and Sequentials.
         debug, **components: see `XLAStrategy`.
 
     Example:

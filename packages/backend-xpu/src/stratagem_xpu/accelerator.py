@@ -29,10 +29,10 @@ class XPUAccelerator(DeviceAccelerator):
     sync_batchnorm_kernels = True
 
     def setup_device(self, device: torch.device) -> None:
-        """Make it torch's current device, and use it once; see `DeviceAccelerator`.
+        """Set the current device, and use it once; see `DeviceAccelerator`.
 
         Raises:
-            ConfigurationError: it is of another type, or this process cannot use it.
+            ConfigurationError: the device has another type, or this process cannot use it.
         """
         try:
             super().setup_device(device)

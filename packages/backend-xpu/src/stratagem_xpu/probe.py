@@ -71,7 +71,7 @@ def availability(
 ) -> Availability:
     """Return the devices that these facts describe.
 
-    The processor's own GPU counts only if there is no other, as in torch.
+    The GPU of the processor counts only without other GPUs, as in torch.
 
     Args:
         environ: environment variables.
@@ -138,7 +138,7 @@ def cards(folder: Path, nodes: Path) -> Iterator[Card]:
 
     Args:
         folder: the kernel's list of graphics cards, /sys/class/drm.
-        nodes: the folder of device nodes, /dev/dri; a container has those that were handed in.
+        nodes: the folder of device nodes, /dev/dri; a container contains only its assigned devices.
     """
     for card in sorted(folder.glob("card*"), key=lambda each: (len(each.name), each.name)):
         device = card / "device"

@@ -30,11 +30,11 @@ ROOTS = {
 
 
 def install() -> None:
-    """Let Lightning's names mean Stratagem in this process, and say so on rank 0.
+    """Replace Lightning's names by Stratagem's in this process, and print a note on rank 0.
 
     Raises:
-        ConfigurationError: one of them was imported before, or a distribution that they need is
-            missing or does not fit.
+        ConfigurationError: Lightning was imported before, or a required distribution is missing or
+            incompatible.
     """
     check_installation()
     for root in ROOTS:

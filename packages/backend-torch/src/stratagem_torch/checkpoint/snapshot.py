@@ -60,7 +60,7 @@ class Snapshots:
 
 
 class _Taking:
-    """The state of one snapshot while it is taken.
+    """The state of a snapshot in progress.
 
     Tensors that share storage share it in the copy, and repeated references to an object remain
     references to one object. A file of the copy therefore has the same bytes as a file of the

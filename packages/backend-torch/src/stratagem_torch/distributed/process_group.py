@@ -91,7 +91,7 @@ def _wait_for_others(statuses: RankStatuses, staying: Callable[[], set[int]], di
     Args:
         statuses: the statuses of the ranks.
         staying: returns the ranks to wait for.
-        did: what this rank has done, for messages.
+        did: the last action of this rank, for messages.
 
     Raises:
         CommunicationError: a remaining rank waits in a collective, and so for this rank.
@@ -145,7 +145,7 @@ def _staying(statuses: RankStatuses, place: str, failure: str) -> set[int]:
 
 
 def _wait_for_steps(statuses: RankStatuses, place: str, failure: str, did: str) -> None:
-    """Wait until all ranks have reported that they are at a place.
+    """Wait until all ranks have reported their arrival at a place.
 
     Args:
         statuses: the statuses of the ranks.

@@ -90,7 +90,7 @@ class GroupRuns:
         self._statuses.mark("failed", f"{FAILED}/{self._runs}")
 
     def begin(self, trainer: int) -> int:
-        """Wait for all ranks before a run; return the number of the group that they are in.
+        """Wait for all ranks before a run; return the number of their current group.
 
         Args:
             trainer: the number of the Trainer or Lite in this process, the same on all ranks.

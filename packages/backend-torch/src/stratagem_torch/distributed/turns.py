@@ -232,7 +232,7 @@ class Channel:
         announce(_ENDED)
 
     def announced(self, step: str) -> Iterator[int]:
-        """Yield the numbers as they are announced.
+        """Yield the numbers in the order of their announcement.
 
         Args:
             step: the name of the followed step, for the error.

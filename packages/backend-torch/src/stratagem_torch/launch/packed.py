@@ -219,7 +219,7 @@ def rank_failure(
     """Return the error that a launcher raises if a rank has failed.
 
     Args:
-        rank: the failed rank. If several failed, pass the first rank whose error is not a
+        rank: the failed rank. If several failed, pass the first rank with an error other than
             CommunicationError.
         world_size: the world size of the plan.
         report: the rank's traceback; "": it left no traceback.

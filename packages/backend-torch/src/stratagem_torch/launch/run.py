@@ -110,7 +110,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run a script as the arguments request; return the exit code.
 
     Raises:
-        SystemExit: the arguments are wrong (exit code 2; nothing was started), or ask for help.
+        SystemExit: the arguments are wrong (exit code 2; no process was started), or ask for help.
     """
     launch = parse(arguments)
     # Remove the variables of an outer launch: the ranks would take them for their own.

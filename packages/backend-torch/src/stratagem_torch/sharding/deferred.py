@@ -51,14 +51,14 @@ _METADATA = {
 
 
 class DeferredBuild(TorchFunctionMode):
-    """A context in which parameters that a model's constructor makes end up in pieces.
+    """A context that shards the parameters which a model's constructor creates.
 
     Parameters that an earlier context sharded eagerly are restored here as well when they take part
     in an operation. Every rank runs the same constructors, under the RNG states of rank 0.
 
     Args:
         accelerator: the accelerator of the ranks.
-        device: the device of this rank; its RNG state is shared like that of the host.
+        device: the device of this rank; its RNG state is shared, like the RNG state of the host.
         whole_bytes: see `WHOLE_BYTES`.
 
     Example:

@@ -22,9 +22,9 @@ def plan_by_memory(
 ) -> RunPlan:
     """Return the plan of a strategy that divides the model, if a rank cannot hold it under DDP.
 
-    The first of `_DIVIDING` is taken under which parameters, gradients, buffers and an Adam's state
-    fit into a device. Activations are not known, and not counted. The plan stays if the device's
-    memory is not known, or if nothing fits.
+    The result uses the first strategy of `_DIVIDING` under which parameters, gradients, buffers and
+    the state of an Adam optimizer fit into a device. Activations are unknown, and not counted. The
+    plan stays if the memory of the device is unknown, or if no strategy fits.
 
     Args:
         plan: the plan with DDP.

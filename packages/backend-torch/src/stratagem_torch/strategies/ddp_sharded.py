@@ -177,7 +177,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         parameters_as_bucket_view: see torch's `ZeroRedundancyOptimizer`.
 
     Raises:
-        ConfigurationError: the optimizer is LBFGS, whose step needs all parameters together, or has
+        ConfigurationError: the optimizer is LBFGS, which needs all parameters together, or has
             parameters of several dtypes.
     """
 

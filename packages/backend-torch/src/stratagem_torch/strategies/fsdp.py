@@ -45,7 +45,7 @@ class FSDPStrategy(ShardedStrategy):
     and freed after them. Every rank begins with the parameters of rank 0.
 
     `Lite.init_module()` and `Module.configure_model()` build a model in shards, with the values
-    that its constructor would draw in one process: about 64 MiB of it are whole at a time.
+    that its constructor would draw in one process: about 64 MiB are unsharded at a time.
 
     Ranks train on equal numbers of batches: a sampler repeats its first samples to make its shares
     equal, and an IterableDataset must yield equally many batches on each rank. An evaluation reads

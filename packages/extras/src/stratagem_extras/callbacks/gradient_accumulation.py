@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class GradientAccumulationScheduler(Callback):
     """Changes the number of batches in an optimizer step at the start of given epochs.
 
-    It is equivalent to `Trainer(accumulate_grad_batches={0: 8, 4: 4})`. A strategy needs the
-    schedule before the start, so pass this callback to the Trainer; a Module cannot return it.
+    The callback is equivalent to `Trainer(accumulate_grad_batches={0: 8, 4: 4})`. A strategy needs
+    the schedule before the start, so pass the callback to the Trainer; a Module cannot return it.
 
     Args:
         scheduling: the number of batches in a step by first epoch, counted from 0.

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 class StochasticWeightAveraging(Callback):
     """Averages the weights in the last epochs, at a separate learning rate (SWA).
 
-    From that epoch on the learning rate is annealed to `swa_lrs` and stays constant; schedulers
-    have no effect. At the end of training the model gets the average. If the model has batch norm,
-    one more pass over the training data, without gradients, computes its statistics again.
+    From `swa_epoch_start` on the learning rate is annealed to `swa_lrs` and stays constant;
+    schedulers have no effect. At the end of training the model gets the average. If the model has
+    batch norm, one more pass over the training data, without gradients, computes its statistics
+    again.
 
     A checkpoint that is saved after the fit has the average as the model's weights, and the trained
     weights beside it for resuming. They are kept until the next fit, or until the Trainer runs

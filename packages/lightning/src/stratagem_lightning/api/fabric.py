@@ -126,8 +126,8 @@ class Fabric(Lite):
 
         Args:
             data: tensors, or numbers.
-            group: not needed here.
-            sync_grads: let gradients flow through it.
+            group: ignored.
+            sync_grads: whether gradients flow through the operation.
         """
         return first_of_one(super().all_gather(data, sync_grads=sync_grads), self.world_size)
 

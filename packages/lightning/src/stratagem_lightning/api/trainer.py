@@ -784,7 +784,7 @@ def _default_logger(root: str | Path | None) -> Logger:
     """Return the default logger of Lightning.
 
     Args:
-        root: `default_root_dir`; ignored if it is a URL.
+        root: `default_root_dir`; a URL is ignored.
     """
     folder = Path.cwd() if root is None or storage.is_url(root) else root
     try:

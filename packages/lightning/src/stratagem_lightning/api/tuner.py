@@ -19,7 +19,7 @@ class Tuner(tuner.Tuner):
     ran out, so a run has the same batch size.
 
     Args:
-        trainer: the Trainer whose strategy, precision and options are tried.
+        trainer: the Trainer; trials use its strategy, precision and options.
 
     Example:
         >>> from stratagem_lightning.pytorch import Trainer

@@ -307,7 +307,7 @@ def _raise(outcome: Record, path: Path) -> None:
 
 
 class _HashedFile:
-    """A file of the directory that is hashed while it is written; `close` syncs it to disk.
+    """A file of the directory that is hashed during writing; `close` syncs it to disk.
 
     Args:
         files: receives the size and checksum of the file.

@@ -66,7 +66,7 @@ class StoreExchange:
         """Send `data` to rank 0; on rank 0, wait for the data of all ranks and return it.
 
         Raises:
-            CheckpointSaveError: a rank has sent nothing within an hour, or `stop` was called.
+            CheckpointSaveError: no data of a rank arrived within an hour, or `stop` was called.
         """
         self._round += 1
         if self._rank > 0:
@@ -78,7 +78,7 @@ class StoreExchange:
         """Return rank 0's weights-only-safe data on every rank.
 
         Raises:
-            CheckpointSaveError: rank 0 has said nothing within an hour, or `stop` was called.
+            CheckpointSaveError: no data of rank 0 arrived within an hour, or `stop` was called.
         """
         if self._rank > 0:
             self._awaited = 0

@@ -22,7 +22,7 @@ from stratagem_torch.checkpoint.sharded.shard_reader import ShardReader
 def open_directory(
     path: Path, *, verify: bool, ranks: Ranks | None, check_parts: bool = False
 ) -> dict[str, Any]:
-    """Return a directory checkpoint; each sharded tensor in it is a `LazyTensor`.
+    """Return a directory checkpoint with a `LazyTensor` for each sharded tensor.
 
     Args:
         path: the directory.

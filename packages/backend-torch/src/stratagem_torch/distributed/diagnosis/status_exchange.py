@@ -212,9 +212,9 @@ class StatusExchange:
        when a message exists, so that waiting causes no traffic.
     2. The first rank that asks sends a message to all ranks, with one request.
     3. Each rank writes its answer, and adds its number to a shared list: two requests.
-    4. The first rank reads the list until it is complete, then reads the answers and writes a
-       summary. A second message tells all ranks to read the summary. Other ranks that have asked
-       meanwhile wait for it.
+    4. The first rank reads the complete list, then reads the answers and writes a summary. A second
+       message tells all ranks to read the summary. Other ranks that have asked meanwhile wait for
+       the summary.
 
     A connection serves one request at a time, so that the waiting thread blocks its connection. The
     process group uses its own connection at any time, whenever it makes communicators. Each rank

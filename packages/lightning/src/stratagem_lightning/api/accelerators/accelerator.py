@@ -246,10 +246,10 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     """Return the indices of GPUs on which memory can be allocated.
 
     Args:
-        num_devices: how many; -1: all.
+        num_devices: the number of GPUs; -1: all.
 
     Raises:
-        ConfigurationError: there are not as many.
+        ConfigurationError: fewer GPUs are usable.
     """
     usable: list[int] = []
     for index in range(torch.cuda.device_count()):

@@ -27,10 +27,10 @@ class CUDAAccelerator(_CUDAAccelerator, metaclass=InstanceCheck):  # type: ignor
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> list[int]:
-        """Return the indices that a number or a list of devices means.
+        """Return the indices of the GPUs for a number or a list of devices.
 
         Raises:
-            ConfigurationError: it is neither.
+            ConfigurationError: the value has another form.
         """
         found = accelerators.Availability(CUDAAccelerator.auto_device_count(), "")
         return list(parse_devices(devices, found, "cuda"))

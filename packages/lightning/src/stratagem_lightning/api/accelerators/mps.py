@@ -27,10 +27,10 @@ class MPSAccelerator(_MPSAccelerator, metaclass=InstanceCheck):  # type: ignore[
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> list[int]:
-        """Return the indices that a number or a list of devices means.
+        """Return the indices of the GPUs for a number or a list of devices.
 
         Raises:
-            ConfigurationError: it is neither.
+            ConfigurationError: the value has another form.
         """
         return list(parse_devices(devices, accelerators.Availability(1, ""), "mps"))
 

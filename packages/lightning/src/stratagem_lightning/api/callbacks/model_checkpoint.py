@@ -299,7 +299,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         )
 
     def _save_topk_checkpoint(self, trainer: "Trainer", monitor_candidates: dict[str, Any]) -> None:
-        """Save one of the best, if it is; libraries override it to leave some out.
+        """Save a checkpoint if it is among the best; libraries override this to skip checkpoints.
 
         Args:
             trainer: the Trainer.
@@ -426,7 +426,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
     def _update_best_and_save(
         self, current: Tensor, trainer: "Trainer", monitor_candidates: dict[str, Any]
     ) -> None:
-        """Save one of the best; libraries override it to save something more.
+        """Save a best checkpoint; libraries override this to save further files.
 
         Args:
             current: the monitored value.

@@ -44,13 +44,13 @@ class ShownBar:
 
 
 class RichProgressBar(progress_bar_names.RichProgressBar, ProgressBar):
-    """Stratagem's, which shows the version of the logs too, and numbers as the theme has it.
+    """Stratagem's bar, with the version of the logs and the number format of a theme.
 
     Args:
-        refresh_rate: 0: show no bar.
-        leave: a line of each epoch stays in any case.
-        theme: None: the default one.
-        console_kwargs: arguments of the `rich.console.Console` that it is shown on.
+        refresh_rate: 0 hides the bar.
+        leave: ignored: a line of each epoch stays in any case.
+        theme: None: the default theme.
+        console_kwargs: arguments of the `rich.console.Console` of the bar.
 
     Example:
         >>> from stratagem_lightning.pytorch.callbacks.progress import rich_progress

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def warn_of_default_epochs(options: Mapping[str, Any]) -> None:
-    """Warn that nothing but the default limits a fit.
+    """Warn if the default number of epochs is the only limit of a fit.
 
     Args:
         options: the Trainer's arguments.
@@ -58,10 +58,10 @@ def warn_of_validation(job: Any) -> None:
 
 
 def warn_of_loader(loader: Any, what: str) -> None:
-    """Warn of a loader whose length may be wrong, or that shuffles in an evaluation.
+    """Warn of a loader with a length that may be wrong, or that shuffles in an evaluation.
 
     Args:
-        loader: the user's.
+        loader: the loader of the user.
         what: "train", "validation", "test" or "predict".
     """
     if has_iterable_dataset(loader) and sized_len(loader) is not None:

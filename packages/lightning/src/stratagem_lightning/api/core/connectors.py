@@ -316,7 +316,7 @@ def check_data(trainer: Any) -> None:
     """Check that a loop's `setup_data()` is called within a fit, which has made its loaders.
 
     Raises:
-        ConfigurationError: there is no fit.
+        ConfigurationError: no fit is running.
     """
     if trainer.latest_run is None or trainer.latest_run.fit_data is None:
         raise ConfigurationError(

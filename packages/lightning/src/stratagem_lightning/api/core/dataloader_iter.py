@@ -39,12 +39,12 @@ class DataLoaderIter(Iterator[tuple[Any, int, int]]):
 
     Args:
         batches: the batches of all loaders.
-        count: how many there are; infinity: not known.
+        count: the number of batches; infinity: unknown.
 
     Attributes:
-        fetched: how many were read.
-        last: the last one; before the first, (None, 0, 0).
-        done: whether there are no more, as far as is known.
+        fetched: the number of batches that were read.
+        last: the last batch; before the first, (None, 0, 0).
+        done: whether the last batch was read, as far as this is known.
 
     Example:
         >>> batches = DataLoaderIter(iter([("a", 0, 0), ("b", 1, 0)]), 2)
@@ -123,10 +123,10 @@ class IterFeed(BatchFeed):
 
 
 class ReadingStep(BackwardStep):
-    """An optimizer step whose `training_step` reads its batches itself.
+    """An optimizer step with a `training_step` that reads its batches itself.
 
-    The batches count as trained on once the step is taken, so that a resumed run continues after
-    them. A batch that a model keeps for its next step is not known here.
+    The batches count as trained once the step is taken, so that a resumed run continues after them.
+    A batch that a model keeps for its next step counts as trained too.
 
     Raises:
         ConfigurationError: the run needs a batch before `training_step` reads one.

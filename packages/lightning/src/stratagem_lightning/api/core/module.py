@@ -228,8 +228,8 @@ class LightningModule(HyperparametersMixin, Module):
 
         Args:
             data: tensors, or numbers.
-            group: not needed here.
-            sync_grads: let gradients flow through it.
+            group: ignored.
+            sync_grads: whether gradients flow through the operation.
         """
         if self.fabric is not None:
             return self.fabric.all_gather(data, group, sync_grads)

@@ -67,16 +67,15 @@ def shard_for_one_rank(loader: Any, strategy: Strategy) -> Any:
 
 
 def in_order_of_distributed_sampler(loader: Any, what: str, *, shuffles: bool) -> Any:
-    """Let a loader that was sharded here read its samples in the order that Lightning has.
+    """Make a loader that was sharded here read its samples in the order of Lightning.
 
-    There a DistributedSampler takes the place of the sampler. Training data is always shuffled;
-    data of an evaluation is if the loader shuffles. Ranks read equally many samples, except for
-    predictions. Another sampler of the user's draws from the global RNGs if `seed_everything` was
+    In Lightning, a DistributedSampler replaces the sampler. Training data is always shuffled; data
+    of an evaluation is shuffled if the loader shuffles. Ranks read equally many samples, except for
     called: a run that resumes within an epoch then needs as many ranks as before.
 
     Args:
-        loader: of one rank; one that was not sharded here is left as it is.
-        what: "train", "validation", "test" or "predict"; "": any of these, of Fabric.
+        loader: the loader of one rank; a loader that was not sharded here is unchanged.
+        what: "train", "validation", "test" or "predict"; "" under Fabric, for any kind of loader.
         shuffles: False: no data is shuffled.
     """
     batches = getattr(loader, "batch_sampler", None)
@@ -133,14 +132,16 @@ def ask_for_iterator(loader: Any, what: str, run: Run) -> Callable[[], None] | N
 
 
 def seed_workers_once(loader: Any, rank: int) -> Any:
-    """Return a loader whose workers draw the same random numbers as with Lightning.
+    """Return a loader with the same random numbers in its workers as with Lightning.
 
-    There torch seeds a worker when it starts, and `seed_everything(workers=True)` adds the rank.
-    Our own Trainer seeds workers for each batch, so that a run can resume between two batches.
+    In Lightning, torch seeds a worker when it starts, and `seed_everything(workers=True)` adds the
+    rank. Our own Trainer seeds workers for each batch, so that a run can resume between two
+    batches.
 
     Args:
-        loader: the user's; one without workers, or that is no DataLoader, is returned as it is.
-        rank: of this process.
+        loader: the loader of the user; a loader without workers, or of another class than
+            DataLoader, is unchanged.
+        rank: the rank of this process.
     """
     if not isinstance(loader, DataLoader) or not loader.num_workers:
         return loader

@@ -23,7 +23,7 @@ _STEPS = {"validation": "validation_step", "test": "test_step", "predict": "pred
 
 
 def refuse_uncalled_overrides(objects: Iterable[object]) -> None:
-    """Refuse objects whose classes override a method that only Lightning calls.
+    """Raise for objects with classes that override a method which only Lightning calls.
 
     Without this check, the work of such a method would be skipped silently.
 
@@ -65,7 +65,7 @@ def refuse_uncalled_overrides(objects: Iterable[object]) -> None:
 
 
 def check_dataloader_idx(module: Module, what: str, loaders: int) -> None:
-    """Check that a module's step and hooks take `dataloader_idx` if there are several loaders.
+    """Check that a module's step and hooks take `dataloader_idx` with several loaders.
 
     Args:
         module: the model.
@@ -73,8 +73,9 @@ def check_dataloader_idx(module: Module, what: str, loaders: int) -> None:
         loaders: the number of loaders.
 
     Raises:
-        UserRuntimeError: one does not take it, or requires it although there is a single loader.
-        UserTypeError: one requires an argument under another name.
+        UserRuntimeError: a method does not take it, or requires it although the run has a single
+            loader.
+        UserTypeError: a method requires an argument under another name.
 
     Example:
         >>> from stratagem_lightning.pytorch.demos.boring_classes import BoringModel

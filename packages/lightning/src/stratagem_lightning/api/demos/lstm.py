@@ -58,7 +58,7 @@ class SimpleLSTM(nn.Module):
 
 
 class SequenceSampler(Sampler[list[int]]):
-    """Batches whose n-th sample continues the n-th sample of the batch before.
+    """Batches in which the n-th sample continues the n-th sample of the previous batch.
 
     Args:
         dataset: pieces of a text, in order.

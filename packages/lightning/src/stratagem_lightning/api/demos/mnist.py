@@ -33,11 +33,11 @@ class MNISTDataModule(LightningDataModule):
     """Loaders of MNIST for each stage.
 
     Args:
-        data_dir: folder of the files, which are downloaded if they are not there.
-        val_split: pictures of the training data that are for validation.
-        num_workers: of each loader.
-        normalize: to mean 0 and deviation 1.
-        seed: of the division.
+        data_dir: folder of the files, which are downloaded if missing.
+        val_split: the number of pictures of the training data for validation.
+        num_workers: the number of workers of each loader.
+        normalize: normalize to mean 0 and standard deviation 1.
+        seed: the seed of the split.
         batch_size: samples in a batch.
     """
 

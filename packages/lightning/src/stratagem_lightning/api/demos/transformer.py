@@ -85,15 +85,15 @@ class PositionalEncoding(nn.Module):
 
 
 class WikiText2(Dataset[tuple[Tensor, Tensor]]):
-    """Pieces of a text, each with the same moved on by one word.
+    """Pieces of a text, each with the same piece shifted by one word.
 
     Args:
         data_dir: folder of the file `wikitext-2.txt`.
-        block_size: words of a piece.
-        download: as Lightning asks for it; the file has to be there.
+        block_size: the number of words of a piece.
+        download: ignored; the file must exist.
 
     Raises:
-        ConfigurationError: it is not.
+        ConfigurationError: the file does not exist.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ class TorchCollective:
         """Use the ranks of this run; options of `init_process_group` are not needed.
 
         Raises:
-            ConfigurationError: there is only one, without a process group.
+            ConfigurationError: the run has a single rank, without a process group.
         """
         if not dist.is_initialized():
             raise ConfigurationError(

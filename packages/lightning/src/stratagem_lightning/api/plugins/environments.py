@@ -35,7 +35,7 @@ class _Detected(environments.ClusterEnvironment):
         """Compare the requested numbers with the processes that the environment started.
 
         Raises:
-            ConfigurationError: it is another number of ranks.
+            ConfigurationError: the environment has another number of ranks.
         """
         if num_devices * num_nodes != self.world_size():
             raise ConfigurationError(

@@ -108,9 +108,9 @@ class Precision(own.Precision, metaclass=InstanceCheck):
         """Step the optimizer.
 
         Args:
-            optimizer: its `step` receives `kwargs`, and `closure` if there is one.
-            model: not needed here.
-            closure: as torch's optimizers take it.
+            optimizer: its `step` receives `kwargs`, and `closure` unless `closure` is None.
+            model: ignored.
+            closure: the closure of torch's optimizers.
             **kwargs: further arguments of `step`.
         """
         if closure is not None:

@@ -39,11 +39,11 @@ class _SavesState:
         """Save models, optimizers and values; as `Fabric.save`, called on every rank.
 
         Args:
-            path, state, filter: as there.
-            storage_options: not taken by any format here.
+            path, state, filter: see `Fabric.save`.
+            storage_options: unsupported by all formats here.
 
         Raises:
-            UserTypeError: there are storage options.
+            UserTypeError: `storage_options` is not None.
             ConfigurationError: no Fabric has this strategy.
         """
         name = type(self).__name__

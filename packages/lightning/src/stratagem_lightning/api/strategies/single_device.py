@@ -255,13 +255,13 @@ class SingleDeviceStrategy(strategies.SingleDeviceStrategy, metaclass=InstanceCh
         """Save modules, optimizers, objects with a state_dict, and plain values, on rank 0.
 
         Args:
-            path: where to.
-            state: by name.
-            storage_options: not taken by any format here.
+            path: the path of the file.
+            state: the objects by name.
+            storage_options: unsupported by all formats here.
             filter: see `Fabric.save`.
 
         Raises:
-            ConfigurationError: there are storage options.
+            ConfigurationError: `storage_options` is not None.
         """
         if storage_options is not None:
             raise ConfigurationError(

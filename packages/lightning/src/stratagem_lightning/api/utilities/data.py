@@ -44,12 +44,12 @@ class AttributeDict(HyperParameters):
 
 
 def extract_batch_size(batch: Any) -> int:
-    """Return the first dimension of a batch's first tensor; 1 for a tensor without one.
+    """Return the first dimension of a batch's first tensor; 1 for a scalar tensor.
 
-    Warns if other tensors of the batch have another one.
+    A warning is raised if other tensors of the batch have another first dimension.
 
     Raises:
-        ConfigurationError: there is no tensor in it.
+        ConfigurationError: the batch has no tensor.
     """
     sizes = [
         1 if leaf.dim() == 0 else len(leaf)
@@ -120,7 +120,7 @@ def has_len_all_ranks(dataloader: object, strategy: Any, allow_zero_length: bool
     """Whether a loader has a length on every rank.
 
     Raises:
-        ConfigurationError: it is 0 on some ranks only.
+        ConfigurationError: the length is 0 on some ranks only.
     """
     length = sized_len(dataloader)
     if length is None:

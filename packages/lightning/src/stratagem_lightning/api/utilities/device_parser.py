@@ -11,17 +11,17 @@ from stratagem_lightning.api.utilities.exceptions import UserTypeError
 def parse_gpu_ids(
     gpus: int | str | list[int] | None, include_cuda: bool = False, include_mps: bool = False
 ) -> list[int] | None:
-    """Return the indices of GPUs; None: no GPU is meant.
+    """Return the indices of GPUs, or None for no GPU.
 
     Args:
-        gpus: a number of GPUs, -1 for all, a list of indices, or one of these as text.
+        gpus: a number of GPUs, -1 for all, a list of indices, or such a value as text.
         include_cuda: look for NVIDIA's GPUs.
         include_mps: look for Apple's GPU.
 
     Raises:
-        UserTypeError: it is something else.
-        ConfigurationError: a text has no numbers, this machine does not have these GPUs, or one is
-            named twice.
+        UserTypeError: `gpus` has another type.
+        ConfigurationError: a text has no numbers, this machine does not have these GPUs, or an
+            index is repeated.
 
     Example:
         >>> parse_gpu_ids(0), parse_gpu_ids("0")

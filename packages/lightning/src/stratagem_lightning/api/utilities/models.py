@@ -80,9 +80,9 @@ def grad_norm(
     """Return the norm of each parameter's gradient and the total norm, by name.
 
     Args:
-        module: whose gradients are there.
-        norm_type: which norm, above 0; "inf": the largest value.
-        group_separator: between the kind of norm and the parameter's name.
+        module: the module, with gradients.
+        norm_type: the order of the norm, above 0; "inf": the largest value.
+        group_separator: the text between the kind of norm and the parameter's name.
 
     Raises:
         ValueError: the norm is not above 0.
@@ -146,7 +146,7 @@ def maybe_unwrap_optimized(model: Any) -> Module:
     """Return a Module, or the Module of a `torch.compile` result.
 
     Raises:
-        UserTypeError: it is neither.
+        UserTypeError: `model` is another object.
     """
     if isinstance(model, Module):
         return model
@@ -159,10 +159,10 @@ def maybe_unwrap_optimized(model: Any) -> Module:
 
 
 def to_uncompiled(model: Any) -> Module:
-    """Return the Module, which is not compiled any more; its submodules as `torch.compile` left.
+    """Return the Module without compilation; its submodules stay as `torch.compile` left them.
 
     Raises:
-        ConfigurationError: it is no Module.
+        ConfigurationError: `model` is not a Module.
     """
     module = from_compiled(model)
     adopt_compiled(module)

@@ -42,9 +42,9 @@ def rank_prefixed_message(message: str, rank: int | None) -> str:
 
 
 def disable_possible_user_warnings(module: str = "") -> None:
-    """Say no PossibleUserWarning from now on.
+    """Suppress PossibleUserWarning from now on.
 
     Args:
-        module: a regular expression of the modules that they are said in; "": of all.
+        module: a regular expression for the modules that warn; "" for all modules.
     """
     warnings.filterwarnings("ignore", module=module, category=PossibleUserWarning)
