@@ -34,8 +34,9 @@ def clip_by_norm(
 ) -> Tensor:
     """Clip the gradients by their norm over all ranks; return the norm, equal on every rank.
 
-    The function of torch rejects gradients on different meshes. Here each rank computes the norm of
-    its shards, and the norms are combined over the mesh dimensions that shard a gradient.
+    The function of torch rejects gradients of several kinds (plain tensors, DTensors of different
+    meshes). Here each rank computes the norm of its shards, and the norms are combined over the
+    mesh dimensions that shard a gradient.
 
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is True.

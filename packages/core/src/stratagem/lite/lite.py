@@ -340,7 +340,7 @@ class Lite(FrontEnd):
         self.ranks.barrier(name)
 
     def rank_zero_first(self, *, local: bool = False) -> AbstractContextManager[None]:
-        """Return a context that rank 0 enters before the other ranks.
+        """Return a context; rank 0 runs its block before the other ranks.
 
         Args:
             local: let local rank 0 of each node run first, instead of global rank 0.

@@ -256,8 +256,8 @@ def check_safe_data(data: Any, name: str | Path) -> None:
     Weights-only-safe data are None, bool, int, float, complex, str, bytes and bytearray (also empty
     ones), `torch.Tensor` and `nn.Parameter`, `torch.Size`, `torch.dtype` and `torch.device`, and
     dict, OrderedDict, Counter, list, tuple and set of them; the keys of a dict too. Other types and
-    subclasses of these types are not: NumPy arrays and scalars, dataclasses, enums, frozensets,
-    named tuples or paths. Tensors may share memory, and share it again after a load. Data nested
+    subclasses are not, such as NumPy arrays and scalars, dataclasses, enums, frozensets, named
+    tuples and paths. Tensors may share memory, and share it again after a load. Data nested
     more than 256 deep, and tensors far larger than their memory (`expand`), raise an error.
 
     Args:
@@ -300,7 +300,7 @@ def to_bytes(data: Any, name: str | Path) -> bytes:
 def from_bytes(stored: bytes, name: str | Path) -> Any:
     """Decode the output of `to_bytes` without executing anything; tensors are on the CPU.
 
-    It accepts the files that `torch.load(weights_only=True)` accepts, and raises on empty bytes.
+    It accepts the data that `torch.load(weights_only=True)` accepts, and raises on empty bytes.
 
     Args:
         stored: the output of `to_bytes` or `torch.save`.
