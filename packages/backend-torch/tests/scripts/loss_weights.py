@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from stratagem import Lite, Module, Trainer
 from stratagem.checkpoint import consolidate_checkpoint
+from stratagem.strategies import ModelParallelStrategy
 
 EPOCHS, BATCHES, WORDS = 2, 12, 7
 IGNORED = -100
@@ -44,7 +47,8 @@ class Net(Module):
         self.head = nn.Linear(4, WORDS)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.words(tokens.flatten()).tanh())
+        # A copy: FSDP2 warns about views.
+        return self.head(self.words(tokens.flatten()).tanh()).clone()
 
     def loss_weight(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         return (batch[1] != IGNORED).sum()
@@ -59,14 +63,20 @@ class Net(Module):
         return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
 
 
+def in_pairs(model: nn.Module, mesh: Any) -> None:
+    """Divide the layer at the end over the ranks of a tensor-parallel pair."""
+    plan = {"head": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(model, mesh["tensor_parallel"], plan)
+
+
 def flat(state: dict[str, Any]) -> list[float]:
     return [number for name in sorted(state) for number in state[name].flatten().tolist()]
 
 
-def reference(ranks: int, accumulate: int) -> list[float]:
+def reference(parts: int, accumulate: int) -> list[float]:
     """Train one process on the mean over all tokens of each step."""
     net = Net()
-    optimizer, size = net.configure_optimizers(), ranks * accumulate
+    optimizer, size = net.configure_optimizers(), parts * accumulate
     for _ in range(EPOCHS):
         for first in range(0, BATCHES, size):
             tokens, labels = map(torch.cat, zip(*batches()[first : first + size], strict=True))
@@ -125,12 +135,17 @@ def looped(strategy: Any, ranks: int, accumulate: int) -> list[float]:
 
 
 def main(strategy: str, ranks: int, accumulate: int) -> None:
+    made: Any = strategy
+    parts = ranks
+    if strategy == "model_parallel":
+        parts = ranks // 2
+        made = ModelParallelStrategy(tensor_parallel_size=2, parallelize_fn=in_pairs)
     found = {
-        "reference": reference(ranks, accumulate),
-        "trainer": trained(strategy, ranks, accumulate),
+        "reference": reference(parts, accumulate),
+        "trainer": trained(made, ranks, accumulate),
     }
     if not strategy.startswith("deepspeed"):  # it clips in its own step
-        found["lite"] = looped(strategy, ranks, accumulate)
+        found["lite"] = looped(made, ranks, accumulate)
     Path("found.json").write_text(json.dumps(found))
 
 

@@ -11,10 +11,22 @@ from fixtures import run_file
 SCRIPT = Path(__file__).parents[1] / "scripts" / "loss_weights.py"
 
 
+TRIED = [("single_device", 1, 5), ("ddp", 2, 2), ("fsdp", 2, 4), ("ddp_sharded", 2, 1)]
+SEVERAL = ("ddp", "fsdp", "ddp_sharded", "model_parallel")
+MATRIX = [("single_device", 1), *((name, ranks) for name in SEVERAL for ranks in (2, 4))]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks", "accumulate"),
-    [("single_device", 1, 5), ("ddp", 2, 2), ("fsdp", 2, 4), ("ddp_sharded", 2, 1)],
+    [
+        *TRIED,
+        *(
+            pytest.param(name, ranks, accumulate, marks=pytest.mark.long)
+            for name, ranks in MATRIX
+            for accumulate in (1, 2, 4)
+        ),
+    ],
 )
 def test_loss_weight_gives_the_mean_over_all_tokens_of_a_step(
     strategy: str, ranks: int, accumulate: int, tmp_path: Path
