@@ -124,7 +124,7 @@ class Callback:
 
     def on_train_batch_start(
         self, trainer: Trainer, module: Module, batch: Any, batch_idx: int
-    ) -> None:
+    ) -> int | None:
         """Called before each training batch.
 
         If a callback's hook returns -1, the rest of the epoch is skipped.

@@ -101,7 +101,7 @@ class ModuleHooks(DataHooks, nn.Module):
     def on_train_epoch_end(self) -> None:
         """Called after each epoch and its validation."""
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         """Called before each training batch.
 
         If the hook returns -1, the rest of the epoch is skipped.
