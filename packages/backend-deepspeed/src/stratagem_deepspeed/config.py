@@ -57,9 +57,9 @@ class Facts:
         precision: its name.
         clip: the Trainer's largest norm of gradients; None: it does not clip.
         accumulation: the most micro-batches of a step; None: a hand-written loop decides.
-        loop: "Trainer" or "Lite", once that is known.
-        batch_size: samples in a micro-batch of a rank; 0: the loader does not say.
-        world_size: ranks.
+        loop: "Trainer" or "Lite", once known.
+        batch_size: the number of samples in a micro-batch of a rank; 0: unknown.
+        world_size: the number of ranks.
         device_type: of the ranks' devices, "cpu" for one.
     """
 

@@ -21,14 +21,14 @@ _DEEPEST = 32
 
 
 def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
-    """Return the user's config as a dict of its own.
+    """Return a copy of the user's config as a dict.
 
     Args:
         config: a dict, or the path of a JSON file.
 
     Raises:
         ConfigurationError: the file is missing, no regular file or not JSON, a key is unknown or
-            there twice, or a number is not finite; says which.
+            repeated, or a number is not finite; the message names the cause.
     """
     if config is None:
         return {}

@@ -14,7 +14,7 @@ from stratagem_deepspeed.known_keys import KNOWN_KEYS
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
-    """Refuse keys that DeepSpeed's config does not have.
+    """Raise for keys that DeepSpeed's config does not have.
 
     Raises:
         ConfigurationError: names the key, and the one that it resembles.

@@ -24,8 +24,8 @@ class EngineModule(nn.Module):
 
     The engine is not a submodule: parameters and state belong to the model. Stage 3 needs another
     `torch.nn.functional.linear`, which does not keep unsharded weights for backward. DeepSpeed
-    installs this function permanently; here it is installed while the engine's forward or backward
-    runs.
+    installs this function permanently; this class restores torch's function after each forward and
+    backward of the engine.
 
     Attributes:
         module: the model.

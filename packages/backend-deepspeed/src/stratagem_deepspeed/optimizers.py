@@ -48,10 +48,10 @@ def only_one(optimizers: Sequence[Optimizer]) -> Optimizer | None:
 
 
 def check_held(optimizer: Optimizer, model: nn.Module) -> None:
-    """Refuse an optimizer with parameters that its engine's model does not have.
+    """Raise if an optimizer has parameters that its engine's model does not have.
 
     Raises:
-        ConfigurationError: says how many, and to make an optimizer for each model.
+        ConfigurationError: the message has the number of such parameters, and the remedy.
     """
     own = {id(parameter) for parameter in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]

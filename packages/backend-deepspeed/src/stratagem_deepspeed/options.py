@@ -46,7 +46,7 @@ class Options:
     )
     offload_parameters: bool = _option(
         default=False,
-        doc="keep parameters in host memory too; stage 3, below it they stay where they are.",
+        doc="keep parameters in host memory too; only at stage 3, ignored below.",
     )
     offload_optimizer_device: str | None = _option(doc='"cpu" (the default) or "nvme".')
     offload_params_device: str | None = _option()
@@ -122,10 +122,10 @@ class Options:
         return cls(**given)
 
     def placed(self) -> Iterator[tuple[str, tuple[str, ...], Any]]:
-        """Yield (name, path, value) of the options that were given and have a place of their own.
+        """Yield (name, path, value) of the given options with a fixed place in the config.
 
         Raises:
-            ConfigurationError: a size is no whole number of at least 1.
+            ConfigurationError: a size is not an integer of at least 1.
         """
         for option in fields(self):
             value, path = getattr(self, option.name), option.metadata["path"]

@@ -35,7 +35,7 @@ def facts_of_steps(step: StepOptions | None) -> dict[str, Any]:
 
 
 def check_float16(config: Mapping[str, Any], device_type: str, precision: str) -> None:
-    """Refuse float16 on a processor without it, where DeepSpeed would fail in the ranks.
+    """Raise for float16 on a processor without float16, where DeepSpeed would fail in the ranks.
 
     Raises:
         ConfigurationError: names the precision.
@@ -88,7 +88,7 @@ def share_start(model: nn.Module, precision: Precision) -> None:
 
 
 def check_parameters(model: nn.Module, precision: Precision) -> None:
-    """Refuse the parameters that an engine cannot train: complex, float64, and without a dimension.
+    """Raise for parameters that an engine cannot train: complex, float64, and without a dimension.
 
     Args:
         model: the user's.
@@ -120,7 +120,7 @@ def check_parameters(model: nn.Module, precision: Precision) -> None:
 
 
 def check_elements(model: nn.Module) -> None:
-    """Refuse parameters without elements, which stage 3 cannot divide, trained or frozen.
+    """Raise for parameters without elements, which stage 3 cannot divide, trained or frozen.
 
     Raises:
         ConfigurationError: names a parameter.

@@ -66,7 +66,7 @@ class _Slice:
 
     Args:
         parameter: a sharded parameter.
-        is_trained: whether an engine keeps float32 weights and optimizer state of it.
+        is_trained: whether an engine keeps its float32 weights and optimizer state.
     """
 
     def __init__(self, parameter: Any, *, is_trained: bool) -> None:

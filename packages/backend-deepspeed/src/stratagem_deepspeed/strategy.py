@@ -99,15 +99,14 @@ class DeepSpeedStrategy(ParallelStrategy):
     repeats samples if ranks would run different numbers of batches.
 
     Args:
-        stage: 1 shards optimizer state, 2 (the default) gradients too, 3 parameters too; 0 shards
-            no state.
+        stage: 1 shards optimizer state, 2 (the default) gradients too, 3 parameters too; 0 nothing.
         offload_optimizer: keep optimizer state in host memory, and step there; torch's Adam and
             AdamW become DeepSpeedCPUAdam, unless the config has zero_force_ds_cpu_optimizer=false.
         offload_parameters: keep parameters in host memory too; only at stage 3, ignored below.
         offload_optimizer_device, offload_params_device: "cpu" (the default) or "nvme".
         nvme_path: a folder on the NVMe device; default "/local_nvme".
-        params_buffer_count, params_buffer_size, max_in_cpu: the number of buffers for parameters on
-            NVMe, their elements, and the elements of parameters that stay in host memory.
+        params_buffer_count, params_buffer_size, max_in_cpu: buffers for parameters on NVMe, their
+            elements, and elements of parameters that stay in host memory.
         optimizer_buffer_count: buffers for optimizer state on NVMe.
         pin_memory: keep offloaded tensors in page-locked memory; default False.
         block_size, queue_depth, single_submit, overlap_events, thread_count: options of reads and
@@ -130,7 +129,7 @@ class DeepSpeedStrategy(ParallelStrategy):
             values that contradict an argument raise an error.
         save_full_weights: gather checkpoints on rank 0, which writes one file. By default every
             rank writes its part into a directory; `stratagem checkpoint consolidate` and `convert`
-            make a single file of it.
+            turn the directory into a single file.
         **components: see `ParallelStrategy`.
 
     Raises:

@@ -22,7 +22,7 @@ def load_sdk(lazy_mode: bool | None = None) -> Any:
 
     Args:
         lazy_mode: collect operations into graphs, and run each at a `mark_step`; None: the mode of
-            the environment, or the SDK's default. The SDK reads the mode once, when it is loaded.
+            the environment, or the SDK's default. The SDK reads the mode once, during its import.
 
     Raises:
         ConfigurationError: the SDK cannot be imported, or was imported in the other mode.

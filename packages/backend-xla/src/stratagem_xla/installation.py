@@ -126,7 +126,7 @@ def checks() -> Iterator[Check]:
 
 
 def check_devices(strategy: str, devices: int, *, all_of_them: bool) -> None:
-    """Refuse numbers of devices that the runtime cannot give to a strategy.
+    """Raise for numbers of devices that the runtime cannot give to a strategy.
 
     Args:
         strategy: its name.
@@ -134,7 +134,7 @@ def check_devices(strategy: str, devices: int, *, all_of_them: bool) -> None:
         all_of_them: whether it drives every device of the process.
 
     Raises:
-        ConfigurationError: says how to make the two agree.
+        ConfigurationError: the numbers differ; the message has a remedy.
     """
     found = availability()
     if all_of_them and devices != found.count:

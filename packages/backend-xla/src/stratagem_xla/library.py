@@ -51,7 +51,7 @@ def start_spmd() -> None:
 
 
 def check_no_spmd() -> None:
-    """Refuse a device by itself where all act as one.
+    """Raise if a single device is used while all devices act as one (SPMD).
 
     Raises:
         ConfigurationError: this process has used a strategy for all devices.

@@ -24,10 +24,10 @@ _hooked: WeakSet[nn.Module] = WeakSet()
 
 
 def check_mesh(planned: int) -> None:
-    """Refuse devices that one process cannot drive.
+    """Raise for devices that one process cannot drive.
 
     Args:
-        planned: how many the plan has; a warning says where the runtime has others.
+        planned: the number of devices of the plan; a warning names another number of the runtime.
 
     Raises:
         ConfigurationError: the devices are spread over several hosts.

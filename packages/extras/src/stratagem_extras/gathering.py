@@ -22,15 +22,15 @@ def gather_for_metrics(
 
     Args:
         ranks: all of them make the call.
-        data: tensors whose first dimension counts samples, lists of objects, or nested collections
+        data: tensors with samples in the first dimension, lists of objects, or nested collections
             of them.
         samples: the number of samples that this rank has read, the number of these samples that
             another rank has read too, and whether they belong to the current batch.
         is_repeated: whether this rank repeats its last batch, so that its samples do not count.
 
     Raises:
-        UserCodeError: the ranks' data differ in structure or in shape, or it is unknown which
-            samples are repeated.
+        UserCodeError: the ranks' data differ in structure or in shape, or the indices of repeated
+            samples are unknown.
     """
     if ranks.world_size == 1:
         return data

@@ -243,9 +243,9 @@ def _package(name: str, whole: Mapping[str, str], leaves: Mapping[str, str]) -> 
     """Return a package, and the modules in it that have some of its names.
 
     Args:
-        name: of the package.
-        whole: its names.
-        leaves: module -> some of the names.
+        name: the name of the package.
+        whole: the names of the package.
+        leaves: for some modules, a part of their names.
     """
     return {name: whole, **{f"{name}.{leaf}": _some(whole, of) for leaf, of in leaves.items()}}
 

@@ -131,7 +131,7 @@ def to_lightning(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     are numbered in the order of the optimizer's groups, as torch does.
 
     Args:
-        checkpoint: as a Trainer saves it, with whole tensors.
+        checkpoint: a checkpoint of a Trainer, with unsharded tensors.
 
     Example:
         >>> theirs = to_lightning({"epoch": 0, "global_step": 4, "state_dict": {}})

@@ -22,7 +22,7 @@ def clean_environment(search_path: Iterable[str] = ()) -> dict[str, str]:
     """Return this process's variables without launch variables, for a rank on a busy machine.
 
     Args:
-        search_path: folders that are searched for modules, besides those of PYTHONPATH.
+        search_path: folders that are searched for modules, in addition to PYTHONPATH.
     """
     kept = {
         name: value

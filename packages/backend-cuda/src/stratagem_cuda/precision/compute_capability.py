@@ -47,7 +47,7 @@ def why_no_visible_float8(precision: str) -> str:
 
 
 def check_current_float8(precision: str) -> None:
-    """Refuse a precision that needs float8 where this rank's GPU lacks it.
+    """Raise if a precision needs float8 and the GPU of this rank lacks it.
 
     Raises:
         ConfigurationError: names the GPU.

@@ -117,7 +117,7 @@ def _is_within(name: str, modules: Collection[str]) -> bool:
 def warn_unless_converted(
     module: nn.Module, precision: str, is_converted: Callable[[nn.Module], bool], wanted: str
 ) -> None:
-    """Warn where a model has no layer that computes in the precision asked for.
+    """Warn if a model has no layer that computes in the requested precision.
 
     Args:
         module: the model, after its conversion.

@@ -40,13 +40,14 @@ class GroupRuns:
     """The runs of one process; each run needs all ranks of its process group.
 
     1. Each rank calls `begin` before each run. The call waits until all ranks have arrived.
-    2. A rank whose run fails calls `fail`. If other ranks then wait for it in a collective, or call
+    2. A rank with a failed run calls `fail`. If other ranks then wait for it in a collective, or
+       call
        `begin` much later, it closes its connections, so that their collectives fail.
     3. If a run has failed, all ranks join a new group in `begin`. Exception: the run has failed on
        all ranks in the same place before any rank closed its connections. Then no rank waits.
 
     Args:
-        store: the store of the process group; this opens a connection of its own.
+        store: the store of the process group; this object opens another connection.
         rank, world_size: this rank, and the number of ranks.
         timeout: seconds that a rank waits for the others.
         join_again: joins a new group, given its number; returns the statuses of its ranks.

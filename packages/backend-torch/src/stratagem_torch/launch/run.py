@@ -218,7 +218,7 @@ def _provided(name: str, option: str, *arguments: Any) -> Any:
     """Call a function of another distribution, which an option needs, and return its result.
 
     Raises:
-        SystemExit: the function is missing or unusable (exit code 2). One line says why.
+        SystemExit: the function is missing or unusable (exit code 2). A line has the reason.
     """
     from stratagem.discovery import get_registry
 

@@ -147,7 +147,7 @@ class Command:
     Attributes:
         command: the program and its arguments.
         pass_fds: by rank, file descriptors that the child inherits.
-        new_sessions: give each child a session of its own.
+        new_sessions: start each child in a new session.
         cwd: the folder that the children start in; None: this process's.
         die_with_this: let the kernel end a child when this process ends, whatever the child runs.
             Only for a process without other threads.

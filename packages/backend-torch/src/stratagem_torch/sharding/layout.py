@@ -150,11 +150,11 @@ def distribute_state(state: Mapping[str, Any], parameter: Tensor) -> dict[str, A
 
 
 def check_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse an optimizer that would step something else than the model's parameters.
+    """Raise if an optimizer would step other tensors than the model's parameters.
 
     Raises:
-        ConfigurationError: says how many parameters are not the model's; or that sharded and whole
-            ones are to be stepped by one kernel.
+        ConfigurationError: some parameters do not belong to the model (the message has their
+            number); or a kernel would step sharded and unsharded parameters together.
     """
     own = {id(p) for p in module.parameters()}
     for optimizer in optimizers:

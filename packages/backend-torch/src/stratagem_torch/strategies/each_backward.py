@@ -99,7 +99,7 @@ class EachBackward:
         return self._accumulators
 
     def run(self, backward: Callable[[], None], loss: Tensor, is_single: bool) -> None:
-        """Run a backward pass that the strategy was asked for.
+        """Run a backward pass on behalf of the strategy.
 
         Args:
             backward: runs it.

@@ -109,7 +109,7 @@ class ShardedPrepared(PreparedModel):
 class ShardedStrategy(ParallelStrategy):
     """Trains with parameters, gradients and optimizer state spread over ranks.
 
-    A subclass says how ranks are arranged (`mesh_shape`) and shards a model over them (`shard`).
+    A subclass defines how ranks are arranged (`mesh_shape`) and shards a model over them (`shard`).
 
     Args:
         state_dict_type: "full" gathers a checkpoint on rank 0, which writes one file; "sharded"
@@ -471,7 +471,7 @@ def _root_of(module: nn.Module) -> nn.Module | None:
 
 
 def _check_still_sharded(root: nn.Module) -> None:
-    """Refuse a model that was built again, in part, after it was sharded.
+    """Raise for a model that was partly built again after sharding.
 
     Raises:
         UserCodeError: names a parameter.

@@ -61,11 +61,11 @@ def describe_checkpoint(path: str | Path, *, verify: bool = False) -> Descriptio
 
     Args:
         path: a file, a directory, or the URL of a file.
-        verify: whether to read the whole checkpoint and compare it with its checksums.
+        verify: whether to read the complete checkpoint and compare it with its checksums.
 
     Raises:
         CheckpointCorruptError: the path has no complete checkpoint.
-        OSError: the checkpoint cannot be read; a FileNotFoundError if nothing is at the path.
+        OSError: the checkpoint cannot be read; a FileNotFoundError if the path does not exist.
 
     Example:
         >>> import tempfile
@@ -118,7 +118,7 @@ SUFFIX = ".ckpt"
 
 
 def check_exists(path: paths.Location) -> None:
-    """Raise if nothing is at a path.
+    """Raise if a path does not exist.
 
     Raises:
         CheckpointNotFoundError: names the checkpoints beside the path.

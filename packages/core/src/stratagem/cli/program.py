@@ -107,7 +107,7 @@ def plugins_checks(registry: Registry) -> list[tuple[str, Check]]:
 
 
 def full_form(command: str, arguments: Sequence[str]) -> int | None:
-    """Run the full form of one of core's commands; return its exit code.
+    """Run the full form of a command of core; return its exit code.
 
     The full form is the function `stratagem.cli.COMMAND_report`, which stratagem-extras provides.
     If no such function can be imported, the result is None, and core prints its short form.

@@ -23,7 +23,7 @@ class Change(NamedTuple):
         now: the name that replaces it.
         how: further changes that an author has to make; "" if the name is the only change.
         ends: the release that removes the former name. Until then a class may override or call the
-            former method, with a DeprecationWarning; "" if it is removed already.
+            former method, with a DeprecationWarning; "" for a removed name.
     """
 
     now: str

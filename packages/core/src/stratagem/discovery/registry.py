@@ -546,7 +546,7 @@ class Registry:
         """Remove a component that `add` registered; a component that it replaced is restored.
 
         Raises:
-            UnknownNameError: nothing was registered under that name in this process.
+            UnknownNameError: no component was registered under that name in this process.
         """
         key = (kind, name.casefold())
         holders = self._candidates.get(key, [])

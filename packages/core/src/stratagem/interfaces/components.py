@@ -15,7 +15,7 @@ from stratagem.plan.step_options import StepOptions
 @final
 @dataclass(frozen=True)
 class Components:
-    """The components of a strategy, built as the plan says. `Strategy.bind` receives them.
+    """The components of a strategy, built from the plan. `Strategy.bind` receives them.
 
     Attributes:
         accelerator: the type of device.

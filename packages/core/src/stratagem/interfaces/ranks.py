@@ -176,7 +176,7 @@ class Ranks:
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, in the order of ranks, on rank 0; [] on the others.
 
-        For data that only rank 0 needs: the other ranks receive nothing, and nothing is decoded.
+        For data that only rank 0 needs: the other ranks receive no data, and no data is decoded.
         By default this calls `gather_objects`.
 
         Args:
@@ -213,20 +213,20 @@ class Ranks:
         """Wait until every rank calls this, or raise if another waits in a collective instead.
 
         Args:
-            did: what this rank has done, for the error.
+            did: the last action of this rank, for the error.
 
         Raises:
             CommunicationError: names the ranks that wait, and where.
         """
 
     def meet(self, did: str, *, failed: bool = False) -> None:
-        """Wait until every rank calls this, or raise within seconds if all others wait in vain.
+        """Wait until every rank calls this, or raise within seconds if all others are stuck.
 
         Ranks that run out of batches in an evaluation call this while other ranks run their last
         steps. A rank that still runs code is waited for without a limit.
 
         Args:
-            did: what this rank has done, for the error.
+            did: the last action of this rank, for the error.
             failed: this rank raises an error instead: tell the others, and do not wait.
 
         Raises:

@@ -458,7 +458,7 @@ class Strategy(Stepping, UserNames, ABC):
 
         Args:
             prepared: the model.
-            state: whole tensors by name, or the `LazyTensor`s of `open_checkpoint`.
+            state: unsharded tensors by name, or the `LazyTensor`s of `open_checkpoint`.
             strict: raise an error for missing and unexpected names.
 
         Raises:

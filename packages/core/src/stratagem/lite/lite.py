@@ -80,7 +80,7 @@ class Lite(FrontEnd):
         precision: a name ("32-true", "bf16-mixed", ...), 64, 32, 16, "bf16", or a Precision; None:
             "32-true".
         plugins: CheckpointIO, ClusterEnvironment, Launcher or Precision objects, or names of them.
-        callbacks: objects whose methods `call` calls.
+        callbacks: objects with the methods that `call` calls.
         loggers: destinations of `log_dict`: Logger objects, or names such as "tensorboard".
         accumulate_grad_batches: batches per optimizer step, in blocks of `accumulate`.
         async_save: write checkpoints of any format while training continues.
@@ -253,7 +253,7 @@ class Lite(FrontEnd):
         `stratagem-extras`.
 
         Args:
-            data: tensors whose first dimension counts samples, which may differ between ranks;
+            data: tensors with samples in the first dimension, which may differ between ranks;
                 lists of objects (weights-only-safe data), an object for each sample; and dicts,
                 lists and tuples of them. Of a tensor without dimensions each rank's value returns.
 
@@ -367,8 +367,8 @@ class Lite(FrontEnd):
                 loaders, and objects with `state_dict()` and `load_state_dict()`, which `save_state`
                 then saves; None stays None.
             move_to_device: move parameters and batches to this rank's device.
-            compile: True: torch.compile of the models; or a dict of its arguments; None: as
-                `step_options` says. See docs/guides/compiling.md.
+            compile: True: torch.compile of the models; or a dict of its arguments; None: the value
+                of `step_options`. See docs/guides/compiling.md.
 
         Returns:
             The object, or a tuple of them in the order of the arguments. An optimizer that the
@@ -603,8 +603,9 @@ class Lite(FrontEnd):
                 loss is a mean of, such as its valid tokens.
 
         Returns:
-            The factors: numbers on one device, else tensors on the device. That of a weight of 0 is
-            0.0. A mean of no elements is NaN: use `loss.nan_to_num() * factor` if there are such.
+            The factors: numbers on one device, else tensors on the device. A weight of 0 has the
+                factor 0.0. A mean of no elements is NaN: use `loss.nan_to_num() * factor` for such
+                losses.
 
         Example:
             >>> from stratagem import Lite
@@ -797,7 +798,7 @@ class Lite(FrontEnd):
         with their position, and the position in a window of `accumulate`. Every rank calls it.
 
         Args:
-            folder: a local path or a URL; the file in it is "state.ckpt", as `save` writes it.
+            folder: a local path or a URL; `save_state` writes the file "state.ckpt" in it.
 
         Example:
             >>> import tempfile
@@ -863,7 +864,7 @@ class Lite(FrontEnd):
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write values by their names to every logger, on rank 0.
 
-        Without a logger nothing is written, and a hint says so once.
+        Without a logger no values are written, and a hint is printed once.
 
         Raises:
             ConfigurationError: a value is neither a number nor a tensor of one element.

@@ -45,7 +45,7 @@ class StepHooks(nn.Module):
 
         An override has to call the closure, directly or through `optimizer.step`. Each call of this
         hook adds 1 to `Trainer.global_step`, even if it does not step the optimizer. A call without
-        a loss, or whose step loss scaling skipped, adds nothing.
+        a loss, or with a step that loss scaling skipped, does not count.
 
         Args:
             epoch: the current epoch, counted from 0.

@@ -274,7 +274,7 @@ def open_archive(file: BinaryIO, path: str, *, verify: bool) -> dict[str, Any]:
         verify: whether to compare the file with its checksum first.
 
     Raises:
-        CheckpointCorruptError: the file is no whole archive of weights-only-safe data.
+        CheckpointCorruptError: the file is not a complete archive of weights-only-safe data.
 
     Example:
         >>> import tempfile
@@ -351,7 +351,7 @@ class StoredCheckpointIO(CheckpointIO):
         self._reader.forget()
 
     def link_checkpoint(self, target: str | Path, path: str | Path) -> bool:
-        """Make `path` a symbolic link to `target`, or a copy of it on an object store.
+        """Make `path` a symbolic link to `target`, or a copy of the target on an object store.
 
         Raises:
             CheckpointSaveError: the file system rejected the link; `path` is unchanged.

@@ -14,18 +14,19 @@ def loss_factors(ranks: Ranks, weights: Sequence[float]) -> list[float | Tensor]
     """Return the factor of each loss in an optimizer step; called on every rank, once in a step.
 
     Let each loss be a mean over `weight` elements. Strategies sum gradients over micro-batches and
-    average them over the parts of the data. The gradient of `sum(factor * loss)` is then that of
+    average them over the parts of the data. The gradient of `sum(factor * loss)` then equals that
+    of
     the mean over the elements of all micro-batches of all ranks:
     `factor = weight * number of parts / sum of the weights of all ranks`.
 
     Several ranks exchange one number. No device is synchronized.
 
     Args:
-        ranks: the ranks that train together. Those of one data group have the same weights.
+        ranks: the ranks that train together. Ranks of one data group have the same weights.
         weights: the weight of each of this rank's losses.
 
     Returns:
-        The factors. That of a weight of 0 is the number 0.0.
+        The factors. A weight of 0 has the number 0.0 as its factor.
     """
     total: float | Tensor = float(sum(weights))
     if ranks.world_size > 1:

@@ -37,7 +37,7 @@ def prepare(
     move_to_device: bool = True,
     compilation: Compilation | Literal[False] | None = None,
 ) -> PreparedModel:
-    """Prepare a model with a strategy, and release an earlier preparation of it.
+    """Prepare a model with a strategy, and release its earlier preparation.
 
     Args:
         strategy: the strategy of a launched run.

@@ -248,7 +248,8 @@ class Runtime:
         """Start the processes, set up their environment, and call a function on every rank.
 
         Args:
-            function: called as `function(*args, **kwargs)`; None: the script goes on on every rank.
+            function: called as `function(*args, **kwargs)`; with None, the script continues on
+                every rank.
 
         Returns:
             The function's result on this rank.

@@ -44,7 +44,7 @@ class Shards:
         """Return the chunks of a range of a flattened tensor; they alias it.
 
         Args:
-            shape: of the whole tensor.
+            shape: the shape of the unsharded tensor.
             flat: shape (n,): the elements from `start` on, in row-major order.
             start: where the range begins, in elements.
         """
@@ -100,7 +100,7 @@ class LazyTensor(ABC):
     """A tensor in a checkpoint that is not read yet; each rank reads only the parts it needs.
 
     Attributes:
-        shape: of the whole tensor.
+        shape: the shape of the unsharded tensor.
         dtype: its dtype.
 
     Example:

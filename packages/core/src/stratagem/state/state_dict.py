@@ -71,8 +71,8 @@ def load_named_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str
     """Load a state from `named_state`; parameter groups are matched by parameter names.
 
     Raises:
-        CheckpointMismatchError: the groups hold other parameters, lack options that this
-            optimizer needs, or a value has another kind, shape or dtype; says which.
+        CheckpointMismatchError: the groups hold other parameters, lack options that this optimizer
+            needs, or a value has another kind, shape or dtype; the message names the difference.
     """
     names = _names_by_index(optimizer, module)
     groups = optimizer.state_dict()["param_groups"]
@@ -193,7 +193,8 @@ def matching_groups(
     another order is said.
 
     Raises:
-        CheckpointMismatchError: the groups hold other parameters, or some are missing; says which.
+        CheckpointMismatchError: the groups hold other parameters, or some are missing; the message
+            names them.
     """
     found = []
     for names in own:
@@ -283,7 +284,7 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool = 
     Args:
         module: receives them.
         state: tensors by name.
-        strict: refuse missing and unexpected names; shapes are checked in any case.
+        strict: raise for missing and unexpected names; shapes are checked in any case.
 
     Raises:
         CheckpointMismatchError: lists missing and unexpected names and differing shapes.

@@ -81,7 +81,7 @@ def has_ended(
     *,
     forgotten_after: float = FORGOTTEN_AFTER,
 ) -> bool:
-    """Return whether a file's or directory's owner has ended, so that it is a leftover.
+    """Return whether the owner of a file or directory has ended, which makes it a leftover.
 
     If this cannot be determined, only old files and directories count as leftovers.
 

@@ -247,7 +247,7 @@ def _remote_entries(folder: str) -> list[Entry]:
 def open_local(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a file that can be mapped into memory; a URL is downloaded first.
 
-    The downloaded copy has no name, so that it is deleted when the last process closes it.
+    The downloaded copy has no name, so that the system deletes it when the last process closes it.
     Processes of a machine that open a URL at the same time share a copy.
 
     Raises:

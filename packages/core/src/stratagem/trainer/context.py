@@ -43,7 +43,7 @@ class FitState:
         last_step: the number of batches in the last optimizer step; 0 if unknown.
         end_begun: whether the hooks of this epoch's end have begun.
         stop_delayed: whether `Trainer.should_stop` was set before the minimum of training.
-        stop_requests: the callbacks that ask for the end of training. None in it stands for
+        stop_requests: the callbacks that ask for the end of training. None in it represents
             `Trainer.should_stop`.
         has_ended_epoch: whether an epoch has ended in this run, so that its metrics are available.
         logged_in_epoch: the names that training has logged in the epoch that ended last.

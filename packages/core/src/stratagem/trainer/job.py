@@ -63,7 +63,7 @@ class Job:
         """Return a Job, with each argument assigned to a field by its type.
 
         Users may pass a DataModule as loaders. They may also pass a checkpoint as the datamodule,
-        since it is the third argument of `validate` in Lightning.
+        since the third argument of `validate` in Lightning is a checkpoint.
 
         Raises:
             ConfigurationError: if both loaders and a datamodule are given, or if an argument has a

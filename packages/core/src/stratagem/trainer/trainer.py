@@ -421,8 +421,8 @@ class Trainer(TrainerAttributes):
         It returns when the file is durable, or with `async_save=True`, when the state is copied.
 
         Within an optimizer step (`is_within_step`), the run has no state to resume from exactly. So
-        the checkpoint is saved directly after the step. With `weights_only=True` it is saved at
-        once.
+        the checkpoint is saved directly after the step. With `weights_only=True`, a save is
+        immediate.
 
         Args:
             filepath: the path of the checkpoint.

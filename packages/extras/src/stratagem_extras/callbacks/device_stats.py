@@ -18,8 +18,8 @@ class DeviceStatsMonitor(Callback):
 
     Statistics are logged every `log_every_n_steps` optimizer steps, as
     `DeviceStatsMonitor.on_train_batch_start/NAME` and `DeviceStatsMonitor.on_train_batch_end/NAME`.
-    In validation and testing they are logged after the same number of batches, with `validation` or
-    `test` in place of `train`. NAME is a name of `Accelerator.device_stats`, such as
+    In validation and testing the interval counts batches, and names have `validation` or `test` in
+    place of `train`. NAME is a name of `Accelerator.device_stats`, such as
     `allocated_bytes`; statistics of the CPU are named `cpu.NAME` unless the CPU is the device. The
     callback does not wait for the device: queued work may still be running. With several ranks, the
     device of rank 0 is logged.

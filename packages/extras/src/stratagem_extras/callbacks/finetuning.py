@@ -277,7 +277,7 @@ def _add_group(scheduler: Any, group: Mapping[str, Any], ratio: float) -> None:
     Args:
         scheduler: a scheduler of torch.
         group: the further group.
-        ratio: its learning rate over that of the first group.
+        ratio: its learning rate divided by the rate of the first group.
     """
     added: dict[str, float | None] = {
         "base_lrs": group["initial_lr"],

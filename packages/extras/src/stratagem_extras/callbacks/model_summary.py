@@ -110,8 +110,8 @@ class Summary:
     """The result of `summarize`; as a string, a table.
 
     Attributes:
-        layers: as deep as was asked for.
-        total_parameters, trainable_parameters: numbers in the whole model.
+        layers: the layers, down to the requested depth.
+        total_parameters, trainable_parameters: numbers of parameters of the model.
         model_size: MB (10**6 bytes) of its parameters.
         training_modules, evaluation_modules: how many submodules are in which mode.
         total_flops: of one forward of the example; None: not known.

@@ -35,7 +35,7 @@ class StochasticWeightAveraging(Callback):
     again.
 
     A checkpoint that is saved after the fit has the average as the model's weights, and the trained
-    weights beside it for resuming. They are kept until the next fit, or until the Trainer runs
+    weights beside it for resuming. Both are kept until the next fit, or until the Trainer runs
     another model. An epoch that `max_steps` or a stop cuts short does not anneal the learning rate.
 
     Reference: Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization.

@@ -28,7 +28,7 @@ class Averages:
     Args:
         module: the model.
         device: the device of the averages; None: the device of each tensor of the model.
-        use_buffers: average buffers too; otherwise they are copied. Integers are always copied.
+        use_buffers: average buffers too; otherwise buffers are copied. Integers are always copied.
 
     Example:
         >>> import torch
@@ -127,7 +127,7 @@ class WeightAveraging(Callback):
 
     Args:
         device: the device of the average; None: the device of the model.
-        use_buffers: average buffers (such as batch norm's) too; otherwise they are copied.
+        use_buffers: average buffers (such as batch norm's) too; otherwise buffers are copied.
         avg_fn: returns the new average from the average, a value and the number of averaged values;
             None: all values have equal weight.
         multi_avg_fn: the same for lists of tensors, in place, as in `torch.optim.swa_utils`.

@@ -135,7 +135,7 @@ class TrainerArgumentParser(ArgumentParser):  # type: ignore[misc]  # checked wi
         **kwargs: see `*args`.
 
     Attributes:
-        callback_keys: the keys of the config whose callbacks go to the Trainer.
+        callback_keys: the keys of the callbacks in the config that go to the Trainer.
         optimizers, schedulers: by key in the config, the class, or a tuple of bases, and the linked
             key.
         run_arguments: the names of arguments of subcommands, for a program without subcommands.

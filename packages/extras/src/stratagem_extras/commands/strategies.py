@@ -49,8 +49,7 @@ class ListedStrategy:
         distribution, version: the distribution that provides it.
         accelerators: the accelerators that it runs on; None for any.
         summary: a one-line description.
-        why_not: the reason why the strategy is unavailable on this machine; empty if it is
-            available.
+        why_not: the reason why the strategy is unavailable on this machine, or "".
         says_its_preset: whether its name consists of another name and its preset arguments.
     """
 

@@ -39,7 +39,7 @@ class DummyExperiment:
 
 
 class SDKLogger(Logger):
-    """A logger whose `experiment` is an object of a library, created at its first use.
+    """A logger with an `experiment`: an object of a library, created at its first use.
 
     The object is created on rank 0: when a fit begins, so that an unreachable server costs no
     training, or with the first value.

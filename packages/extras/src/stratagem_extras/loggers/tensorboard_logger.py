@@ -145,8 +145,8 @@ class TensorBoardLogger(SDKLogger):
 
         Args:
             params: a mapping, an argparse.Namespace or a dataclass.
-            metrics: values to compare runs by; None: "hp_metric", if that was asked for.
-            step: of these values.
+            metrics: values to compare runs by; None: "hp_metric", if `default_hp_metric` is True.
+            step: the step of these values.
         """
         if not self.writes_here:
             return

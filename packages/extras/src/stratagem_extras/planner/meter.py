@@ -27,7 +27,7 @@ _FREED_BY_RESIZE = torch.UntypedStorage.resize_
 
 
 class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of real and fake tensors while it is entered.
+    """Counts the bytes of real and fake tensors within its context.
 
     A tensor counts from the first operation that returns it until its memory is freed. Tensors that
     share memory count once. Workspaces of kernels and reserved memory of an allocator are not

@@ -27,7 +27,7 @@ svg text { paint-order: stroke; stroke: var(--paper); stroke-width: 3px; }"""
 
 
 def write_page(plan: MemoryPlan, curves: Curves) -> str:
-    """Return the page, which loads nothing from elsewhere.
+    """Return the page, without external resources.
 
     Args:
         plan: the plan; its strategies are drawn as bars.

@@ -152,7 +152,7 @@ def measure_step(
 
 
 class SimulatedModel:
-    """A model without memory; each strategy gets a copy of it.
+    """A model without memory; each strategy gets a copy.
 
     Args:
         model: a function that builds it, or the model, which is not changed.

@@ -64,7 +64,7 @@ class LRFinder:
         """Return the rate of the steepest fall of the loss, or None with too few steps.
 
         Args:
-            skip_begin, skip_end: steps that are left out, where the loss says little.
+            skip_begin, skip_end: the numbers of steps to skip, where the loss is not meaningful.
         """
         losses = self.results["loss"]
         kept = [

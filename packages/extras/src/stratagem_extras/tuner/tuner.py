@@ -33,7 +33,8 @@ class _Job(NamedTuple):
 class Tuner:
     """Chooses a batch size and a learning rate by short trials with a Trainer.
 
-    Trials are runs of other Trainers with the same plan and processes; they log and save nothing.
+    Trials are runs of other Trainers with the same plan and processes, without logs and
+    checkpoints.
     Afterwards the model and the RNG states are the same as before, so that a following fit differs
     only by the tuned value. The Trainer shows the loaders of the batch size that was found
     (`trainer.train_dataloader`).
@@ -325,7 +326,7 @@ class Tuner:
 
 
 def check_has_one_rank(trainer: Trainer) -> None:
-    """Refuse to search for a batch size with several ranks.
+    """Raise if a search for a batch size runs on several ranks.
 
     Raises:
         ConfigurationError: the Trainer has several ranks.

@@ -86,7 +86,7 @@ set_loader(_MODE, _load, (yaml.YAMLError,))
 
 
 class LightningArgumentParser(TrainerArgumentParser):
-    """A TrainerArgumentParser whose environment variables begin with PL.
+    """A TrainerArgumentParser with the prefix PL for environment variables.
 
     Class names of a Trainer's callbacks, logger and profiler may be short:
     `--trainer.logger=CSVLogger`, or `class_path: EarlyStopping` in a file.

@@ -122,7 +122,7 @@ class Fabric(Lite):
         return result
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return every rank's tensors, each of shape (world_size, *shape); of one rank as they are.
+        """Return every rank's tensors, each of shape (world_size, *shape); unchanged for one rank.
 
         Args:
             data: tensors, or numbers.

@@ -76,10 +76,10 @@ _LOADERS = {"validate": "val", "test": "test", "predict": "predict"}
 
 
 def _check_loaders(given: Mapping[str, Any]) -> None:
-    """Refuse loaders that the tried run does not take.
+    """Raise for loaders that the run of the trial does not take.
 
     Raises:
-        ConfigurationError: says which argument the run takes.
+        ConfigurationError: the message names the argument that the run takes.
     """
     method = given.get("method", "fit")
     fits = ("train_dataloaders", "val_dataloaders")

@@ -66,8 +66,8 @@ class ExaminedComponent:
     """A component, and whether it can be used.
 
     Attributes:
-        kind, name, target: as its spec says.
-        why_not: why it cannot be used on this machine; empty if it can.
+        kind, name, target: the values of its spec.
+        why_not: the reason why the component is unavailable on this machine, or "".
     """
 
     kind: str
@@ -158,7 +158,7 @@ def examine_distribution(name: str, registry: Registry) -> Examination:
 
 
 def distribution_named(name: str, registry: Registry) -> str:
-    """Return the distribution for a user's name of it, or of its plugin.
+    """Return the distribution for the name of a distribution or of its plugin.
 
     Raises:
         UnknownNameError: no distribution has that name, or several plugins have it.

@@ -75,7 +75,7 @@ class ImportCost:
     error: str = ""
 
     def why_not_light(self, module: str, targets: Iterable[object] = ()) -> str:
-        """Return why the import is too heavy for every program, or "" if it is light.
+        """Return why the import is too heavy for every program, or "" for a light import.
 
         Args:
             module: its name.

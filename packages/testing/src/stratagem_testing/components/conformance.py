@@ -185,7 +185,8 @@ class LoggerConformance(ComponentConformance):
     """Tests of a logger.
 
     Attributes:
-        logger: a class, function or place. It is called in an empty folder, the current folder, and
+        logger: a class, function or place. Each call runs in an empty folder, the current folder,
+            and
             must write there. All calls write to the same run: the second logger continues it.
         read: a function (or its place) that takes a logger and returns the logged data of its run,
             as pairs of a step and a mapping of values, in the order of logging.

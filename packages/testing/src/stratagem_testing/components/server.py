@@ -36,7 +36,7 @@ _PATIENCE = 2.0
 
 
 class Server:
-    """Runs checks of components, each in a process of its own; ends with `close`.
+    """Runs checks of components, each in a separate process; ends with `close`.
 
     Args:
         search_path: folders that are searched for modules and distributions before others.

@@ -56,8 +56,8 @@ def run(
     """Torment checkpoint formats in a directory.
 
     Args:
-        directory: on the file system that is asked about; it has to be there.
-        names: of formats.
+        directory: an existing directory on the file system under test.
+        names: the names of formats.
         ways: whether to save asynchronously; one or both.
         kills: of writers while they save, over all formats and ways.
         megabytes: size of a checkpoint.

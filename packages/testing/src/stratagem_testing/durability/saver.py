@@ -68,9 +68,9 @@ class Subject:
 
 
 class Model:
-    """Tensors whose elements are random numbers, plus the number of the step.
+    """Tensors of random numbers, plus the number of the step.
 
-    They are changed in place, as training does, so that a save without a snapshot mixes numbers.
+    The tensors change in place, as in training, so that a save without a snapshot mixes numbers.
     The numbers are random, as weights are, since a format that compresses would make regular
     numbers much smaller.
 

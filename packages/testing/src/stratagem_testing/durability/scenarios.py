@@ -52,7 +52,7 @@ class Scenarios:
     """The scenarios for a subject.
 
     Args:
-        directory: where the checkpoints are saved; each run has a folder of its own in it.
+        directory: the parent folder of the checkpoints, with a subfolder for each run.
         environ: variables of the processes that save.
         seed: of all random moments.
     """

@@ -127,7 +127,7 @@ def _judge_loosely(own: Flat, expected: Flat, tolerance: float, *, moves: bool) 
 
 
 def judge_replicas(found: Result, tolerance: float = 1e-6) -> None:
-    """Compare whole parameters of the ranks if capabilities say that ranks have equal ones.
+    """Compare unsharded parameters of the ranks if capabilities declare equal parameters.
 
     Raises:
         AssertionError: names the ranks and the parameter.
@@ -152,7 +152,7 @@ def judge_refusal(what: str, capability: str, said: Any, *names: str) -> None:
         what: the requested action.
         capability: the capability that excludes the action.
         said: class and text of the error; None: the action raised no error.
-        names: at least one of these names must be in the text of the refusal.
+        names: the text of the refusal must contain a name of this list.
 
     Raises:
         AssertionError: the action was not refused, or the refusal does not give the reason.
@@ -178,7 +178,7 @@ def judge_refusal_of_model(found: Result, names: tuple[str, ...]) -> None:
 
     Args:
         found: the findings.
-        names: at least one of these names, mostly of a parameter, must be in a refusal.
+        names: a refusal must contain a name of this list, mostly of a parameter.
 
     Raises:
         AssertionError: only some ranks refused the model, or the refusal does not give the reason.

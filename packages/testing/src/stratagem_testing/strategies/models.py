@@ -342,7 +342,7 @@ FIRST_STEP = 2**24 + 2
 
 
 class Counting(Optimizer):
-    """Momentum, with an integer of its own for each parameter, and a group option of its own.
+    """Momentum, with an additional integer for each parameter, and an additional group option.
 
     Args:
         groups: parameter groups, each with a "name" and a "scale" of its steps.

@@ -147,8 +147,8 @@ class Probe:
     def attempt(self, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return an action's result, with `refused`: the action's error, or None.
 
-        The error is described by class and text, and by its traceback unless it is a
-        ConfigurationError.
+        The error is described by class and text; an error of another class than ConfigurationError
+        also by its traceback.
 
         Raises:
             RankFailedError: another rank has ended, which is not a refusal.

@@ -101,7 +101,7 @@ class _Rows:
         self.all_dims = sorted(set(self._dims.tolist()))
 
     def places(self, dims: int, names: Tensor, files: Tensor) -> bytes:
-        """Return keys and values: which chunk lies where.
+        """Return keys and values: the place of each chunk.
 
         Args:
             dims: of the tensors.

@@ -188,7 +188,7 @@ def describe_directory(path: Path, *, verify: bool) -> Description:
         verify: whether to read all files and compare them with their checksums.
 
     Raises:
-        CheckpointCorruptError: the directory is no whole checkpoint.
+        CheckpointCorruptError: the directory is not a complete checkpoint.
 
     Example:
         >>> import tempfile
@@ -211,7 +211,7 @@ def describe_directory(path: Path, *, verify: bool) -> Description:
 
 
 def verify_files(directory: Directory, names: Iterable[str] | None = None) -> None:
-    """Read files whole and compare them with their checksums.
+    """Read complete files and compare them with their checksums.
 
     Args:
         directory: the directory with its manifest.

@@ -44,7 +44,7 @@ class Held:
         """Return the descriptions of `tensors`.
 
         Raises:
-            ValueError: a chunk has other dims than its tensor; says which.
+            ValueError: a chunk has other dims than its tensor; the message names the tensor.
         """
         described: list[Description] = []
         chunks = []

@@ -30,7 +30,7 @@ class Validation:
         interruption: has a clock on which the ranks agree.
 
     Attributes:
-        data: this rank's data in the fit; None before they are opened.
+        data: this rank's data in the fit; None before the loaders are opened.
         last_epoch: the last epoch with a validation; -1 before the first.
         batches_of_epoch: the number of validation batches in that epoch.
         last_batches: the number of batches in the last validation.

@@ -257,7 +257,8 @@ def read_checkpoint(writer: CheckpointWriter, path: str | Path) -> dict[str, Any
     """Return the checkpoint at `path`; called on every rank.
 
     Raises:
-        CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says why.
+        CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: the checkpoint is
+            missing, damaged or does not match; the message has the reason.
     """
     return check_trainer_checkpoint(writer.load(path), path)
 

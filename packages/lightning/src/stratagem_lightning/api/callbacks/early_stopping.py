@@ -26,8 +26,8 @@ class EarlyStopping(callbacks.EarlyStopping):
     """Stratagem's, with its reason as an `EarlyStoppingReason`.
 
     Args:
-        *args, **options: of `stratagem.callbacks.EarlyStopping`.
-        log_rank_zero_only: only rank 0 says anything, also with False.
+        *args, **options: the arguments of `stratagem.callbacks.EarlyStopping`.
+        log_rank_zero_only: ignored: only rank 0 prints messages.
 
     Example:
         >>> from stratagem_lightning.api.callbacks.early_stopping import EarlyStopping

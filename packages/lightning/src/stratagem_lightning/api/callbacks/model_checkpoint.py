@@ -299,7 +299,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         )
 
     def _save_topk_checkpoint(self, trainer: "Trainer", monitor_candidates: dict[str, Any]) -> None:
-        """Save a checkpoint if it is among the best; libraries override this to skip checkpoints.
+        """Save a checkpoint if its value is among the best; libraries override this to skip some.
 
         Args:
             trainer: the Trainer.

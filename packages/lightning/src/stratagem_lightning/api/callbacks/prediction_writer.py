@@ -9,7 +9,7 @@ from stratagem_lightning.api.core.states import WriteInterval
 
 
 class BasePredictionWriter(prediction_writer.BasePredictionWriter):
-    """Writes predictions; `interval` says when: `interval.on_batch`, `interval.on_epoch`.
+    """Writes predictions; `interval.on_batch` and `interval.on_epoch` define when.
 
     Args:
         write_interval: "batch", "epoch" or "batch_and_epoch".

@@ -165,7 +165,7 @@ class ReadingStep(BackwardStep):
 
 
 def _check(context: StepContext) -> None:
-    """Refuse a run that needs a batch before `training_step` reads one.
+    """Raise for a run that needs a batch before `training_step` reads one.
 
     Raises:
         ConfigurationError: the message names the option that needs a batch.

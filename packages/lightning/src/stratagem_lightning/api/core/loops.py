@@ -482,7 +482,7 @@ class FitLoop:
         return self.epoch_loop._should_accumulate()
 
     def setup_data(self) -> None:
-        """Nothing: a fit has made its loaders before its first hook that may ask for them.
+        """Check that a fit is running; the fit has created its loaders before its first hook.
 
         Raises:
             ConfigurationError: no fit is running.

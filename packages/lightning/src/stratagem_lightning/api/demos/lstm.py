@@ -79,7 +79,7 @@ class SequenceSampler(Sampler[list[int]]):
 
 
 class LightningLSTM(LightningModule):
-    """The LSTM with its training; the state goes on from batch to batch.
+    """The LSTM with its training; the state is kept between batches.
 
     Args:
         vocab_size: number of words.

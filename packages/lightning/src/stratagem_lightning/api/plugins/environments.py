@@ -136,7 +136,7 @@ class KubeflowEnvironment(_Detected, environments.KubeflowEnvironment):
 
     @classmethod
     def detect(cls) -> bool:
-        """Nothing tells such a pod from another: name the environment.
+        """Raise: a pod of a PyTorchJob cannot be recognized, so name the environment.
 
         Raises:
             NotImplementedError: always.

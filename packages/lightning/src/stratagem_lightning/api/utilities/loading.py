@@ -56,12 +56,12 @@ def is_dir(fs: Any, path: str | os.PathLike[str], strict: bool = False) -> bool:
 
 
 def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """Return the content of a `torch.save` file. Nothing in it is executed.
+    """Return the content of a `torch.save` file without executing code from the file.
 
     Args:
         path_or_url: a path, a URL or a file object.
         map_location: as for `torch.load`.
-        weights_only: not needed here.
+        weights_only: ignored.
     """
     if hasattr(path_or_url, "read"):
         return torch.load(path_or_url, map_location=map_location, weights_only=True)
@@ -70,7 +70,7 @@ def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None =
 
 
 def atomic_save(checkpoint: Any, filepath: str | os.PathLike[str]) -> None:
-    """Write a `torch.save` file, whole or not at all.
+    """Write a `torch.save` file atomically.
 
     Args:
         checkpoint: data.
@@ -88,7 +88,7 @@ class NotYetLoadedTensor:
 def lazy_load(filename: str | os.PathLike[str]) -> Any:
     """Return the content of a `torch.save` file; tensors are read at their first use.
 
-    Nothing in it is executed.
+    Loading never executes code from the file.
 
     Args:
         filename: a local file.
@@ -103,7 +103,7 @@ def materialize_meta_tensors(module: nn.Module, device: torch.device) -> None:
     """Give a model on the meta device memory, and the first values of its own layers.
 
     Raises:
-        TypeError: a layer has tensors there and no `reset_parameters`; nothing has been changed.
+        TypeError: a layer has tensors there and no `reset_parameters`; the model is unchanged.
     """
     layers = [layer for layer in module.modules() if _is_meta(layer)]
     without = {type(layer).__name__ for layer in layers if not hasattr(layer, "reset_parameters")}

@@ -541,7 +541,7 @@ class _MicroBatches(Collection[Any]):
 
 
 class _NoLoss(TrainStep):
-    """A step whose micro-batches have no loss, and which notes whether it was taken.
+    """A step with micro-batches without a loss, which records whether the step was taken.
 
     Attributes:
         taken: whether the step was counted.
