@@ -604,8 +604,8 @@ class Lite(FrontEnd):
 
         Returns:
             The factors: numbers on one device, else tensors on the device. A weight of 0 has the
-                factor 0.0. A mean of no elements is NaN: use `loss.nan_to_num() * factor` for such
-                losses.
+            factor 0.0. A mean of no elements is NaN: use `loss.nan_to_num() * factor` for such
+            losses.
 
         Example:
             >>> from stratagem import Lite

@@ -40,10 +40,10 @@ class Compilation:
         """Return the compilation that `compile=given` requests, or None.
 
         Args:
-            given: False or None; True; or torch.compile's arguments.
+            given: False or None; True; a dict of torch.compile's arguments; or a Compilation.
 
         Raises:
-            ConfigurationError: it is something else.
+            ConfigurationError: the value has another type, or an unknown argument.
         """
         if given is None or given is False:
             return None
@@ -142,7 +142,7 @@ def gradient_clip(value: float | None, algorithm: str) -> GradientClip | None:
         algorithm: "norm" or "value".
 
     Raises:
-        ConfigurationError: one of them is something else.
+        ConfigurationError: the algorithm is unknown, or the value is negative or no number.
     """
     if algorithm not in ("norm", "value"):
         raise ConfigurationError(
@@ -208,10 +208,10 @@ def seconds(value: Any, name: str = "max_time") -> float | None:
 
     Args:
         value: a timedelta, "DD:HH:MM:SS", a dict of timedelta's arguments, seconds, or None.
-        name: stands for it in the error.
+        name: the name of the value in the error.
 
     Raises:
-        ConfigurationError: it is none of these.
+        ConfigurationError: the value has another form.
 
     Example:
         >>> seconds("00:01:00:30")
