@@ -11,15 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stratagem.callbacks.callback import Callback
-from stratagem.callbacks.checkpoints.names import (
-    CheckpointNames,
-    NotYet,
-    filled,
-    is_version_of,
-    names_in,
-)
+from stratagem.callbacks.checkpoints.names import CheckpointNames, NotYet, filled, names_in
 from stratagem.callbacks.checkpoints.resumed import ResumedCheckpoints, in_folder, leads_to
-from stratagem.callbacks.checkpoints.retention import RetentionPolicy
+from stratagem.callbacks.checkpoints.retention import RetentionPolicy, SaveEvent, SavePlan
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.storage import paths
 
@@ -163,31 +157,31 @@ class ModelCheckpoint(Callback):
         self._key_before_folder = f"ModelCheckpoint({listed}, dirpath="
         self._key = f"{self._key_before_folder}{dirpath})"
         # Without a monitor the value is the step, so the newest checkpoints are the best.
-        self._nothing_kept = RetentionPolicy(
+        self._empty_policy = RetentionPolicy(
             "max" if monitor is None else mode,
             top_k=save_top_k,
             latest_k=max(keep_latest_k, int(self.save_last)),
         )
         self._names = CheckpointNames(replaces=not enable_version_counter)
-        self._begin_anew()
+        self._reset()
         self._warned: set[str] = set()
         """On rank 0, the warnings of this fit."""
-        self._trains = False
+        self._is_training = False
         self._waits = False
         """Whether a save waits for the monitored value."""
         self._last_step_saved = -1
         self._last_time_saved = 0.0
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         """Forget the checkpoints of an earlier fit: for the next one they are another run's."""
-        self._kept = self._nothing_kept.copy()
+        self._policy = self._empty_policy.copy()
         self.current_score: float | None = None
         self.last_model_path = ""
         self._resumed: dict[str, Any] | None = None
         """The loaded state, until rank 0 has checked which of its files still exist."""
-        self._saving: tuple[int, bool] | None = None
+        self._resumed_save: tuple[int, bool] | None = None
         """For a resumed run, the last saved step, and whether a save waits for a value."""
-        self._spared: set[str] = set()
+        self._protected: set[str] = set()
         """On rank 0, older checkpoints that must not be removed, since another run may own them."""
 
     def _check_arguments(self) -> None:
@@ -221,34 +215,34 @@ class ModelCheckpoint(Callback):
     @property
     def best_k_models(self) -> dict[str, float]:
         """The values of the best checkpoints, by path."""
-        return self._kept.best
+        return self._policy.best
 
     @property
     def best_model_path(self) -> str:
         """The path of the best checkpoint so far, or ""."""
-        return self._kept.best_path()
+        return self._policy.best_path()
 
     @property
     def kth_best_model_path(self) -> str:
         """The path of the worst of the best checkpoints, or ""."""
-        return self._kept.worst_path()
+        return self._policy.worst_path()
 
     @property
     def best_model_score(self) -> float | None:
         """The value of the best checkpoint, if a value is monitored."""
-        return self._kept.best.get(self.best_model_path) if self.monitor is not None else None
+        return self._policy.best.get(self.best_model_path) if self.monitor is not None else None
 
     @property
     def kept_paths(self) -> list[str]:
         """The paths of all checkpoints that are kept."""
-        return self._kept.all_paths()
+        return self._policy.all_paths()
 
     # -- when to save
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         """Begin anew, and choose the folder for checkpoints, the same on every rank."""
         if stage == "fit":
-            self._begin_anew()
+            self._reset()
         if stage == "fit" and not trainer.options.fast_dev_run:
             self.choose_folder(trainer)
 
@@ -262,7 +256,7 @@ class ModelCheckpoint(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         """Forget checkpoints of a resumed run that no longer exist."""
-        self._drop_missing(trainer)
+        self._forget_missing_files(trainer)
         if self.save_on_exception and trainer.world_size > 1 and trainer.is_global_zero:
             warnings.warn(
                 f"ModelCheckpoint(save_on_exception=True) saves nothing with {trainer.world_size} "
@@ -274,10 +268,10 @@ class ModelCheckpoint(Callback):
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         """Start the clock, and mark the resumed step as saved."""
         self._warned.clear()
-        self._trains = not trainer.options.fast_dev_run
+        self._is_training = not trainer.options.fast_dev_run
         self._last_time_saved = trainer.run.interruption.agreed_time()
-        self._last_step_saved, self._waits = self._saving or (trainer.global_step, False)
-        self._saving = None
+        self._last_step_saved, self._waits = self._resumed_save or (trainer.global_step, False)
+        self._resumed_save = None
 
     def on_train_batch_end(
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
@@ -322,13 +316,13 @@ class ModelCheckpoint(Callback):
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
         """Mark training as complete, so that a later error saves nothing."""
-        self._trains = False
+        self._is_training = False
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
         """Save the current state, if `save_on_exception` is set."""
         if (
             self.save_on_exception
-            and self._trains
+            and self._is_training
             and trainer.world_size == 1
             and trainer.global_step != self._last_step_saved
             and not isinstance(exception, (CheckpointError, SystemExit))
@@ -345,7 +339,7 @@ class ModelCheckpoint(Callback):
         self._end()
 
     def _end(self) -> None:
-        self._trains = False
+        self._is_training = False
         self._names.release_all()
 
     def _after_training_epoch(self, trainer: Trainer) -> bool:
@@ -382,51 +376,56 @@ class ModelCheckpoint(Callback):
             return
         self._last_step_saved = trainer.global_step
         self._last_time_saved = trainer.run.interruption.agreed_time()
-        value = self._monitored(trainer) if among_best and self.save_top_k != 0 else None
-        if value is not None and not self._kept.is_among_best(value):
-            value = None
-        if value is not None or self._keeps_latest:
-            self._write(trainer, value)
+        metric = self._monitored(trainer) if among_best and self.save_top_k != 0 else None
+        if metric is not None and not self._policy.is_among_best(metric):
+            metric = None
+        if metric is not None or self._keeps_latest:
+            self._write(trainer, metric)
 
-    def _write(self, trainer: Trainer, value: float | None) -> None:
-        """Save a checkpoint, as a best one if it has a value; remove those that it replaces."""
-        assert self._folder is not None
-        ranks, kept, last = trainer.ranks, self._kept, self.last_model_path
-        before = kept.copy(), last
+    def _write(self, trainer: Trainer, metric: float | None) -> None:
+        """Save a checkpoint, as a best one if it has a metric; remove those that it replaces."""
         weights = self._weights(trainer)
-        moves_last = self.save_last and not weights.nonfinite
-        # Under an unchanged name, the new checkpoint replaces the one that it would remove.
-        own = [] if weights.nonfinite else kept.copy().add("", value)
-        own = [old for old in own if old not in self._spared]
-        path = self._names.choose(ranks, self._folder, self._name(trainer), own)
-        former, name = "", self._name_of_last(trainer)
-        if moves_last and last and self._names.may_move(ranks, last):
-            former = "" if is_version_of(last, name) else last
-        else:
-            last = ""
-        if moves_last and (former or not last):
-            last = self.last_model_path = self._names.choose(ranks, self._folder, name)
-        # Update the state first, so that the checkpoint itself contains it.
-        dropped = kept.add_nonfinite(path) if weights.nonfinite else kept.add(path, value)
-        try:
-            self._save_file(trainer, path, weights)
-        except BaseException:
-            self._kept, self.last_model_path = before
-            raise
-        # `last` moves once its new target is durable; the old target is removed after that.
-        if moves_last and not self._link_file(trainer, path, last):
-            self._save_file(trainer, last, weights)
-        for old in (former, *dropped) if former else dropped:
-            if old not in self._spared:
-                self._remove_file(trainer, old)
-        self._names.release()
+        plan = self._plan(trainer, metric, is_finite=not weights.nonfinite)
+        self._execute(trainer, plan, weights)
         if self.verbose:
-            score = f", {self.monitor} {value:.4g}" if self.monitor and value is not None else ""
-            trainer.print(f"stratagem: ModelCheckpoint: saved {path}{score}")
+            score = f", {self.monitor} {metric:.4g}" if self.monitor and metric is not None else ""
+            trainer.print(f"stratagem: ModelCheckpoint: saved {plan.path}{score}")
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 tell = partial(logger.after_save_checkpoint, self)
                 trainer.strategy.checkpoint_io.when_durable(tell)
+
+    def _plan(self, trainer: Trainer, metric: float | None, *, is_finite: bool) -> SavePlan:
+        """Decide what to write, link and remove; claims the names of new files."""
+        assert self._folder is not None
+        names, ranks = self._names, trainer.ranks
+        event = SaveEvent(
+            filename=self._name(trainer),
+            metric=metric,
+            is_finite=is_finite,
+            link_name=self._name_of_last(trainer) if self.save_last else "",
+            link=self.last_model_path,
+            protected=self._protected,
+        )
+        choose_path = partial(names.choose, ranks, self._folder)
+        return self._policy.plan(event, choose_path, partial(names.may_move, ranks))
+
+    def _execute(self, trainer: Trainer, plan: SavePlan, weights: Weights) -> None:
+        """Write, link and remove; an error of the write restores the former state."""
+        former = self._policy, self.last_model_path
+        # Update the state first, so that the checkpoint itself contains it.
+        self._policy, self.last_model_path = plan.policy, plan.link or self.last_model_path
+        try:
+            self._save_file(trainer, plan.path, weights)
+        except BaseException:
+            self._policy, self.last_model_path = former
+            raise
+        # `last` moves once its new target is durable; the old target is removed after that.
+        if plan.link and not self._link_file(trainer, plan.path, plan.link):
+            self._save_file(trainer, plan.link, weights)
+        for path in plan.remove:
+            self._remove_file(trainer, path)
+        self._names.release()
 
     def _save_file(self, trainer: Trainer, path: str, weights: Weights) -> None:
         only = self.save_weights_only
@@ -492,7 +491,7 @@ class ModelCheckpoint(Callback):
         name = self._name_to_resume_from(trainer, why)
         path = self._names.choose(trainer.ranks, self._folder, name)
         if not self.save_weights_only:
-            self._kept.add_to_resume_from(path)
+            self._policy.add_to_resume_from(path)
         weights = self._weights(trainer)
         trainer.run.saves.save(paths.to_location(path), weights_only=False, weights=weights)
         self._names.release()
@@ -560,7 +559,7 @@ class ModelCheckpoint(Callback):
             "last_model_path": paths.relative(last, folder) if last else "",
             "last_step_saved": self._last_step_saved,
             "waits": self._waits,
-            **self._kept.state_dict(folder),
+            **self._policy.state_dict(folder),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -571,20 +570,20 @@ class ModelCheckpoint(Callback):
         """
         folder = self._folder
         if "last_step_saved" in state:
-            self._saving = (int(state["last_step_saved"]), bool(state.get("waits")))
-        self._take(state, lambda name: None if folder is None else in_folder(folder, name))
+            self._resumed_save = (int(state["last_step_saved"]), bool(state.get("waits")))
+        self._restore(state, lambda name: None if folder is None else in_folder(folder, name))
 
     def load_remote_state(self, state: dict[str, Any]) -> None:
         """Restore the state of a run in other processes, in that run's folder."""
         folder = state["dirpath"]
-        self._take(state, lambda name: str(paths.join(folder, str(name))) if name else None)
+        self._restore(state, lambda name: str(paths.join(folder, str(name))) if name else None)
 
-    def _take(self, state: dict[str, Any], locate: Callable[[object], str | None]) -> None:
+    def _restore(self, state: dict[str, Any], locate: Callable[[object], str | None]) -> None:
         self._resumed = state
-        self._kept.load_state_dict(state, locate)
+        self._policy.load_state_dict(state, locate)
         self.last_model_path = locate(state.get("last_model_path")) or ""
 
-    def _drop_missing(self, trainer: Trainer) -> None:
+    def _forget_missing_files(self, trainer: Trainer) -> None:
         """After resuming, forget checkpoints that no longer exist on rank 0."""
         state, self._resumed = self._resumed, None
         if state is None or self._folder is None:
@@ -592,15 +591,16 @@ class ModelCheckpoint(Callback):
         if trainer.is_global_zero:
             run = trainer.run
             point = run.resume_point
-            there = ResumedCheckpoints(self._folder, point.path, point.run_id)
-            self._kept.load_state_dict(state, there.locate)
-            self.last_model_path = there.locate_last(state.get("last_model_path"))
+            resumed = ResumedCheckpoints(self._folder, point.path, point.run_id)
+            self._policy.load_state_dict(state, resumed.locate)
+            self.last_model_path = resumed.locate_last(state.get("last_model_path"))
             # The user may run the same command again, so keep the checkpoint that it names.
             named = run.job.ckpt_path
-            self._spared = there.spared
+            self._protected = resumed.protected
             if named not in (None, "best", "last"):
-                self._spared |= {path for path in self.kept_paths if leads_to(named, path)}
-            there.warn_of_refused()
-        kept = self._kept
-        seen = [kept.best, kept.latest, kept.nonfinite, self.last_model_path]
-        kept.best, kept.latest, kept.nonfinite, self.last_model_path = trainer.ranks.broadcast(seen)
+                self._protected |= {path for path in self.kept_paths if leads_to(named, path)}
+            resumed.warn_of_refused()
+        policy = self._policy
+        found = [policy.best, policy.latest, policy.nonfinite, self.last_model_path]
+        found = trainer.ranks.broadcast(found)
+        policy.best, policy.latest, policy.nonfinite, self.last_model_path = found

@@ -49,7 +49,7 @@ class ResumedCheckpoints:
         run: the name of the run.
 
     Attributes:
-        spared: existing checkpoints that this run must not remove.
+        protected: existing checkpoints that this run must not remove.
         refused: names that lead out of a folder.
     """
 
@@ -60,7 +60,7 @@ class ResumedCheckpoints:
         self._run = run
         # A name from a file never causes a download.
         self._beside = resumed_from.absolute().parent if isinstance(resumed_from, Path) else None
-        self.spared: set[str] = set()
+        self.protected: set[str] = set()
         self.refused: list[str] = []
 
     def locate(self, name: object) -> str | None:
@@ -73,12 +73,12 @@ class ResumedCheckpoints:
         # Formats other than core's do not record the run.
         if saver in (self._run, "") and paths.exists(path):
             if saver == "" or paths.target_of(path) != paths.to_location(path):
-                self.spared.add(path)
+                self.protected.add(path)
             return path
         if self._beside is not None:
             path = str(paths.join(self._beside, str(name)))
             if run_of(path) == self._run:
-                self.spared.add(path)
+                self.protected.add(path)
                 return path
         return None
 

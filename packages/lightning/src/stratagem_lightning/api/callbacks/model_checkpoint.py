@@ -350,7 +350,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         is_new = self._step_of_file == trainer.global_step and target != last
         if not (is_new and self._link_file(trainer, target, last)):
             self._save_file(trainer, last, weights)
-        if is_own and former != last and former not in self._spared:
+        if is_own and former != last and former not in self._protected:
             self._remove_file(trainer, former)
         self._names.release()
 
