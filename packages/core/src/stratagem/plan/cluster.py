@@ -1,14 +1,13 @@
-"""Cluster: what the environment says of the processes that run already."""
+"""Finds the cluster environment of the processes that run already."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from stratagem.discovery.registry import Candidate
-from stratagem.discovery.specs import ClusterEnvironmentSpec, asked_function
+from stratagem.discovery.specs import ClusterEnvironmentSpec
 from stratagem.errors import ConfigurationError, UnknownNameError
-from stratagem.plan.plan import NAMED, Resolution, Selection, given, selection_of
+from stratagem.plan.plan import NAMED, Cluster, Draft, Selection, given, selection_of
 
 CLUSTER_VARIABLE = "STRATAGEM_CLUSTER"
 """Names the cluster environment; "none" switches detection off."""
@@ -26,78 +25,14 @@ _STARTED = {
 variable with their number. Without that distribution each process would train alone."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """The cluster environment and the processes that it has started.
-
-    Attributes:
-        environment: the cluster environment.
-        launched_this_process: whether the cluster has started this process as a rank.
-        why_not_started: if the user named the environment, the reason why it has not started this
-            process; "" otherwise.
-        rejected: the environments that do not apply here, each with the reason.
-        environ: the environment variables.
-    """
-
-    environment: Selection
-    launched_this_process: bool
-    why_not_started: str = ""
-    rejected: tuple[Selection, ...] = ()
-    environ: Mapping[str, str] = field(default_factory=dict, repr=False)
-
-    @property
-    def name(self) -> str:
-        """The environment's name."""
-        return self.environment.name
-
-    @property
-    def world_size(self) -> int | None:
-        """The number of ranks that the cluster has started, if known."""
-        return self._number("world_size")
-
-    @property
-    def local_world_size(self) -> int | None:
-        """The number of ranks on this node, if known."""
-        return self._number("local_world_size")
-
-    @property
-    def rank(self) -> int | None:
-        """The rank of this process, if known."""
-        return self._number("rank")
-
-    def said_by(self, *what: str) -> str:
-        """Return the variables that hold these numbers, with their values, in parentheses."""
-        names = (getattr(self.environment.spec, f"{each}_variable", "") for each in what)
-        said = ", ".join(f"{name}={self.environ[name]}" for name in names if name in self.environ)
-        return said and f" ({said})"
-
-    def _number(self, what: str) -> int | None:
-        spec = self.environment.spec
-        if not isinstance(spec, ClusterEnvironmentSpec):
-            source = self.environment.source
-            return int(getattr(source, "global_rank" if what == "rank" else what)())
-        if what == "local_world_size" and spec.local_world_size is not None:
-            return int(asked_function(spec, "local_world_size", self.environ))
-        variable = str(getattr(spec, f"{what}_variable"))
-        text = self.environ.get(variable)
-        if text is None:
-            return None
-        if not text.strip().isdigit():
-            raise ConfigurationError(
-                f"the cluster environment {self.name!r} expects a number in {variable}, "
-                f"received {variable}={text!r}"
-            )
-        return int(text)
-
-
-def find_cluster(resolution: Resolution) -> Cluster:
+def find_cluster(draft: Draft) -> Cluster:
     """Return the cluster that was asked for, or the one that is detected.
 
     Raises:
         ConfigurationError: what was asked for is no cluster environment.
     """
-    environ = resolution.request.environ
-    asked = resolution.asked("cluster_environment", None)
+    environ = draft.request.environ
+    asked = draft.asked("cluster_environment", None)
     if asked is not None and not isinstance(asked, str):
         selected = given(
             "cluster_environment",
@@ -108,21 +43,19 @@ def find_cluster(resolution: Resolution) -> Cluster:
         external = bool(asked.creates_processes_externally)
         return Cluster(environment=selected, launched_this_process=external, environ=environ)
     if asked is not None:
-        return _named(resolution.find("cluster_environment", asked, NAMED), environ)
+        return _named(draft.find("cluster_environment", asked, NAMED), environ)
     switch = environ.get(CLUSTER_VARIABLE, "")
     if switch.casefold() == "none":
         why = f"detection is switched off by {CLUSTER_VARIABLE}=none"
-        plain = resolution.find("cluster_environment", PLAIN, why)
+        plain = draft.find("cluster_environment", PLAIN, why)
         return Cluster(environment=plain, launched_this_process=False, environ=environ)
     if switch:
         try:
-            selected = resolution.find(
-                "cluster_environment", switch, f"{CLUSTER_VARIABLE}={switch}"
-            )
+            selected = draft.find("cluster_environment", switch, f"{CLUSTER_VARIABLE}={switch}")
         except UnknownNameError as error:
             raise UnknownNameError(f"{CLUSTER_VARIABLE}={switch}: {error}") from None
         return _named(selected, environ)
-    return _detected(resolution)
+    return _detected(draft)
 
 
 def _named(
@@ -140,12 +73,12 @@ def _named(
     )
 
 
-def _detected(resolution: Resolution) -> Cluster:
+def _detected(draft: Draft) -> Cluster:
     """Return the detected cluster, with the reason why each of the others was passed over."""
-    environ = resolution.request.environ
+    environ = draft.request.environ
     candidates: list[tuple[Candidate, ClusterEnvironmentSpec]] = [
         (candidate, candidate.spec)
-        for candidate in resolution.registry.candidates("cluster_environment")
+        for candidate in draft.registry.candidates("cluster_environment")
         if isinstance(candidate.spec, ClusterEnvironmentSpec) and candidate.spec.variables
     ]
     candidates.sort(key=lambda each: each[1].priority, reverse=True)
@@ -161,20 +94,20 @@ def _detected(resolution: Resolution) -> Cluster:
             verb = "is" if len(spec.variables) == 1 else "are"
             detected = selection_of(candidate, f"{', '.join(spec.variables)} {verb} set")
     if detected is None:
-        _check_alone(resolution)
-        detected = resolution.find("cluster_environment", PLAIN, "no cluster was detected")
+        _check_alone(draft)
+        detected = draft.find("cluster_environment", PLAIN, "no cluster was detected")
     return _named(detected, environ, tuple(rejected))
 
 
-def _check_alone(resolution: Resolution) -> None:
+def _check_alone(draft: Draft) -> None:
     """Raise if a cluster whose environment is not installed has started several processes."""
-    environ = resolution.request.environ
+    environ = draft.request.environ
     for name, (marker, number) in _STARTED.items():
         count = environ.get(number, "")
         if marker not in environ or not count.isdigit() or int(count) < 2:
             continue
-        if not resolution.registry.has("cluster_environment", name):
-            hint = " ".join(resolution.registry.possible_providers(name, "cluster_environment"))
+        if not draft.registry.has("cluster_environment", name):
+            hint = " ".join(draft.registry.possible_providers(name, "cluster_environment"))
             raise ConfigurationError(
                 f"this process is one of {count} that {name} has started ({number}={count}), and "
                 f"the cluster environment {name!r} is not there. {hint} To let each process train "

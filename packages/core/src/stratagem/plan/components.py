@@ -11,11 +11,12 @@ from stratagem.discovery.hints import missing_backend
 from stratagem.discovery.registry import Candidate
 from stratagem.discovery.specs import AcceleratorSpec, Availability, PrecisionSpec, load_target
 from stratagem.errors import ConfigurationError, format_text
-from stratagem.plan.cluster import PLAIN, Cluster
+from stratagem.plan.cluster import PLAIN
 from stratagem.plan.plan import (
     GIVEN,
     NAMED,
-    Resolution,
+    Cluster,
+    Draft,
     Selection,
     accepts,
     capabilities_of,
@@ -27,26 +28,18 @@ from stratagem.plan.plan import (
 )
 
 
-def choose_devices(
-    resolution: Resolution,
-    accelerator: Selection,
-    found: Availability,
-    wanted: Capabilities | None,
-    cluster: Cluster,
-) -> tuple[tuple[int, ...], str]:
-    """Return device indices on this node, and why these.
-
-    Args:
-        resolution: what is to be resolved.
-        accelerator: what was chosen.
-        found: what its probe found on this machine: some device is free.
-        wanted: capabilities of the strategy that was named; None: none was.
-        cluster: what the environment says.
+def choose_devices(draft: Draft) -> tuple[tuple[int, ...], str]:
+    """Return device indices on this node, and the reason for them.
 
     Raises:
-        ConfigurationError: what was asked for is not there, or is no number of devices.
+        ConfigurationError: the requested devices are not available, or the value is no number of
+            devices.
     """
-    asked = resolution.asked("devices", "auto")
+    if draft.elsewhere is not None:
+        return _devices_elsewhere(draft, draft.elsewhere)
+    accelerator, found, cluster = draft.accelerator, draft.availability, draft.cluster
+    wanted = draft.wanted
+    asked = draft.asked("devices", "auto")
     if is_zero(asked):
         raise ConfigurationError(
             "devices=0 leaves nothing to train on: pass a number of devices, -1 for all, or "
@@ -57,7 +50,7 @@ def choose_devices(
             return found.free[:1], f"the strategy uses one {accelerator.name} device"
         local = 0
         if cluster.launched_this_process:
-            nodes = resolution.request.num_nodes
+            nodes = draft.request.num_nodes
             local = cluster.local_world_size or (cluster.world_size or 0) // nodes
         if local and not (wanted is not None and wanted.one_process):
             return tuple(range(local)), f"as {cluster.name} says"
@@ -74,79 +67,63 @@ def choose_devices(
     why = "your argument"
     if not found.indexed and len(indices) > 2 * found.count and not cluster.launched_this_process:
         why += f"; so many processes share {found.reason} and are slow"
-    return _usable(asked, indices, found, accelerator.name), why
+    return _usable(draft, asked, indices), why
 
 
-def _usable(
-    asked: Any, indices: tuple[int, ...], found: Availability, accelerator: str
-) -> tuple[int, ...]:
+def _usable(draft: Draft, asked: Any, indices: tuple[int, ...]) -> tuple[int, ...]:
     """Return indices of devices that can be used: those that were named, or as many others.
 
     Raises:
         ConfigurationError: one that was named cannot be used, or there are too few that can.
     """
-    taken = {index: why for index, why in found.problems if index in indices}
+    free, problems = draft.availability.free, draft.availability.problems
+    taken = {index: why for index, why in problems if index in indices}
     if not taken:
         return indices
-    free = found.free
     is_number = isinstance(asked, int) or (isinstance(asked, str) and "," not in asked)
     if is_number and len(free) >= len(indices) and asked not in (-1, "-1"):
         return free[: len(indices)]
     why = "; ".join(f"device {index} {taken[index]}" for index in sorted(taken))
     raise ConfigurationError(
-        f"devices={asked!r} asks for {len(indices)} {accelerator} device(s), and {why}: pass "
-        f"devices={list(free)}"
+        f"devices={asked!r} asks for {len(indices)} {draft.accelerator.name} device(s), and {why}: "
+        f"pass devices={list(free)}"
     )
 
 
-def devices_elsewhere(
-    resolution: Resolution, accelerator: Selection, launcher: Selection
-) -> tuple[tuple[int, ...], str]:
+def _devices_elsewhere(draft: Draft, launcher: Selection) -> tuple[tuple[int, ...], str]:
     """Return device indices on each of the nodes that a launcher reaches; nothing is probed.
 
     Raises:
         ConfigurationError: it was left to this machine to count them.
     """
-    asked = resolution.request.devices
+    asked = draft.request.devices
     if asked in (None, "auto", -1, "-1") or is_zero(asked):
         raise ConfigurationError(
             f"devices={asked!r} counts the devices of this machine, but the launcher "
             f"{launcher.name!r} starts ranks elsewhere: pass the number of "
-            f"{accelerator.name} devices to use on each node"
+            f"{draft.accelerator.name} devices to use on each node"
         )
     unknown = Availability(0, "not looked for here")
-    return parse_devices(asked, unknown, accelerator.name), "your argument"
+    return parse_devices(asked, unknown, draft.accelerator.name), "your argument"
 
 
-def choose_num_nodes(
-    resolution: Resolution,
-    local: int,
-    cluster: Cluster,
-    capabilities: Capabilities,
-    launcher: Selection | None,
-) -> int:
-    """Return how many nodes take part.
-
-    Args:
-        resolution: what is to be resolved.
-        local: ranks on each node.
-        cluster: what the environment says.
-        capabilities: of the strategy.
-        launcher: the one that was asked for; None: none was.
+def choose_num_nodes(draft: Draft) -> int:
+    """Return the number of nodes.
 
     Raises:
-        ConfigurationError: it is no number of nodes, or nothing starts ranks on all of them.
+        ConfigurationError: the value is no number of nodes, or nothing starts ranks on all nodes.
     """
-    asked = resolution.request.num_nodes
+    cluster, capabilities, local = draft.cluster, draft.capabilities, len(draft.devices)
+    asked = draft.request.num_nodes
     if not is_index(asked) or asked < 1:
         raise ConfigurationError(f"num_nodes={asked!r}: expected a whole number of at least 1")
     if asked > 1 and not capabilities.multi_node:
         return asked  # which is refused in any cluster
-    spans_nodes = supports(launcher, "spans_nodes")
+    spans_nodes = supports(draft.requested_launcher, "spans_nodes")
     has_cluster = spans_nodes or cluster.launched_this_process or cluster.name != PLAIN
     if asked > 1 and not has_cluster:
         needed = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
-        if missing := [name for name in needed if name not in resolution.request.environ]:
+        if missing := [name for name in needed if name not in draft.request.environ]:
             raise ConfigurationError(
                 f"num_nodes={asked} needs a cluster, and none was detected: start the script "
                 "with torchrun or a cluster's launcher, or set MASTER_ADDR, MASTER_PORT and "
@@ -202,21 +179,16 @@ DEFAULT_LAUNCHER = "script"
 # -- accelerator
 
 
-def choose_accelerator(
-    resolution: Resolution, wanted: Capabilities | None, *, elsewhere: Selection | None
-) -> tuple[Selection, Availability]:
+def choose_accelerator(draft: Draft) -> tuple[Selection, Availability]:
     """Return the accelerator and the result of its probe.
 
-    Args:
-        resolution: what is to be resolved.
-        wanted: capabilities of the strategy that was named; None: none was.
-        elsewhere: the launcher whose devices are not on this machine, if it is such a one; nothing
-            is probed then.
+    No accelerator is probed if the launcher's devices are not on this machine.
 
     Raises:
-        ConfigurationError: it is not available here, or none is.
+        ConfigurationError: the accelerator is not available here, or no accelerator is.
     """
-    asked = resolution.asked("accelerator", "auto")
+    elsewhere = draft.elsewhere
+    asked = draft.asked("accelerator", "auto")
     if not isinstance(asked, str):
         name = getattr(asked, "name", None)
         if not isinstance(name, str) or isinstance(asked, type):
@@ -228,22 +200,22 @@ def choose_accelerator(
     elif asked != "auto":
         if advice := _of_device(asked) if ":" in asked else "":
             raise ConfigurationError(f"accelerator={asked!r}: expected a name{advice}")
-        sharing = resolution.registry.sharing("accelerator", asked)
+        sharing = draft.registry.sharing("accelerator", asked)
         if sharing and elsewhere is None:
-            return _present_accelerator(resolution, asked, sharing)
-        selected = resolution.find("accelerator", asked, NAMED)
-    elif resolution.request.devices is None:
-        selected = resolution.find("accelerator", "cpu", "devices=None")
+            return _present_accelerator(draft, asked, sharing)
+        selected = draft.find("accelerator", asked, NAMED)
+    elif draft.request.devices is None:
+        selected = draft.find("accelerator", "cpu", "devices=None")
     elif elsewhere is not None:
         raise ConfigurationError(
             "accelerator='auto' takes the best of this machine, but the launcher "
             f"{elsewhere.name!r} starts ranks elsewhere: name the accelerator that is there"
         )
     else:
-        return _best_accelerator(resolution, wanted)
+        return _best_accelerator(draft)
     if elsewhere is not None:
         return selected, Availability(0, f"not looked for: {elsewhere.name} starts ranks elsewhere")
-    found = resolution.probe(selected.source)
+    found = draft.probe(selected.source)
     if not found.free:
         name = asked if isinstance(asked, str) else selected.name
         raise ConfigurationError(
@@ -254,10 +226,10 @@ def choose_accelerator(
 
 
 def _present_accelerator(
-    resolution: Resolution, alias: str, sharing: Sequence[Candidate]
+    draft: Draft, alias: str, sharing: Sequence[Candidate]
 ) -> tuple[Selection, Availability]:
     """Return the accelerator that is on this machine, of those that share an alias ("gpu")."""
-    probed = [(each, resolution.probe(each.spec)) for each in sharing]
+    probed = [(each, draft.probe(each.spec)) for each in sharing]
     here = [(each, found) for each, found in probed if found.free]
     if len(here) == 1:
         return selection_of(here[0][0], f"the {alias} of this machine"), here[0][1]
@@ -278,12 +250,11 @@ def _of_device(device: str) -> str:
     return f": write accelerator={name!r}" + (f", devices=[{index}]" if index else "")
 
 
-def _best_accelerator(
-    resolution: Resolution, wanted: Capabilities | None
-) -> tuple[Selection, Availability]:
+def _best_accelerator(draft: Draft) -> tuple[Selection, Availability]:
+    wanted = draft.wanted
     accelerators = [
         (candidate, candidate.spec)
-        for candidate in resolution.registry.candidates("accelerator")
+        for candidate in draft.registry.candidates("accelerator")
         if isinstance(candidate.spec, AcceleratorSpec)
     ]
     accelerators.sort(key=lambda each: each[1].priority, reverse=True)
@@ -292,10 +263,10 @@ def _best_accelerator(
         if wanted is not None and not is_compatible(wanted, selection_of(candidate, "")):
             refused.append(f"{spec.name} (not for this strategy)")
             continue
-        found = resolution.probe(spec)
+        found = draft.probe(spec)
         if found.free:
             why = f"the best that is available here ({found.reason})"
-            missing = missing_backend("auto", resolution.registry.names("accelerator"))
+            missing = missing_backend("auto", draft.registry.names("accelerator"))
             return selection_of(candidate, "; ".join(filter(None, (why, missing)))), found
         refused.append(f"{spec.name} ({_why_not(found)})")
     raise ConfigurationError(
@@ -336,28 +307,25 @@ def probe_accelerator(accelerator: Any) -> Availability:
 # -- launcher
 
 
-def asked_launcher(
-    resolution: Resolution, strategy: Selection | None, cluster: Cluster
-) -> Selection | None:
+def find_requested_launcher(draft: Draft, strategy: Selection | None) -> Selection | None:
     """Return the requested launcher, unless ranks already run.
 
     Args:
-        resolution: what is to be resolved.
-        strategy: what it starts; None: not chosen yet.
-        cluster: what the environment says.
+        draft: the choices so far.
+        strategy: the strategy that is launched, or None if it is not chosen yet.
 
     Raises:
-        ConfigurationError: it cannot start ranks, or the strategy takes no such launcher.
+        ConfigurationError: the launcher cannot start ranks, or not for this strategy.
     """
-    asked = resolution.asked("launcher", None)
-    if asked is None or cluster.launched_this_process:
+    asked = draft.asked("launcher", None)
+    if asked is None or draft.cluster.launched_this_process:
         return None
     if strategy is not None:
-        _check_starts(resolution, strategy, asked)
+        _check_starts(draft, strategy, asked)
     if not isinstance(asked, str):
         return given("launcher", asked, method="launch", base="stratagem.launch.Launcher")
-    of_strategy = resolution.request.launcher is None
-    selected = resolution.find("launcher", asked, "as the strategy asks" if of_strategy else NAMED)
+    of_strategy = draft.request.launcher is None
+    selected = draft.find("launcher", asked, "as the strategy asks" if of_strategy else NAMED)
     if not supports(selected, "starts_ranks"):
         raise ConfigurationError(
             f"launcher={asked!r} starts no ranks: expected one that does, such as "
@@ -366,11 +334,11 @@ def asked_launcher(
     return selected
 
 
-def _check_starts(resolution: Resolution, strategy: Selection, asked: Any) -> None:
+def _check_starts(draft: Draft, strategy: Selection, asked: Any) -> None:
     """Refuse a launcher that does not go with a strategy."""
     capabilities = capabilities_of(strategy)
     if capabilities.one_process:
-        if resolution.request.launcher is None:
+        if draft.request.launcher is None:
             return
         raise ConfigurationError(
             f"the strategy {strategy.name!r} trains in one process, so the launcher "
@@ -385,38 +353,28 @@ def _check_starts(resolution: Resolution, strategy: Selection, asked: Any) -> No
         )
 
 
-def choose_launcher(
-    resolution: Resolution,
-    strategy: Selection,
-    capabilities: Capabilities,
-    cluster: Cluster,
-    asked: Selection | None,
-) -> Selection:
+def choose_launcher(draft: Draft) -> Selection:
     """Return the launcher.
 
-    Args:
-        resolution: what is to be resolved.
-        strategy, capabilities: what it starts.
-        cluster: what the environment says.
-        asked: the launcher that was asked for; None: none was.
-
     Raises:
-        ConfigurationError: it needs a script, and this is a notebook or an interpreter.
+        ConfigurationError: the launcher needs a script, and this is a notebook or an interpreter.
     """
+    strategy, capabilities, cluster = draft.strategy, draft.capabilities, draft.cluster
+    asked = draft.requested_launcher
     if capabilities.one_process:
-        return resolution.find("launcher", "in_process", "the strategy needs one process")
+        return draft.find("launcher", "in_process", "the strategy needs one process")
     if cluster.launched_this_process:
-        return resolution.find("launcher", "external", f"{cluster.name} has started the processes")
+        return draft.find("launcher", "external", f"{cluster.name} has started the processes")
     how = f"how {strategy.name} starts its processes"
     if asked is None:
         names = capabilities.launchers or (DEFAULT_LAUNCHER,)
-        selected = resolution.find("launcher", names[0], how)
-    elif resolution.request.launcher is None:
+        selected = draft.find("launcher", names[0], how)
+    elif draft.request.launcher is None:
         selected = replace(asked, why=how)
     else:
         selected = asked
-    if resolution.request.interactive and not supports(selected, "interactive"):
-        notebook = "ddp_notebook" in resolution.registry.names("strategy")
+    if draft.request.interactive and not supports(selected, "interactive"):
+        notebook = "ddp_notebook" in draft.registry.names("strategy")
         fork = capabilities.launchers is None or "fork" in capabilities.launchers
         raise ConfigurationError(
             f"the strategy {strategy.name!r} starts its processes by the launcher "
@@ -428,19 +386,14 @@ def choose_launcher(
     return selected
 
 
-def cluster_of_ranks(resolution: Resolution, launcher: Selection, cluster: Cluster) -> Cluster:
-    """Return the running cluster, or else one with the environment of the launcher's ranks.
-
-    Args:
-        resolution: what is to be resolved.
-        launcher: what starts the ranks.
-        cluster: what the environment says.
-    """
+def cluster_of_ranks(draft: Draft) -> Cluster:
+    """Return the running cluster, or one with the environment of the launcher's ranks."""
+    launcher, cluster = draft.launcher, draft.cluster
     named = getattr(launcher.source, "cluster_environment", PLAIN)
-    was_asked = resolution.asked("cluster_environment", None) is not None
+    was_asked = draft.asked("cluster_environment", None) is not None
     if named == PLAIN or was_asked or cluster.launched_this_process or cluster.name != PLAIN:
         return cluster
-    environment = resolution.find("cluster_environment", named, f"that of {launcher.name}'s ranks")
+    environment = draft.find("cluster_environment", named, f"that of {launcher.name}'s ranks")
     others = tuple(other for other in cluster.rejected if other.name != environment.name)
     return replace(cluster, environment=environment, rejected=others)
 
@@ -452,16 +405,16 @@ def _name_of(component: Any) -> str:
 # -- precision
 
 
-def choose_precision(
-    resolution: Resolution, strategy: Selection, capabilities: Capabilities, accelerator: Selection
-) -> Selection:
+def choose_precision(draft: Draft) -> Selection:
     """Return the precision.
 
     Raises:
-        ConfigurationError: it is none, or does not go with the strategy or the accelerator.
+        ConfigurationError: the value is no precision, or does not fit the strategy or the
+            accelerator.
     """
-    asked = resolution.asked("precision", "32-true")
-    selected = _asked_precision(resolution, asked, strategy, capabilities)
+    strategy, capabilities, accelerator = draft.strategy, draft.capabilities, draft.accelerator
+    asked = draft.asked("precision", "32-true")
+    selected = _asked_precision(draft, asked)
     if capabilities.precisions is not None and selected.name not in capabilities.precisions:
         received = asked if isinstance(asked, (str, int)) else selected.name
         raise ConfigurationError(
@@ -486,9 +439,7 @@ def choose_precision(
     return selected
 
 
-def _asked_precision(
-    resolution: Resolution, asked: Any, strategy: Selection, capabilities: Capabilities
-) -> Selection:
+def _asked_precision(draft: Draft, asked: Any) -> Selection:
     if not isinstance(asked, (str, int)):
         name = getattr(asked, "name", None)
         if not isinstance(name, str):
@@ -498,11 +449,11 @@ def _asked_precision(
             )
         return Selection("precision", name, GIVEN, "you passed it", asked)
     why = "the default" if asked == "32-true" else NAMED
-    of_engine = _of_engine(str(asked), capabilities)
+    of_engine = _of_engine(str(asked), draft.capabilities)
     if of_engine is None:
-        return resolution.find("precision", str(asked), why)
-    why += f"; {strategy.name} does it itself"
-    return Selection("precision", of_engine.name, strategy.provider, why, of_engine)
+        return draft.find("precision", str(asked), why)
+    why += f"; {draft.strategy.name} does it itself"
+    return Selection("precision", of_engine.name, draft.strategy.provider, why, of_engine)
 
 
 def _of_engine(asked: str, capabilities: Capabilities) -> PrecisionSpec | None:
@@ -522,24 +473,24 @@ def _of_engine(asked: str, capabilities: Capabilities) -> PrecisionSpec | None:
 # -- checkpoint format
 
 
-def choose_checkpoint_io(resolution: Resolution, capabilities: Capabilities) -> Selection:
+def choose_checkpoint_io(draft: Draft) -> Selection:
     """Return the checkpoint format, asynchronous if that was asked for.
 
     Raises:
-        ConfigurationError: what was asked for is no checkpoint format.
+        ConfigurationError: the value is no checkpoint format.
     """
-    asked = resolution.asked("checkpoint_io", None)
+    asked = draft.asked("checkpoint_io", None)
     if asked is None:
-        selected = resolution.find("checkpoint_io", capabilities.checkpoint_io, "the default")
+        selected = draft.find("checkpoint_io", draft.capabilities.checkpoint_io, "the default")
     elif isinstance(asked, str):
-        selected = resolution.find("checkpoint_io", asked, NAMED)
+        selected = draft.find("checkpoint_io", asked, NAMED)
     else:
         base = "stratagem.checkpoint.CheckpointIO"
         selected = given("checkpoint_io", asked, method="save_checkpoint", base=base)
-    if not resolution.request.async_save or selected.name == ASYNC:
+    if not draft.request.async_save or selected.name == ASYNC:
         return selected
     why = f"async_save=True; it writes {selected.name}"
-    asynchronous = resolution.find("checkpoint_io", ASYNC, why)
+    asynchronous = draft.find("checkpoint_io", ASYNC, why)
     assert asynchronous.spec is not None
     inner = selected.name if selected.spec is not None else selected.source
     return replace(asynchronous, source=replace(asynchronous.spec, init_args={"inner": inner}))

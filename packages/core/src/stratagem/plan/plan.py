@@ -1,4 +1,4 @@
-"""RunRequest and RunPlan: what the user typed, and what will run, with a reason for each choice."""
+"""RunRequest, Draft and RunPlan: the request, its choices so far, and the plan with all reasons."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, final
 from stratagem.discovery.capabilities import START_METHODS, Capabilities
 from stratagem.discovery.former import with_former_names
 from stratagem.discovery.registry import Candidate, Registry
-from stratagem.discovery.specs import Availability, ComponentSpec, StrategySpec
+from stratagem.discovery.specs import (
+    Availability,
+    ClusterEnvironmentSpec,
+    ComponentSpec,
+    StrategySpec,
+    asked_function,
+)
 from stratagem.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -47,21 +53,124 @@ class Selection:
         return self.source.build() if isinstance(self.source, ComponentSpec) else self.source
 
 
-@dataclass(frozen=True)
-class Resolution:
-    """The request and the available components, from which a plan is resolved.
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The cluster environment and the processes that it has started.
+
+    Attributes:
+        environment: the cluster environment.
+        launched_this_process: whether the cluster has started this process as a rank.
+        why_not_started: if the user named the environment, the reason why it has not started this
+            process; "" otherwise.
+        rejected: the environments that do not apply here, each with the reason.
+        environ: the environment variables.
+    """
+
+    environment: Selection
+    launched_this_process: bool
+    why_not_started: str = ""
+    rejected: tuple[Selection, ...] = ()
+    environ: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def name(self) -> str:
+        """The environment's name."""
+        return self.environment.name
+
+    @property
+    def world_size(self) -> int | None:
+        """The number of ranks that the cluster has started, if known."""
+        return self._number("world_size")
+
+    @property
+    def local_world_size(self) -> int | None:
+        """The number of ranks on this node, if known."""
+        return self._number("local_world_size")
+
+    @property
+    def rank(self) -> int | None:
+        """The rank of this process, if known."""
+        return self._number("rank")
+
+    def said_by(self, *what: str) -> str:
+        """Return the variables that hold these numbers, with their values, in parentheses."""
+        names = (getattr(self.environment.spec, f"{each}_variable", "") for each in what)
+        said = ", ".join(f"{name}={self.environ[name]}" for name in names if name in self.environ)
+        return said and f" ({said})"
+
+    def _number(self, what: str) -> int | None:
+        spec = self.environment.spec
+        if not isinstance(spec, ClusterEnvironmentSpec):
+            source = self.environment.source
+            return int(getattr(source, "global_rank" if what == "rank" else what)())
+        if what == "local_world_size" and spec.local_world_size is not None:
+            return int(asked_function(spec, "local_world_size", self.environ))
+        variable = str(getattr(spec, f"{what}_variable"))
+        text = self.environ.get(variable)
+        if text is None:
+            return None
+        if not text.strip().isdigit():
+            raise ConfigurationError(
+                f"the cluster environment {self.name!r} expects a number in {variable}, "
+                f"received {variable}={text!r}"
+            )
+        return int(text)
+
+
+@dataclass
+class Draft:
+    """The request, the available components, and the choices so far.
+
+    `resolve` sets the attributes from `named` on in this order, and each choice reads the earlier
+    ones. An attribute that is not set yet raises AttributeError.
 
     Attributes:
         request: the user's request.
         registry: the registry of components.
         probe: a function that returns the availability of an accelerator (its spec, or an object).
         preset: the components that were passed to the strategy or its registration, by kind.
+        named: the strategy that the user named, or None.
+        cluster: the cluster environment and its processes.
+        requested_launcher: the launcher that the request or the strategy names, or None.
+        accelerator: the accelerator.
+        availability: the result of its probe.
+        devices: the device indices on this node.
+        devices_why: the reason for the choice of devices.
+        strategy: the strategy.
+        num_nodes: the number of nodes.
+        launcher: the launcher.
     """
 
     request: RunRequest
     registry: Registry
     probe: Callable[[Any], Availability]
     preset: Mapping[str, Any] = field(default_factory=dict)
+    named: Selection | None = None
+    cluster: Cluster = field(init=False)
+    requested_launcher: Selection | None = None
+    accelerator: Selection = field(init=False)
+    availability: Availability = field(init=False)
+    devices: tuple[int, ...] = field(init=False)
+    devices_why: str = field(init=False)
+    strategy: Selection = field(init=False)
+    num_nodes: int = field(init=False)
+    launcher: Selection = field(init=False)
+
+    @property
+    def wanted(self) -> Capabilities | None:
+        """The capabilities of the strategy that the user named, or None."""
+        return None if self.named is None else capabilities_of(self.named)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The capabilities of the chosen strategy."""
+        return capabilities_of(self.strategy)
+
+    @property
+    def elsewhere(self) -> Selection | None:
+        """The requested launcher, if its devices are not on this machine."""
+        launcher = self.requested_launcher
+        return launcher if supports(launcher, "devices_elsewhere") else None
 
     def find(self, kind: str, name: str, why: str) -> Selection:
         """Return the component of a name; see `Registry.find` for its errors.
