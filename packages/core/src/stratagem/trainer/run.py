@@ -45,7 +45,6 @@ from stratagem.trainer.resume.checkpoint import (
     Contents,
     Saves,
     collect_checkpoint,
-    collect_weights,
     read_checkpoint,
     restore_model,
     restore_training,
@@ -214,9 +213,7 @@ class Run:
 
     def checkpoint(self) -> dict[str, Any]:
         """Return a checkpoint of this run; called on every rank."""
-        contents = self.contents()
-        weights = collect_weights(contents.strategy, contents.prepared)
-        return collect_checkpoint(contents, weights, weights_only=False)
+        return collect_checkpoint(self.contents(), self.saves.weights(), weights_only=False)
 
     def open_fit_data(self) -> FitData:
         """Create this rank's loaders for a fit."""

@@ -55,7 +55,6 @@ from stratagem.trainer.resume.rank_state import FORM as RANK_FORM, state_of_rank
 if TYPE_CHECKING:
     from stratagem.callbacks import Callback
     from stratagem.interfaces.prepared_model import PreparedModel
-    from stratagem.interfaces.strategy import Strategy
     from stratagem.trainer.loaders.open import FitData
     from stratagem.trainer.resume.find import ResumePoint
     from stratagem.trainer.resume.rank_state import RankState
@@ -151,7 +150,8 @@ class Saves:
     def weights(self) -> Weights:
         """Return the model's state for a checkpoint; called on every rank."""
         contents = self._contents()
-        return collect_weights(contents.strategy, contents.prepared)
+        state = model_state(contents.strategy, contents.prepared)
+        return Weights(state, nonfinite_weights(contents.strategy, contents.prepared, state))
 
     def flush_deferred(self) -> None:
         """Save the checkpoints that were requested within the last optimizer step."""
@@ -168,12 +168,6 @@ def save_interrupted(trainer: Trainer) -> str | None:
     path = saver.save_to_resume_from(trainer, "interrupted")
     trainer.checkpoint_writer.finish()
     return path
-
-
-def collect_weights(strategy: Strategy, prepared: PreparedModel) -> Weights:
-    """Return the model's state; called on every rank."""
-    state = model_state(strategy, prepared)
-    return Weights(state, nonfinite_weights(strategy, prepared, state))
 
 
 def collect_checkpoint(
