@@ -26,10 +26,10 @@ variable with their number. Without that distribution each process would train a
 
 
 def find_cluster(draft: Draft) -> Cluster:
-    """Return the cluster that was asked for, or the one that is detected.
+    """Return the requested cluster, or the detected cluster.
 
     Raises:
-        ConfigurationError: what was asked for is no cluster environment.
+        ConfigurationError: the requested object is not a cluster environment.
     """
     environ = draft.request.environ
     asked = draft.asked("cluster_environment", None)

@@ -71,10 +71,10 @@ def choose_devices(draft: Draft) -> tuple[tuple[int, ...], str]:
 
 
 def _usable(draft: Draft, asked: Any, indices: tuple[int, ...]) -> tuple[int, ...]:
-    """Return indices of devices that can be used: those that were named, or as many others.
+    """Return indices of usable devices: the requested indices, or as many other indices.
 
     Raises:
-        ConfigurationError: one that was named cannot be used, or there are too few that can.
+        ConfigurationError: a requested device is unusable, or too few devices are usable.
     """
     free, problems = draft.availability.free, draft.availability.problems
     taken = {index: why for index, why in problems if index in indices}
@@ -91,10 +91,10 @@ def _usable(draft: Draft, asked: Any, indices: tuple[int, ...]) -> tuple[int, ..
 
 
 def _devices_elsewhere(draft: Draft, launcher: Selection) -> tuple[tuple[int, ...], str]:
-    """Return device indices on each of the nodes that a launcher reaches; nothing is probed.
+    """Return device indices on each node of a launcher, without probing devices.
 
     Raises:
-        ConfigurationError: it was left to this machine to count them.
+        ConfigurationError: the request leaves the number of devices to this machine.
     """
     asked = draft.request.devices
     if asked in (None, "auto", -1, "-1") or is_zero(asked):
@@ -111,7 +111,8 @@ def choose_num_nodes(draft: Draft) -> int:
     """Return the number of nodes.
 
     Raises:
-        ConfigurationError: the value is no number of nodes, or nothing starts ranks on all nodes.
+        ConfigurationError: the value is not a number of nodes, or no launcher or cluster starts
+            ranks on all nodes.
     """
     cluster, capabilities, local = draft.cluster, draft.capabilities, len(draft.devices)
     asked = draft.request.num_nodes
@@ -312,7 +313,7 @@ def find_requested_launcher(draft: Draft, strategy: Selection | None) -> Selecti
 
     Args:
         draft: the choices so far.
-        strategy: the strategy that is launched, or None if it is not chosen yet.
+        strategy: the strategy to launch, or None before its choice.
 
     Raises:
         ConfigurationError: the launcher cannot start ranks, or not for this strategy.

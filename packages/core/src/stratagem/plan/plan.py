@@ -222,7 +222,7 @@ def given(kind: str, component: Any, *, method: str, base: str) -> Selection:
         base: the class to subclass, for the error.
 
     Raises:
-        ConfigurationError: it is no such object, or a class.
+        ConfigurationError: the object has no such attribute, or is a class.
     """
     if isinstance(component, type) or not hasattr(component, method):
         raise ConfigurationError(

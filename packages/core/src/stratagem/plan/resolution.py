@@ -36,14 +36,14 @@ def resolve(
     """Choose every component that the request leaves open and check that they fit together.
 
     Args:
-        request: what the user asked for.
-        registry: what there is.
-        probe: returns what an accelerator (its spec, or an object) finds on this machine; None
-            asks the accelerator itself.
+        request: the request of the user.
+        registry: the installed components.
+        probe: returns the devices that an accelerator (its spec, or an object) finds on this
+            machine; None queries the accelerator itself.
 
     Raises:
-        ConfigurationError: the request cannot be met; says what was expected, what was received
-            and what to do.
+        ConfigurationError: the request cannot be met; the message has the expected value, the
+            received value and a remedy.
     """
     draft = Draft(request, registry, probe or components.probe_accelerator)
     draft.named = _named_strategy(draft)

@@ -49,13 +49,13 @@ class ModelCheckpoint(Callback):
         auto_insert_metric_name: whether to write each value's name before it, "epoch=3", or only
             the value.
         enable_version_counter: whether to add `-v1` and so on to names that exist. If False,
-            existing files are replaced, even those of another run.
+            existing files are replaced, even files of another run.
         verbose: whether to print each saved checkpoint on rank 0.
         monitor: the logged value that ranks the checkpoints, or "epoch" or "step". With None, the
             newest checkpoints are the best.
         mode: "min" if smaller values are better, or "max".
         save_top_k: the number of best checkpoints to keep (without `monitor`, of newest ones). -1
-            keeps all, 0 keeps none.
+            keeps all checkpoints, 0 keeps no checkpoint.
         keep_latest_k: the number of newest checkpoints to keep as well, whatever their values.
         save_last: whether to keep the newest checkpoint and point `last.ckpt` to it: a symbolic
             link, or a copy on an object store. `last.ckpt` moves once the newest checkpoint is
@@ -72,15 +72,15 @@ class ModelCheckpoint(Callback):
         save_on_exception: whether to save `exception-step=S.ckpt` when an error or Ctrl-C ends
             training. This works with a single rank only, since other ranks may be at another step.
 
-    If weights are not finite, a warning says so once. Of such checkpoints only the newest is kept,
-    in addition to the finite ones; with `save_top_k=-1`, all are. It counts neither as best nor as
-    newest, and `last.ckpt` does not move. A monitored value of NaN is the worst.
+    If weights are not finite, a warning is printed once. Only the newest of such checkpoints is
+    kept, in addition to the finite ones; with `save_top_k=-1`, all are. It counts neither as best
+    nor as newest, and `last.ckpt` does not move. A monitored value of NaN is the worst.
 
     With `monitor`, an epoch without validation adds a best checkpoint only if its training logs the
-    value, or if no epoch has validation. A value in `filename` that is not logged yet, such as one
-    of the first validation, is written as "none"; a warning says so once. A save by steps or
-    time waits for the next validation, if that runs before the next batch, or if the value was not
-    logged yet; a warning says the latter once. A signal that ends training saves
+    value, or if no epoch has validation. A value in `filename` that is not logged yet, such as a
+    value of the first validation, is written as `none`; a warning is printed once. A save by steps
+    or time waits for the next validation, if that runs before the next batch, or if the value was
+    not logged yet; in the latter case a warning is printed once. A signal that ends training saves
     `interrupted-step=S.ckpt`. This file, and the file of an error, are kept until the resumed run
     has saved another checkpoint.
 

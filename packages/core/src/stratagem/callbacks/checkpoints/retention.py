@@ -27,7 +27,7 @@ class SaveEvent:
 
     Attributes:
         filename: the file name of the checkpoint, without suffix.
-        metric: the monitored value if it is among the best, or None.
+        metric: the monitored value of a best checkpoint, or None.
         is_finite: whether the weights are finite.
         link_name: the file name of the link to the newest checkpoint, without suffix; "" if the
             link does not move.
@@ -49,7 +49,7 @@ class SavePlan:
 
     Attributes:
         path: the path of the checkpoint to write.
-        metric: the monitored value if it is among the best, or None.
+        metric: the monitored value of a best checkpoint, or None.
         link: the path of the link to move to the new checkpoint, or "" if it does not move.
         remove: the paths to remove after that.
         policy: the policy with the new checkpoint.
@@ -194,7 +194,8 @@ class RetentionPolicy:
 
         Args:
             state: the return value of `state_dict`.
-            locate: a function that returns a checkpoint's current path, or None if it is gone.
+            locate: a function that returns the current path of a checkpoint, or None for a missing
+                file.
 
         Raises:
             CheckpointMismatchError: the state does not have the form that `state_dict` returns.

@@ -120,7 +120,7 @@ class Order:
 
 
 def order_of(loader: DataLoader[Any], shards: int) -> Order | str:
-    """Return the source of a loader's order, or the reason why it is unknown.
+    """Return the source of a loader's order, or the reason why the order is unknown.
 
     Args:
         loader: the loader of a map-style dataset.

@@ -43,7 +43,7 @@ class ResumableSampler:
         generators: the generators that the sampler may draw from, besides the global RNGs.
         is_batched: whether the sampler yields lists of indices.
         first_seed: the seed for workers. Its sum with the batch's number is put before the indices
-            of each batch. None puts nothing there.
+            of each batch. None omits this number.
     """
 
     passes_epoch_on = True
