@@ -33,7 +33,7 @@ class Net(Module):
         return batch.isfinite().sum()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = (self.layer(batch[batch.isfinite()].unsqueeze(1)) - 1).square().mean()
+        loss: Tensor = (self.layer(batch[batch.isfinite()].unsqueeze(1)) - 1).square().mean()
         self.log("loss", loss, on_epoch=True, batch_size=int(batch.isfinite().sum()))
         return loss
 
@@ -41,7 +41,7 @@ class Net(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def batches(*counts: int) -> list[Tensor]:
+def batches(*counts: int) -> Any:
     """Batches of six numbers, of which this many are finite."""
     values = torch.linspace(-1, 1, 6 * len(counts)).reshape(len(counts), 6)
     hidden = torch.arange(6) >= torch.tensor(counts).unsqueeze(1)
@@ -94,8 +94,7 @@ def test_a_step_without_any_element_has_gradients_of_zero() -> None:
 def test_a_run_with_loss_weight_resumes_within_an_epoch(step: int, tmp_path: Path) -> None:
     def loader() -> DataLoader[Any]:
         torch.manual_seed(5)
-        data: Any = batches(6, 1, 2, 3, 5, 4)
-        return DataLoader(data, batch_size=None, shuffle=True)
+        return DataLoader(batches(6, 1, 2, 3, 5, 4), batch_size=None, shuffle=True)
 
     options: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 2}
     whole, saved, resumed = Net(), Net(), Net()

@@ -584,9 +584,7 @@ def test_minus_one_from_on_train_batch_start_ends_the_epoch(accumulate: int) -> 
     called: list[str] = []
 
     class Ends(Line):
-        def on_train_batch_start(  # type: ignore[override]
-            self, batch: Tensor, batch_idx: int
-        ) -> int | None:
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
             return -1 if batch_idx == 3 else None
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:
