@@ -823,7 +823,7 @@ class TestStrategyRegistry:
     def test_the_first_line_of_the_docstring_is_the_description(self) -> None:
         StrategyRegistry.register("alone", SingleDeviceStrategy)
         spec = registries.get_registry().find("strategy", "alone").spec
-        assert spec.summary.startswith("Trains in one process on one device")
+        assert spec.summary.startswith("Trains in a single process on one device")
 
     @pytest.mark.parametrize("name", ["ddp", "DDP", "mine"])
     def test_a_taken_name_is_refused(self, name: str) -> None:
