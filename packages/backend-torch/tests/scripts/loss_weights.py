@@ -1,4 +1,4 @@
-"""Trains with losses that are means over different numbers of tokens; prints the weights.
+"""Trains with losses that are means over different numbers of tokens; writes the weights.
 
 python loss_weights.py STRATEGY RANKS ACCUMULATE
 """

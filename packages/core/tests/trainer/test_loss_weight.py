@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from torch.utils.data import DataLoader
 from stratagem import Callback, Lite, Module, Trainer
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.strategies import Ranks
+from stratagem.strategies import Ranks, SingleDeviceStrategy
 from stratagem.trainer import StepPolicy
-from stratagem.trainer.step.loss_weight import LossWeights
+from stratagem.trainer.step.loss_weight import LossWeights, check_loss_weight
 
 
 class Net(Module):
@@ -153,6 +154,19 @@ def test_loss_weight_is_refused_where_it_cannot_be_used() -> None:
         ConfigurationError, match="Net defines loss_weight, which cannot be used: a"
     ):
         trainer().fit(net, DataLoader(batches(6), batch_size=None))
+
+
+def test_loss_weight_is_refused_by_strategies_that_divide_or_take_whole_steps() -> None:
+    class Whole(SingleDeviceStrategy):
+        def train_step(self, prepared: Any, step: Any, micro_batches: Any) -> None:
+            raise AssertionError("training begins")
+
+    whole = Trainer(accelerator="cpu", strategy=Whole(), max_epochs=1, logger=False)
+    with pytest.raises(ConfigurationError, match="the strategy 'Whole' takes each step as a whole"):
+        whole.fit(Net(), DataLoader(batches(6), batch_size=None))
+    plan = replace(trainer().plan, devices=(0, 1))
+    with pytest.raises(ConfigurationError, match=r"over devices\. Remove or rename"):
+        check_loss_weight(Net(), SingleDeviceStrategy(), plan)
 
 
 def test_loss_factors_of_lite_on_one_device() -> None:

@@ -217,8 +217,7 @@ def first_nonfinite(state: Mapping[str, Any], trained: Set[str]) -> str:
 
     A tensor is invalid if it contains NaN. An infinity is invalid in trained tensors only: a buffer
     may hold infinities for good reasons, such as a causal mask. Each tensor is read once on its
-    device,
-    which takes half the time of a copy; the host waits for a device twice for each dtype.
+    device, which takes half the time of a copy; the host waits for a device twice for each dtype.
 
     Args:
         state: tensors or `Shards` by name; other values are skipped.

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 NAME = "the training data loader"
 
-Weights = list[float | Tensor]
-Weigh = Callable[[list[Any], Sequence[float] | None], Weights]
+Weigh = Callable[[list[Any], Sequence[float] | None], Sequence[float | Tensor]]
 
 _ENDLESS = 2**62
 """Replaces an unknown number of batches when ranks compare their numbers."""
