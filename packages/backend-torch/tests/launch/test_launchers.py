@@ -255,11 +255,11 @@ class _OneProcess(DDPStrategy):
 
 WAITING = """
 def wait(lite, folder):
-    Path(folder, f"rank{lite.global_rank}").write_text(str(os.getpid()))
-    print(f"RANK {lite.global_rank} waits\\n", end="", flush=True)
-    if "raise" in sys.argv and lite.global_rank == 1:
-        raise ValueError("of rank one")
     try:
+        print(f"RANK {lite.global_rank} waits\\n", end="", flush=True)
+        Path(folder, f"rank{lite.global_rank}").write_text(str(os.getpid()))
+        if "raise" in sys.argv and lite.global_rank == 1:
+            raise ValueError("of rank one")
         time.sleep(60)
     except KeyboardInterrupt:
         print(f"interrupted {lite.global_rank}\\n", end="", flush=True)
