@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from stratagem.data.resume import make_resumable
 from stratagem.data.resume.resumable import Resumable
 from stratagem.data.sharding import shard_loader
 
@@ -40,7 +41,9 @@ class Samples:
 def reader(samples: int, shards: int, *, shuffle: bool) -> Resumable:
     data: Any = Samples(samples)
     loader: Any = DataLoader(data, batch_size=BATCH_SIZE, shuffle=shuffle)
-    return Resumable(shard_loader(loader, 0, shards, even=True), "the loader", shard=(0, shards))
+    return make_resumable(
+        shard_loader(loader, 0, shards, even=True), "the loader", shard=(0, shards)
+    )
 
 
 def prepare(samples: int, shards: int, *, shuffle: bool, resume: bool) -> Callable[[], None]:

@@ -21,6 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from stratagem.data import index_sequence
 from stratagem.data.index_sequence import IndexSequence, Permutation
+from stratagem.data.resume import make_resumable
 from stratagem.data.resume.resumable import Resumable
 from stratagem.data.sharding import ShardedSampler, set_epoch, shard_loader
 
@@ -204,7 +205,7 @@ def test_the_order_is_torchs_own_in_each_epoch(
     reader: list[Resumable] = []
 
     def resumable(made: DataLoader[Any], epoch: int) -> Iterator[Any]:
-        reader[:] = reader or [Resumable(made, "the loader")]
+        reader[:] = reader or [make_resumable(made, "the loader")]
         return reader[0].begin(epoch, 0)[0]
 
     ours = epochs(resumable)
@@ -216,7 +217,7 @@ def test_the_order_is_torchs_own_in_each_epoch(
 def test_skipped_batches_do_not_change_the_rest(kind: str, done: int) -> None:
     def batches(done: int) -> list[Any]:
         torch.manual_seed(1)
-        return list(Resumable(TORCHS[kind](48), "the loader").begin(0, done)[0])
+        return list(make_resumable(TORCHS[kind](48), "the loader").begin(0, done)[0])
 
     assert batches(done) == batches(0)[done:]
 
@@ -263,7 +264,7 @@ def test_a_long_order_is_alike_at_any_number_of_ranks_and_another_in_each_epoch(
 def test_a_long_order_follows_from_torchs_seed_and_goes_on_in_its_middle(kind: str) -> None:
     def run(seed: int, state: Any = None, done: int = 0) -> tuple[list[Any], Any]:
         torch.manual_seed(seed)
-        reader = Resumable(TORCHS[kind](40), "the loader")
+        reader = make_resumable(TORCHS[kind](40), "the loader")
         if state is not None:
             assert reader.resume([state], done) == done
         read = []
@@ -286,7 +287,7 @@ def test_a_long_order_follows_from_torchs_seed_and_goes_on_in_its_middle(kind: s
 def test_a_long_order_that_torch_has_shuffled_goes_on_as_torchs(batch_size: int) -> None:
     """A checkpoint of version 0.1.0 does not say what has shuffled: it was torch."""
     torch.manual_seed(1)
-    reader = Resumable(loader(40, shuffle=True), "the loader")
+    reader = make_resumable(loader(40, shuffle=True), "the loader")
     next(reader.begin(0, 0)[0])
     state = reader.state()
     assert state.pop("rule") == "feistel-1"
@@ -296,7 +297,7 @@ def test_a_long_order_that_torch_has_shuffled_goes_on_as_torchs(batch_size: int)
     order = list(chain.from_iterable(raw))
     state["first"] = None
 
-    resumed = Resumable(loader(40, shuffle=True, batch_size=batch_size), "the loader")
+    resumed = make_resumable(loader(40, shuffle=True, batch_size=batch_size), "the loader")
     done = resumed.resume([state], 5)
     rest = list(chain.from_iterable(resumed.begin(0, done)[0]))
     assert rest == order[20:]
@@ -307,10 +308,10 @@ def test_a_long_order_that_torch_has_shuffled_goes_on_as_torchs(batch_size: int)
 
 
 def test_unknown_shuffle_rule_of_a_checkpoint_warns() -> None:
-    reader = Resumable(loader(40, shuffle=True), "the loader")
+    reader = make_resumable(loader(40, shuffle=True), "the loader")
     next(reader.begin(0, 0)[0])
     state = reader.state() | {"rule": "feistel-9"}
-    resumed = Resumable(loader(40, shuffle=True), "the loader")
+    resumed = make_resumable(loader(40, shuffle=True), "the loader")
     with pytest.warns(UserWarning, match=r"'feistel-9' when .* knows 'torch', 'feistel-1': some"):
         resumed.resume([state], 1)
     assert len(list(resumed.begin(0, 1)[0])) == 9
@@ -326,7 +327,7 @@ def test_a_thousand_million_samples_begin_and_resume_without_a_list_of_them(shuf
     def readers(world: int, batch_size: int) -> list[Resumable]:
         made = loader(MANY, shuffle=shuffle, batch_size=batch_size)
         return [
-            Resumable(shard_loader(made, r, world, even=True), "the loader", r, (r, world))
+            make_resumable(shard_loader(made, r, world, even=True), "the loader", r, (r, world))
             for r in range(world)
         ]
 

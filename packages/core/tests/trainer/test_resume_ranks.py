@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from stratagem.data.resume import make_resumable
 from stratagem.data.resume.resumable import Resumable
 from stratagem.data.sharding import set_epoch, shard_loader
 
@@ -41,7 +42,7 @@ class Ranks:
             torch.manual_seed(seed)
             loader = make() if make is not distributed else make(rank, count)
             sharded = shard_loader(loader, rank, count, even=True)
-            self.readers.append(Resumable(sharded, "the loader", rank, (rank, count)))
+            self.readers.append(make_resumable(sharded, "the loader", rank, (rank, count)))
         self.batches = 0
         self.begun: list[Iterator[Any]] = []
 
@@ -285,7 +286,9 @@ class Endless(IterableDataset[int]):
 
 def test_a_stream_that_other_ranks_have_left_begins_at_the_beginning_and_says_so() -> None:
     def reader(rank: int, ranks: int) -> Resumable:
-        return Resumable(DataLoader(Endless(), batch_size=2), "the loader", rank, (rank, ranks))
+        return make_resumable(
+            DataLoader(Endless(), batch_size=2), "the loader", rank, (rank, ranks)
+        )
 
     states = []
     for rank in range(2):
@@ -315,7 +318,7 @@ def test_a_stream_that_takes_over_its_position_late_is_resumed_before_the_last_b
         def load_state_dict(self, state: dict[str, int]) -> None:
             self.loaded = state["position"]
 
-    first, again = (Resumable(DataLoader(Late(), batch_size=2), "the loader") for _ in "12")
+    first, again = (make_resumable(DataLoader(Late(), batch_size=2), "the loader") for _ in "12")
     batches, _ = first.begin(0, 0, 3)
     next(batches), next(batches)
     assert again.resume([first.state()], 2) == 2
@@ -324,16 +327,24 @@ def test_a_stream_that_takes_over_its_position_late_is_resumed_before_the_last_b
 
 
 def test_loaders_that_the_user_divides_are_not_dealt_anew() -> None:
-    saved = [Resumable(in_order(), "the loader", rank, (rank, 2)) for rank in range(2)]
+    saved = [make_resumable(in_order(), "the loader", rank, (rank, 2)) for rank in range(2)]
     for reader in saved:
         next(reader.begin(0, 0)[0])
     states = [reader.state() for reader in saved]
-    alone = Resumable(in_order(), "the loader")
+    alone = make_resumable(in_order(), "the loader")
     with pytest.warns(UserWarning, match="since the order in which they were read is not known"):
         alone.resume(states, 1)
-    divided = Resumable(in_order(), "the loader", 0, (0, 2))
+    divided = make_resumable(in_order(), "the loader", 0, (0, 2))
     with pytest.warns(UserWarning, match="since its data were divided by whoever made it"):
         divided.resume([alone.state()], 1)
+
+
+def test_a_position_that_was_saved_before_the_first_batch_is_not_resharded() -> None:
+    saved = Ranks(shuffled, 2)
+    states = [reader.state() for reader in saved.readers]  # as after a load, before the next loop
+    (alone,) = Ranks(shuffled, 1).readers
+    with pytest.warns(UserWarning, match="since the order in which they were read is not known"):
+        assert alone.resume(states, 3) == 6
 
 
 def test_a_sampler_of_another_kind_is_not_dealt_to() -> None:

@@ -180,6 +180,11 @@ class Reading:
         return self
 
 
+def parts_of(loader: Any) -> list[Any]:
+    """Return a list of a loader, or of the loaders in a CombinedLoader."""
+    return loader.flattened if isinstance(loader, CombinedLoader) else [loader]
+
+
 def total_of(numbers: list[float], mode: str) -> float:
     """Return the number of batches of combined loaders; infinity if unknown.
 

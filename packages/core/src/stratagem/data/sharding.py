@@ -181,10 +181,7 @@ def with_equal_batches(loader: Any) -> Any:
     is_uneven = isinstance(part, ShardedSampler) and not part.even and part.count > 1
     if type(batches) is not BatchSampler or batches.drop_last or not is_uneven:
         return loader
-    loader = copy.copy(loader)
-    loader.__dict__["_iterator"] = None
-    loader.__dict__["batch_sampler"] = EqualBatches(part, batches.batch_size)
-    return loader
+    return copy_loader(loader, batch_sampler=EqualBatches(part, batches.batch_size))
 
 
 def in_order(source: Any) -> Any:
@@ -235,15 +232,28 @@ def with_sampler(loader: DataLoader[Any], sampler: Sampler[Any]) -> DataLoader[A
         >>> list(with_sampler(DataLoader([3, 1, 2], batch_size=2), [2, 0]))
         [tensor([2, 3])]
     """
+    own = batches = loader.batch_sampler
+    if type(own) is BatchSampler:
+        batches = BatchSampler(sampler, own.batch_size, own.drop_last)
+    return copy_loader(loader, sampler=sampler, batch_sampler=batches)
+
+
+def copy_loader(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
+    """Return a copy of a loader with other attributes, and with workers of its own."""
     # DataLoader forbids assignments to these attributes after __init__; a copy avoids guessing the
     # arguments of a subclass's constructor.
     copied = copy.copy(loader)
-    copied.__dict__["sampler"] = sampler
-    copied.__dict__["_iterator"] = None
-    own = loader.batch_sampler
-    if type(own) is BatchSampler:
-        copied.__dict__["batch_sampler"] = BatchSampler(sampler, own.batch_size, own.drop_last)
+    copied.__dict__.update(attributes, _iterator=None)
     return copied
+
+
+def batch_size_of(loader: Any) -> int | None:
+    """Return the number of samples in a loader's batch; None if it is unknown."""
+    for holder in (loader, getattr(loader, "batch_sampler", None)):
+        size = getattr(holder, "batch_size", None)
+        if isinstance(size, int):
+            return size
+    return None
 
 
 def divides_data(loader: Any) -> bool:
@@ -280,6 +290,14 @@ def is_iterable(loader: Any) -> bool:
     return isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
+def is_iterated_by_torch(loader: Any) -> bool:
+    """Return whether torch's methods iterate over a loader of a map-style dataset, and count it."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    kind = type(loader)
+    return kind.__iter__ is DataLoader.__iter__ and kind.__len__ is DataLoader.__len__
+
+
 def knows_length(loader: Any) -> bool:
     """Return whether a loader's length surely is its number of batches.
 
@@ -292,19 +310,14 @@ def knows_length(loader: Any) -> bool:
     """
     if type(loader) in (list, tuple, range):
         return True
-    kind = type(loader)
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    if not is_iterated_by_torch(loader):
         return False
-    is_torchs = kind.__iter__ is DataLoader.__iter__ and kind.__len__ is DataLoader.__len__
     batches: Any = loader.batch_sampler
     sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
     if isinstance(sampler, ShardedSampler):
         sampler = sampler.sampler
-    return (
-        is_torchs
-        and type(batches) in (BatchSampler, EqualBatches, type(None))
-        and type(sampler) in _COUNTED
-    )
+    is_torchs = type(batches) in (BatchSampler, EqualBatches, type(None))
+    return is_torchs and type(sampler) in _COUNTED
 
 
 _COUNTED = (

@@ -99,13 +99,13 @@ class LiteDataLoader:
         reading: Reading | None = None,
     ) -> None:
         # Imported here: not every loop needs a data loader of Lite.
-        from stratagem.data.resume.resumable import Resumable
+        from stratagem.data.resume import make_resumable
 
         self.loader = loader
         self._move = move
         self._rng_of = rng_of
         self._rank = rank
-        self.resumable = Resumable(loader, name, rank, shard)
+        self.resumable = make_resumable(loader, name, rank, shard)
         self._epoch = 0
         """The epoch of the next iteration, unless the user sets the epoch."""
         self._last = 0

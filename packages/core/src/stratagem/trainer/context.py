@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from stratagem.trainer.checks import EpochChecks
     from stratagem.trainer.hooks import Hooks
     from stratagem.trainer.job import Job
-    from stratagem.trainer.loaders.open import FitData
+    from stratagem.trainer.loaders.train_loader import FitData
     from stratagem.trainer.loops.interruption import Interruption
     from stratagem.trainer.loops.validation import Validation
     from stratagem.trainer.metrics.log_buffer import LogBuffer

@@ -32,8 +32,8 @@ from stratagem.trainer.context import (
     StepContext,
 )
 from stratagem.trainer.hooks import Hooks
-from stratagem.trainer.loaders.loaders import EvaluationLoader
-from stratagem.trainer.loaders.open import FitData, LoaderFactory
+from stratagem.trainer.loaders.loaders import EvaluationLoader, open_evaluation
+from stratagem.trainer.loaders.train_loader import FitData
 from stratagem.trainer.loops.fit import functions_after_step
 from stratagem.trainer.loops.interruption import Interruption
 from stratagem.trainer.loops.validation import Validation
@@ -143,8 +143,7 @@ class Run:
             state, self.monitor, job.model, counts_batches=self.policy.schedulers_count_batches
         )
         self.validation.note_values = self.schedulers.note_validation
-        self.loaders = LoaderFactory(trainer, job, self.profiling.reads)
-        self.evaluation_loaders = self.loaders.evaluation_loaders
+        self.evaluation_loaders: dict[str, list[EvaluationLoader]] = {}
         self.fit_data: FitData | None = None
         self.prepared: PreparedModel | None = None
         self.optimizers: list[Any] = []
@@ -218,12 +217,15 @@ class Run:
     def open_fit_data(self) -> FitData:
         """Create this rank's loaders for a fit."""
         epoch = EpochState(self.context, self.metrics, self.schedulers)
-        self.fit_data = self.validation.data = FitData(self.loaders, self.state, epoch)
+        opened = self.evaluation_loaders
+        self.fit_data = self.validation.data = FitData(self.context, epoch, opened)
         return self.fit_data
 
     def open_evaluation_data(self) -> list[EvaluationLoader]:
         """Create this rank's loaders for an evaluation."""
-        return self.loaders.open_evaluation(_EVALUATED[self.stage])
+        what = _EVALUATED[self.stage]
+        loaders = self.evaluation_loaders[what] = open_evaluation(self.context, what)
+        return loaders
 
     def make_optimizers(self) -> list[Optimizer]:
         """Return the optimizers of the Module, and keep its schedulers."""

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from stratagem.data.combined_loader import CombinedLoader, Reading, total_of
-from stratagem.data.resume.resumable import Resumable
+from stratagem.data.resume import make_resumable
+from stratagem.data.resume.resumable import Begun, Resumable
 from stratagem.data.sharding import length_of
 
 
@@ -31,7 +32,7 @@ class CombinedResumable:
         self, loader: CombinedLoader, name: str, rank: int, shard: tuple[int, int]
     ) -> None:
         self._parts = [
-            Resumable(one, f"{name} {index}", rank, shard)
+            make_resumable(one, f"{name} {index}", rank, shard)
             for index, one in enumerate(loader.flattened)
         ]
         self.loader = loader.of([part.loader for part in self._parts])
@@ -46,39 +47,39 @@ class CombinedResumable:
             return self.left
         return length_of(self.loader) - done if self.has_exact_length else math.inf
 
-    def begin(self, epoch: int, done: int, of: float = math.inf) -> tuple[Iterator[Any], list[Any]]:
+    def begin(self, epoch: int, done: int, length: float = math.inf) -> Begun:
         """Return an iterator over an epoch's batches after the first `done`, and an empty list.
 
         Args:
             epoch: the number of the epoch.
             done: the number of batches to skip.
-            of: the number of batches of the epoch; infinity if unknown.
+            length: the number of batches of the epoch; infinity if unknown.
         """
-        passed_over, self._resumed = self._resumed or self._split(done), None
+        skipped, self._resumed = self._resumed or self._split(done), None
         readings, left = [], []
         for index, part in enumerate(self._parts):
-            length, own = length_of(part.loader), passed_over[index]
+            batches, own = length_of(part.loader), skipped[index]
             begin = partial(self._again, part, epoch)
             end = self._end_of(index)
             # One that has just been read to its end notices it with the next batch, when its
             # sampler may draw once more.
             is_over = done > end and self.loader.mode != "max_size_cycle"
             if is_over:
-                part.pass_over()
+                part.skip_rest()
             # A loader at its start begins when it is needed, as in an uninterrupted run; but
             # parallel loaders begin with the epoch.
             at_start = done == 0 and self.loader.mode != "sequential"
-            of_own = of if length == math.inf and self.loader.mode != "sequential" else math.inf
+            limit = length if batches == math.inf and self.loader.mode != "sequential" else math.inf
             begins = (own or at_start) and not is_over
-            now = part.begin(epoch, own, of_own)[0] if begins else None
+            now = part.begin(epoch, own, limit)[0] if begins else None
             readings.append(Reading(begin, now, went_through=done >= end, has_ended=is_over))
-            left.append(0 if is_over else part.left if part.left != math.inf else length - own)
+            left.append(0 if is_over else part.left if part.left != math.inf else batches - own)
         if any(part.left != math.inf for part in self._parts):
             self.left = total_of(left, self.loader.mode)
         else:
             self.left = math.inf
-        batches = self.loader.combine(readings)
-        return (batch for batch, _, _ in batches), []
+        combined = self.loader.combine(readings)
+        return (batch for batch, _, _ in combined), []
 
     def _again(self, part: Resumable, epoch: int) -> Iterator[Any]:
         return part.begin(epoch, 0)[0]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch.utils.data import (
     BatchSampler,
-    DataLoader,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -21,7 +20,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from stratagem.data.index_sequence import IndexSequence, draw_indices, draw_rest, rule_of
-from stratagem.data.sharding import ShardedSampler
+from stratagem.data.sharding import ShardedSampler, is_iterated_by_torch
 from stratagem.rng import (
     generator_states,
     preserve_rng_state,
@@ -35,8 +34,8 @@ from stratagem.state.safe_data import encode, find_offending_value
 class ResumableSampler:
     """A wrapper of a loader's sampler that can begin at any position of an epoch.
 
-    It stores the RNG states before the sampler draws (`start`), so that the sampler can draw the
-    same order again.
+    It stores the RNG states before the sampler draws (`draw.start`), so that the sampler can draw
+    the same order again.
 
     Args:
         sampler: the loader's batch sampler, or its sampler without automatic batching.
@@ -44,6 +43,9 @@ class ResumableSampler:
         is_batched: whether the sampler yields lists of indices.
         first_seed: the seed for workers. Its sum with the batch's number is put before the indices
             of each batch. None omits this number.
+
+    Attributes:
+        draw: the latest iteration.
     """
 
     passes_epoch_on = True
@@ -59,11 +61,9 @@ class ResumableSampler:
     ) -> None:
         self.sampler = sampler
         self.generators = generators
-        self._is_batched = is_batched
+        self.is_batched = is_batched
         self._first_seed = first_seed
-        self._epoch = 0
-        self._begun: _Draw | None = None
-        self._next = _Draw(self, sampler, 0, None)
+        self.draw = self._next = Draw(self, sampler, first_seed)
 
     @property
     def batch_size(self) -> Any:
@@ -87,111 +87,83 @@ class ResumableSampler:
     def begin(
         self,
         epoch: int,
-        done: int = 0,
+        skip: int = 0,
         start: dict[str, Any] | None = None,
-        resharded: Any = None,
-        number: int = 0,
         rule: str | None = None,
+        indices: Any = None,
+        first_number: int = 0,
     ) -> None:
         """Prepare for the next iteration.
 
         Args:
             epoch: the number of the epoch, which changes the workers' seeds.
-            done: the number of batches to skip.
+            skip: the number of batches to skip.
             start: the RNG states to draw from; None for the current states.
-            resharded: the source of indices that replaces the sampler.
-            number: the number of the first batch, for workers' seeds.
             rule: the shuffling rule; None selects `index_sequence.rule_of`.
+            indices: the rest of a resharded epoch, which was drawn before; None draws from the
+                sampler.
+            first_number: the number of the first batch before skipping, for workers' seeds.
         """
-        self._epoch = epoch
-        self._begun = None
-        if resharded is None:
-            self._next = _Draw(self, self.sampler, done, start, number, rule)
-        else:
-            self._next = _Draw(self, resharded, done, start, number, rule, draws=False)
-
-    @property
-    def start(self) -> dict[str, Any] | None:
-        """The RNG states before this epoch's order was drawn; unset before that."""
-        return None if self._begun is None else self._begun.start
-
-    @property
-    def first(self) -> int | None:
-        """A checksum of the first indices of this epoch, if known."""
-        return None if self._begun is None else self._begun.first
-
-    @property
-    def rule(self) -> str | None:
-        """The shuffling rule of this epoch's order, if the order was drawn."""
-        return None if self._begun is None else self._begun.rule
-
-    def prime(self) -> None:
-        """Draw the order now, if not drawn yet."""
-        assert self._begun is not None
-        self._begun.prime()
-
-    def why_not_drawn_again(self) -> str:
-        """Return why a resumed run would draw another order, or ""; call after the first draw.
-
-        A copy of a user's sampler is drawn from again to check. Torch's own samplers are known.
-        """
-        if type(innermost(self.sampler)) in _KNOWN or self._begun is None or not self._next.is_own:
-            return ""
-        return self._begun.why_not_drawn_again(_copy(self.sampler))
+        source = self.sampler if indices is None else indices
+        seed = None if self._first_seed is None else self._first_seed + epoch * 104_729
+        self.draw = self._next = Draw(self, source, seed, skip, start, rule, first_number)
 
     def __iter__(self) -> Iterator[Any]:
         # A loader with workers creates two iterators, and uses the last.
-        self._begun = copy.copy(self._next)
-        if self._first_seed is None:
-            return self._begun.plain()
-        return self._begun.seeded(
-            self._first_seed + self._epoch * 104_729, is_batched=self._is_batched
-        )
+        self.draw = copy.copy(self._next)
+        return iter(self.draw)
 
 
-class _Draw:
-    """One drawing of an epoch's order; `draws` is False if it was drawn before."""
+@dataclass
+class Draw:
+    """One iteration over an epoch's order, drawn from the sampler or given by a reshard.
 
-    def __init__(
-        self,
-        owner: ResumableSampler,
-        source: Any,
-        done: int,
-        start: dict[str, Any] | None,
-        number: int = 0,
-        rule: str | None = None,
-        *,
-        draws: bool = True,
-    ) -> None:
-        self.start: dict[str, Any] | None = None
-        self.first: int | None = None
-        self.rule = rule
-        self._owner, self._source, self._draws = owner, source, draws
-        self._done, self._replayed, self._number = done, start, number
-        self._rest: Iterator[Any] = iter(())
+    Attributes:
+        owner: the sampler that is iterated over.
+        source: its own sampler, or the source of the indices of a reshard.
+        first_seed: the seed for workers, without the part that `start` determines; None: no seeds.
+        skip: the number of batches to skip.
+        replayed: the RNG states to draw from; None for the current states.
+        rule: the shuffling rule of the order; None before the order is drawn.
+        first_number: the number of the first batch before skipping, for workers' seeds.
+        start: the RNG states before the order was drawn; None before that.
+        first: a checksum of the first indices, if known.
+    """
+
+    owner: ResumableSampler
+    source: Any
+    first_seed: int | None
+    skip: int = 0
+    replayed: dict[str, Any] | None = None
+    rule: str | None = None
+    first_number: int = 0
+    start: dict[str, Any] | None = field(default=None, init=False)
+    first: int | None = field(default=None, init=False)
+    _rest: Iterator[Any] = field(default=iter(()), init=False)
 
     def prime(self) -> None:
+        """Draw the order now, if not drawn yet."""
         if self.start is not None:
             return
-        generators = self._owner.generators
-        if self._replayed is None:
+        generators = self.owner.generators
+        if self.replayed is None:
             self.start = {**rng_state(), "generators": generator_states(generators)}
         else:
-            self.start = self._replayed
-            if self._draws:
+            self.start = self.replayed
+            if self.is_own:
                 set_rng_state(self.start)
                 set_generator_states(generators, self.start["generators"])
         self._draw()
 
     def _draw(self) -> None:
-        source = self._source
+        source = self.source
         is_batched = type(source) is BatchSampler
         sampler = source.sampler if is_batched else source
         inner = innermost(sampler)
         self.rule = self.rule or rule_of(inner)
         order = _sequence(sampler, self.rule)
         if order is None:
-            self._pass_over(iter(source))
+            self._skip_read(iter(source))
             return
         size = source.batch_size if is_batched else 1
 
@@ -202,17 +174,17 @@ class _Draw:
 
         self.first = checksum(list(islice(batches(order[:size]), 1)))
         # A short last batch comes after all draws of the sampler; torch's draws at its end, too.
-        is_over = self._done * size > len(order)
+        is_over = self.skip * size > len(order)
         rest = () if is_over else draw_rest(sampler, self.rule)
-        self._rest = batches(chain(order[self._done * size :], rest))
+        self._rest = batches(chain(order[self.skip * size :], rest))
 
-    def _pass_over(self, indices: Iterator[Any]) -> None:
+    def _skip_read(self, indices: Iterator[Any]) -> None:
         """Iterate over the skipped indices of a sampler that cannot be sliced."""
         # A sampler that is a generator draws at its first index.
         drawn = list(islice(indices, 1))
         self.first = checksum(drawn)
-        if self._done:
-            for _ in islice(indices, self._done - 1):
+        if self.skip:
+            for _ in islice(indices, self.skip - 1):
                 pass
             drawn = list(islice(indices, 1))
         self._rest = chain(drawn, indices)
@@ -220,12 +192,19 @@ class _Draw:
     @property
     def is_own(self) -> bool:
         """Whether the order is the sampler's own, and not the rest of a resharded epoch."""
-        return self._draws
+        return self.source is self.owner.sampler
 
-    def why_not_drawn_again(self, sampler: Any) -> str:
-        """Compare with the draw of a copy of the sampler, without changing RNG states."""
+    def why_not_drawn_again(self) -> str:
+        """Return why a resumed run would draw another order, or ""; call after the first draw.
+
+        A copy of a user's sampler is drawn from again to check, without changing RNG states.
+        Torch's own samplers are known.
+        """
+        if type(innermost(self.owner.sampler)) in _KNOWN or not self.is_own:
+            return ""
+        sampler = _copy(self.owner.sampler)
         assert self.start is not None
-        generators = self._owner.generators
+        generators = self.owner.generators
         before = generator_states(generators)
         try:
             with preserve_rng_state():
@@ -249,17 +228,16 @@ class _Draw:
             )
         return ""
 
-    def plain(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:
         self.prime()
-        yield from self._rest
-
-    def seeded(self, first_seed: int, *, is_batched: bool) -> Iterator[Any]:
-        self.prime()
+        if self.first_seed is None:
+            yield from self._rest
+            return
         assert self.start is not None
-        first_seed += zlib.crc32(bytes(self.start["torch"].tolist()))
-        for number, indices in enumerate(self._rest, self._number + self._done):
+        first_seed = self.first_seed + zlib.crc32(bytes(self.start["torch"].tolist()))
+        for number, indices in enumerate(self._rest, self.first_number + self.skip):
             seed = (first_seed + number * 7_919) % 2**32
-            yield [seed, *indices] if is_batched else (seed, indices)
+            yield [seed, *indices] if self.owner.is_batched else (seed, indices)
 
 
 _KNOWN = (
@@ -280,10 +258,7 @@ def has_exact_length(loader: Any) -> bool:
     """
     if type(loader) in (list, tuple):
         return True
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return False
-    kind = type(loader)
-    if kind.__iter__ is not DataLoader.__iter__ or kind.__len__ is not DataLoader.__len__:
+    if not is_iterated_by_torch(loader):
         return False
     sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     return type(innermost(sampler)) in _KNOWN

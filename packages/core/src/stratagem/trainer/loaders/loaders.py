@@ -9,15 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, SequentialSampler
 
-from stratagem.data.combined_loader import CombinedLoader
-from stratagem.data.sharding import UNKNOWN, knows_length, length_of, set_epoch, with_equal_batches
+from stratagem.data.combined_loader import CombinedLoader, parts_of
+from stratagem.data.sharding import (
+    UNKNOWN,
+    in_order,
+    knows_length,
+    length_of,
+    set_epoch,
+    with_equal_batches,
+)
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.strategy import Strategy
 from stratagem.launch.process import print_hint_once
 from stratagem.trainer.hooks import is_users
 
 if TYPE_CHECKING:
+    from stratagem.trainer.context import RunContext
     from stratagem.trainer.job import Job
+    from stratagem.trainer.trainer import Trainer
 
 Limit = int | float
 """A number of batches (int), or a fraction of them (float)."""
@@ -50,36 +59,66 @@ class EvaluationLoader:
     @property
     def is_counted(self) -> bool:
         """Whether the number of batches is exact."""
-        one = self.loader
-        parts = one.flattened if isinstance(one, CombinedLoader) else [one]
-        return self.batches == 0 or (self.batches != UNKNOWN and all(map(knows_length, parts)))
+        is_known = self.batches != UNKNOWN and all(map(knows_length, parts_of(self.loader)))
+        return self.batches == 0 or is_known
 
     def no_batch_error(self) -> UserCodeError:
         """Return the error of a loader without batches."""
         return UserCodeError(f"{self.name} yielded no batch; expected at least one")
 
 
-def evaluation_loaders(
-    source: Any, strategy: Strategy, *, what: str, limit: Limit, divide: Divide | None
-) -> list[EvaluationLoader]:
+def divide_of(trainer: Trainer) -> Divide | None:
+    """Return the function that splits data over the ranks. None: every rank reads all data."""
+    return trainer.make_sharded_loader if trainer.options.use_distributed_sampler else None
+
+
+def open_validation(context: RunContext) -> list[EvaluationLoader]:
+    """Return this rank's validation loaders of a fit; []: there is no validation."""
+    trainer, job = context.trainer, context.job
+    source = None
+    if trainer.options.limit_val_batches != 0 and job.model.defines("validation_step"):
+        source = source_of("val_dataloader", job, job.val_loaders, needed=False)
+    if source is None:
+        return []
+    return evaluation_loaders(in_order_if_overfit(source, trainer), trainer, "validation")
+
+
+def open_evaluation(context: RunContext, what: str) -> list[EvaluationLoader]:
+    """Return this rank's loaders for "validation", "test" or "predict".
+
+    Raises:
+        UserCodeError: a loader is missing or unusable.
+    """
+    method = f"{'val' if what == 'validation' else what}_dataloader"
+    source = source_of(method, context.job, context.job.loaders, needed=True)
+    return evaluation_loaders(source, context.trainer, what)
+
+
+def in_order_if_overfit(source: Any, trainer: Trainer) -> Any:
+    """Return loaders without shuffling, if the Trainer has `overfit_batches`."""
+    if not trainer.options.overfit_batches:
+        return source
+    return source.map(in_order) if isinstance(source, CombinedLoader) else in_order(source)
+
+
+def evaluation_loaders(source: Any, trainer: Trainer, what: str) -> list[EvaluationLoader]:
     """Return this rank's loaders for validation, testing or predicting.
 
     Args:
         source: a loader, or a list or dict of several.
-        strategy: the strategy of the ranks that share the data.
+        trainer: the Trainer, with the limit of batches and the way to shard a loader.
         what: "validation", "test" or "predict".
-        limit: the number of batches to run of each loader.
-        divide: splits the data over the ranks. None: every rank reads all data.
 
     Raises:
         UserCodeError: if a loader is not iterable, is empty, or lacks a length that is needed.
     """
     several = _several(source)
     limit_name = f"limit_{'val' if what == 'validation' else what}_batches"
+    limit, divide = getattr(trainer.options, limit_name), divide_of(trainer)
     loaders = []
     for index, one in enumerate(several):
         name = f"the {what} data loader" + (f" {index}" if len(several) > 1 else "")
-        loader = shard(one, strategy, name=name, divide=divide, what=what, limit=limit)
+        loader = shard(one, trainer.strategy, name=name, divide=divide, what=what, limit=limit)
         batches = limit_batches(length_of(loader), limit, name=name, limit_name=limit_name)
         loaders.append(EvaluationLoader(loader, batches, name))
     return loaders
@@ -107,8 +146,8 @@ def shard(
             "iterable of batches"
         )
     dataset = getattr(source, "dataset", None)
-    in_order = isinstance(getattr(source, "sampler", None), SequentialSampler)
-    if in_order and not hasattr(dataset, "__len__"):
+    is_sequential = isinstance(getattr(source, "sampler", None), SequentialSampler)
+    if is_sequential and not hasattr(dataset, "__len__"):
         raise UserCodeError(
             f"{name} reads a {type(dataset).__name__}, which has no __len__; expected the number "
             "of samples: define __len__, or subclass IterableDataset"
@@ -181,7 +220,7 @@ def limit_batches(length: float, limit: Limit, *, name: str, limit_name: str) ->
 
 def set_epoch_of(loader: Any, epoch: int) -> None:
     """Set the epoch of a loader's samplers; a CombinedLoader has several loaders."""
-    for one in loader.flattened if isinstance(loader, CombinedLoader) else [loader]:
+    for one in parts_of(loader):
         set_epoch(one, epoch)
 
 

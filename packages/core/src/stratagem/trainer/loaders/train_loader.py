@@ -1,4 +1,4 @@
-"""TrainLoader: the training batches of this rank, grouped into the micro-batches of each step."""
+"""The data of a fit on this rank: TrainLoader groups batches into the micro-batches of a step."""
 
 from __future__ import annotations
 
@@ -6,27 +6,38 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader
 
-from stratagem.data.combined_loader import CombinedLoader
+from stratagem.data.combined_loader import CombinedLoader, parts_of
+from stratagem.data.resume import make_resumable
 from stratagem.data.resume.combined import CombinedResumable
-from stratagem.data.resume.resumable import Resumable
-from stratagem.data.sharding import UNKNOWN, length_of
+from stratagem.data.sharding import UNKNOWN, batch_size_of, is_iterable, length_of
 from stratagem.errors import CheckpointMismatchError, UserCodeError
 from stratagem.launch.rank_zero import rank_zero_warn
+from stratagem.rng import rng_state, set_rng_state
 from stratagem.runtime.uneven_inputs import UnevenInputs, remedy_for
 from stratagem.trainer.loaders.loaders import (
     Divide,
+    EvaluationLoader,
     Limit,
+    divide_of,
+    in_order_if_overfit,
     limit_batches,
+    open_validation,
     set_epoch_of,
     shard,
+    source_of,
     train_source,
 )
+from stratagem.trainer.resume.rank_state import RankState
+from stratagem.trainer.step.loss_weight import LossWeights, defines_loss_weight
 
 if TYPE_CHECKING:
     from stratagem.interfaces.strategy import Strategy
+    from stratagem.trainer.context import RunContext
+    from stratagem.trainer.resume.epoch_state import EpochState
 
 NAME = "the training data loader"
 
@@ -77,8 +88,8 @@ class TrainLoader:
         )
         ranks = strategy.ranks
         combines = isinstance(sharded, CombinedLoader)
-        kind: type[Resumable | CombinedResumable] = CombinedResumable if combines else Resumable
-        self._data = kind(sharded, NAME, ranks.global_rank, ranks.data_split)
+        make = CombinedResumable if combines else make_resumable
+        self._data = make(sharded, NAME, ranks.global_rank, ranks.data_split)
         self.loader = self._data.loader
         self.batches = limit_batches(
             length_of(sharded), limit, name=NAME, limit_name="limit_train_batches"
@@ -104,9 +115,7 @@ class TrainLoader:
         if ranks.world_size == 1:
             return
         known = length_of(self.loader) != UNKNOWN
-        relied_on = known and not any(
-            isinstance(getattr(one, "dataset", None), IterableDataset) for one in self._each()
-        )
+        relied_on = known and not any(map(is_iterable, parts_of(self.loader)))
         own = _ENDLESS if self.batches == UNKNOWN else int(self.batches)
         most, fewest, all_known, all_relied_on = (
             abs(number)
@@ -132,12 +141,7 @@ class TrainLoader:
     @property
     def batch_size(self) -> int | None:
         """The number of samples in a batch of the first loader; None if it is unknown."""
-        first = self._each()[0]
-        for holder in (first, getattr(first, "batch_sampler", None)):
-            size = getattr(holder, "batch_size", None)
-            if isinstance(size, int):
-                return size
-        return None
+        return batch_size_of(parts_of(self.loader)[0])
 
     # -- an epoch
 
@@ -145,18 +149,14 @@ class TrainLoader:
         """Set the epoch of the loader's samplers."""
         set_epoch_of(self.loader, epoch)
 
-    def _each(self) -> list[Any]:
-        loader = self.loader
-        return loader.flattened if isinstance(loader, CombinedLoader) else [loader]
-
     def begin_epoch(self, epoch: int, done: int) -> None:
         """Begin an epoch after its first `done` batches."""
-        batches, passed_over = self._data.begin(epoch, done, self.batches)
+        batches, last = self._data.begin(epoch, done, self.batches)
         self._epoch = self._reads("train_dataloader_next", batches)
         self._done = done
         self.end = min(self.batches, done + self._data.left)
         if self._uneven is not None:
-            self._uneven.remember(passed_over)
+            self._uneven.remember(last)
 
     def steps(self, accumulate: int) -> Iterator[Collection[Any]]:
         """Yield the micro-batches of each optimizer step of this epoch.
@@ -245,25 +245,149 @@ class TrainLoader:
             states: the states in the order of the saving ranks.
             done: the number of batches of the epoch that each saving rank had trained on.
         """
-        combines = isinstance(self._data, CombinedResumable)
-        if ("parts" in states[0]) is not combines or (
-            isinstance(self._data, CombinedResumable)
-            and (states[0]["mode"], len(states[0]["parts"]))
-            != (self._data.loader.mode, len(self._data.loader.flattened))
-        ):
-            if done == 0:
-                return 0  # the epoch begins with the present data
-            raise CheckpointMismatchError(
-                f"the checkpoint was saved in the middle of an epoch, with {_described(states[0])} "
-                f"as {NAME}, and now it is {_described(self._data.state())}: resume with what it "
-                "was saved with, or from a checkpoint of the end of an epoch"
-            )
-        return self._data.resume(states, done)
+        saved, now = _described(states[0]), "one loader"
+        if isinstance(self.loader, CombinedLoader):
+            now = _described({"mode": self.loader.mode, "parts": self.loader.flattened})
+        if saved == now:
+            return self._data.resume(states, done)
+        if done == 0:
+            return 0  # the epoch begins with the present data
+        raise CheckpointMismatchError(
+            f"the checkpoint was saved in the middle of an epoch, with {saved} as {NAME}, and now "
+            f"it is {now}: resume with what it was saved with, or from a checkpoint of the end of "
+            "an epoch"
+        )
 
     def close(self) -> None:
         """Release the data at the end of a fit."""
         self._epoch = iter(())
         self._data.close()
+
+
+def open_training(context: RunContext) -> TrainLoader:
+    """Return this rank's training loader.
+
+    Raises:
+        UserCodeError: the loader is missing or unusable.
+    """
+    trainer, job = context.trainer, context.job
+    source = source_of("train_dataloader", job, job.loaders, needed=True)
+    weighs = context.policy.weighs_losses and defines_loss_weight(job.model)
+    return TrainLoader(
+        in_order_if_overfit(source, trainer),
+        trainer.strategy,
+        limit=trainer.options.limit_train_batches,
+        divide=divide_of(trainer),
+        reads=context.profiling.reads,
+        weigh=LossWeights(job.model, trainer.strategy.ranks) if weighs else None,
+    )
+
+
+class FitData:
+    """This rank's data in a fit.
+
+    Args:
+        context: the run.
+        epoch: the values of the current epoch, for checkpoints.
+        opened: the loaders of the run by "validation", "test" or "predict"; receives the
+            validation loaders.
+
+    Attributes:
+        loader: the training batches.
+        rank_state: the RNG states and the position in the data, for checkpoints.
+
+    Raises:
+        UserCodeError: a loader cannot be used.
+    """
+
+    def __init__(
+        self, context: RunContext, epoch: EpochState, opened: dict[str, list[EvaluationLoader]]
+    ) -> None:
+        self._context = context
+        self._state = context.state
+        self._options = context.trainer.options
+        self._epoch = epoch
+        self._opened = opened
+        self._open()
+
+    def _open(self) -> None:
+        context, strategy = self._context, self._context.strategy
+        rng_of = (strategy.accelerator, strategy.device)
+        # The user's methods may draw random numbers. As in Lightning, training draws the same ones
+        # with a sanity check and without it. A resumed fit checks nothing and keeps to that order.
+        if self._state.epoch == 0 and self._options.num_sanity_val_steps != 0:
+            random = rng_state(*rng_of)
+            self._opened["validation"] = open_validation(context)
+            set_rng_state(random, *rng_of)
+            loader = open_training(context)
+        else:
+            loader = open_training(context)
+            self._opened["validation"] = open_validation(context)
+        self._use(loader)
+
+    def _use(self, loader: TrainLoader) -> None:
+        strategy = self._context.strategy
+        self.loader = loader
+        self.rank_state = RankState(
+            strategy.ranks,
+            self._state,
+            loader,
+            [one.loader for one in self.validation],
+            epoch=self._epoch,
+            rng_of=(strategy.accelerator, strategy.device),
+            module=self._context.module,
+        )
+
+    @property
+    def validation(self) -> list[EvaluationLoader]:
+        """The validation loaders; []: there is no validation."""
+        return self._opened["validation"]
+
+    def reloads_training(self) -> bool:
+        """Return whether the training loader has to be created again before the current epoch."""
+        every, state = self._options.reload_dataloaders_every_n_epochs, self._state
+        is_first = state.batches > 0 or not state.has_ended_epoch
+        return every > 0 and not is_first and state.epoch % every == 0
+
+    def reloads_validation(self) -> bool:
+        """Return whether the loaders have to be created again before the next validation."""
+        state, options = self._state, self._options
+        every, epoch = options.reload_dataloaders_every_n_epochs, state.epoch
+        if not every or state.validated:
+            return False
+        validated_every = options.check_val_every_n_epoch or 1
+        last = max(0, epoch // validated_every * validated_every - 1)
+        return epoch // every > last // every
+
+    def reopen_training(self, *, draws: bool) -> None:
+        """Create the training loader again.
+
+        Args:
+            draws: draw a number for each new DataLoader, as a further iterator would.
+        """
+        self.close()
+        self._use(open_training(self._context))
+        for one in parts_of(self.loader.loader) if draws else ():
+            if isinstance(one, DataLoader):
+                torch.empty((), dtype=torch.int64).random_(generator=one.generator)
+
+    def reopen_validation(self) -> None:
+        """Create the validation loaders again."""
+        self._opened["validation"] = open_validation(self._context)
+        self.rank_state.validation = [one.loader for one in self.validation]
+
+    def reopen(self, epoch: int) -> None:
+        """Create all loaders again, with `current_epoch` set to `epoch` meanwhile."""
+        self.close()
+        now, self._state.epoch = self._state.epoch, epoch
+        try:
+            self._open()
+        finally:
+            self._state.epoch = now
+
+    def close(self) -> None:
+        """Release the training data."""
+        self.loader.close()
 
 
 class MicroBatches(Collection[Any]):

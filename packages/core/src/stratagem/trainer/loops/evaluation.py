@@ -25,7 +25,7 @@ from stratagem.trainer.step.step import EndOfEpoch
 if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.trainer.context import RunContext
-    from stratagem.trainer.loaders.open import FitData
+    from stratagem.trainer.loaders.train_loader import FitData
 
 Turns = Callable[[int, EvaluationLoader, Iterator[Any]], Generator[Any, None, None]]
 _STEPS = {"validation": "validation_step", "test": "test_step", "predict": "predict_step"}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.trainer.context import Limits, RunContext
     from stratagem.trainer.loaders.loaders import EvaluationLoader
-    from stratagem.trainer.loaders.open import FitData
+    from stratagem.trainer.loaders.train_loader import FitData
     from stratagem.trainer.loops.interruption import Interruption
     from stratagem.trainer.metrics.metrics import EpochMetrics
 

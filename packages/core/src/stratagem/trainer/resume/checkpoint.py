@@ -55,7 +55,7 @@ from stratagem.trainer.resume.rank_state import FORM as RANK_FORM, state_of_rank
 if TYPE_CHECKING:
     from stratagem.callbacks import Callback
     from stratagem.interfaces.prepared_model import PreparedModel
-    from stratagem.trainer.loaders.open import FitData
+    from stratagem.trainer.loaders.train_loader import FitData
     from stratagem.trainer.resume.find import ResumePoint
     from stratagem.trainer.resume.rank_state import RankState
     from stratagem.trainer.step.schedulers import Schedulers
