@@ -252,21 +252,20 @@ TRAINING = (SCRIPTS / "failure_training.py").read_text()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("devices", "strategy", "to"), [(1, "auto", 0), (2, "ddp", 1)])
+@pytest.mark.parametrize(
+    ("arguments", "to"), [(["1", "auto"], 0), (["2", "ddp"], 1), (["2", "ddp", "slow_logger"], 1)]
+)
 def test_sigterm_to_any_rank_saves_after_the_same_step_of_all_and_ends_in_order(
-    devices: int,
-    strategy: str,
+    arguments: list[str],
     to: int,
     tmp_path: Path,
     script_environment: dict[str, str],
 ) -> None:
     script = tmp_path / "training.py"
     script.write_text(TRAINING)
-    program = zygote().start(
-        script, str(devices), strategy, environment=script_environment, folder=tmp_path
-    )
+    program = zygote().start(script, *arguments, environment=script_environment, folder=tmp_path)
     deadline = time.monotonic() + 60
-    files = [tmp_path / f"rank{rank}" for rank in range(devices)]
+    files = [tmp_path / f"rank{rank}" for rank in range(int(arguments[0]))]
     while not all(f.exists() and f.read_text() for f in files):
         assert program.poll() is None, program.communicate()
         assert time.monotonic() < deadline

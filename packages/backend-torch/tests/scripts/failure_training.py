@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from stratagem import Callback, Module, Trainer
 from stratagem.callbacks import ModelCheckpoint
+from stratagem.loggers import CSVLogger
 from stratagem.strategies import DDPStrategy
 
 
@@ -30,12 +31,18 @@ class Ready(Callback):
             Path(f"rank{trainer.global_rank}").write_text(str(os.getpid()))
 
 
+class SlowLogger(CSVLogger):
+    def finalize(self, status):
+        time.sleep(2.0)  # on rank 0 only; the other ranks end meanwhile
+        super().finalize(status)
+
+
 folder = Path("checkpoints")
 trainer = Trainer(
     accelerator="cpu",
     devices=int(sys.argv[1]),
     strategy=sys.argv[2],
-    logger=False,
+    logger=SlowLogger("logs") if "slow_logger" in sys.argv else False,
     enable_progress_bar=False,
     max_epochs=-1,
     callbacks=[Ready(), ModelCheckpoint(dirpath=folder, every_n_epochs=100)],

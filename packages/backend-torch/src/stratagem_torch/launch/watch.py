@@ -78,6 +78,9 @@ class Watch:
         failure = self.ranks.failure
         if failure is None:
             its_own = True
+        elif isinstance(error, SystemExit):
+            # All ranks end in order, and that peer has ended first.
+            its_own = not failure.report
         elif lost:
             # A peer that lost its connections too is not the cause.
             its_own = CommunicationError.__name__ in failure.report
