@@ -111,9 +111,16 @@ class Limits:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
-    def has_all_steps(self, state: FitState) -> bool:
-        """Return whether `max_steps` is reached."""
-        return 0 <= self._trainer.options.max_steps <= state.global_step
+    def reached(self, state: FitState, *, within_epoch: bool = False) -> str:
+        """Return the name of the option whose limit is reached; "": none is.
+
+        Args:
+            state: the state of the training loop.
+            within_epoch: only compare limits that may end an epoch before its last batch.
+        """
+        if 0 <= self._trainer.options.max_steps <= state.global_step:
+            return "max_steps"
+        return "max_epochs" if not within_epoch and self.has_all_epochs(state) else ""
 
     def has_all_epochs(self, state: FitState) -> bool:
         """Return whether `max_epochs` is reached."""
@@ -131,9 +138,9 @@ class Limits:
         """Return whether a stop is requested and the minimum of training is reached."""
         return bool(state.stop_requests) and self.has_minimum(state)
 
-    def is_reached(self, state: FitState) -> bool:
-        """Return whether all steps are taken, or training may stop as requested."""
-        return self.has_all_steps(state) or self.may_stop(state)
+    def ends_epoch(self, state: FitState) -> bool:
+        """Return whether the epoch ends here: a limit is reached, or training may stop."""
+        return bool(self.reached(state, within_epoch=True)) or self.may_stop(state)
 
     def note_delayed_stop(self, state: FitState) -> None:
         """Note in the state that `Trainer.should_stop` has to wait for the minimum of training.

@@ -100,12 +100,10 @@ def _folders(trainer: Trainer) -> list[str]:
 
 def _reason(trainer: Trainer) -> str:
     options, step = trainer.options, trainer.run.step
-    has_begun = step is not None and step.last_batch_idx >= 0
-    for name, done in (("max_steps", trainer.global_step), ("max_epochs", trainer.current_epoch)):
-        limit = getattr(options, name)
-        if 0 <= limit <= done:
-            late = f" was reached before the first step; pass a larger {name} to train further"
-            return f"{name}={limit}{'' if has_begun else late}"
+    if limit := trainer.run.limits.reached(trainer.run.state):
+        has_begun = step is not None and step.last_batch_idx >= 0
+        late = f" was reached before the first step; pass a larger {limit} to train further"
+        return f"{limit}={getattr(options, limit)}{'' if has_begun else late}"
     names = ("stopping_reason_message", "stopping_reason")
     reasons = (getattr(c, name, None) for c in trainer.callbacks for name in names)
     if reason := next(filter(None, reasons), None):

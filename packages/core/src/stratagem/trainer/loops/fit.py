@@ -37,7 +37,7 @@ def fit(context: FitContext, state: FitState) -> None:
         begin_epoch(context, state)
         run_epoch(context, state)
         end_epoch(context, state)
-    if not (context.limits.has_all_steps(state) or context.limits.has_all_epochs(state)):
+    if not context.limits.reached(state):
         stop_together(context, state)
     context.strategy.end_training(context.prepared)
     with context.module.logging_to(None):
@@ -55,7 +55,8 @@ def train_epoch(context: FitContext, state: FitState) -> None:
                 context.validation.run(context.prepared)
             for check in context.after_step:
                 check()
-            if limits.has_all_steps(state) or (state.stop_requests and stops(context, state)):
+            is_reached = limits.reached(state, within_epoch=True)
+            if is_reached or (state.stop_requests and stops(context, state)):
                 state.epoch_is_done = state.batches >= loader.end
                 break
         else:
@@ -107,7 +108,7 @@ def is_finished(context: FitContext, state: FitState) -> bool:
     """Return whether no further epoch is due."""
     limits = context.limits
     # If a limit or a stop has ended the last epoch before its last batch, `end_begun` stays set.
-    return state.end_begun or limits.is_reached(state) or limits.has_all_epochs(state)
+    return state.end_begun or limits.may_stop(state) or bool(limits.reached(state))
 
 
 # -- the start, and the ends of epochs
@@ -140,7 +141,7 @@ def finish_interrupted_epoch(context: FitContext, state: FitState) -> None:
         # Saved in or after the epoch's last validation.
         end_epoch(context, state)
     elif state.batches > 0 and context.data.loader.batches > 0 and not limits.has_all_epochs(state):
-        if state.end_begun and limits.is_reached(state):
+        if state.end_begun and limits.ends_epoch(state):
             return  # the run that saved it has ended the epoch here
         begin_epoch(context, state)
         context.profiling.wrap("run_training_epoch", finish_steps)(context, state)
@@ -159,7 +160,7 @@ def finish_steps(context: FitContext, state: FitState) -> None:
         if state.validated < state.batches and validation.is_due(interval):
             validation.run(context.prepared)
         context.schedulers.step_after_step()
-        if limits.is_reached(state):
+        if limits.ends_epoch(state):
             return
     train_epoch(context, state)
 
