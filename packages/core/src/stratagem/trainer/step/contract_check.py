@@ -110,8 +110,8 @@ class StrategyCheck:
         self.clip_was_read = False
         self.is_due = takes_own_steps(self._kind)
 
-    def explain(self, expected: int, begun: int, ended: int) -> NoReturn:
-        """Raise an error that names the omission of a step.
+    def refuse_incomplete(self, expected: int, begun: int, ended: int) -> NoReturn:
+        """Raise an error that names the missing call of a step.
 
         Raises:
             PluginError: the message names the class and the missing call.
@@ -133,7 +133,7 @@ class StrategyCheck:
             "as Strategy.finish_step does, or a loss of None for every micro-batch"
         )
 
-    def explain_overlap(self) -> NoReturn:
+    def refuse_overlap(self) -> NoReturn:
         """Raise an error because a micro-batch began before the previous one ended.
 
         Raises:
@@ -146,7 +146,7 @@ class StrategyCheck:
             "returned, end each, and call step.loss(batch, converted=True) for them afterwards"
         )
 
-    def explain_counted_twice(self) -> NoReturn:
+    def refuse_counted_twice(self) -> NoReturn:
         """Raise an error because one step was counted several times.
 
         Raises:

@@ -206,7 +206,7 @@ class Step(TrainStep):
         ended = self._ended
         is_explained = stepped or self._left_out or self._has_loss is False
         if ended != self.expected or self.begun != ended or not is_explained:
-            self._check.explain(self.expected, self.begun, ended)
+            self._check.refuse_incomplete(self.expected, self.begun, ended)
         if not stepped:
             self._count_batches()
         elif self._is_watched:
@@ -267,7 +267,7 @@ class Step(TrainStep):
     def begin(self, micro_batch: Any) -> Any:
         """Call the hooks of a micro-batch's start; return the converted batch."""
         if self.begun > self._ended and self._check.is_due:
-            self._check.explain_overlap()
+            self._check.refuse_overlap()
         self.begun += 1
         batch = micro_batch if self.convert is None else self.convert(micro_batch)
         if self._weights is not None:
@@ -354,7 +354,7 @@ class Step(TrainStep):
         that is saved between two micro-batches resumes with the first of them.
         """
         if self._stepped:
-            self._check.explain_counted_twice()
+            self._check.refuse_counted_twice()
         self.state.global_step += 1
         self.state.batches, self.uncounted = self.state.batches + self.uncounted, 0
         self._stepped = True
