@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from stratagem import Module, Trainer
+from stratagem.checkpoint.forms import find_mismatch
+from stratagem.checkpoint.trainer_format import _TRAINING_FORM
 from stratagem.trainer import FitState, StepPolicy
 
 QUIET: dict[str, Any] = {
@@ -85,10 +87,12 @@ def test_clears_before_backward_keeps_the_gradients_between_two_steps() -> None:
     assert model.weight.grad is not None
 
 
-def test_a_checkpoint_holds_the_fields_of_a_fit_state_before_the_requests_to_stop() -> None:
+def test_a_checkpoint_holds_the_fields_of_a_fit_state_that_its_form_names() -> None:
     state = FitState(epoch=2, batches=3, stop_requests={None}, has_ended_epoch=True)
     saved = state.state_dict()
-    assert list(saved) == list(vars(FitState()))[:9]
+    form = _TRAINING_FORM["progress"]
+    assert {name.removesuffix("?") for name in form} == saved.keys()
+    assert find_mismatch(saved, form, "progress") == ""
     again = FitState()
     again.load_state_dict(saved)
     assert again == replace(state, stop_requests=set(), has_ended_epoch=False)

@@ -32,6 +32,7 @@ _FORM = {
     "ranks?": ([dict], {"first": dict, "changes": object, "ends": object}),
 }
 _TRAINING_FORM = {
+    # The fields that `FitState` marks as saved. Older checkpoints lack some.
     "progress": {
         **dict.fromkeys(("epoch", "global_step", "batches", "validated"), Count),
         **dict.fromkeys(("batches_before?", "last_step?"), Count),

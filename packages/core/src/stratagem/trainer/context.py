@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,9 +27,13 @@ if TYPE_CHECKING:
     from stratagem.trainer.trainer import Trainer
 
 
+_SAVED = {"is_saved": True}
+"""The metadata of the fields of `FitState` that are part of checkpoints."""
+
+
 @dataclass
 class FitState:
-    """The state of the training loop. The fields before `stop_requests` are part of checkpoints.
+    """The state of the training loop. Checkpoints have the fields with the metadata `_SAVED`.
 
     Attributes:
         epoch: the current epoch, counted from 0.
@@ -51,15 +55,15 @@ class FitState:
             validated.
     """
 
-    epoch: int = 0
-    global_step: int = 0
-    batches: int = 0
-    epoch_is_done: bool = False
-    validated: int = 0
-    batches_before: int = 0
-    last_step: int = 0
-    end_begun: bool = False
-    stop_delayed: bool = False
+    epoch: int = field(default=0, metadata=_SAVED)
+    global_step: int = field(default=0, metadata=_SAVED)
+    batches: int = field(default=0, metadata=_SAVED)
+    epoch_is_done: bool = field(default=False, metadata=_SAVED)
+    validated: int = field(default=0, metadata=_SAVED)
+    batches_before: int = field(default=0, metadata=_SAVED)
+    last_step: int = field(default=0, metadata=_SAVED)
+    end_begun: bool = field(default=False, metadata=_SAVED)
+    stop_delayed: bool = field(default=False, metadata=_SAVED)
     stop_requests: set[object] = field(default_factory=set)
     has_ended_epoch: bool = False
     logged_in_epoch: set[str] = field(default_factory=set)
@@ -84,21 +88,19 @@ class FitState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fields that are part of checkpoints."""
-        return {name: getattr(self, name) for name in _SAVED}
+        return {name: getattr(self, name) for name in _SAVED_NAMES}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the fields; if the end of the epoch had begun, go to the next epoch."""
         # Older checkpoints lack some.
         complete = {**FitState().state_dict(), "end_begun": state["epoch_is_done"], **state}
-        for name in _SAVED:
+        for name in _SAVED_NAMES:
             setattr(self, name, complete[name])
         if self.epoch_is_done and self.end_begun:
             self.next_epoch()
 
 
-_FIELDS = tuple(FitState.__dataclass_fields__)
-_SAVED = _FIELDS[: _FIELDS.index("stop_requests")]
-"""The fields of `FitState` that are part of checkpoints."""
+_SAVED_NAMES = [one.name for one in fields(FitState) if one.metadata]
 
 
 class Limits:
