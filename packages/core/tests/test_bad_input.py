@@ -461,11 +461,11 @@ TIME = "expected a timedelta, text of the format DD:HH:MM:SS, a dict of its argu
         ),
         (
             {"gradient_clip_val": -0.5},
-            "gradient_clip_val=-0.5: expected a number above 0, or None",
+            "gradient_clip_val=-0.5: expected a number above 0, or None or 0 for no clipping",
         ),
         (
             {"gradient_clip_val": True},
-            "gradient_clip_val=True: expected a number above 0, or None",
+            "gradient_clip_val=True: expected a number above 0, or None or 0 for no clipping",
         ),
         ({"max_time": "1 hour"}, f"max_time='1 hour': {TIME}"),
         ({"max_time": "00:01:00"}, f"max_time='00:01:00': {TIME}"),
@@ -475,7 +475,7 @@ TIME = "expected a timedelta, text of the format DD:HH:MM:SS, a dict of its argu
         ({"max_time": "9999999999:00:00:00"}, f"max_time='9999999999:00:00:00': {TIME}"),
         (
             {"gradient_clip_val": float("nan")},
-            "gradient_clip_val=nan: expected a number above 0, or None",
+            "gradient_clip_val=nan: expected a number above 0, or None or 0 for no clipping",
         ),
         ({"limit_train_batches": float("nan")}, f"limit_train_batches=nan: {BATCHES}"),
         ({"val_check_interval": float("nan")}, f"val_check_interval=nan: {BATCHES}"),

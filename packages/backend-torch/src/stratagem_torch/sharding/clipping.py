@@ -80,20 +80,20 @@ def global_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
         assert gradient is not None
         device = gradient.device
         by_ranks.setdefault(_ranks_of(gradient), []).append(_local(gradient))
-    largest = norm_type == torch.inf
+    is_largest = norm_type == torch.inf
     parts = []
     for groups, gradients in by_ranks.items():
         held = [gradient for gradient in gradients if gradient.numel()]
         norm = nn.utils.get_total_norm(held, norm_type) if held else gradients[0].new_zeros(())
         norm = norm if norm.dtype is torch.float64 else norm.float()
-        part = norm if largest else norm**norm_type
+        part = norm if is_largest else norm**norm_type
         for group in groups:
-            dist.all_reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group)
+            dist.all_reduce(part, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group)
         parts.append(part.to(device))
     if not parts:
         return torch.zeros((), device=device)
     joined = torch.stack(parts)
-    return joined.max() if largest else joined.sum() ** (1.0 / norm_type)
+    return joined.max() if is_largest else joined.sum() ** (1.0 / norm_type)
 
 
 def _ranks_of(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:

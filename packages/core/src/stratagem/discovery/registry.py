@@ -387,31 +387,29 @@ class Registry:
         return (kind, name.rpartition(":")[2].casefold()) in self._candidates
 
     def _unknown(self, kind: str, name: str) -> str:
-        known = self.names(kind)
         qualifier, _, plain = name.rpartition(":")
-        holders = self._candidates.get((kind, plain.casefold()), [])
-        what = f"{kind.replace('_', ' ')} {name!r}"
+        what, provider = f"{kind.replace('_', ' ')} {name!r}", distribution_of(plain, kind)
         providers, hint = self.possible_providers(plain, kind), installation_hint(plain, kind)
-        meant = _MEANT if kind == "precision" else {}
-        near = nearest_of(plain.casefold(), known) or meant.get(plain.casefold(), "")
-        if hint in providers and distribution_of(plain, kind) is not None and not holders:
-            near, parts = "", [installation_hint(plain, kind, what), *providers[1:]]
+        parts, near = [f"unknown {what}."], ""
+        if holders := self._candidates.get((kind, plain.casefold())):
+            others = ", ".join(repr(f"{holder.distribution}:{plain}") for holder in holders)
+            parts.append(f"{qualifier!r} provides none of that name; there is {others}.")
+        elif provider is not None and hint in providers:  # not installed
+            parts, providers = [installation_hint(plain, kind, what)], providers[1:]
         else:
-            parts = [f"unknown {what}."]
-            if holders:
-                others = ", ".join(repr(f"{holder.distribution}:{plain}") for holder in holders)
-                parts.append(f"{qualifier!r} provides none of that name; there is {others}.")
-            elif near:
-                parts.append(f"Did you mean {near!r}?")
-                if self.has(kind, near) and self._owner(kind, near) == distribution_of(plain, kind):
-                    providers = []  # installed, and has the nearest name
-            parts += providers
+            meant = _MEANT if kind == "precision" else {}
+            near = nearest_of(plain.casefold(), self.names(kind)) or meant.get(plain.casefold(), "")
+        if near:
+            parts.append(f"Did you mean {near!r}?")
+            if self.has(kind, near) and self._owner(kind, near) == provider:
+                providers = []  # installed, and has the nearest name
+        parts += providers
         if kind == "accelerator" and not hint:
             parts.append(
                 "If torch has a device of that name, pass "
                 f"accelerator=DeviceAccelerator({plain!r}) (from stratagem.accelerators)."
             )
-        if near and not holders and kind == "strategy":
+        if near and kind == "strategy":
             parts.append("`stratagem strategies` lists all that there are.")
         else:
             candidates = self.candidates(kind)

@@ -151,7 +151,8 @@ def gradient_clip(value: float | None, algorithm: str) -> GradientClip | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-        raise ConfigurationError(f"gradient_clip_val={value!r}: expected a number above 0, or None")
+        expected = "a number above 0, or None or 0 for no clipping"
+        raise ConfigurationError(f"gradient_clip_val={value!r}: expected {expected}")
     return (
         GradientClip(float(value), "value" if algorithm == "value" else "norm") if value else None
     )

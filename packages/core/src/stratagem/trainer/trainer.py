@@ -93,7 +93,7 @@ class Trainer(TrainerAttributes):
         log_every_n_steps: send the values of every n-th step to the loggers.
         accumulate_grad_batches: the number of batches in an optimizer step. A dict sets it by
             epoch: {0: 8, 4: 4} means 8 from epoch 0 on, and 4 from epoch 4 on.
-        gradient_clip_val: the largest norm or value of gradients. None: no clipping.
+        gradient_clip_val: the largest norm or value of gradients. None or 0: no clipping.
         gradient_clip_algorithm: "norm" or "value".
         deterministic: use deterministic algorithms. "warn": only warn about operations without a
             deterministic algorithm.
