@@ -259,7 +259,7 @@ class Runtime:
             RankFailedError: another rank failed; shows its traceback.
         """
         if function is not None:
-            return self.starter()(self._run_on_rank, function, *args, **kwargs)
+            return self.starter()(self._set_up_and_call, function, *args, **kwargs)
         if self.plan.remote:
             raise ConfigurationError(
                 f"the launcher {self.plan.launcher.name!r} runs a function in new processes, "
@@ -271,7 +271,7 @@ class Runtime:
     def starter(self) -> Callable[..., Any]:
         """Return the function that starts the processes and calls another function on every rank.
 
-        Its arguments are that function, which enters `on_rank`, and its arguments.
+        Its arguments are that function, which enters `set_up_rank`, and its arguments.
         """
         open_standard_streams()
         process = multiprocessing.current_process()
@@ -287,7 +287,7 @@ class Runtime:
         launcher = self.plan.launcher.build()
         check_overrides(type(launcher), Launcher)
         if self.plan.remote:
-            return functools.partial(launcher.launch, self.plan, run_with_rng, inherited_rng())
+            return functools.partial(launcher.launch, self.plan, call_with_rng, inherited_rng())
         return functools.partial(launcher.launch, self.plan)
 
     def launched_strategy(self) -> Strategy:
@@ -334,12 +334,12 @@ class Runtime:
         ):
             yield
 
-    def _run_on_rank(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.on_rank():
+    def _set_up_and_call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.set_up_rank():
             return function(*args, **kwargs)
 
     @contextmanager
-    def on_rank(self) -> Iterator[None]:
+    def set_up_rank(self) -> Iterator[None]:
         """Set up this rank; at the end wait for its saves, or tell the others of its error."""
         self._setup_environment()
         try:
@@ -392,10 +392,10 @@ class Runtime:
         self.is_launched, self.group = True, group
 
 
-def run_with_rng(
+def call_with_rng(
     inherited: dict[str, Any], function: Callable[..., Result], *args: Any, **kwargs: Any
 ) -> Result:
-    """Run on a rank with the random numbers that the launching process would have drawn."""
+    """Call a function with the random numbers that the launching process would have drawn."""
     inherit_rng(inherited)
     return function(*args, **kwargs)
 

@@ -497,7 +497,7 @@ class Trainer(TrainerAttributes):
         from stratagem.trainer import run as runs
         from stratagem.trainer.loops.fit import fit
 
-        with self.runtime.on_rank():
+        with self.runtime.set_up_rank():
             job.attach(self)
             if self._run is None or self._run.module is not job.model:
                 added = as_list(job.model.configure_callbacks())
