@@ -53,7 +53,7 @@ class Ranks:
             self.begun.append(reader.begin(epoch, self.batches)[0])
 
     def read(self, steps: int) -> list[int]:
-        """Return what all ranks read in so many steps, in the order in which it was dealt."""
+        """Return what all ranks read in so many steps, in the order in which it was sharded."""
         read: list[int] = []
         for _ in range(steps):
             of_ranks = [next(batches).tolist() for batches in self.begun]
@@ -124,7 +124,7 @@ def test_the_rest_of_the_epoch_is_dealt_in_the_same_order(
         # Another seed: the order is that of the run that saved.
         ranks = Ranks(make, world, seed=50).resume(ranks)
         ranks.begin(epoch=2)
-        # A resume on as many ranks, of an epoch that was dealt anew, is a resume like any other.
+        # A resume on as many ranks, of an epoch that was resharded, is a resume like any other.
         read += ranks.read(steps=1)
         ranks = Ranks(make, world, seed=60).resume(ranks)
         ranks.begin(epoch=2)

@@ -162,7 +162,7 @@ def shard_loader(
     if count == 1 or isinstance(loader.dataset, IterableDataset):
         return loader
     batch_sampler = loader.batch_sampler
-    if divides_data(loader):
+    if shards_data(loader):
         return loader
     if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
         raise UserCodeError(
@@ -256,8 +256,8 @@ def batch_size_of(loader: Any) -> int | None:
     return None
 
 
-def divides_data(loader: Any) -> bool:
-    """Return whether a loader's sampler divides the data itself, as DistributedSampler does."""
+def shards_data(loader: Any) -> bool:
+    """Return whether a loader's sampler shards the data itself, as DistributedSampler does."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     chooses = batch_sampler.sampler if type(batch_sampler) is BatchSampler else None
     samplers = (getattr(loader, "sampler", None), batch_sampler, chooses)

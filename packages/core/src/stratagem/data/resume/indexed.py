@@ -366,7 +366,7 @@ class IndexedLoader(Resumable):
         state["length"] = self._length()
         state["kinds"] = self._kinds()
         state["generators"] = rng.generator_states(self._generators)
-        state["deal"] = None if self._reshard is None else asdict(self._reshard)
+        state[Reshard.KEY] = None if self._reshard is None else asdict(self._reshard)
         if self._sampler.draw.start is not None:
             state["start"] = self._sampler.draw.start
         return state

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader
 
@@ -18,6 +18,29 @@ from stratagem import rng
 from stratagem.checkpoint.forms import Count, Nothing, Positive, require_form
 from stratagem.data.resume.resumable_sampler import has_exact_length
 from stratagem.data.sharding import batch_size_of, iterator_of, length_of
+
+
+@dataclass(frozen=True)
+class Reshard:
+    """Where an epoch was resharded; a saved state has it under `KEY`.
+
+    Attributes:
+        seed: the seed of the epoch's order; None if the order was drawn by one reader.
+        samples: the number of samples of the order that were read before.
+        batches: the same in batches of each new rank, rounded down.
+    """
+
+    KEY: ClassVar = "deal"
+
+    seed: int | None
+    samples: int
+    batches: int
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Reshard | None:
+        """Return the reshard of the epoch in which a state was saved; None without a reshard."""
+        return cls(**state[cls.KEY]) if state.get(cls.KEY) else None
+
 
 _MAYBE = (Nothing, Count)
 _FORM = {
@@ -32,7 +55,7 @@ _FORM = {
     "length?": _MAYBE,
     "kinds?": {str: str},
     "generators?": list,
-    "deal?": (Nothing, {"seed": (Nothing, int), "samples": Count, "batches": Count}),
+    f"{Reshard.KEY}?": (Nothing, {"seed": (Nothing, int), "samples": Count, "batches": Count}),
     "start?": {"python": list, "torch": object, "generators": list},
     "own?": object,
     "before_last?": object,
@@ -44,26 +67,6 @@ Begun = tuple[Iterator[Any], list[Any]]
 """The batches that are left of an epoch, and the last batch before them, if it was read."""
 
 OVERLAP = "some samples of this epoch may be read twice and others not at all"
-
-
-@dataclass(frozen=True)
-class Reshard:
-    """Where an epoch was resharded: in a state it is the entry "deal".
-
-    Attributes:
-        seed: the seed of the epoch's order; None if the order was drawn by one reader.
-        samples: the number of samples of the order that were read before.
-        batches: the same in batches of each new rank, rounded down.
-    """
-
-    seed: int | None
-    samples: int
-    batches: int
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Reshard | None:
-        """Return the reshard of the epoch in which a state was saved; None without a reshard."""
-        return cls(**state["deal"]) if state.get("deal") else None
 
 
 @dataclass(frozen=True)

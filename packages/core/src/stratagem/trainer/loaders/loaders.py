@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Limit = int | float
 """A number of batches (int), or a fraction of them (float)."""
 
-Divide = Callable[..., Any]
+Sharder = Callable[..., Any]
 """`Trainer.make_sharded_loader`, or a function that replaces it."""
 
 
@@ -67,8 +67,8 @@ class EvaluationLoader:
         return UserCodeError(f"{self.name} yielded no batch; expected at least one")
 
 
-def divide_of(trainer: Trainer) -> Divide | None:
-    """Return the function that splits data over the ranks. None: every rank reads all data."""
+def sharder_of(trainer: Trainer) -> Sharder | None:
+    """Return the function that shards data over the ranks. None: every rank reads all data."""
     return trainer.make_sharded_loader if trainer.options.use_distributed_sampler else None
 
 
@@ -114,18 +114,18 @@ def evaluation_loaders(source: Any, trainer: Trainer, what: str) -> list[Evaluat
     """
     several = _several(source)
     limit_name = f"limit_{'val' if what == 'validation' else what}_batches"
-    limit, divide = getattr(trainer.options, limit_name), divide_of(trainer)
+    limit, by = getattr(trainer.options, limit_name), sharder_of(trainer)
     loaders = []
     for index, one in enumerate(several):
         name = f"the {what} data loader" + (f" {index}" if len(several) > 1 else "")
-        loader = shard(one, trainer.strategy, name=name, divide=divide, what=what, limit=limit)
+        loader = shard(one, trainer.strategy, name=name, by=by, what=what, limit=limit)
         batches = limit_batches(length_of(loader), limit, name=name, limit_name=limit_name)
         loaders.append(EvaluationLoader(loader, batches, name))
     return loaders
 
 
 def shard(
-    source: Any, strategy: Strategy, *, name: str, divide: Divide | None, what: str, limit: Limit
+    source: Any, strategy: Strategy, *, name: str, by: Sharder | None, what: str, limit: Limit
 ) -> Any:
     """Return this rank's form of one loader, which reads its part of the data.
 
@@ -135,7 +135,7 @@ def shard(
     if isinstance(source, CombinedLoader):
         return source.of(
             [
-                shard(one, strategy, name=f"{name} {index}", divide=divide, what=what, limit=limit)
+                shard(one, strategy, name=f"{name} {index}", by=by, what=what, limit=limit)
                 for index, one in enumerate(source.flattened)
             ]
         )
@@ -153,7 +153,7 @@ def shard(
             "of samples: define __len__, or subclass IterableDataset"
         )
     loader, training = source, what == "train"
-    if divide is not None:
+    if by is not None:
         ranks = strategy.ranks
         index, count = ranks.data_split if training else ranks.eval_split
         can = strategy.capabilities
@@ -167,7 +167,7 @@ def shard(
                     f"{name}: {repeated} of its samples are read twice, so that all ranks run as "
                     "many batches, and count twice. Another batch_size may avoid this"
                 )
-        loader = divide(source, index, count, even=even, name=name, what=what)
+        loader = by(source, index, count, even=even, name=name, what=what)
         loader = with_equal_batches(loader) if may_differ else loader
     # In an evaluation of few samples a rank may have no sample, while other ranks have some.
     nothing_for_this_rank = not training and length_of(source) > 0

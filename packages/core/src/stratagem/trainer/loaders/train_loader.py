@@ -19,15 +19,15 @@ from stratagem.launch.rank_zero import rank_zero_warn
 from stratagem.rng import rng_state, set_rng_state
 from stratagem.runtime.uneven_inputs import UnevenInputs, remedy_for
 from stratagem.trainer.loaders.loaders import (
-    Divide,
     EvaluationLoader,
     Limit,
-    divide_of,
+    Sharder,
     in_order_if_overfit,
     limit_batches,
     open_validation,
     set_epoch_of,
     shard,
+    sharder_of,
     source_of,
     train_source,
 )
@@ -56,7 +56,7 @@ class TrainLoader:
         source: a DataLoader or another iterable of batches, or several.
         strategy: the strategy of the ranks that share the data.
         limit: the argument `limit_train_batches`.
-        divide: splits the data over the ranks. None: every rank reads all data.
+        sharder: shards the data over the ranks. None: every rank reads all data.
         reads: a function that wraps an iterator for profilers. It takes an action's name and the
             iterator.
         weigh: a function that takes the micro-batches of a step and their weights, and returns the
@@ -78,13 +78,13 @@ class TrainLoader:
         strategy: Strategy,
         *,
         limit: Limit,
-        divide: Divide | None,
+        sharder: Sharder | None,
         reads: Callable[[str, Iterator[Any]], Iterator[Any]],
         weigh: Weigh | None = None,
     ) -> None:
         # The order matters: each step works on the data that the previous step has left.
         sharded = shard(
-            train_source(source), strategy, name=NAME, divide=divide, what="train", limit=limit
+            train_source(source), strategy, name=NAME, by=sharder, what="train", limit=limit
         )
         ranks = strategy.ranks
         combines = isinstance(sharded, CombinedLoader)
@@ -277,7 +277,7 @@ def open_training(context: RunContext) -> TrainLoader:
         in_order_if_overfit(source, trainer),
         trainer.strategy,
         limit=trainer.options.limit_train_batches,
-        divide=divide_of(trainer),
+        sharder=sharder_of(trainer),
         reads=context.profiling.reads,
         weigh=LossWeights(job.model, trainer.strategy.ranks) if weighs else None,
     )
