@@ -79,11 +79,11 @@ class Step(TrainStep):
         self._weight: float | Tensor = 1.0
         self.batch: Any = None
         self.latest_loss: Tensor | None = None
-        self._clear: Callable[[], None] | None = None
+        self._clear_after_step: Callable[[], None] | None = None
         """Clears the gradients once the hooks at the end of a step were called."""
-        self._clear_first: Callable[[], None] | None = None
+        self._clear_before_backward: Callable[[], None] | None = None
         """Clears the gradients before the first backward of the next step, by the policy."""
-        self._clears_next = False
+        self._clearing_is_due = False
         self.policy = context.policy
         self.context = context
         self.module = module
@@ -141,11 +141,11 @@ class Step(TrainStep):
         hooks, self._on_before_zero_grad = self._on_before_zero_grad, ()
         return hooks
 
-    def keep_gradients(self, prepared: PreparedModel) -> None:
+    def take_over_clearing(self, prepared: PreparedModel) -> None:
         """Keep a step's gradients until `on_train_batch_end` was called, which may read them."""
         clear, prepared.clear_gradients[0] = prepared.clear_gradients[0], clear_nothing
         if not self.policy.clears_before_backward:
-            self._clear = clear
+            self._clear_after_step = clear
             return
         hooks = self.take_clearing_hooks()
 
@@ -154,13 +154,13 @@ class Step(TrainStep):
                 hook(prepared.optimizers[0])
             clear()
 
-        self._clear_first = call_and_clear
+        self._clear_before_backward = call_and_clear
 
-    def clear_first(self) -> None:
+    def clear_before_backward(self) -> None:
         """Clear the gradients of the last step, if its policy has left that to this backward."""
-        if self._clears_next and self._clear_first is not None:
-            self._clears_next = False
-            self._clear_first()
+        if self._clearing_is_due and self._clear_before_backward is not None:
+            self._clearing_is_due = False
+            self._clear_before_backward()
 
     # -- called by the loop
 
@@ -174,7 +174,7 @@ class Step(TrainStep):
         self.uncounted = self.expected = micro_batches
         self.begun = self._ended = 0
         self._weights = weights
-        self._clears_next = True
+        self._clearing_is_due = True
         if self.policy.divides_by_window:
             share = micro_batches / self.context.limits.accumulation(self.state.epoch)
             if share < 1:
@@ -214,8 +214,8 @@ class Step(TrainStep):
             if self.update is None:
                 self._check.check()
         self._end_batch()
-        if self._clear is not None:
-            self._clear()
+        if self._clear_after_step is not None:
+            self._clear_after_step()
         self.batch = None
         if stepped and self.metrics.row:
             self.metrics.end_step(self.state.global_step - 1, self.state.epoch)
@@ -330,8 +330,8 @@ class Step(TrainStep):
 
     def before_backward(self, loss: Tensor) -> None:
         """Call the hooks."""
-        if self._clear_first is not None:
-            self.clear_first()
+        if self._clear_before_backward is not None:
+            self.clear_before_backward()
         if self._divides_loss and self.expected > 1:
             loss = loss / self.expected
         for hook in self._on_before_backward:
@@ -485,5 +485,5 @@ def make_step(context: StepContext, kind: type[StepType]) -> StepType:
     is_automatic = module.automatic_optimization and context.optimizers
     leaves_clearing = takes_own_steps(type(strategy)) or strategy.capabilities.engine_steps
     if is_automatic and not leaves_clearing:
-        step.keep_gradients(prepared)
+        step.take_over_clearing(prepared)
     return step

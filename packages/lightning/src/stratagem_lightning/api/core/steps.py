@@ -45,7 +45,7 @@ class BackwardStep(Step):
         """Call `pre_backward` with the divided loss, then the hooks."""
         if self._calls_around:
             divided = loss if self.expected == 1 else loss / self.expected
-            self.clear_first()
+            self.clear_before_backward()
             self._scaled = [scaled_loss(self._strategy, divided)]
             self._strategy.pre_backward(divided)
         super().before_backward(loss)
