@@ -90,7 +90,7 @@ def test_clears_before_backward_keeps_the_gradients_between_two_steps() -> None:
 def test_a_checkpoint_holds_the_fields_of_a_fit_state_that_its_form_names() -> None:
     state = FitState(epoch=2, batches=3, stop_requests={None}, has_ended_epoch=True)
     saved = state.state_dict()
-    form = _TRAINING_FORM["progress"]
+    form: Any = _TRAINING_FORM["progress"]
     assert {name.removesuffix("?") for name in form} == saved.keys()
     assert find_mismatch(saved, form, "progress") == ""
     again = FitState()
