@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         user_module as user_module,
     )
     from stratagem.interfaces.ranks import (
+        Axis as Axis,
         DataSplit as DataSplit,
         Ranks as Ranks,
         ReduceOp as ReduceOp,

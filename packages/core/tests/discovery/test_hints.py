@@ -151,8 +151,8 @@ Trainer(accelerator="cpu", plugins=Cluster(), logger=False).fit(Net(), [1])
 COMPARED = """
 from types import SimpleNamespace as Fake
 from stratagem.trainer.checks import check_divergence_detection
-check_divergence_detection(Fake(capabilities=Fake(parameters="same"), world_size=1), 1)
-check_divergence_detection(Fake(capabilities=Fake(parameters="same"), world_size=2), 1)
+check_divergence_detection(Fake(capabilities=Fake(parameters="same"), world_size=1), None, 1)
+check_divergence_detection(Fake(capabilities=Fake(parameters="same"), world_size=2), None, 1)
 """
 DESCRIBED = """
 import tempfile

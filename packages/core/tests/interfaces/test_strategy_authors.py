@@ -983,7 +983,7 @@ def test_ranks_with_different_parameter_counts_raise(
 ) -> None:
     for of_rank in stages:
         assert of_rank["divergence"].startswith(
-            "ranks differ in how many whole parameters they hold (rank 0: 2, rank 1: 2, rank 2: 4, "
+            "ranks differ in how many parameters they hold (rank 0: 2, rank 1: 2, rank 2: 4, "
             "rank 3: 4)"
         )
 

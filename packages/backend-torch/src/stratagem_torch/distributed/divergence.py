@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from stratagem.errors import DivergenceError, with_explanation
 
 if TYPE_CHECKING:
     from stratagem.strategies import Ranks
 
-_COMPARED = (
-    "the optimizer step",
-    "whether training_step has a loss",
-    "how many whole parameters they hold",
-)
+_COMPARED = {"step": "the optimizer step", "has_loss": "whether training_step has a loss"}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 2**18
+_ADVICE = (
+    "Ranks must take the same steps from the same start: look for randomness that shapes "
+    "the model, for changes to parameters outside of the optimizer, and for branches that "
+    "depend on the rank"
+)
 
 
 class DivergenceCheck:
     """Compares the step, the presence of a loss and the parameters of all ranks.
 
     A check reads each parameter once (about 0.7 s for 100 million parameters on one core), and
-    gathers four numbers from every rank. Only if these differ, it finds the names of the differing
-    parameters. Sharded parameters differ by design and are left out.
+    gathers a few numbers from every rank. Only if these differ, it finds the names of the differing
+    parameters.
+
+    A parameter that is a plain tensor is compared within `Ranks.replica_groups`. Of a sharded
+    parameter (a DTensor), a shard is compared between the ranks that hold a copy of it: those at
+    the same index along the dimensions of the device mesh that divide it.
 
     Args:
         ranks: the ranks to compare.
@@ -46,11 +53,11 @@ class DivergenceCheck:
     def __init__(self, ranks: Ranks, module: nn.Module, every_n_steps: int) -> None:
         self._ranks = ranks
         self._every = every_n_steps
-        self._parameters = [
-            (name, parameter)
-            for name, parameter in module.named_parameters()
-            if type(parameter.data) is Tensor
-        ]
+        self._parameters: dict[str, list[tuple[str, nn.Parameter]]] = {}
+        """The parameters of each shard; "" for plain tensors."""
+        for name, parameter in module.named_parameters():
+            if type(parameter.data) in (Tensor, DTensor):
+                self._parameters.setdefault(_shard(parameter), []).append((name, parameter))
 
     def check(self, step: int, has_loss: bool) -> None:
         """Compare the ranks after an optimizer step, if a comparison is due.
@@ -60,52 +67,95 @@ class DivergenceCheck:
         """
         if step % self._every:
             return
-        hashes = torch.stack([_hash(p) for _, p in self._parameters]) if self._parameters else None
-        # The position counts: the same numbers in another parameter are something else.
-        together = 0 if hashes is None else int((hashes * _weights(len(hashes))).sum())
-        count = len(self._parameters)
-        own = torch.tensor([step, int(has_loss), count, together], dtype=torch.int64)
-        of_all = self._ranks.all_gather(own)
-        if bool((of_all == of_all[0]).all()):
-            return
-        raise DivergenceError(with_explanation(self._difference(of_all, hashes), "divergence"))
-
-    def _difference(self, of_all: Tensor, hashes: Tensor | None) -> str:
-        advice = (
-            "Ranks must take the same steps from the same start: look for randomness that shapes "
-            "the model, for changes to parameters outside of the optimizer, and for branches that "
-            "depend on the rank"
-        )
-        # The number of parameters too, since ranks with more of them would exchange more hashes.
-        for column, what in enumerate(_COMPARED):
-            if len(set(of_all[:, column].tolist())) > 1:
-                values = ", ".join(
-                    f"rank {r}: {v}" for r, v in enumerate(of_all[:, column].tolist())
-                )
-                return f"ranks differ in {what} ({values}). {advice}"
-        assert hashes is not None
-        all_hashes = self._ranks.all_gather(hashes)
-        differing = {
-            rank: [
-                self._parameters[index][0]
-                for index in (all_hashes[rank] != all_hashes[0]).nonzero().flatten().tolist()
-            ]
-            for rank in range(1, len(all_hashes))
+        hashes = {
+            shard: torch.stack([_hash(parameter) for _, parameter in parameters])
+            for shard, parameters in self._parameters.items()
         }
-        parts = [
-            f"rank {rank} in {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else "")
-            for rank, names in differing.items()
-            if names
-        ]
-        return (
-            f"after step {int(of_all[0, 0])} parameters differ from those of rank 0: "
-            f"{'; '.join(parts)}. {advice}"
+        own = {
+            "step": step,
+            "has_loss": int(has_loss),
+            # The position counts: the same numbers in another parameter are something else.
+            "hashes": {
+                shard: [len(each), int((each * _weights(len(each))).sum())]
+                for shard, each in hashes.items()
+            },
+        }
+        of_all = self._ranks.gather_objects(own)
+        everyone = range(len(of_all))
+        for key, what in _COMPARED.items():
+            _check_equal(what, {rank: of_all[rank][key] for rank in everyone})
+        for group in self._ranks.replica_groups:
+            counts = {rank: sum(c for c, _ in of_all[rank]["hashes"].values()) for rank in group}
+            _check_equal("how many parameters they hold", counts)
+        if any(self._differences([of_rank["hashes"] for of_rank in of_all])):
+            raise self._error(step, hashes)
+
+    def _differences(self, of_ranks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, str]]:
+        """Yield each rank whose value of a key is another than that of the first rank with it."""
+        for group in self._ranks.replica_groups:
+            first: dict[str, int] = {}
+            for rank in group:
+                for key, value in of_ranks[rank].items():
+                    reference = first.setdefault(key, rank)
+                    if of_ranks[reference][key] != value:
+                        yield reference, rank, key
+
+    def _error(self, step: int, hashes: Mapping[str, Tensor]) -> DivergenceError:
+        """Return the error that names the differing parameters; called on every rank."""
+        own = {
+            f"{shard}|{name}": value
+            for shard, parameters in self._parameters.items()
+            for (name, _), value in zip(parameters, hashes[shard].tolist(), strict=True)
+        }
+        found: dict[tuple[int, int], list[str]] = {}
+        for reference, rank, key in self._differences(self._ranks.gather_objects(own)):
+            found.setdefault((reference, rank), []).append(key.partition("|")[2])
+        parts: dict[int, list[str]] = {}
+        for (reference, rank), names in found.items():
+            more = f" and {len(names) - 1} more" if names[1:] else ""
+            parts.setdefault(reference, []).append(f"{self._named(rank)} in {names[0]}{more}")
+        told = "; ".join(
+            f"those of {self._named(reference)}: {'; '.join(each)}"
+            for reference, each in parts.items()
         )
+        if not told:
+            told = "those of the other ranks: some ranks hold other parameters"
+        return _divergence(f"after step {step} parameters differ from {told}. {_ADVICE}")
+
+    def _named(self, rank: int) -> str:
+        place = self._ranks.place([rank])
+        return f"rank {rank} ({place})" if place else f"rank {rank}"
+
+
+def _check_equal(what: str, of_ranks: Mapping[int, int]) -> None:
+    """Raise an error if a number is not the same on all of these ranks."""
+    if len(set(of_ranks.values())) > 1:
+        values = ", ".join(f"rank {rank}: {value}" for rank, value in of_ranks.items())
+        raise _divergence(f"ranks differ in {what} ({values}). {_ADVICE}")
+
+
+def _divergence(text: str) -> DivergenceError:
+    return DivergenceError(with_explanation(text, "divergence"))
+
+
+def _shard(parameter: nn.Parameter) -> str:
+    """Return the shard of a parameter that this rank holds; the same text on ranks with a copy.
+
+    It has the coordinates along the dimensions of the device mesh that divide the parameter. A mesh
+    without names may be another one on other ranks, so that its ranks are named as well.
+    """
+    if not isinstance(parameter, DTensor):
+        return ""
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or [f"{mesh.mesh.tolist()}[{dim}]" for dim in range(mesh.ndim)]
+    placed = zip(names, mesh.get_coordinate() or (), parameter.placements, strict=False)
+    return ",".join(f"{name}={at}" for name, at, by in placed if not by.is_replicate())
 
 
 def _hash(parameter: nn.Parameter) -> Tensor:
-    """Return a hash of a parameter's bits and their places, of shape () and type int64."""
-    bits = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+    """Return a hash of the bits of a parameter, or of its shard, and their places: int64, ()."""
+    held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    bits = torch.view_as_real(held) if held.is_complex() else held
     bits = bits.detach().contiguous().view(_INTEGERS[bits.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64)
     # By pieces, since the product of each has 8 bytes an element.

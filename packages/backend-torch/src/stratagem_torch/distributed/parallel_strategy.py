@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from stratagem.discovery import START_METHODS
 from stratagem.errors import ConfigurationError
 from stratagem.launch import threads_per_rank
-from stratagem.strategies import Components, DataSplit, Ranks, Strategy
+from stratagem.strategies import Axis, Components, DataSplit, Ranks, Strategy
 from stratagem_torch.distributed.process_group import ProcessGroupRanks, join_process_group
 
 _LONGEST_TIMEOUT = 10 * 365 * 86400.0
@@ -25,8 +26,8 @@ class ParallelStrategy(Strategy):
     prepared.
 
     It extends the call sequence of `Strategy`: `bind` reads `communication_backend`; `make_ranks`
-    calls `data_split_of(rank, world_size)` for each rank, in every process; `setup_environment`
-    ends in `init_process_group()`, on every rank.
+    calls `rank_axes(world_size)`, or `data_split_of(rank, world_size)` for each rank, in every
+    process; `setup_environment` ends in `init_process_group()`, on every rank.
 
     Args:
         process_group_backend: "gloo", "nccl", ..., or a backend for each kind of device as in
@@ -126,14 +127,26 @@ class ParallelStrategy(Strategy):
     def make_ranks(self) -> Ranks:
         """Return the ranks by the cluster environment; see `Strategy.make_ranks`."""
         world_size = self.components.device_count
-        shards = [self.data_split_of(rank, world_size) for rank in range(world_size)]
-        return ProcessGroupRanks(self.cluster_environment, world_size, shards)
+        axes = self.rank_axes(world_size)
+        splits = None
+        if not axes or type(self).data_split_of is not ParallelStrategy.data_split_of:
+            splits = [self.data_split_of(rank, world_size) for rank in range(world_size)]
+        return ProcessGroupRanks(self.cluster_environment, world_size, splits, axes)
+
+    def rank_axes(self, world_size: int) -> Sequence[Axis]:
+        """Return the axes of the mesh in which the ranks are arranged; by default (), no mesh.
+
+        The axes say which ranks read, compute and hold the same: see `Axis`. Messages name a rank's
+        place along them, such as "rank 3 (data 1, tensor 1)".
+        """
+        return ()
 
     def data_split_of(self, rank: int, world_size: int) -> DataSplit:
         """Return the part of the data that a rank reads, (index, count).
 
         By default one of its own for each rank. A strategy whose ranks work on the same batches in
-        groups (tensor parallel, pipeline stages) gives those of a group the same part.
+        groups gives those of a group the same part, or returns axes from `rank_axes` instead. With
+        axes, this method is called only if a class overrides it.
         """
         return rank, world_size
 

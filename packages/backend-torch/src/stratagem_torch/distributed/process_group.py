@@ -21,9 +21,9 @@ from stratagem.environments import ClusterEnvironment
 from stratagem.errors import CommunicationError, ConfigurationError, UserCodeError, with_explanation
 from stratagem.launch import at_end_of_rank, exit_with_error, record_failure, this_rank
 from stratagem.state import bytes_of, decode, encode
-from stratagem.strategies import DataSplit, Ranks, ReduceOp
+from stratagem.strategies import Axis, DataSplit, Ranks, ReduceOp
 from stratagem_torch.distributed.diagnosis.hang_watch import HangWatch
-from stratagem_torch.distributed.diagnosis.rank_status import COLLECTIVES, RankStatuses, described
+from stratagem_torch.distributed.diagnosis.rank_status import COLLECTIVES, RankStatuses
 from stratagem_torch.distributed.diagnosis.status_exchange import (
     ANSWER_TIME,
     RankStatus,
@@ -112,7 +112,7 @@ def _wait_for_others(statuses: RankStatuses, staying: Callable[[], set[int]], di
         if any(status.operation in COLLECTIVES for status in stuck.values()):
             raise CommunicationError(
                 f"this rank ({statuses.rank}) {did}, and others wait for it in a collective:\n"
-                + "\n".join(f"  {line}" for line in described(Survey(stuck), []))
+                + "\n".join(f"  {line}" for line in statuses.described(Survey(stuck), []))
                 + with_explanation(
                     "\nEvery rank must call the same collectives and take the same number of steps",
                     "hang",
@@ -124,7 +124,7 @@ def _wait_for_others(statuses: RankStatuses, staying: Callable[[], set[int]], di
         if not said:
             said = True
             where = "; ".join(
-                described(Survey(now, unknown=survey.unknown), sorted(left - now.keys()))
+                statuses.described(Survey(now, unknown=survey.unknown), sorted(left - now.keys()))
             )
             print(
                 f"stratagem: rank {statuses.rank} {did}; it waits for the others. {where}",
@@ -174,7 +174,7 @@ def _wait_for_steps(statuses: RankStatuses, place: str, failure: str, did: str) 
         if waits and answers == before and answers.keys() == left:
             raise CommunicationError(
                 f"this rank ({statuses.rank}) {did}, and the others wait for it in a collective:\n"
-                + "\n".join(f"  {line}" for line in described(Survey(answers), []))
+                + "\n".join(f"  {line}" for line in statuses.described(Survey(answers), []))
                 + "\nIn an evaluation, ranks may have different numbers of batches. In a step, use "
                 "self.all_gather or the collectives of trainer.ranks, which run among the ranks "
                 "that have a batch, or communicate in a hook of the epoch's end"
@@ -236,7 +236,7 @@ class ProcessGroupRanks(Ranks):
     Args:
         environment: where this process learns its ranks.
         world_size: the number of ranks.
-        data_splits: see `Ranks`.
+        data_splits, axes: see `Ranks`.
 
     Example:
         >>> from stratagem.environments import PlainEnvironment
@@ -254,6 +254,7 @@ class ProcessGroupRanks(Ranks):
         environment: ClusterEnvironment,
         world_size: int,
         data_splits: Sequence[DataSplit] | None = None,
+        axes: Sequence[Axis] = (),
     ) -> None:
         super().__init__(
             global_rank=environment.global_rank(),
@@ -261,6 +262,7 @@ class ProcessGroupRanks(Ranks):
             node_rank=environment.node_rank(),
             world_size=world_size,
             data_splits=data_splits,
+            axes=axes,
         )
         self._groups: dict[tuple[int, ...], Any] = {}
         """The process groups of `among`."""
@@ -498,6 +500,7 @@ def join_process_group(
         >>> list(inspect.signature(join_process_group).parameters)[:3]
         ['backend', 'ranks', 'environment']
     """
+    this_rank.place = ranks.place([ranks.global_rank])
     if dist.is_initialized():
         _check_existing_group(ranks, timeout)
         return
@@ -646,6 +649,7 @@ def _join_store(
 def _watch_status(store: Any, ranks: Ranks, timeout: float) -> RankStatuses:
     global _statuses
     _statuses = RankStatuses(store, ranks.global_rank, ranks.world_size, timeout=timeout)
+    _statuses.place = ranks.place
     if ranks.world_size > 1:
         _statuses.exchange.listen()
     this_rank.explain, this_rank.report = _statuses.explain, _statuses.report_failure
@@ -664,3 +668,5 @@ def _check_existing_group(ranks: Ranks, timeout: float) -> None:
         # The user has made the group, and ends it with its store: a clone does not keep it alive.
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         at_end_of_rank(_watch_status(store, ranks, timeout).leave)
+    else:
+        _statuses.place = ranks.place

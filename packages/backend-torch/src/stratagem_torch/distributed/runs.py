@@ -19,7 +19,7 @@ from typing import Any
 
 from stratagem.errors import CommunicationError
 from stratagem.launch import line_in_traceback
-from stratagem_torch.distributed.diagnosis.rank_status import COLLECTIVES, RankStatuses, described
+from stratagem_torch.distributed.diagnosis.rank_status import COLLECTIVES, RankStatuses
 from stratagem_torch.distributed.diagnosis.status_exchange import RankStatus, Survey, ranges
 from stratagem_torch.distributed.socket_store import prefixed
 
@@ -188,7 +188,7 @@ class GroupRuns:
         stuck = {rank: status for rank, status in now.items() if status == before.get(rank)}
         if not stuck:
             return now, ""
-        lines = "\n".join(f"  {line}" for line in described(Survey(stuck), []))
+        lines = "\n".join(f"  {line}" for line in self._statuses.described(Survey(stuck), []))
         return now, (
             f"rank {self._rank} failed in its last run and begins the next one, but others "
             f"wait in a collective of the last one, which cannot be ended here:\n{lines}\n"

@@ -71,6 +71,7 @@ class Failure:
         time: the time of the failure, in seconds since the epoch.
         log_file: the file with its output; None: the terminal.
         how: how the rank ended; "": described by the exit code.
+        place: the rank's place in its mesh, "data 1, tensor 0"; "": not known, or no mesh.
 
     Example:
         >>> from stratagem_torch.launch import Failure
@@ -84,6 +85,7 @@ class Failure:
     time: float
     log_file: Path | None = None
     how: str = ""
+    place: str = ""
 
     def error(self, world_size: int, where: str = "") -> RankFailedError:
         """Return the error to raise for this failure.
@@ -106,8 +108,9 @@ class Failure:
             output = "above" if self.log_file is None else f"in {self.log_file}"
             what = f"; it exited without a Python traceback; its output is {output}"
             what = with_explanation(what, "rank-failed")
+        place = f" ({self.place})" if self.place else ""
         return RankFailedError(
-            f"{where}rank {self.rank} of {world_size} {how}{what}",
+            f"{where}rank {self.rank} of {world_size}{place} {how}{what}",
             rank=self.rank,
             exit_code=self.exit_code,
         )
@@ -346,8 +349,10 @@ class RankProcesses:
         file, log_file = self._error_file(rank), self._log_files.get(rank)
         try:
             message = json.loads(file.read_text())["message"]
-            report = message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message
-            return Failure(rank, exit_code, str(report), file.stat().st_mtime, log_file)
+            extra = message["extraInfo"] if isinstance(message, dict) else {"py_callstack": message}
+            report, place = str(extra["py_callstack"]), str(extra.get("place", ""))
+            written = file.stat().st_mtime
+            return Failure(rank, exit_code, report, written, log_file, place=place)
         except (OSError, ValueError, KeyError, TypeError):
             pass  # the rank had no time to write a report
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from stratagem.data import map_tensors
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.strategies import DataSplit, PreparedModel, TrainStep, user_module
+from stratagem.strategies import Axis, PreparedModel, TrainStep, user_module
 from stratagem_torch.plugin import MODEL_PARALLEL
 from stratagem_torch.sharding.deferred import DeferredBuild
 from stratagem_torch.sharding.reductions import Reductions
@@ -111,10 +111,10 @@ class ModelParallelStrategy(ShardedStrategy):
             )
         return sizes, ("data_parallel", "tensor_parallel")
 
-    def data_split_of(self, rank: int, world_size: int) -> DataSplit:
-        """Return the part of the data for a rank's tensor-parallel group."""
+    def rank_axes(self, world_size: int) -> Sequence[Axis]:
+        """Return the data axis and the tensor axis, whose ranks read the same batches."""
         (groups, ranks), _ = self.mesh_shape()
-        return rank // ranks, groups
+        return Axis("data", groups), Axis("tensor", ranks, batches="same")
 
     def accumulate(
         self, prepared: PreparedModel, step: TrainStep, micro_batch: Any, count: int

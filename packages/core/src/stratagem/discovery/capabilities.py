@@ -54,7 +54,8 @@ class Capabilities:
         parameters: how ranks compare in the parameters that are not sharded tensors (DTensor).
             "same": equal on all ranks after each step. "drift": each rank has a replica, and
             replicas differ between two averages (local SGD, gossip). "divided": each rank has other
-            parameters (stages of a pipeline). `Trainer(detect_divergence=...)` needs "same".
+            parameters (stages of a pipeline). `Trainer(detect_divergence=...)` needs "same", or
+            "divided" with axes that say which ranks hold the same (`Ranks.axes`).
         checkpoint_io: the default checkpoint format.
         allows_uneven_eval: ranks may run different numbers of evaluation batches (no collective in
             a forward without gradients).

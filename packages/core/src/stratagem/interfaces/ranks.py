@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal, TypeVar, final
 
 import torch
@@ -15,6 +17,43 @@ from stratagem.errors import ConfigurationError
 ReduceOp = Literal["mean", "sum", "max", "min"]
 DataSplit = tuple[int, int]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis of a mesh of ranks: what its ranks read, compute and hold.
+
+    Args:
+        name: the name, for messages: "data", "tensor".
+        size: the number of ranks along the axis.
+        batches: "own": each rank reads batches of its own. "same": the ranks read the same batches
+            and compute the same values (tensor parallelism, a pipeline). "parts": the ranks read
+            the same batches, and each computes the values of a part of them (context parallelism).
+        parameters: "same": parameters that are plain tensors are equal on the ranks, and so are the
+            shards of sharded ones that these ranks share. "divided": a parameter of one name is
+            another one on each rank (stages of a pipeline, experts).
+
+    Raises:
+        ConfigurationError: an argument has another value.
+
+    Example:
+        >>> from stratagem.strategies import Axis
+        >>> Axis("tensor", 2, batches="same")
+        Axis(name='tensor', size=2, batches='same', parameters='same')
+    """
+
+    name: str
+    size: int
+    batches: Literal["own", "same", "parts"] = "own"
+    parameters: Literal["same", "divided"] = "same"
+
+    def __post_init__(self) -> None:
+        if type(self.size) is not int or self.size < 1:
+            raise ConfigurationError(f"{self}: expected a size of at least 1")
+        if self.batches not in ("own", "same", "parts"):
+            raise ConfigurationError(f"{self}: expected batches='own', 'same' or 'parts'")
+        if self.parameters not in ("same", "divided"):
+            raise ConfigurationError(f"{self}: expected parameters='same' or 'divided'")
 
 
 @with_former_names
@@ -32,25 +71,35 @@ class Ranks:
         node_rank: the rank of its node.
         world_size: the number of ranks.
         data_splits: the part of the data that each rank reads, (index, count), in the order of
-            ranks. With None, each rank reads a part of its own.
+            ranks. With None, the axes decide; without axes, each rank reads a part of its own.
+        axes: the axes of the mesh in which the ranks are arranged. Consecutive ranks lie along the
+            last axis. (): the ranks are not arranged.
 
     Attributes:
-        global_rank, local_rank, node_rank, world_size, data_splits: the arguments.
+        global_rank, local_rank, node_rank, world_size, data_splits, axes: the arguments.
         device: the device of the tensors that collectives return; None before the launch.
         data_groups: the ranks that read each part of the data, in the order of its index. Ranks of
             one group work on the same batches, so the samples of a group are counted once.
+        value_groups: the ranks that compute the same values, so that a value that they log is
+            counted once: `data_groups`, divided along the axes whose ranks compute parts.
+        replica_groups: the ranks whose parameters of one name are the same parameter, and can be
+            compared: all ranks, divided along the axes whose ranks hold other parameters.
         members: the ranks of the collectives: all ranks, or the ranks passed to `among`.
         run_split: the part of the training data that all these ranks read together, (index,
             count), if other runs train at the same time (replicas, peers). A strategy sets it in
             `make_ranks`.
 
     Raises:
-        ConfigurationError: the parts of the data do not fit together.
+        ConfigurationError: the parts of the data do not fit together, or the axes do not contain
+            every rank.
 
     Example:
-        >>> from stratagem.strategies import Ranks
+        >>> from stratagem.strategies import Axis, Ranks
         >>> Ranks().all_gather(torch.ones(2)).shape
         torch.Size([1, 2])
+        >>> ranks = Ranks(world_size=4, axes=[Axis("data", 2), Axis("tensor", 2, batches="same")])
+        >>> ranks.data_groups, ranks.place([3]), ranks.place([1, 3])
+        (((0, 1), (2, 3)), 'data 1, tensor 1', 'tensor 1')
         >>> # Two pipelines of two stages; ranks 0 and 2 read the first half of the data.
         >>> Ranks(world_size=4, data_splits=[(0, 2), (1, 2), (0, 2), (1, 2)]).data_groups
         ((0, 2), (1, 3))
@@ -64,15 +113,28 @@ class Ranks:
         node_rank: int = 0,
         world_size: int = 1,
         data_splits: Sequence[DataSplit] | None = None,
+        axes: Sequence[Axis] = (),
     ) -> None:
         self.global_rank = global_rank
         self.local_rank = local_rank
         self.node_rank = node_rank
         self.world_size = world_size
         self.device: torch.device | None = None
-        shards = [(rank, world_size) for rank in range(world_size)]
+        self.axes = tuple(axes)
+        everyone = range(world_size)
+        shards = [(rank, world_size) for rank in everyone]
+        if axes:
+            _check_axes(self.axes, world_size)
+            shards = [self._index_along("batches", "own", rank) for rank in everyone]
         self.data_splits = tuple(shards if data_splits is None else data_splits)
         self.data_groups = _groups(self.data_splits, world_size)
+        self.value_groups = self.data_groups
+        self.replica_groups: tuple[tuple[int, ...], ...] = (tuple(everyone),)
+        if axes:
+            parts = [self._index_along("batches", "parts", rank) for rank in everyone]
+            self.value_groups = _by_value([*zip(self.data_splits, parts, strict=True)])
+            divided = [self._index_along("parameters", "divided", rank) for rank in everyone]
+            self.replica_groups = _by_value(divided)
         self.run_split: DataSplit = (0, 1)
         self.members = tuple(range(world_size))
 
@@ -103,6 +165,47 @@ class Ranks:
     def eval_split(self) -> DataSplit:
         """This rank's part of the evaluation data, (index, count), without `run_split`."""
         return self.data_splits[self.global_rank]
+
+    @property
+    def value_copies(self) -> int:
+        """The number of ranks that compute the same values as this one, itself included."""
+        return next(len(group) for group in self.value_groups if self.global_rank in group)
+
+    @final
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Return a rank's index along each axis.
+
+        Example:
+            >>> from stratagem.strategies import Axis, Ranks
+            >>> Ranks(world_size=6, axes=[Axis("data", 3), Axis("tensor", 2)]).coordinates(3)
+            (1, 1)
+        """
+        indices: list[int] = []
+        for axis in reversed(self.axes):
+            rank, index = divmod(rank, axis.size)
+            indices.append(index)
+        return tuple(reversed(indices))
+
+    @final
+    def place(self, ranks: Sequence[int]) -> str:
+        """Return the coordinates that ranks have in common, for messages: "data 1, tensor 0".
+
+        Axes of one rank are left out. Returns "" if at most one axis has several ranks.
+        """
+        axes = [(i, axis) for i, axis in enumerate(self.axes) if axis.size > 1]
+        if len(axes) < 2:
+            return ""
+        coordinates = [self.coordinates(rank) for rank in ranks]
+        common = [(axis.name, {of_rank[i] for of_rank in coordinates}) for i, axis in axes]
+        return ", ".join(f"{name} {min(found)}" for name, found in common if len(found) == 1)
+
+    def _index_along(self, field: str, value: str, rank: int) -> tuple[int, int]:
+        """Return a rank's index along the axes with this value, taken together, and their size."""
+        index, count = 0, 1
+        for axis, coordinate in zip(self.axes, self.coordinates(rank), strict=True):
+            if getattr(axis, field) == value:
+                index, count = index * axis.size + coordinate, count * axis.size
+        return index, count
 
     @final
     def by_data_group(self, gathered: Sequence[T]) -> list[list[T]]:
@@ -306,6 +409,25 @@ class Ranks:
         Args:
             doing: returns a description such as "fit, epoch 0, step 12".
         """
+
+
+def _check_axes(axes: Sequence[Axis], world_size: int) -> None:
+    """Raise an error if the axes do not contain every rank once."""
+    count = prod(axis.size for axis in axes)
+    if count != world_size:
+        sizes = " x ".join(f"{axis.name} {axis.size}" for axis in axes)
+        raise ConfigurationError(
+            f"the axes {sizes} are for {count} rank(s), received {world_size}: expected sizes "
+            "whose product is the number of ranks"
+        )
+
+
+def _by_value(of_ranks: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each value, in ascending order of the values."""
+    groups: dict[Any, list[int]] = {}
+    for rank, value in enumerate(of_ranks):
+        groups.setdefault(value, []).append(rank)
+    return tuple(tuple(groups[value]) for value in sorted(groups))
 
 
 def _groups(shards: Sequence[DataSplit], world_size: int) -> tuple[tuple[int, ...], ...]:

@@ -48,10 +48,8 @@ def record_failure(error: BaseException) -> bool:
         return False
     hide_frames(error)
     report = "".join(traceback.format_exception(error))
-    message = {
-        "message": f"{type(error).__name__}: {error}",
-        "extraInfo": {"py_callstack": report, "timestamp": str(int(time.time()))},
-    }
+    extra = {"py_callstack": report, "timestamp": str(int(time.time())), "place": this_rank.place}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
     temporary = Path(f"{path}.{os.getpid()}")
     try:
         temporary.write_text(json.dumps({"message": message}))
@@ -206,6 +204,7 @@ class ThisRank:
         is_launched: a launcher runs a function in this process; a launch within it runs here too.
         prepared: `prepare_this_rank` has run.
         watch: the watch over the ranks that this process started; None: it has started no ranks.
+        place: the rank's place in its mesh, "data 1, tensor 0"; "": the ranks form no mesh.
     """
 
     failed: bool = False
@@ -223,6 +222,7 @@ class ThisRank:
     is_launched: bool = False
     prepared: bool = False
     watch: Watch | None = None
+    place: str = ""
 
 
 this_rank = ThisRank()

@@ -14,15 +14,14 @@ def loss_factors(ranks: Ranks, weights: Sequence[float]) -> list[float | Tensor]
     """Return the factor of each loss in an optimizer step; called on every rank, once in a step.
 
     Let each loss be a mean over `weight` elements. Strategies sum gradients over micro-batches and
-    average them over the parts of the data. The gradient of `sum(factor * loss)` then equals that
-    of
-    the mean over the elements of all micro-batches of all ranks:
-    `factor = weight * number of parts / sum of the weights of all ranks`.
+    average them over the value groups of the ranks. The gradient of `sum(factor * loss)` then
+    equals that of the mean over the elements of all micro-batches of all ranks:
+    `factor = weight * number of value groups / sum of the weights of these groups`.
 
     Several ranks exchange one number. No device is synchronized.
 
     Args:
-        ranks: the ranks that train together. Ranks of one data group have the same weights.
+        ranks: the ranks that train together. Ranks of one value group have the same weights.
         weights: the weight of each of this rank's losses.
 
     Returns:
@@ -30,11 +29,10 @@ def loss_factors(ranks: Ranks, weights: Sequence[float]) -> list[float | Tensor]
     """
     total: float | Tensor = float(sum(weights))
     if ranks.world_size > 1:
-        same = ranks.data_splits.count(ranks.data_splits[ranks.global_rank])
         # On the device at once: XLA would compile a number into each step's program.
-        share = torch.tensor(total / same).to(ranks.device, non_blocking=True)
+        share = torch.tensor(total / ranks.value_copies).to(ranks.device, non_blocking=True)
         total = ranks.all_reduce(share, "sum")
-    parts = len(ranks.data_groups)
+    parts = len(ranks.value_groups)
     return [weight * parts / total if weight else 0.0 for weight in weights]
 
 

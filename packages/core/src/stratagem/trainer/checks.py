@@ -28,6 +28,7 @@ from stratagem.storage import paths
 from stratagem.trainer.context import RunState
 
 if TYPE_CHECKING:
+    from stratagem.interfaces.ranks import Ranks
     from stratagem.trainer.context import StepContext
     from stratagem.trainer.job import Job
     from stratagem.trainer.step.step import Step
@@ -419,17 +420,20 @@ def check_launch_arguments(plan: RunPlan, options: StepOptions) -> None:
             )
 
 
-def check_divergence_detection(plan: RunPlan, every_n_steps: int) -> None:
+def check_divergence_detection(plan: RunPlan, ranks: Ranks, every_n_steps: int) -> None:
     """Check that the strategy supports `detect_divergence`; 0 means off.
+
+    Ranks with other parameters can be compared if their axes say which ranks hold the same.
 
     Raises:
         ConfigurationError: if parameters differ between ranks under the strategy.
     """
-    if every_n_steps and plan.capabilities.parameters != "same":
+    parameters = plan.capabilities.parameters
+    if every_n_steps and parameters != "same" and not (parameters == "divided" and ranks.axes):
         raise ConfigurationError(
             f"detect_divergence={every_n_steps!r} compares the parameters of all ranks, "
             f"which the strategy {plan.strategy.name!r} lets differ (parameters="
-            f"{plan.capabilities.parameters!r} in its capabilities): leave detect_divergence out"
+            f"{parameters!r} in its capabilities): leave detect_divergence out"
         )
     if every_n_steps and plan.world_size > 1:
         from stratagem.strategies import DivergenceCheck  # noqa: F401 - or what to install

@@ -245,7 +245,7 @@ class Trainer(TrainerAttributes):
             step_options=options.step_options,
         )
         check_launch_arguments(self.plan, options.step_options)
-        check_divergence_detection(self.plan, options.detect_divergence)
+        check_divergence_detection(self.plan, self.strategy.ranks, options.detect_divergence)
         self.loggers = [] if quick else make_loggers(logger, options.default_root_dir)
         self._profiler = None
         if profiler is not None:
@@ -460,7 +460,9 @@ class Trainer(TrainerAttributes):
         check_module(job, makes_optimizers=self.strategy.makes_optimizers)
         if job.stage == "fit":
             self.runtime.divide(job.model)
-            check_divergence_detection(self.plan, self.options.detect_divergence)
+            check_divergence_detection(
+                self.plan, self.strategy.ranks, self.options.detect_divergence
+            )
         self._state = RunState(job.stage, "running", job.stage)
         try:
             check_folders_before_launch(self, self.runtime, job.stage)

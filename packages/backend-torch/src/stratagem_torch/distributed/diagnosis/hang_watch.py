@@ -16,7 +16,7 @@ from functools import partial
 from stratagem import system
 from stratagem.errors import CommunicationError, with_explanation
 from stratagem.launch import record_failure
-from stratagem_torch.distributed.diagnosis.rank_status import COLLECTIVES, RankStatuses, described
+from stratagem_torch.distributed.diagnosis.rank_status import COLLECTIVES, RankStatuses
 from stratagem_torch.distributed.diagnosis.status_exchange import RankStatus, Survey
 
 _SIGNALS = frozenset(system.ENDING)
@@ -121,7 +121,9 @@ class HangWatch:
         silent = [r for r in range(self.statuses.world_size) if r not in survey.answers]
         name = signal.Signals(number).name
         lines = [f"{name} while the ranks wait in collectives. Where the ranks are:"]
-        return "\n".join([*lines, *(f"  {line}" for line in described(survey, silent)), last])
+        return "\n".join(
+            [*lines, *(f"  {line}" for line in self.statuses.described(survey, silent)), last]
+        )
 
     def _rank_0_has_said_it(self) -> bool:
         exchange = self.statuses.exchange

@@ -42,6 +42,8 @@ _MARK_ATTEMPTS = 3
 
 THE_END = "the end of its script"
 
+_SILENT = f"no answer within {ANSWER_TIME:g} s"
+
 # Python 3.11 reads the frames of all threads under a lock. No fork may happen while the lock is
 # taken: a worker of a data loader would wait for it forever.
 _reads_frames = threading.Lock()
@@ -70,6 +72,8 @@ class RankStatuses:
         self.timeout = timeout
         self.doing: Callable[[], str] = str
         """Returns the current activity of the front end; "" by default."""
+        self.place: Callable[[Sequence[int]], str] = lambda ranks: ""
+        """Returns what ranks have in common in their mesh; see `Ranks.place`."""
         self.exchange = StatusExchange(store, rank, world_size, here=self.here)
         self._main = threading.get_ident()
         self._is_over = False
@@ -113,9 +117,9 @@ class RankStatuses:
             self.mark("failed")
         finally:
             self._failing = None
-        return CommunicationError(*self._described(error, own, survey), str(own))
+        return CommunicationError(*self._message(error, own, survey), str(own))
 
-    def _described(
+    def _message(
         self, error: BaseException, own: RankStatus, survey: Survey
     ) -> tuple[str, tuple[int, ...]]:
         cause = str(error).partition("\n")[0].strip()
@@ -133,7 +137,7 @@ class RankStatuses:
                 f"{self.rank}: {cause}"
             )
         lines.append("Where the ranks are:")
-        lines += [f"  {line}" for line in described(survey, silent)]
+        lines += [f"  {line}" for line in self.described(survey, silent)]
         if not silent:
             lines.append(
                 "Every rank must call the same collectives in the same order and take the same "
@@ -141,6 +145,43 @@ class RankStatuses:
                 "them needs a larger timeout= of the strategy"
             )
         return with_explanation("\n".join(lines), "hang"), missing
+
+    def described(self, survey: Survey, silent: Sequence[int]) -> list[str]:
+        """Return the positions of ranks, one line per position.
+
+        Args:
+            survey: the answers.
+            silent: the ranks without an answer that are listed as well.
+        """
+        told = {
+            f"{self._ranks(ranks)}: {place}": ranks[0]
+            for place, ranks in by_place(survey.answers.values()).items()
+        }
+        ends = {
+            "done": ("has ended its script, in order", "have ended their scripts, in order"),
+            "failed": ("has failed before, and ended", "have failed before, and ended"),
+            "": (
+                f"{_SILENT}: it has died, is stopped, or cannot be reached",
+                f"{_SILENT}: they have died, are stopped, or cannot be reached",
+            ),
+        }
+        holds = " (it holds the store that the ranks meet at)"
+        for how, (of_one, of_several) in ends.items():
+            group = [rank for rank in silent if survey.ended.get(rank, "") == how]
+            if not how and group[:1] == [0] and survey.unknown in ("", UNREACHABLE):
+                told[f"rank 0: {of_one}{holds}"] = group.pop(0)
+            if not how and survey.unknown:
+                of_one = of_several = f"not known where: {survey.unknown}"
+            if group:
+                told[f"{self._ranks(group)}: {of_one if len(group) == 1 else of_several}"] = group[
+                    0
+                ]
+        return sorted(told, key=lambda line: told[line])
+
+    def _ranks(self, ranks: Sequence[int]) -> str:
+        place = self.place(ranks)
+        text = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
+        return f"{text} ({place})" if place else text
 
     # -- leaving
 
@@ -183,42 +224,6 @@ class RankStatuses:
     def leave(self) -> None:
         """End the answering thread: this rank answers no further queries."""
         self.exchange.leave()
-
-
-def described(survey: Survey, silent: Sequence[int]) -> list[str]:
-    """Return the positions of ranks, one line per position.
-
-    Args:
-        survey: the answers.
-        silent: the ranks without an answer that are listed as well.
-    """
-    told = {
-        f"{_ranks(ranks)}: {place}": ranks[0]
-        for place, ranks in by_place(survey.answers.values()).items()
-    }
-    ends = {
-        "done": ("has ended its script, in order", "have ended their scripts, in order"),
-        "failed": ("has failed before, and ended", "have failed before, and ended"),
-        "": (
-            f"no answer within {ANSWER_TIME:g} s: it has died, is stopped, or cannot be reached",
-            f"no answer within {ANSWER_TIME:g} s: they have died, are stopped, or cannot be "
-            "reached",
-        ),
-    }
-    holds = " (it holds the store that the ranks meet at)"
-    for how, (of_one, of_several) in ends.items():
-        group = [rank for rank in silent if survey.ended.get(rank, "") == how]
-        if not how and group[:1] == [0] and survey.unknown in ("", UNREACHABLE):
-            told[f"rank 0: {of_one}{holds}"] = group.pop(0)
-        if not how and survey.unknown:
-            of_one = of_several = f"not known where: {survey.unknown}"
-        if group:
-            told[f"{_ranks(group)}: {of_one if len(group) == 1 else of_several}"] = group[0]
-    return sorted(told, key=lambda line: told[line])
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
 
 
 def is_communication_error(error: BaseException) -> bool:

@@ -292,8 +292,8 @@ def over_ranks(
 ) -> tuple[dict[str, ReducedMetric], list[Declaration]]:
     """Return the summaries of all ranks, reduced to one summary per name, and the declarations.
 
-    Ranks that share a part of the data log the same values, or only some of them (the last pipeline
-    stage) log a value. For each name, the first rank of such a group that has logged it counts.
+    Ranks of a value group log the same values, or only some of them (the last pipeline stage) log a
+    value. For each name, the first rank of such a group that has logged it counts.
 
     Args:
         own: the summaries of this rank, sorted by name.
@@ -314,7 +314,7 @@ def over_ranks(
     if most != -least:
         plain = {name: tuple(summary) for name, summary in own.items()}
         told = ranks.gather_objects([plain, [list(one) for one in declared]])
-        groups = ranks.by_data_group([summaries for summaries, _ in told])
+        groups = [[told[rank][0] for rank in group] for group in ranks.value_groups]
         return merged(_first_of_each(group) for group in groups), _of_all(
             [[Declaration(*one) for one in each] for _, each in told]
         )
@@ -323,7 +323,7 @@ def over_ranks(
     # All have logged the same names: numbers will do, as bytes, since some devices have no float64.
     numbers = torch.tensor([[s.number, s.weight] for s in own.values()], dtype=torch.float64)
     gathered = ranks.all_gather(numbers.view(torch.uint8)).cpu().view(torch.float64)
-    of_groups = gathered[[group[0] for group in ranks.data_groups]]
+    of_groups = gathered[[group[0] for group in ranks.value_groups]]
     weights = of_groups[..., 1].sum(0).tolist()
     return {
         name: summary._replace(
@@ -343,7 +343,7 @@ def _of_all(of_ranks: Sequence[Sequence[Declaration]]) -> list[Declaration]:
 
 
 def _first_of_each(group: Iterable[Mapping[str, Any]]) -> dict[str, ReducedMetric]:
-    """Return the summaries of ranks that share a part of the data, each of them once.
+    """Return the summaries of ranks that compute the same values, each of them once.
 
     Args:
         group: of each rank, its summaries as plain tuples.

@@ -343,12 +343,12 @@ class Metrics:
         ranks = self._ranks
         self._compare_names(entry.name)
         own = torch.as_tensor(value, dtype=torch.float32)
-        count = len({ranks.data_splits[rank][0] for rank in ranks.members})
-        if op in ("max", "min") or count == len(ranks.members):
+        members = {*ranks.members}
+        count = sum(not members.isdisjoint(group) for group in ranks.value_groups)
+        if op in ("max", "min") or count == len(members):
             return _read(entry.name, ranks.all_reduce(own, op))
-        # Ranks that share a part of the data count as one, however many they are.
-        index, _ = ranks.eval_split
-        reduced = ranks.all_reduce(own / len(ranks.data_groups[index]), "sum")
+        # Ranks that compute the same values count as one, however many they are.
+        reduced = ranks.all_reduce(own / ranks.value_copies, "sum")
         return _read(entry.name, reduced / count if op == "mean" else reduced)
 
     def _compare_names(self, name: str) -> None:

@@ -116,8 +116,9 @@ def _divide_data(strategy: Any) -> None:
         )
     own = (int(given["rank"]), int(given["num_replicas"]))
     splits = [(int(rank), int(count)) for rank, count in ranks.gather_objects(own)]
-    checked = Ranks(world_size=ranks.world_size, data_splits=splits)
-    ranks.data_splits, ranks.data_groups = checked.data_splits, checked.data_groups
+    checked = Ranks(world_size=ranks.world_size, data_splits=splits, axes=ranks.axes)
+    for name in ("data_splits", "data_groups", "value_groups"):
+        setattr(ranks, name, getattr(checked, name))
 
 
 def overrides_backward_hooks(strategy: Any) -> bool:
