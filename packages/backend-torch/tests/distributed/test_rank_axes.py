@@ -32,6 +32,11 @@ def test_parts_of_a_batch_count_each(tmp_path: Path) -> None:
             "(data 1, tensor 1) in norm.bias. ",
         ),
         (
+            "hybrid",
+            "after step 3 parameters differ from those of rank 1 (replicate 0, shard 1): rank 3 "
+            "(replicate 1, shard 1) in norm.bias. ",
+        ),
+        (
             "stages",
             "after step 1 parameters differ from those of rank 0 (data 0, stage 0): rank 2 "
             "(data 1, stage 0) in head.bias. ",

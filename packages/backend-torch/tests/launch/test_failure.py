@@ -21,12 +21,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from fixtures import zygote
-from torch import nn
 from torch.distributed import distributed_c10d
 
-from stratagem.errors import CommunicationError, DivergenceError
+from stratagem.errors import CommunicationError
 from stratagem.launch.rank import this_rank
-from stratagem.strategies import DivergenceCheck
 from stratagem.trainer.loops.interruption import Interruption
 from stratagem_torch.distributed.diagnosis import rank_status
 from stratagem_torch.distributed.diagnosis.rank_status import COLLECTIVES, is_communication_error
@@ -398,120 +396,6 @@ def test_max_time_of_another_rank_stops_this_one() -> None:
     stops: list[str] = []
     interruption_of(TwoRanks([[0, 1, 0, 0]]), stops).end_if_due()
     assert stops == ["stop"]
-
-
-# -- divergence
-
-
-@pytest.mark.slow
-def test_parameter_drift_names_the_rank_and_the_parameter(
-    run_script: RunScript,
-) -> None:
-    text = """
-    import torch
-    from torch import nn
-    from torch.utils.data import DataLoader, TensorDataset
-    from stratagem import Module, Trainer
-
-    class Net(Module):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-
-        def training_step(self, batch, batch_idx):
-            if batch_idx == 5 and self.trainer.global_rank == 1:
-                with torch.no_grad():
-                    self.net[1].bias += 1
-            return self.net(batch[0]).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.0)
-
-    trainer = Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_progress_bar=False,
-        max_epochs=1, detect_divergence=4, enable_checkpointing=False,
-    )
-    trainer.fit(Net(), DataLoader(TensorDataset(torch.ones(80, 4)), batch_size=4))
-    """
-    stderr = run_script(text, expect=1).stderr
-    assert "DivergenceError: after step 8 parameters differ from those of rank 0" in stderr
-    assert "rank 1 in net.1.bias." in stderr
-    assert "\nFor an explanation: stratagem errors divergence\n" in stderr.replace("[rank0]: ", "")
-
-
-class Gathering:
-    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.change = change
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack([tensor, self.change(tensor.clone())])
-
-
-def test_ranks_that_agree_are_left_alone_and_are_not_asked_between_checks() -> None:
-    def fail(_: torch.Tensor) -> torch.Tensor:
-        raise AssertionError
-
-    check = DivergenceCheck(Gathering(fail), nn.Linear(2, 2), 3)  # type: ignore[arg-type]
-    check.check(1, True)
-    check.check(2, True)
-    check = DivergenceCheck(Gathering(lambda t: t), nn.Linear(2, 2), 3)  # type: ignore[arg-type]
-    check.check(3, True)
-
-
-def test_another_step_and_a_missing_loss_are_named() -> None:
-    def later(values: torch.Tensor) -> torch.Tensor:
-        values[0] += 1
-        return values
-
-    def without_loss(values: torch.Tensor) -> torch.Tensor:
-        values[1] = 0
-        return values
-
-    net = nn.Linear(2, 2)
-    with pytest.raises(DivergenceError, match=r"the optimizer step \(rank 0: 3, rank 1: 4\)"):
-        DivergenceCheck(Gathering(later), net, 3).check(3, True)  # type: ignore[arg-type]
-    with pytest.raises(DivergenceError, match=r"training_step has a loss \(rank 0: 1, rank 1: 0\)"):
-        DivergenceCheck(Gathering(without_loss), net, 3).check(3, True)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        (torch.zeros(8), torch.full((8,), 5.0)),
-        (torch.arange(6.0).reshape(3, 2), torch.arange(6.0).reshape(3, 2).flip(0)),
-        (torch.ones(4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.bfloat16)),
-    ],
-    ids=["constant", "permuted", "bfloat16"],
-)
-def test_parameters_that_differ_in_value_or_place_are_seen(
-    theirs: torch.Tensor, ours: torch.Tensor
-) -> None:
-    class Ranks:
-        """Rank 1 has another model; the same check runs there."""
-
-        def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-            return torch.stack([tensor, of_theirs.pop(0)])
-
-    class Listening:
-        def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-            of_theirs.append(tensor)
-            return torch.stack([tensor, tensor + 1] if len(tensor) == 4 else [tensor, tensor])
-
-    of_theirs: list[torch.Tensor] = []
-    modules = [nn.Module(), nn.Module()]
-    for module, value in zip(modules, (theirs, ours), strict=True):
-        module.register_parameter("value", nn.Parameter(value))
-    with pytest.raises(DivergenceError):
-        DivergenceCheck(Listening(), modules[0], 1).check(1, True)  # type: ignore[arg-type]
-    of_theirs.append(_hashes_of(modules[0]))
-    with pytest.raises(DivergenceError, match=r"differ from those of rank 0: rank 1 in value\."):
-        DivergenceCheck(Ranks(), modules[1], 1).check(1, True)  # type: ignore[arg-type]
-
-
-def _hashes_of(module: nn.Module) -> torch.Tensor:
-    from stratagem_torch.distributed.divergence import _hash
-
-    return torch.stack([_hash(parameter) for parameter in module.parameters()])
 
 
 @pytest.mark.slow

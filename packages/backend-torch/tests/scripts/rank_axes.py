@@ -1,4 +1,4 @@
-"""Four ranks in a mesh of two axes: `python rank_axes.py drift|stages|fails|hangs|context`."""
+"""Four ranks in a mesh of two axes: `python rank_axes.py KIND`, with a kind of `main`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from torch.utils.data import DataLoader
 
 from stratagem import Lite, Trainer
 from stratagem.discovery import Capabilities
-from stratagem.strategies import Axis, DDPStrategy, ModelParallelStrategy, ParallelStrategy
+from stratagem.strategies import (
+    Axis,
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    ParallelStrategy,
+)
 
 RANKS = 4
 
@@ -118,6 +124,9 @@ def main(kind: str) -> None:
     mesh = ModelParallelStrategy(tensor_parallel_size=2, parallelize_fn=in_pairs, timeout=8)
     if kind == "drift":
         fit(Drifts(), mesh, detect_divergence=1)
+    elif kind == "hybrid":
+        hybrid = FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))
+        fit(Drifts(), hybrid, detect_divergence=1)
     elif kind == "stages":
         fit(OfStage(None), Stages(), detect_divergence=1)
         print("STAGES MAY DIFFER", flush=True)

@@ -119,7 +119,7 @@ class DivergenceCheck:
             for reference, each in parts.items()
         )
         if not told:
-            told = "those of the other ranks: some ranks hold other parameters"
+            told = "those of the other ranks: they have other names"
         return _divergence(f"after step {step} parameters differ from {told}. {_ADVICE}")
 
     def _named(self, rank: int) -> str:

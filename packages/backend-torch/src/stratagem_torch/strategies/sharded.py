@@ -26,7 +26,14 @@ from stratagem.state import (
     per_parameter_state,
     state_without_wrapper,
 )
-from stratagem.strategies import Components, Optimizers, PreparedModel, make_optimizers, user_module
+from stratagem.strategies import (
+    Axis,
+    Components,
+    Optimizers,
+    PreparedModel,
+    make_optimizers,
+    user_module,
+)
 from stratagem_torch.distributed.allocator import return_freed_memory, use_huge_pages
 from stratagem_torch.distributed.parallel_strategy import ParallelStrategy
 from stratagem_torch.sharding import clipping
@@ -145,6 +152,10 @@ class ShardedStrategy(ParallelStrategy):
     @abstractmethod
     def mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Return sizes and names of the mesh's dimensions; their product is the world size."""
+
+    def rank_axes(self, world_size: int) -> Sequence[Axis]:
+        """Return the mesh's dimensions as axes along which each rank reads batches of its own."""
+        return [Axis(name, size) for size, name in zip(*self.mesh_shape(), strict=True)]
 
     @abstractmethod
     def shard(self, module: nn.Module) -> None:

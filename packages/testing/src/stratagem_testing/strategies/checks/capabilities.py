@@ -50,6 +50,7 @@ def _refusals(probe: Probe) -> dict[str, Any]:
         "several nodes": made(num_nodes=2),
         "clipping": made(gradient_clip_val=0.5),
         "divergence": made(detect_divergence=1),
+        "axes": bool(probe.trainer().strategy.ranks.axes),
         "launchers": {name: made(plugins=["single_file", name]) for name in launchers},
     }
 
@@ -70,7 +71,7 @@ def _judge_refusals(found: Result) -> None:
             "gradient_clipping=True in the capabilities, and gradient_clip_val was refused: "
             f"{told['clipping']['text']}"
         )
-    if can.parameters != "same":
+    if can.parameters != "same" and not (can.parameters == "divided" and told["axes"]):
         judge_refusal(
             "detect_divergence",
             f"parameters={can.parameters!r}",
