@@ -23,6 +23,7 @@ from stratagem.checkpoint import consolidate_checkpoint
 from stratagem.strategies import ModelParallelStrategy
 
 EPOCHS, BATCHES, WORDS = 2, 12, 7
+ZERO = {"zero_optimization": {"stage": 2}}
 IGNORED = -100
 
 
@@ -105,11 +106,17 @@ def trained(strategy: Any, ranks: int, accumulate: int) -> list[float]:
     trainer.fit(Net(), DataLoader(data, batch_size=None))
     assert torch.isfinite(trainer.callback_metrics["loss_epoch"])
     trainer.save_checkpoint("trainer.ckpt")
-    if trainer.is_global_zero and Path("trainer.ckpt").is_dir():
-        consolidate_checkpoint("trainer.ckpt", "one.ckpt")
-    trainer.strategy.barrier()
-    file = "one.ckpt" if Path("one.ckpt").exists() else "trainer.ckpt"
-    return flat(torch.load(file, weights_only=True)["state_dict"])
+    return weights_in("trainer.ckpt", trainer.strategy, "state_dict")
+
+
+def weights_in(path: str, strategy: Any, key: str) -> list[float]:
+    """Return the weights in a file or a directory; called on every rank."""
+    if Path(path).is_dir():
+        if strategy.is_global_zero:
+            consolidate_checkpoint(path, f"one.{path}")
+        path = f"one.{path}"
+    strategy.barrier()
+    return flat(torch.load(path, weights_only=True)[key])
 
 
 def looped(strategy: Any, ranks: int, accumulate: int) -> list[float]:
@@ -131,7 +138,28 @@ def looped(strategy: Any, ranks: int, accumulate: int) -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
     lite.save("lite.ckpt", {"net": model})
-    return flat(torch.load("lite.ckpt", weights_only=True)["net"])
+    return weights_in("lite.ckpt", lite.strategy, "net")
+
+
+def stepped(strategy: Any, ranks: int, accumulate: int) -> list[float]:
+    lite = Lite(accelerator="cpu", strategy=strategy, devices=ranks)
+    lite.launch()
+    net = Net()
+    model, _ = lite.setup(net, net.configure_optimizers())
+
+    def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
+        tokens, labels = batch
+        return cross_entropy(model(tokens), labels.flatten(), ignore_index=IGNORED)
+
+    data: Any = batches()
+    loader = lite.setup_dataloaders(DataLoader(data, batch_size=None))
+    clip = {} if lite.plan.capabilities.engine_clips else {"max_norm": 0.3}
+    for _ in range(EPOCHS):
+        own = iter(loader)
+        while step := list(islice(own, accumulate)):
+            lite.step(model, step, loss, weights=[*map(net.loss_weight, step)], **clip)
+    lite.save("step.ckpt", {"net": model})
+    return weights_in("step.ckpt", lite.strategy, "net")
 
 
 def main(strategy: str, ranks: int, accumulate: int) -> None:
@@ -144,8 +172,13 @@ def main(strategy: str, ranks: int, accumulate: int) -> None:
         "reference": reference(parts, accumulate),
         "trainer": trained(made, ranks, accumulate),
     }
-    if not strategy.startswith("deepspeed"):  # it clips in its own step
+    if strategy == "deepspeed_stage_2":  # it clips in its own step
+        from stratagem.strategies import DeepSpeedStrategy
+
+        made = DeepSpeedStrategy(config={**ZERO, "gradient_clipping": 0.3})
+    else:
         found["lite"] = looped(made, ranks, accumulate)
+    found["step"] = stepped(made, ranks, accumulate)
     Path("found.json").write_text(json.dumps(found))
 
 

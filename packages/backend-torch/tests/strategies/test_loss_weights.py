@@ -39,6 +39,6 @@ def test_loss_weight_gives_the_mean_over_all_tokens_of_a_step(
     run_file(SCRIPT, strategy, str(ranks), str(accumulate), folder=tmp_path)
     found = json.loads((tmp_path / "found.json").read_text())
     expected = found.pop("reference")
-    assert found.keys() == {"trainer", "lite"}
+    assert found.keys() == {"trainer", "lite", "step"}
     for name, weights in found.items():
         assert weights == pytest.approx(expected, rel=0, abs=1e-6), name

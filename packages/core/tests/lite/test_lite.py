@@ -934,8 +934,8 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     model, optimizer = lite.setup(net, sgd(net))
     for arguments in ({}, {"clip_val": 1.0, "max_norm": 1.0}):
         assert refused(lambda a=arguments: lite.clip_gradients(model, optimizer, **a)) == (  # type: ignore[misc]
-            "clip_gradients() expects either clip_val or max_norm, received clip_val="
-            f"{arguments.get('clip_val')} and max_norm={arguments.get('max_norm')}"
+            f"expected either clip_val or max_norm, received clip_val={arguments.get('clip_val')} "
+            f"and max_norm={arguments.get('max_norm')}"
         )
     assert refused(lambda: lite.save(tmp_path / "x", [1, 2])) == (
         f"save() expects a path and a dict of state, received {type(tmp_path).__name__} and list"

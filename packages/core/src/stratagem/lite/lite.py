@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,6 +31,7 @@ from stratagem.launch.process import print_hint_once
 from stratagem.lite.dataloader import LiteDataLoader, Reading
 from stratagem.lite.module import LiteModule
 from stratagem.lite.state import STRATEGY_STATE, SetUpObjects, collect, restore
+from stratagem.lite.step import LossStep
 from stratagem.plan.components import is_zero
 from stratagem.plan.step_options import GradientClip, StepOptions
 from stratagem.rng import seed_everything
@@ -519,11 +521,7 @@ class Lite(FrontEnd):
                 f"backward() expects the loss as a tensor, received a {type(loss).__name__}"
             )
         prepared = model.prepared if model is not None else self._only_prepared()
-        check_backward(self.plan)
-        if self._runtime.raise_errors is not None:
-            self._runtime.raise_errors()
-        if self._reading.latest is None and self.is_global_zero and self.ranks.data_split[1] > 1:
-            print_hint_once(_NOT_DIVIDED)
+        self._check_before_backward()
         if self._weight != 1.0:
             loss = loss * self._weight
         if self._divisor > 1:
@@ -534,6 +532,94 @@ class Lite(FrontEnd):
             from stratagem.runtime.device_errors import raise_explained  # after failures only
 
             raise_explained(error, self.strategy, prepared)
+
+    def _check_before_backward(self) -> None:
+        check_backward(self.plan)
+        if self._runtime.raise_errors is not None:
+            self._runtime.raise_errors()
+        if self._reading.latest is None and self.is_global_zero and self.ranks.data_split[1] > 1:
+            print_hint_once(_NOT_DIVIDED)
+
+    def step(
+        self,
+        model: LiteModule,
+        micro_batches: Sequence[Any],
+        loss: Callable[[Any], Tensor | None],
+        *,
+        weights: Sequence[float] | None = None,
+        clip_val: float | None = None,
+        max_norm: float | None = None,
+    ) -> Tensor | None:
+        """Take one optimizer step over micro-batches; called on every rank.
+
+        Runs forward and backward of each micro-batch, clips, steps the optimizer of the model, and
+        clears the gradients. Ranks communicate gradients once. The strategy decides the order, so
+        that a step works with strategies that interleave the micro-batches, too.
+
+        Args:
+            model: a model that was set up with one optimizer.
+            micro_batches: the micro-batches of this rank, at least one, and as many on each rank.
+            loss: called with each micro-batch; returns a scalar, or None to skip the micro-batch.
+            weights: for each micro-batch, the number of elements that its loss is a mean of, such
+                as its valid tokens: the step then follows the mean over all elements of all ranks;
+                see `loss_factors`. With None, losses are averaged over micro-batches and ranks.
+            clip_val, max_norm: see `clip_gradients`. Pass at most one.
+
+        Returns:
+            The mean of this rank's losses, as the step weighs them; None if all were skipped.
+
+        Raises:
+            ConfigurationError: the model has several optimizers or none; there is no micro-batch;
+                or `weights` has another length. Also within `accumulate`, which holds steps.
+
+        Example:
+            >>> import torch
+            >>> from stratagem import Lite
+            >>> lite = Lite(accelerator="cpu")
+            >>> model = torch.nn.Linear(1, 1)
+            >>> model, _ = lite.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> def loss(batch):
+            ...     return model(batch).square().mean()
+            >>> batches = [torch.ones(4, 1), torch.zeros(2, 1)]
+            >>> first = lite.step(model, batches, loss, weights=[4, 2], max_norm=1.0)
+            >>> bool(lite.step(model, batches, loss, weights=[4, 2]) < first)
+            True
+        """
+        prepared, count = model.prepared, len(micro_batches)
+        if len(prepared.optimizers) != 1:
+            raise ConfigurationError(
+                f"step() takes a model that was set up with one optimizer, received one with "
+                f"{len(prepared.optimizers)}: call lite.setup(model, optimizer), or call backward "
+                "and the optimizers' step yourself"
+            )
+        if not count or (weights is not None and len(weights) != count):
+            told = "" if weights is None else f" and {len(weights)} weight(s)"
+            raise ConfigurationError(
+                f"step() received {count} micro-batch(es){told}; expected at least one micro-batch"
+                f"{'' if weights is None else ', and a weight for each'}"
+            )
+        if self._divisor > 1:
+            raise ConfigurationError(
+                "step() within lite.accumulate(), which holds optimizer steps: pass the batches of "
+                "the window to step() together, outside of the block"
+            )
+        self._check_before_backward()
+        clip = None
+        if clip_val is not None or max_norm is not None:
+            clip = self._gradient_clip(clip_val, max_norm)
+        factors = None
+        if weights is not None:
+            factors = [self._weight * count * factor for factor in self.loss_factors(weights)]
+        elif self._weight != 1.0:
+            factors = [self._weight] * count
+        step = LossStep(loss, factors, clip)
+        try:
+            self.strategy.train_step(prepared, step, micro_batches)
+        except RuntimeError as error:
+            from stratagem.runtime.device_errors import raise_explained  # after failures only
+
+            raise_explained(error, self.strategy, prepared)
+        return torch.stack(step.losses).sum() / count if step.losses else None
 
     def _only_prepared(self) -> PreparedModel:
         if not self._prepared:
@@ -570,33 +656,43 @@ class Lite(FrontEnd):
         Returns:
             The norm before clipping, if `max_norm` was given.
         """
+        clip = self._gradient_clip(clip_val, max_norm, norm_type, error_if_nonfinite)
+        inner = optimizer.optimizer if isinstance(optimizer, LiteOptimizer) else optimizer
+        if self.strategy.precision.scales_loss:
+            self.strategy.precision.unscale_gradients(inner)
+        return self.strategy.clip_gradients(module.prepared, inner, clip)
+
+    def _gradient_clip(
+        self,
+        clip_val: float | None,
+        max_norm: float | None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> GradientClip:
         if (clip_val is None) == (max_norm is None):
             raise ConfigurationError(
-                "clip_gradients() expects either clip_val or max_norm, received clip_val="
-                f"{clip_val!r} and max_norm={max_norm!r}"
+                f"expected either clip_val or max_norm, received clip_val={clip_val!r} and "
+                f"max_norm={max_norm!r}"
             )
         if self.plan.capabilities.engine_clips:
             raise ConfigurationError(
                 f"the strategy {self.plan.strategy.name!r} clips gradients itself: configure it "
                 "there in place of calling clip_gradients()"
             )
-        inner = optimizer.optimizer if isinstance(optimizer, LiteOptimizer) else optimizer
-        precision = self.strategy.precision
-        if precision.scales_loss:
-            precision.unscale_gradients(inner)
-            error_if_nonfinite = False
-        clip = GradientClip(max_norm or 0.0, "norm", norm_type, error_if_nonfinite)
         if clip_val is not None:
-            clip = GradientClip(clip_val, "value")
-        return self.strategy.clip_gradients(module.prepared, inner, clip)
+            return GradientClip(clip_val, "value")
+        # A scaled step whose gradients overflow is skipped.
+        error_if_nonfinite &= not self.strategy.precision.scales_loss
+        return GradientClip(max_norm or 0.0, "norm", norm_type, error_if_nonfinite)
 
     def loss_factors(self, weights: Sequence[float]) -> list[float | Tensor]:
         """Return factors that make a step exact if its losses are means over different numbers.
 
         Multiply each loss of the step by its factor before `backward`, and do not divide it by the
         number of micro-batches. The step then follows the gradient of the mean over all elements of
-        all micro-batches and ranks: `factor = weight * number of parts of the data / sum of the
-        weights of all ranks`. Called on every rank before each step; ranks exchange one number.
+        all micro-batches and ranks: `factor = weight * number of value groups / sum of the weights
+        of these groups` (`Ranks.value_groups`; on one axis of data, each rank is one). Called on
+        every rank before each step; ranks exchange one number.
 
         Args:
             weights: for each micro-batch of this rank in the step, the number of elements that its
@@ -607,6 +703,9 @@ class Lite(FrontEnd):
             factor 0.0. A mean of no elements is NaN: use `loss.nan_to_num() * factor` for such
             losses.
 
+        Raises:
+            ConfigurationError: a weight is negative, infinite or NaN.
+
         Example:
             >>> from stratagem import Lite
             >>> lite = Lite(accelerator="cpu", devices=1)
@@ -614,7 +713,13 @@ class Lite(FrontEnd):
             >>> lite.loss_factors([6, 2])
             [0.75, 0.25]
         """
-        return loss_factors(self.ranks, weights)
+        numbers = [float(weight) for weight in weights]
+        if not all(0 <= number < math.inf for number in numbers):
+            raise ConfigurationError(
+                f"weights={numbers}: expected finite numbers of at least 0, such as the numbers of "
+                "elements that the losses are means of"
+            )
+        return loss_factors(self.ranks, numbers)
 
     def no_backward_sync(
         self, module: LiteModule, *, enabled: bool = True
