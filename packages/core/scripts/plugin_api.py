@@ -35,7 +35,7 @@ PUBLIC = {
     ),
     "stratagem.strategies": (
         "Strategy ParallelStrategy SingleDeviceStrategy DDPStrategy TrainStep PreparedModel "
-        "Optimizers Ranks ProcessGroupRanks Components StepOptions GradientClip StepMemory "
+        "Optimizers Axis Ranks ProcessGroupRanks Components StepOptions GradientClip StepMemory "
         "Compilation StepModule user_module make_optimizers ActivationCheckpointing "
         "apply_activation_checkpointing check_activation_checkpointing use_huge_pages "
         "return_freed_memory DataSplit ReduceOp context_of"

@@ -48,7 +48,7 @@ def assert_equal(model: Any, expected: nn.Linear) -> None:
 def test_losses_are_averaged_over_micro_batches() -> None:
     lite, model, _ = set_up()
 
-    def loss(batch: Tensor) -> Tensor:
+    def loss(batch: Tensor) -> Any:
         return model(batch).square().mean()
 
     means = [lite.step(model, BATCHES, loss, max_norm=0.5) for _ in range(3)]
@@ -106,7 +106,7 @@ def refused(call: Any) -> str:
 def test_arguments_that_cannot_work_are_refused() -> None:
     lite, model, optimizer = set_up(accumulate_grad_batches=2)
 
-    def loss(batch: Tensor) -> Tensor:
+    def loss(batch: Tensor) -> Any:
         return model(batch).mean()
 
     assert refused(lambda: lite.step(model, [], loss)) == (
@@ -123,7 +123,7 @@ def test_arguments_that_cannot_work_are_refused() -> None:
     assert refused(lambda: lite.step(model, BATCHES, loss, clip_val=1.0, max_norm=1.0)) == (
         "expected either clip_val or max_norm, received clip_val=1.0 and max_norm=1.0"
     )
-    assert refused(lambda: lite.step(model, BATCHES, lambda b: loss(b).item())) == (  # type: ignore[arg-type,return-value]
+    assert refused(lambda: lite.step(model, BATCHES, lambda b: loss(b).item())) == (
         "step(): loss(micro_batch) returned a float; expected a scalar tensor with a gradient, or "
         "None to skip the micro-batch"
     )
