@@ -24,7 +24,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from stratagem.data.combined_loader import CombinedLoader
 from stratagem.data.resume import make_resumable
+from stratagem.data.resume.combined import CombinedResumable
 from stratagem.data.resume.resumable import Resumable
 from stratagem.data.sharding import set_epoch, shard_loader
 
@@ -510,3 +512,98 @@ def test_a_distributed_sampler_in_a_batch_sampler_divides_the_data_itself() -> N
     batches = BatchSampler(DistributedSampler(samples, 2, 0), 2, False)
     loader = DataLoader(samples, batch_sampler=batches)
     assert shard_loader(loader, 0, 2, even=True) is loader
+
+
+class Repeating(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield batch
+            yield batch
+
+    def __len__(self) -> int:
+        return 2 * super().__len__()
+
+
+class Filtering(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return (batch for batch in super().__iter__() if int(batch.sum()) % 3)
+
+
+class Converting(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return (batch * 10 for batch in super().__iter__())
+
+
+@pytest.mark.parametrize("kind", [Repeating, Filtering, Converting])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("count", [1, 2])
+def test_loaders_with_an_own_iter_resume_exactly(kind: Any, workers: int, count: int) -> None:
+    def make() -> Any:
+        return kind(range(48), batch_size=2, shuffle=True, num_workers=workers)
+
+    whole = Ranks(make, count, seed=1)
+    whole.begin(0)
+    expected = whole.read(7)
+    ranks = Ranks(make, count, seed=1)
+    ranks.begin(0)
+    read = ranks.read(4)
+    resumed = Ranks(make, count, seed=50).resume(ranks)
+    resumed.begin(0)
+    assert read + resumed.read(3) == expected
+
+
+def test_another_batch_size_of_a_loader_with_an_own_iter_warns() -> None:
+    saved = Ranks(lambda: Repeating(range(48), batch_size=2), 1)  # type: ignore[arg-type]
+    saved.begin(0)
+    saved.read(4)
+    again = Ranks(lambda: Repeating(range(48), batch_size=3), 1)  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match=r"since Repeating\.__iter__ makes the batches"):
+        again.resume(saved)
+
+
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(100))
+
+
+def test_another_batch_size_of_a_stream_warns() -> None:
+    saved = Ranks(lambda: DataLoader(Numbers(), batch_size=4), 1)
+    saved.begin(0)
+    saved.read(2)
+    again = Ranks(lambda: DataLoader(Numbers(), batch_size=3), 1)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        again.resume(saved)
+    told = [str(one.message) for one in warned]
+    assert any("with batches of 4, and now there are 1 with batches of 3" in text for text in told)
+    again.begin(0)
+    assert again.read(1) == [6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("mode", "warns"), [("sequential", True), ("max_size_cycle", True), ("min_size", False)]
+)
+def test_what_combined_loaders_cannot_resume_warns(mode: Any, warns: bool) -> None:
+    def made(batch_size: int, *more: Any) -> CombinedResumable:
+        loaders = [in_order(12, batch_size), in_order(24, batch_size), *more]
+        return CombinedResumable(CombinedLoader(loaders, mode), "the loader", 0, (0, 1))
+
+    saved = made(2)
+    batches, _ = saved.begin(0, 0)
+    for _ in range(4):
+        next(batches)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state = saved.state()
+        assert caught == []
+        made(3).resume([state], 4)
+        told = [str(one.message) for one in caught]
+        assert (
+            any("with another number of readers or other batch sizes" in t for t in told) is warns
+        )
+        caught.clear()
+        unknown = made(2, DataLoader(Numbers(), batch_size=4))
+        unknown.begin(0, 0)
+        unknown.state()
+        told = [str(one.message) for one in caught]
+        assert any("has no length, and without it the mode" in text for text in told) is warns

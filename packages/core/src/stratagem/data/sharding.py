@@ -298,6 +298,14 @@ def is_iterated_by_torch(loader: Any) -> bool:
     return kind.__iter__ is DataLoader.__iter__ and kind.__len__ is DataLoader.__len__
 
 
+def yields_what_it_reads(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader yields a batch for each batch of indices.
+
+    An `__iter__` of user code may repeat batches, or leave some out.
+    """
+    return type(loader).__iter__.__module__.partition(".")[0] in ("torch", "torchdata")
+
+
 def knows_length(loader: Any) -> bool:
     """Return whether a loader's length surely is its number of batches.
 

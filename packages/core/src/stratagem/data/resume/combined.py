@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from stratagem.data.combined_loader import CombinedLoader, Reading, total_of
 from stratagem.data.resume import make_resumable
-from stratagem.data.resume.resumable import Begun, Resumable
+from stratagem.data.resume.resumable import OVERLAP, Begun, Resumable
 from stratagem.data.sharding import length_of
 
 
@@ -36,6 +37,8 @@ class CombinedResumable:
             for index, one in enumerate(loader.flattened)
         ]
         self.loader = loader.of([part.loader for part in self._parts])
+        self._name, self._rank, self._shard = name, rank, shard
+        self._warned = False
         self.left = math.inf
         self.has_exact_length = all(part.has_exact_length for part in self._parts)
         self._resumed: list[int] | None = None
@@ -112,6 +115,14 @@ class CombinedResumable:
     def state(self, *, within_epoch: bool = True) -> dict[str, Any]:
         """Return this rank's state for `resume`; see `Resumable.state`."""
         parts = [part.state(within_epoch=within_epoch) for part in self._parts]
+        mode, is_known = self.loader.mode, math.inf not in self._lengths()
+        if within_epoch and not (is_known or mode == "min_size" or self._warned):
+            self._warned = True
+            self._warn(
+                f"a run that resumes from this checkpoint in the middle of an epoch may differ: a "
+                f"loader of {self._name} has no length, and without it the mode {mode!r} cannot "
+                "tell how many of its batches were read. Give its dataset a __len__"
+            )
         return {"mode": self.loader.mode, "parts": parts}
 
     def resume(self, states: Sequence[dict[str, Any]], batches: int) -> int:
@@ -122,7 +133,15 @@ class CombinedResumable:
             batches: the number of batches that each of these ranks had yielded in the epoch; 0 at
                 its start.
         """
-        done = self._split(batches)
+        done, count = self._split(batches), self._shard[1]
+        saved = {(one.get("shards"), one.get("batch_size")) for one in states[0]["parts"]}
+        now = {(count, part.batch_size) for part in self._parts}
+        if batches and len(self._parts) > 1 and self.loader.mode != "min_size" and saved != now:
+            self._warn(
+                f"the checkpoint was saved in the middle of an epoch of {self._name}, with another "
+                f"number of readers or other batch sizes. In the mode {self.loader.mode!r}, "
+                f"{OVERLAP}: resume with what it was saved with, or from the end of an epoch"
+            )
         resumed = [
             part.resume([state["parts"][index] for state in states], done[index])
             for index, part in enumerate(self._parts)
@@ -133,6 +152,10 @@ class CombinedResumable:
         if self.loader.mode == "sequential":
             return sum(resumed)
         return min(resumed) if self.loader.mode == "min_size" else max(resumed)
+
+    def _warn(self, message: str) -> None:
+        if self._rank == 0:
+            warnings.warn(message, stacklevel=3)
 
     def close(self) -> None:
         """End persistent workers, after the last iteration."""

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
@@ -21,6 +22,7 @@ from stratagem.data.sharding import (
     has_persistent_workers,
     length_of,
     sampler_of,
+    yields_what_it_reads,
 )
 from stratagem.errors import format_value
 
@@ -130,6 +132,9 @@ class IndexedLoader(Resumable):
     If the number of ranks or the batch size has changed, the ranks resume after the same samples of
     the epoch's order: the rest is resharded.
 
+    A subclass of DataLoader with an `__iter__` of its own may yield more or fewer batches than it
+    reads. Its earlier batches are read again, in the same order, and skipped.
+
     Args:
         loader, name, rank, shard: as for `Resumable`.
     """
@@ -145,6 +150,7 @@ class IndexedLoader(Resumable):
         find_generators = rng.generators_of_loader if has_workers else rng.generators_of_data
         self._generators = find_generators(loader)
         self._order = order_of(loader, shard[1])
+        self._skips_indices = yields_what_it_reads(loader)
         self._user_loader = loader
         self._sampler = ResumableSampler(
             loader.batch_sampler if is_batched else loader.sampler,
@@ -198,7 +204,8 @@ class IndexedLoader(Resumable):
         rule = rule if rule in RULES else None
         drawn: list[int | None] = []
         if resumed.reshard is None:
-            self._sampler.begin(epoch, done, resumed.state.get("start"), rule)
+            skip = done if self._skips_indices else 0
+            self._sampler.begin(epoch, skip, resumed.state.get("start"), rule)
         else:
             drawn = self._begin_resharded(epoch, done, resumed, resumed.reshard, rule)
         batches = iter(self.loader)
@@ -211,8 +218,12 @@ class IndexedLoader(Resumable):
                 f"at all: its sampler ({type(sampler_of(self._user_loader)).__name__}) draws from "
                 "what is not in the checkpoint, or the data have changed"
             )
+        last: list[Any] = []
+        if not self._skips_indices:
+            for batch in islice(batches, done):
+                last = [batch]
         rng.set_generator_states(self._generators, resumed.generators)
-        return batches, []
+        return batches, last
 
     def _begin_resharded(
         self, epoch: int, done: int, resumed: _Resumed, reshard: Reshard, rule: str | None
@@ -290,6 +301,8 @@ class IndexedLoader(Resumable):
         return converted
 
     def _why_not_resharded(self, first: dict[str, Any]) -> str:
+        if not self._skips_indices:
+            return f"{type(self._user_loader).__name__}.__iter__ makes the batches"
         if self._order.unknown:
             return self._order.unknown
         if (first.get("order") == "distributed") is not (self._order.kind == "distributed"):

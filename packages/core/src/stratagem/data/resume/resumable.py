@@ -297,7 +297,10 @@ class SkippingLoader(Resumable):
         if batches == 0:
             self._resume_at_start(own or {})
             return 0
-        if own is not None and own.get("shards") == self._shard[1]:
+        size = self.batch_size
+        # A state of the loader's own is right for any batch size.
+        keeps_size = own is not None and ("own" in own or own.get("batch_size", size) == size)
+        if own is not None and keeps_size and own.get("shards") == self._shard[1]:
             self._resumed = own
             return batches
         saved = SavedPosition.from_state(first, batches, len(states))
