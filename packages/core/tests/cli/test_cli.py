@@ -579,10 +579,19 @@ def test_short_commands_refuse_options_of_the_full_form(
     assert "pip install stratagem-extras" in program(command, "--help").stdout
 
 
-def test_explain_without_extras_names_the_package_to_install(program: Program) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (("explain", "--strategy", "ddp"), "explain"),
+        (("checkpoint", "consolidate", "saved.ckpt"), "checkpoint"),
+    ],
+)
+def test_commands_of_extras_name_the_package_to_install(
+    arguments: tuple[str, ...], name: str, program: Program
+) -> None:
     program.plugins = [CORE]
-    said = program("explain", "--strategy", "ddp", code=2).stderr
-    assert said.startswith("stratagem: error: No such command 'explain'. stratagem-extras ")
+    said = program(*arguments, code=2).stderr
+    assert said.startswith(f"stratagem: error: No such command {name!r}. stratagem-extras ")
 
 
 def test_a_full_form_that_cannot_be_imported_leaves_the_short_one(program: Program) -> None:

@@ -537,7 +537,7 @@ def test_plugin_of_a_later_api_version_is_incompatible(
     assert report.reason == (
         "its strategy 'mine' was made for plugin API version 3, but stratagem-core "
         f"{__version__} has the versions 1 to 2: pip install --upgrade stratagem-core, or install "
-        "a release of stranger made for version 2"
+        "a release of stranger made for version 2; docs/extend/plugin-api.md lists what has changed"
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from stratagem import Module, Trainer
 from stratagem.checkpoint.forms import find_mismatch
 from stratagem.checkpoint.trainer_format import _TRAINING_FORM
+from stratagem.errors import ConfigurationError
 from stratagem.trainer import FitState, StepPolicy
 
 QUIET: dict[str, Any] = {
@@ -97,3 +98,10 @@ def test_a_checkpoint_holds_the_fields_of_a_fit_state_that_its_form_names() -> N
     again.load_state_dict(saved)
     assert again == replace(state, stop_requests=set(), has_ended_epoch=False)
     assert str(again) == "epoch 2, step 0"
+
+
+@pytest.mark.parametrize("policy", [StepPolicy, {"validates_at_stop": True}])
+def test_a_policy_of_another_type_is_refused(policy: Any) -> None:
+    kind: Any = type("Own", (Trainer,), {"policy": policy})
+    with pytest.raises(ConfigurationError, match=r"Own\.policy is .*: expected an object, such as"):
+        kind(**QUIET)

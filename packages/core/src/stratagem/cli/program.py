@@ -11,6 +11,7 @@ from stratagem.cli import COMMANDS, Run
 from stratagem.cli.console import aligned, parser_of, table_width
 from stratagem.discovery import Check, Command, registry as discovery
 from stratagem.discovery.entry_points import CORE
+from stratagem.discovery.hints import distribution_of
 from stratagem.discovery.installed import why_missing
 from stratagem.discovery.registry import Registry, get_registry, nearest_of
 from stratagem.discovery.specs import load_target
@@ -186,11 +187,14 @@ def run_other(arguments: Sequence[str]) -> int:
     name = f"{group} {rest[0]}".strip()
     if any(check.name == f"command {name!r}" for _, check in failures):
         return 2  # the lines above say why it cannot be called
+    # Without its plugin, the first word of a command of two words is unknown, too.
+    both = " ".join(arguments[:2])
+    missing = both if distribution_of(both, "command") else name
     near = _MEANT.get(name) or nearest_of(name, list(summaries))
     parts = [
         f"stratagem: error: No such command {name!r}.",
         *([f"Did you mean {near!r}?"] if near else []),
-        *registry.possible_providers(name),
+        *registry.possible_providers(missing),
         f"`stratagem {group}{' ' * bool(group)}--help` lists all commands.",
     ]
     print(" ".join(parts), file=sys.stderr)

@@ -229,8 +229,10 @@ def _why_other_api(specs: Iterable[ComponentSpec], distribution: str) -> str:
             return (
                 f"its {spec.kind} {spec.name!r} was made for plugin API version "
                 f"{spec.api_version}, but {CORE} {__version__} has the versions 1 to "
-                f"{PLUGIN_API_VERSION}: pip install --upgrade {CORE}, or install a release of "
-                f"{distribution} made for version {PLUGIN_API_VERSION}"
+                f"{PLUGIN_API_VERSION}: pip install --upgrade "
+                f"{CORE if spec.api_version > PLUGIN_API_VERSION else distribution}, or install a "
+                f"release of {distribution} made for version {PLUGIN_API_VERSION}; "
+                "docs/extend/plugin-api.md lists what has changed"
             )
     return ""
 

@@ -73,7 +73,7 @@ class TrainerAttributes(FrontEnd):
     """The read-only attributes of a Trainer: its arguments, and its current or last run.
 
     Each argument of the Trainer is an attribute. Its value is the one in force: `max_epochs` is
-    1000 if it was not passed, and `max_time` is in seconds.
+    1000 if no limit was passed, and `max_time` is in seconds.
 
     Attributes:
         options: the options of runs.

@@ -194,6 +194,11 @@ class Trainer(TrainerAttributes):
         profiler: Profiler | str | None = None,
         default_root_dir: str | Path | None = None,
     ) -> None:
+        if not isinstance(self.policy, StepPolicy):
+            raise ConfigurationError(
+                f"{type(self).__name__}.policy is {self.policy!r}: expected an object, such as "
+                "StepPolicy(validates_at_stop=True)"
+            )
         own_callbacks = find_callbacks(callbacks)
         overfit = check_limit("overfit_batches", overfit_batches)
         max_seconds = seconds(max_time)
