@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -107,32 +107,38 @@ class CombinedLoader:
         """Yield batches without their numbers."""
         return (batch for batch, _, _ in self)
 
-    def combine(self, readings: list[Reading]) -> Iterator[tuple[Any, int, int]]:
+    def combine(self, readings: list[Reading], done: int = 0) -> Iterator[tuple[Any, int, int]]:
         """Yield (batch, batch_idx, dataloader_idx) from the current position of each loader.
 
         Args:
             readings: the position of each loader.
+            done: the number of batches of the epoch before.
         """
         if self.mode != "sequential":
-            return ((batch, number, 0) for number, batch in enumerate(self._together(readings)))
-        return (
-            (batch, number, index)
-            for index, reading in enumerate(readings)
-            for number, batch in enumerate(iter(reading.next, END))
-        )
+            together = self._together(readings, done)
+            return ((batch, number, 0) for number, batch in enumerate(together))
+        return self._one_by_one(readings, done)
 
-    def _together(self, readings: list[Reading]) -> Iterator[Any]:
+    def _one_by_one(self, readings: list[Reading], done: int) -> Iterator[tuple[Any, int, int]]:
+        for index, reading in enumerate(readings):
+            number = 0
+            while (item := reading.next(done)) is not END:
+                yield item, number, index
+                number, done = number + 1, done + 1
+
+    def _together(self, readings: list[Reading], done: int) -> Iterator[Any]:
         while True:
             items = []
             for reading in readings:
-                item = reading.next()
+                item = reading.next(done)
                 if item is END:
-                    if self.mode == "min_size" or all(one.went_through for one in readings):
+                    if self.mode == "min_size" or all(one.ends for one in readings):
                         return
-                    item = reading.again().next() if self.mode == "max_size_cycle" else None
+                    item = reading.again().next(done) if self.mode == "max_size_cycle" else None
                 items.append(None if item is END else item)
             yield self.collect(items)
             del items  # before the next ones are read
+            done += 1
 
 
 END: Any = object()
@@ -140,13 +146,19 @@ END: Any = object()
 
 
 class Reading:
-    """The state of a loader during iteration; an iteration begins with the first `next`.
+    """The state of a loader during an epoch; an iteration begins with the first `next`.
+
+    Positions are numbers of batches of the CombinedLoader.
 
     Args:
         begin: a function that begins an iteration.
         iterator: the current iterator, or None before the first batch.
-        went_through: whether the loader was read to its end before.
+        starts: the positions at which iterations of the epoch have begun.
+        ends: the positions at which the end of the loader was noticed.
         has_ended: whether the loader is still at its end.
+
+    Attributes:
+        starts, ends: the positions.
     """
 
     def __init__(
@@ -154,29 +166,32 @@ class Reading:
         begin: Callable[[], Iterator[Any]],
         iterator: Iterator[Any] | None = None,
         *,
-        went_through: bool = False,
+        starts: Sequence[int] = (),
+        ends: Sequence[int] = (),
         has_ended: bool = False,
     ) -> None:
         self._begin = begin
         self._iterator = iterator
-        self.went_through = went_through
-        self.has_ended = has_ended
+        self.starts, self.ends = [*starts], [*ends]
+        self._has_ended = has_ended
 
-    def next(self) -> Any:
-        """Return the next batch, or `END`."""
-        if self.has_ended:
+    def next(self, done: int) -> Any:
+        """Return the next batch, or `END`; `done` is the position."""
+        if self._has_ended:
             return END
+        if not self.starts or self._iterator is None:
+            self.starts.append(done)
         if self._iterator is None:
             self._iterator = self._begin()
         item = next(self._iterator, END)
         if item is END:
-            self.went_through = self.has_ended = True
-            self._iterator = None
+            self.ends.append(done)
+            self._has_ended, self._iterator = True, None
         return item
 
     def again(self) -> Reading:
         """Restart the loader with the next batch."""
-        self.has_ended = False
+        self._has_ended = False
         return self
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from stratagem.checkpoint.forms import Count
+from stratagem.data.combined_loader import CombinedLoader, parts_of
 from stratagem.data.sharding import UNKNOWN, is_iterable, length_of, set_epoch
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.rng import rng_state, set_rng_state, try_rng_state
 from stratagem.state.rank_states import RankStates
+
+if TYPE_CHECKING:
+    from stratagem.data.resume.combined import CombinedResumable
+    from stratagem.data.resume.resumable import Resumable
 
 FORM = {"epoch": Count, "batches": Count, "random": dict, "loader": dict}
 """The form of `LiteDataLoader.state_dict`."""
@@ -100,12 +105,17 @@ class LiteDataLoader:
     ) -> None:
         # Imported here: not every loop needs a data loader of Lite.
         from stratagem.data.resume import make_resumable
+        from stratagem.data.resume.combined import CombinedResumable
 
         self.loader = loader
         self._move = move
         self._rng_of = rng_of
         self._rank = rank
-        self.resumable = make_resumable(loader, name, rank, shard)
+        self.resumable: Resumable | CombinedResumable
+        if isinstance(loader, CombinedLoader):
+            self.resumable = CombinedResumable(loader, name, rank, shard, is_numbered=True)
+        else:
+            self.resumable = make_resumable(loader, name, rank, shard)
         self._epoch = 0
         """The epoch of the next iteration, unless the user sets the epoch."""
         self._last = 0
@@ -134,7 +144,8 @@ class LiteDataLoader:
         # Without set_epoch, a distributed sampler repeats the same order in every epoch. If the
         # user sets the epoch, the user's value stays.
         if getattr(self.sampler, "epoch", self._last) == self._last:
-            set_epoch(self.loader, self._epoch)
+            for loader in parts_of(self.loader):
+                set_epoch(loader, self._epoch)
             self._last = self._epoch
             self._epoch += 1
         if self._begun is not None:

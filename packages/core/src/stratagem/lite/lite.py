@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from stratagem.compile import own_module
 from stratagem.data import sharding
+from stratagem.data.combined_loader import CombinedLoader
 from stratagem.data.pytree import map_tensors, move_to_device
 from stratagem.discovery.absent import find_or_explain
 from stratagem.discovery.entry_points import is_ours
@@ -494,6 +495,8 @@ class Lite(FrontEnd):
         return wrapped[0] if len(wrapped) == 1 else wrapped
 
     def _shard_loader(self, loader: Any, index: int, count: int) -> Any:
+        if isinstance(loader, CombinedLoader):
+            return loader.map(lambda one: self._shard_loader(one, index, count))
         return sharding.shard_loader(loader, index, count, even=True)
 
     # -- a step
