@@ -251,7 +251,13 @@ TRAINING = (SCRIPTS / "failure_training.py").read_text()
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "to"), [(["1", "auto"], 0), (["2", "ddp"], 1), (["2", "ddp", "slow_logger"], 1)]
+    ("arguments", "to"),
+    [
+        (["1", "auto"], 0),
+        (["2", "ddp"], 1),
+        (["2", "ddp", "slow_logger"], 1),
+        (["2", "ddp_fork"], 1),
+    ],
 )
 def test_sigterm_to_any_rank_saves_after_the_same_step_of_all_and_ends_in_order(
     arguments: list[str],

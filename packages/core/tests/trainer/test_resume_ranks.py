@@ -24,9 +24,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from stratagem.data.combined_loader import CombinedLoader
 from stratagem.data.resume import make_resumable
-from stratagem.data.resume.combined import CombinedResumable
 from stratagem.data.resume.resumable import Resumable
 from stratagem.data.sharding import set_epoch, shard_loader
 
@@ -578,32 +576,3 @@ def test_another_batch_size_of_a_stream_warns() -> None:
     assert any("with batches of 4, and now there are 1 with batches of 3" in text for text in told)
     again.begin(0)
     assert again.read(1) == [6, 7, 8]
-
-
-@pytest.mark.parametrize(
-    ("mode", "warns"), [("sequential", True), ("max_size_cycle", True), ("min_size", False)]
-)
-def test_what_combined_loaders_cannot_resume_warns(mode: Any, warns: bool) -> None:
-    def made(batch_size: int, *more: Any) -> CombinedResumable:
-        loaders = [in_order(12, batch_size), in_order(24, batch_size), *more]
-        return CombinedResumable(CombinedLoader(loaders, mode), "the loader", 0, (0, 1))
-
-    saved = made(2)
-    batches, _ = saved.begin(0, 0)
-    for _ in range(4):
-        next(batches)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        state = saved.state()
-        assert caught == []
-        made(3).resume([state], 4)
-        told = [str(one.message) for one in caught]
-        assert (
-            any("with another number of readers or other batch sizes" in t for t in told) is warns
-        )
-        caught.clear()
-        unknown = made(2, DataLoader(Numbers(), batch_size=4))
-        unknown.begin(0, 0)
-        unknown.state()
-        told = [str(one.message) for one in caught]
-        assert any("has no length, and without it the mode" in text for text in told) is warns

@@ -73,6 +73,7 @@ class ProcessesLauncher(Launcher):
             ConfigurationError: an object, named in the message, cannot be pickled, or this process
                 can no longer be forked.
             RankFailedError: a rank failed.
+            SystemExit: a signal has ended the ranks, with 128 and its number.
         """
         if this_rank.is_launched:
             # This process is a rank already: of a launch that this call is a part of.
@@ -127,6 +128,9 @@ class ProcessesLauncher(Launcher):
                     "that trains under `if __name__ == '__main__':`, or pass strategy='ddp', "
                     "which needs no such line"
                 )
+            if ranks.failure.exit_code > 128 and not ranks.failure.report:
+                # A signal to one rank has ended all of them, in order.
+                raise SystemExit(ranks.failure.exit_code)
             raise ranks.failure.error(plan.world_size)
         results = folder / "result"
         if not results.exists():

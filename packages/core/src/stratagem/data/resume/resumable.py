@@ -30,7 +30,7 @@ class Reshard:
         batches: the same in batches of each new rank, rounded down.
     """
 
-    KEY: ClassVar = "deal"
+    KEY: ClassVar = "deal"  # the name in checkpoints, older than that of the class
 
     seed: int | None
     samples: int

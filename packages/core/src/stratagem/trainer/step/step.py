@@ -75,8 +75,8 @@ class Step(TrainStep):
         self._clip = options.step_options.clip
         self.uncounted = self.expected = 0
         self.begun = self._ended = 0
-        self._weights: Sequence[float | Tensor] | None = None
-        self._weight: float | Tensor = 1.0
+        self._factors: Sequence[float | Tensor] | None = None
+        self._factor: float | Tensor = 1.0
         self.batch: Any = None
         self.latest_loss: Tensor | None = None
         self._clear_after_step: Callable[[], None] | None = None
@@ -96,7 +96,9 @@ class Step(TrainStep):
         if convert is not None:
             convert = context.profiling.of_strategy("batch_to_device", convert)
         self.convert = convert
-        self._context: AbstractContextManager[Any] | None = strategy.precision.forward_context()
+        self._forward_context: AbstractContextManager[Any] | None = (
+            strategy.precision.forward_context()
+        )
         self._takes_index = positional_parameters(module.training_step).most > 1
         self._detect = options.detect_anomaly
         self._stepped = False
@@ -168,17 +170,17 @@ class Step(TrainStep):
         """Return the micro-batches of each step of the epoch."""
         return loader.steps(accumulate)
 
-    def start(self, micro_batches: int, weights: Sequence[float | Tensor] | None = None) -> None:
+    def start(self, micro_batches: int, factors: Sequence[float | Tensor] | None = None) -> None:
         """Begin a step with this number of batches and factors of their losses; None: 1 each."""
         self.batch_idx = self.state.batches
         self.uncounted = self.expected = micro_batches
         self.begun = self._ended = 0
-        self._weights = weights
+        self._factors = factors
         self._clearing_is_due = True
         if self.policy.divides_by_window:
             share = micro_batches / self.context.limits.accumulation(self.state.epoch)
             if share < 1:
-                self._weights = [share * weight for weight in weights or [1.0] * micro_batches]
+                self._factors = [share * one for one in factors or [1.0] * micro_batches]
         self._stepped, self._left_out, self._has_loss = False, False, None
         self.metrics.counts = True
 
@@ -270,10 +272,10 @@ class Step(TrainStep):
             self._check.refuse_overlap()
         self.begun += 1
         batch = micro_batch if self.convert is None else self.convert(micro_batch)
-        if self._weights is not None:
-            self._weight = self._weights[self._ended]
+        if self._factors is not None:
+            self._factor = self._factors[self.begun - 1]
             # The number 0.0: it is repeated to match other ranks' steps, or has no elements.
-            self.metrics.counts = self._weight.__class__ is not float or self._weight != 0.0
+            self.metrics.counts = self._factor.__class__ is not float or self._factor != 0.0
         self.batch = self.metrics.batch = batch
         for hook in self.on_batch_start:
             returned = hook(batch, self.batch_idx)
@@ -290,10 +292,10 @@ class Step(TrainStep):
         arguments = (part, self.batch_idx) if self._takes_index else (part,)
         if part is None:
             outputs = None  # its collate function has left all samples out
-        elif self._context is None:
+        elif self._forward_context is None:
             outputs = self._training_step(*arguments)
         else:
-            with self._context:
+            with self._forward_context:
                 outputs = self._training_step(*arguments)
         self.outputs = outputs
         loss = outputs if outputs.__class__ is Tensor else self._loss_in(outputs)
@@ -302,9 +304,9 @@ class Step(TrainStep):
             self._has_loss = bool(self._has_loss)
             return None
         self._has_loss = True
-        if self._detect and (self._weights is None or self.metrics.counts):
+        if self._detect and (self._factors is None or self.metrics.counts):
             self._check_finite(loss)
-        return loss if self._weights is None else weighted(loss, self._weight)
+        return loss if self._factors is None else weighted(loss, self._factor)
 
     def _loss_of_part(self, part: Any) -> Tensor | None:
         """Return the loss of some samples of a batch; outside of one, nothing logged counts."""
