@@ -493,6 +493,16 @@ TARGETS = {
 }
 
 
+def test_a_plugin_that_imports_a_former_module_is_led_to_the_page(greeting: Program) -> None:
+    greeting.install("waving", offering(("wave", "old_commands:wave")))
+    greeting.folder.joinpath("old_commands.py").write_text(
+        "from stratagem.distributed import ParallelStrategy\n"
+    )
+    said = greeting("wave", code=1).stderr
+    assert "No module named 'stratagem.distributed'. It was made for another release of" in said
+    assert "docs/extend/plugin-api.md lists the modules that have moved" in said
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_command_with_missing_target_fails_in_one_line(greeting: Program, target: str) -> None:
     error, problem = TARGETS[target]

@@ -426,6 +426,11 @@ def _remedy(target: str, error: BaseException) -> str:
                 f"{distribution} is only partly installed: pip install --force-reinstall "
                 f"--no-deps {distribution}"
             )
+    if isinstance(error, ModuleNotFoundError) and f"{error.name}".startswith("stratagem."):
+        return (
+            "It was made for another release of stratagem-core: docs/extend/plugin-api.md lists "
+            "the modules that have moved, and `stratagem doctor` the imports of an installed plugin"
+        )
     return (
         "Its distribution or the SDK that it needs is broken or missing; `stratagem doctor` says "
         "more"
