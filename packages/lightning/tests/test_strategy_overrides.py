@@ -109,6 +109,7 @@ class Ranks:
     """Stands for two ranks."""
 
     world_size = 2
+    axes = ()
 
     def __init__(self, *given: tuple[int, int]) -> None:
         self.given = given

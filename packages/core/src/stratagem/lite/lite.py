@@ -32,7 +32,6 @@ from stratagem.launch.process import print_hint_once
 from stratagem.lite.dataloader import LiteDataLoader, Reading
 from stratagem.lite.module import LiteModule
 from stratagem.lite.state import STRATEGY_STATE, SetUpObjects, collect, restore
-from stratagem.lite.step import LossStep
 from stratagem.plan.components import is_zero
 from stratagem.plan.step_options import GradientClip, StepOptions
 from stratagem.rng import seed_everything
@@ -615,6 +614,8 @@ class Lite(FrontEnd):
             factors = [self._weight * count * factor for factor in self.loss_factors(weights)]
         elif self._weight != 1.0:
             factors = [self._weight] * count
+        from stratagem.lite.step import LossStep  # not every loop needs it
+
         step = LossStep(loss, factors, clip)
         try:
             self.strategy.train_step(prepared, step, micro_batches)

@@ -194,6 +194,12 @@ class Trainer(TrainerAttributes):
         profiler: Profiler | str | None = None,
         default_root_dir: str | Path | None = None,
     ) -> None:
+        policy: Any = type(self).policy
+        if not isinstance(policy, (StepPolicy, property)):
+            raise ConfigurationError(
+                f"{type(self).__name__}.policy is {policy!r}: expected an object, such as "
+                "StepPolicy(validates_at_stop=True)"
+            )
         own_callbacks = find_callbacks(callbacks)
         overfit = check_limit("overfit_batches", overfit_batches)
         max_seconds = seconds(max_time)
@@ -258,11 +264,6 @@ class Trainer(TrainerAttributes):
             progress_bar=enable_progress_bar,
             model_summary=enable_model_summary,
         )
-        if not isinstance(self.policy, StepPolicy):
-            raise ConfigurationError(
-                f"{type(self).__name__}.policy is {self.policy!r}: expected an object, such as "
-                "StepPolicy(validates_at_stop=True)"
-            )
         self._forget_runs()
 
     @property
