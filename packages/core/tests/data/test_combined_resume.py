@@ -35,6 +35,10 @@ def shuffled(count: int, batch_size: int, first: int = 0) -> DataLoader[Any]:
     return DataLoader(data, batch_size, shuffle=True, generator=generator)
 
 
+def in_order(data: Any) -> DataLoader[Any]:
+    return DataLoader(data, 2)
+
+
 def stream(count: int, batch_size: int) -> DataLoader[Any]:
     return DataLoader(Stream(count), batch_size)
 
@@ -45,7 +49,7 @@ LOADERS: dict[str, Make] = {
     "stream last": lambda: [shuffled(12, 4), stream(12, 4)],
     "stream between": lambda: [shuffled(6, 2), stream(5, 2), shuffled(10, 3)],
     "long stream": lambda: [shuffled(6, 2), stream(20, 2)],
-    "empty": lambda: [shuffled(6, 2), DataLoader([], 2), shuffled(4, 2)],
+    "empty": lambda: [shuffled(6, 2), in_order([]), shuffled(4, 2)],
 }
 
 
