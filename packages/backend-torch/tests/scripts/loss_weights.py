@@ -89,21 +89,26 @@ def reference(parts: int, accumulate: int) -> list[float]:
     return flat(net.state_dict())
 
 
-def trained(strategy: Any, ranks: int, accumulate: int) -> list[float]:
+def fit(module: Net, strategy: Any, ranks: int, **options: Any) -> Trainer:
     trainer = Trainer(
         accelerator="cpu",
         strategy=strategy,
         devices=ranks,
         max_epochs=EPOCHS,
-        accumulate_grad_batches=accumulate,
-        gradient_clip_val=0.3,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **options,
     )
     data: Any = batches()
-    trainer.fit(Net(), DataLoader(data, batch_size=None))
+    trainer.fit(module, DataLoader(data, batch_size=None))
+    return trainer
+
+
+def trained(strategy: Any, ranks: int, accumulate: int) -> list[float]:
+    options = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.3}
+    trainer = fit(Net(), strategy, ranks, **options)
     assert torch.isfinite(trainer.callback_metrics["loss_epoch"])
     trainer.save_checkpoint("trainer.ckpt")
     return weights_in("trainer.ckpt", trainer.strategy, "state_dict")

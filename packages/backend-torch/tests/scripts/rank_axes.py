@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loss_weights import IGNORED, Net, batches, flat, in_pairs, reference
+from loss_weights import IGNORED, Net, batches, fit, flat, in_pairs, reference
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
 
-from stratagem import Lite, Trainer
+from stratagem import Lite
 from stratagem.discovery import Capabilities
 from stratagem.strategies import (
     Axis,
@@ -26,23 +25,6 @@ from stratagem.strategies import (
 )
 
 RANKS = 4
-
-
-def fit(module: Net, strategy: Any, **options: Any) -> Trainer:
-    trainer = Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        devices=RANKS,
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
-    data: Any = batches()
-    trainer.fit(module, DataLoader(data, batch_size=None))
-    return trainer
 
 
 class Drifts(Net):
@@ -123,16 +105,16 @@ class Halves(Net):
 def main(kind: str) -> None:
     mesh = ModelParallelStrategy(tensor_parallel_size=2, parallelize_fn=in_pairs, timeout=8)
     if kind == "drift":
-        fit(Drifts(), mesh, detect_divergence=1)
+        fit(Drifts(), mesh, RANKS, detect_divergence=1)
     elif kind == "hybrid":
         hybrid = FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))
-        fit(Drifts(), hybrid, detect_divergence=1)
+        fit(Drifts(), hybrid, RANKS, detect_divergence=1)
     elif kind == "stages":
-        fit(OfStage(None), Stages(), detect_divergence=1)
+        fit(OfStage(None), Stages(), RANKS, detect_divergence=1)
         print("STAGES MAY DIFFER", flush=True)
-        fit(OfStage(2), Stages(), detect_divergence=1)
+        fit(OfStage(2), Stages(), RANKS, detect_divergence=1)
     elif kind == "context":
-        trainer = fit(Halves(), InContext(), gradient_clip_val=0.3)
+        trainer = fit(Halves(), InContext(), RANKS, gradient_clip_val=0.3)
         found = {name: value.item() for name, value in trainer.callback_metrics.items()}
         weights = flat(trainer.model.state_dict())
         counts = [int((labels != IGNORED).sum()) for _, labels in batches()]

@@ -45,7 +45,7 @@ def test_without_axes_data_splits_decide() -> None:
     assert ranks.axes == ()
     assert ranks.value_groups == ranks.data_groups == ((0, 2), (1,))
     assert ranks.replica_groups == ((0, 1, 2),)
-    assert (ranks.coordinates(2), ranks.place([2])) == ((), "")
+    assert (ranks.coordinates(2), ranks.place([2])) == ((2,), "")
 
 
 def test_data_splits_override_the_axes() -> None:

@@ -110,11 +110,12 @@ def test_arguments_that_cannot_work_are_refused() -> None:
         return model(batch).mean()
 
     assert refused(lambda: lite.step(model, [], loss)) == (
-        "step() received 0 micro-batch(es); expected at least one micro-batch"
+        "step() received 0 micro-batch(es) and weights=None; expected at least one micro-batch, "
+        "and a weight for each, or weights=None"
     )
     assert refused(lambda: lite.step(model, BATCHES, loss, weights=[1])) == (
-        "step() received 3 micro-batch(es) and 1 weight(s); expected at least one micro-batch, and "
-        "a weight for each"
+        "step() received 3 micro-batch(es) and weights=[1]; expected at least one micro-batch, "
+        "and a weight for each, or weights=None"
     )
     assert refused(lambda: lite.step(model, BATCHES, loss, weights=[1, 2, -1])) == (
         "weights=[1.0, 2.0, -1.0]: expected finite numbers of at least 0, such as the numbers of "

@@ -128,7 +128,8 @@ class ProcessesLauncher(Launcher):
                     "that trains under `if __name__ == '__main__':`, or pass strategy='ddp', "
                     "which needs no such line"
                 )
-            if ranks.failure.exit_code > 128 and not ranks.failure.report:
+            number = ranks.failure.exit_code - 128
+            if number in (*system.ENDING, *system.USER) and not ranks.failure.report:
                 # A signal to one rank has ended all of them, in order.
                 raise SystemExit(ranks.failure.exit_code)
             raise ranks.failure.error(plan.world_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from types import NoneType
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import (
 )
 
 from stratagem.errors import ConfigurationError
-from stratagem.strategies import Components
+from stratagem.strategies import Axis, Components
 from stratagem_torch.distributed.activation_checkpointing import (
     ActivationCheckpointing,
     apply_activation_checkpointing,
@@ -222,6 +223,10 @@ class FSDPStrategy(ShardedStrategy):
                 "number of ranks"
             )
         return sizes, ("replicate", "shard")
+
+    def rank_axes(self, world_size: int) -> Sequence[Axis]:
+        """Return the mesh's dimensions as axes along which each rank reads batches of its own."""
+        return [Axis(name, size) for size, name in zip(*self.mesh_shape(), strict=True)]
 
     # -- sharding
 

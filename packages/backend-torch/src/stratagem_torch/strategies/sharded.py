@@ -27,7 +27,6 @@ from stratagem.state import (
     state_without_wrapper,
 )
 from stratagem.strategies import (
-    Axis,
     Components,
     Optimizers,
     PreparedModel,
@@ -152,10 +151,6 @@ class ShardedStrategy(ParallelStrategy):
     @abstractmethod
     def mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Return sizes and names of the mesh's dimensions; their product is the world size."""
-
-    def rank_axes(self, world_size: int) -> Sequence[Axis]:
-        """Return the mesh's dimensions as axes along which each rank reads batches of its own."""
-        return [Axis(name, size) for size, name in zip(*self.mesh_shape(), strict=True)]
 
     @abstractmethod
     def shard(self, module: nn.Module) -> None:

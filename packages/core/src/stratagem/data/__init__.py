@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from stratagem.data.sharding import (
         UNKNOWN as UNKNOWN,
         ShardedSampler as ShardedSampler,
+        divides_data as divides_data,
         length_of as length_of,
         sampler_of as sampler_of,
-        shards_data as shards_data,
         with_sampler as with_sampler,
     )
     from stratagem.rng import generators_of_loader as generators_of_loader

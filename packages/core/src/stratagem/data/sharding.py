@@ -162,7 +162,7 @@ def shard_loader(
     if count == 1 or isinstance(loader.dataset, IterableDataset):
         return loader
     batch_sampler = loader.batch_sampler
-    if shards_data(loader):
+    if divides_data(loader):
         return loader
     if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
         raise UserCodeError(
@@ -256,7 +256,7 @@ def batch_size_of(loader: Any) -> int | None:
     return None
 
 
-def shards_data(loader: Any) -> bool:
+def divides_data(loader: Any) -> bool:
     """Return whether a loader's sampler shards the data itself, as DistributedSampler does."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     chooses = batch_sampler.sampler if type(batch_sampler) is BatchSampler else None
@@ -303,7 +303,8 @@ def yields_what_it_reads(loader: DataLoader[Any]) -> bool:
 
     An `__iter__` of user code may repeat batches, or leave some out.
     """
-    return type(loader).__iter__.__module__.partition(".")[0] in ("torch", "torchdata")
+    module = getattr(type(loader).__iter__, "__module__", None) or ""
+    return module.partition(".")[0] in ("torch", "torchdata")
 
 
 def knows_length(loader: Any) -> bool:

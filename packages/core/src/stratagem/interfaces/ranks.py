@@ -121,20 +121,14 @@ class Ranks:
         self.world_size = world_size
         self.device: torch.device | None = None
         self.axes = tuple(axes)
-        everyone = range(world_size)
-        shards = [(rank, world_size) for rank in everyone]
-        if axes:
-            _check_axes(self.axes, world_size)
-            shards = [self._index_along("batches", "own", rank) for rank in everyone]
-        self.data_splits = tuple(shards if data_splits is None else data_splits)
+        self._mesh = self.axes or (Axis("rank", world_size),)
+        _check_axes(self._mesh, world_size)
+        own = self._along("batches", "own")
+        self.data_splits = tuple(own if data_splits is None else data_splits)
         self.data_groups = _groups(self.data_splits, world_size)
-        self.value_groups = self.data_groups
-        self.replica_groups: tuple[tuple[int, ...], ...] = (tuple(everyone),)
-        if axes:
-            parts = [self._index_along("batches", "parts", rank) for rank in everyone]
-            self.value_groups = _by_value([*zip(self.data_splits, parts, strict=True)])
-            divided = [self._index_along("parameters", "divided", rank) for rank in everyone]
-            self.replica_groups = _by_value(divided)
+        parts = self._along("batches", "parts")
+        self.value_groups = _by_value([*zip(self.data_splits, parts, strict=True)])
+        self.replica_groups = _by_value(self._along("parameters", "divided"))
         self.run_split: DataSplit = (0, 1)
         self.members = tuple(range(world_size))
 
@@ -173,7 +167,7 @@ class Ranks:
 
     @final
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Return a rank's index along each axis.
+        """Return a rank's index along each axis; without axes, the rank alone.
 
         Example:
             >>> from stratagem.strategies import Axis, Ranks
@@ -181,7 +175,7 @@ class Ranks:
             (1, 1)
         """
         indices: list[int] = []
-        for axis in reversed(self.axes):
+        for axis in reversed(self._mesh):
             rank, index = divmod(rank, axis.size)
             indices.append(index)
         return tuple(reversed(indices))
@@ -192,20 +186,22 @@ class Ranks:
 
         Axes of one rank are left out. Returns "" if at most one axis has several ranks.
         """
-        axes = [(i, axis) for i, axis in enumerate(self.axes) if axis.size > 1]
+        axes = [(i, axis) for i, axis in enumerate(self._mesh) if axis.size > 1]
         if len(axes) < 2:
             return ""
         coordinates = [self.coordinates(rank) for rank in ranks]
         common = [(axis.name, {of_rank[i] for of_rank in coordinates}) for i, axis in axes]
         return ", ".join(f"{name} {min(found)}" for name, found in common if len(found) == 1)
 
-    def _index_along(self, field: str, value: str, rank: int) -> tuple[int, int]:
-        """Return a rank's index along the axes with this value, taken together, and their size."""
-        index, count = 0, 1
-        for axis, coordinate in zip(self.axes, self.coordinates(rank), strict=True):
+    def _along(self, field: str, value: str) -> list[tuple[int, int]]:
+        """Return each rank's index along all axes with this value, and the size of these axes."""
+        indices, count, stride = [0] * self.world_size, 1, self.world_size
+        for axis in self._mesh:
+            stride //= axis.size
             if getattr(axis, field) == value:
-                index, count = index * axis.size + coordinate, count * axis.size
-        return index, count
+                count *= axis.size
+                indices = [i * axis.size + r // stride % axis.size for r, i in enumerate(indices)]
+        return [(index, count) for index in indices]
 
     @final
     def by_data_group(self, gathered: Sequence[T]) -> list[list[T]]:
@@ -436,15 +432,14 @@ def _groups(shards: Sequence[DataSplit], world_size: int) -> tuple[tuple[int, ..
     Raises:
         ConfigurationError: a shard is not (index, count), counts differ, or a part has no rank.
     """
-    groups: dict[int, list[int]] = {}
-    for rank, (index, _) in enumerate(shards):
-        groups.setdefault(index, []).append(rank)
-    counts = {count for _, count in shards}
-    if len(shards) != world_size or counts != {len(groups)} or set(groups) != {*range(len(groups))}:
+    indices, counts = [index for index, _ in shards], {count for _, count in shards}
+    groups = _by_value(indices)
+    every_index = set(indices) == {*range(len(groups))}
+    if len(shards) != world_size or counts != {len(groups)} or not every_index:
         listed = ", ".join(f"rank {rank}: {shard}" for rank, shard in enumerate(shards))
         raise ConfigurationError(
             f"data_split is {listed} for {world_size} rank(s); expected (index, count) for each "
             "rank, one count on all of them, and each index from 0 to count - 1 on at least one "
             "rank, so that all of the data is read"
         )
-    return tuple(tuple(groups[index]) for index in range(len(groups)))
+    return groups

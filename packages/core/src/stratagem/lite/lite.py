@@ -171,6 +171,7 @@ class Lite(FrontEnd):
         self._micro_batches = 0
         """Blocks of `accumulate` in this epoch."""
         self._weight = 1.0
+        self._joins_uneven = False
         """Weight of the present batch's loss; see `join_uneven_inputs`."""
         own_run: Callable[..., Any] | None = getattr(type(self), "run", None)
         if own_run is not None:
@@ -572,7 +573,8 @@ class Lite(FrontEnd):
 
         Raises:
             ConfigurationError: the model has several optimizers or none; there is no micro-batch;
-                or `weights` has another length. Also within `accumulate`, which holds steps.
+                or `weights` has another length. Also within `accumulate`, which holds steps, and
+                for several micro-batches within `join_uneven_inputs`.
 
         Example:
             >>> import torch
@@ -595,10 +597,9 @@ class Lite(FrontEnd):
                 "and the optimizers' step yourself"
             )
         if not count or (weights is not None and len(weights) != count):
-            told = "" if weights is None else f" and {len(weights)} weight(s)"
             raise ConfigurationError(
-                f"step() received {count} micro-batch(es){told}; expected at least one micro-batch"
-                f"{'' if weights is None else ', and a weight for each'}"
+                f"step() received {count} micro-batch(es) and weights={weights}; expected at least "
+                "one micro-batch, and a weight for each, or weights=None"
             )
         if self._divisor > 1:
             raise ConfigurationError(
@@ -606,12 +607,18 @@ class Lite(FrontEnd):
                 "the window to step() together, outside of the block"
             )
         self._check_before_backward()
-        clip = None
-        if clip_val is not None or max_norm is not None:
-            clip = self._gradient_clip(clip_val, max_norm)
+        clips = clip_val is not None or max_norm is not None
+        clip = self._gradient_clip(clip_val, max_norm) if clips else None
+        if self._joins_uneven and count > 1:
+            raise ConfigurationError(
+                f"step() within lite.join_uneven_inputs() received {count} micro-batches, and each "
+                "batch of that loop may have another weight: pass one micro-batch to each step(), "
+                "or a loader of setup_dataloaders(), which gives ranks equal numbers of batches"
+            )
         factors = None
         if weights is not None:
-            factors = [self._weight * count * factor for factor in self.loss_factors(weights)]
+            own = weights if self._weight else [0.0]  # a repeated batch has no elements
+            factors = [count * factor for factor in self.loss_factors(own)]
         elif self._weight != 1.0:
             factors = [self._weight] * count
         from stratagem.lite.step import LossStep  # not every loop needs it
@@ -805,6 +812,7 @@ class Lite(FrontEnd):
             joins=True,
         )
         batches = iter(loader)
+        self._joins_uneven = True
         try:
             while True:
                 step, weights = uneven_inputs.next_step(list(islice(batches, 1)), 0)
@@ -813,7 +821,7 @@ class Lite(FrontEnd):
                 self._weight = 1.0 if weights is None else weights[0]
                 yield step[0]
         finally:
-            self._weight = 1.0
+            self._weight, self._joins_uneven = 1.0, False
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the precision's forward context, for code outside of a model's forward."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stratagem.checkpoint.forms import Count, require_form
-from stratagem.data.sharding import shards_data
+from stratagem.data.sharding import divides_data
 from stratagem.errors import CheckpointMismatchError, ConfigurationError, format_names, naming
 from stratagem.lite.module import LiteModule
 from stratagem.rng import rng_state, set_rng_state, try_rng_state
@@ -51,7 +51,7 @@ def setup_objects(
         if id(one) not in ready and not isinstance(one, LRScheduler) and _is_loader(one):
             loader = lite.setup_dataloaders(one, move_to_device=move_to_device)
             ready[id(one)] = (loader,)
-            if shards_data(loader.loader) and not shards_data(one):
+            if divides_data(loader.loader) and not divides_data(one):
                 parts = lite.ranks.data_split[1]
     for one in objects:
         if isinstance(one, LRScheduler):

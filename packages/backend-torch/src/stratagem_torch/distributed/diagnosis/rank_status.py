@@ -173,9 +173,8 @@ class RankStatuses:
             if not how and survey.unknown:
                 of_one = of_several = f"not known where: {survey.unknown}"
             if group:
-                told[f"{self._ranks(group)}: {of_one if len(group) == 1 else of_several}"] = group[
-                    0
-                ]
+                end = of_one if len(group) == 1 else of_several
+                told[f"{self._ranks(group)}: {end}"] = group[0]
         return sorted(told, key=lambda line: told[line])
 
     def _ranks(self, ranks: Sequence[int]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -192,10 +192,7 @@ class CombinedResumable:
             part.resume([state["parts"][index] for state in states], saved[index].read)
             for index, part in enumerate(self._parts)
         ]
-        self._resumed = [
-            _Position(count, one.has_begun, one.went_through, one.is_over)
-            for count, one in zip(read, saved, strict=True)
-        ]
+        self._resumed = [replace(one, read=n) for one, n in zip(saved, read, strict=True)]
         if read == [one.read for one in saved]:
             return batches
         self._is_resharded = True

@@ -20,8 +20,8 @@ from torch.utils.data import (
 from stratagem import seed_everything
 from stratagem.data import (
     ShardedSampler,
+    divides_data,
     sampler_of,
-    shards_data,
     with_sampler,
 )
 from stratagem.rng import SEED_VARIABLE, SeededOnce, chosen_seed, seeds_workers
@@ -58,7 +58,7 @@ def shard_for_one_rank(loader: Any, strategy: Strategy) -> Any:
         not isinstance(strategy, ParallelStrategy)
         or not isinstance(loader, DataLoader)
         or isinstance(loader.dataset, IterableDataset)
-        or shards_data(loader)
+        or divides_data(loader)
         or type(loader.batch_sampler) not in (BatchSampler, type(None))
     ):
         return loader
