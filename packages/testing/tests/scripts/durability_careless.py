@@ -1,5 +1,7 @@
 # Run by test_durability.py.
+import io
 import os
+import time
 from pathlib import Path
 
 from stratagem.discovery import CheckpointIOSpec, hookimpl
@@ -12,7 +14,13 @@ def careless(name):
     class Careless(CheckpointIO):
         def save_checkpoint(self, checkpoint, path):
             if name == "in_place":
-                torch.save(checkpoint, path)
+                torch.save(checkpoint, buffer := io.BytesIO())
+                data = buffer.getvalue()
+                with Path(path).open("wb") as file:
+                    file.write(data[: len(data) // 2])
+                    file.flush()
+                    time.sleep(0.1)  # so that most kills find half of a file
+                    file.write(data[len(data) // 2 :])
                 return
             temporary = Path(f"{path}.{os.getpid()}")
             try:
