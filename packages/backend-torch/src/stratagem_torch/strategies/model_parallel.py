@@ -13,6 +13,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from stratagem.data import map_tensors
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.strategies import Axis, PreparedModel, TrainStep, user_module
+from stratagem_torch.distributed.activation_checkpointing import (
+    ActivationCheckpointing,
+    apply_activation_checkpointing,
+    check_activation_checkpointing,
+)
 from stratagem_torch.plugin import MODEL_PARALLEL
 from stratagem_torch.sharding.deferred import DeferredBuild
 from stratagem_torch.sharding.reductions import Reductions
@@ -46,7 +51,7 @@ class ModelParallelStrategy(ShardedStrategy):
             `device_mesh["tensor_parallel"]`
             and `device_mesh["data_parallel"]` are the mesh's dimensions.
         auto_wrap_policy: selects the modules to shard as groups; see `FSDPStrategy`.
-        reshard_after_forward: see `FSDPStrategy`.
+        activation_checkpointing, reshard_after_forward: see `FSDPStrategy`.
         **components: see `ShardedStrategy` and `ParallelStrategy`.
 
     Raises:
@@ -72,10 +77,12 @@ class ModelParallelStrategy(ShardedStrategy):
         tensor_parallel_size: Size = "auto",
         parallelize_fn: Parallelize | None = None,
         auto_wrap_policy: WrapPolicy | None = None,
+        activation_checkpointing: ActivationCheckpointing = None,
         reshard_after_forward: bool | int | None = None,
         **components: Any,
     ) -> None:
         super().__init__(**components)
+        self.activation_checkpointing = check_activation_checkpointing(activation_checkpointing)
         self.data_parallel_size = _checked("data_parallel_size", data_parallel_size)
         self.tensor_parallel_size = _checked("tensor_parallel_size", tensor_parallel_size)
         if parallelize_fn is not None and not callable(parallelize_fn):
@@ -148,20 +155,31 @@ class ModelParallelStrategy(ShardedStrategy):
             return
         for name, part in module.named_modules():
             give_values(part, self.device, name=name.removeprefix("module."))
-        if self.parallelize_fn is not None:
-            # Parameters that were sharded eagerly are gathered when the function reaches them.
-            with DeferredBuild(self.accelerator, self.device):
-                self._parallelize(user_module(module))
+        # Parameters that were sharded eagerly are gathered when a function reaches them.
+        with DeferredBuild(self.accelerator, self.device):
+            self.divide(user_module(module))
         self._check_divided(module)
         groups = find_groups(module, self.auto_wrap_policy)
+        apply_activation_checkpointing(module, self.activation_checkpointing, groups)
         arguments: dict[str, Any] = {
-            "mesh": self.device_mesh["data_parallel"],
+            "mesh": self.data_mesh,
             "reshard_after_forward": self.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(),
         }
         self.shard_groups(module, groups, partial(fully_shard, **arguments))
         _check_elements(module)
-        Reductions(self.device, self.device_mesh["data_parallel"].get_group()).watch(module)
+        shards = self.data_mesh.get_group(self.data_mesh.ndim - 1)
+        Reductions(self.device, shards).watch(module)
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """The mesh over which parameters are sharded; with 2 dimensions: replicas, shards."""
+        return self.device_mesh["data_parallel"]
+
+    def divide(self, model: nn.Module) -> None:
+        """Divide the layers of the user's model over the mesh, in place, before it is sharded."""
+        if self.parallelize_fn is not None:
+            self._parallelize(model)
 
     def _check_divided(self, module: nn.Module) -> None:
         """Refuse tensor parallelism of nothing: its ranks would do the same work twice."""

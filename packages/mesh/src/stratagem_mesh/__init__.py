@@ -1,0 +1,18 @@
+"""Meshes of data, context and tensor parallelism over any model.
+
+Example:
+    >>> from stratagem_mesh import MeshStrategy
+    >>> MeshStrategy(tensor=2).tensor
+    2
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stratagem.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from stratagem_mesh.strategy import MeshStrategy as MeshStrategy
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -1,0 +1,1 @@
+"""Context parallelism: modules whose ranks compute parts of a sequence."""

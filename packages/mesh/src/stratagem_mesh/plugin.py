@@ -1,0 +1,35 @@
+"""What this distribution provides, as data; torch is not imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from stratagem.discovery import Command, ComponentSpec, StrategySpec, hookimpl
+from stratagem_torch.plugin import MODEL_PARALLEL
+
+
+@hookimpl
+def stratagem_components() -> tuple[ComponentSpec, ...]:
+    """Return the strategy."""
+    return (
+        StrategySpec(
+            name="mesh",
+            target="stratagem_mesh.strategy:MeshStrategy",
+            api_version=2,
+            summary="Data, context and tensor parallelism over any model",
+            capabilities=MODEL_PARALLEL,
+            shards=("parameters", "gradients", "optimizer"),
+        ),
+    )
+
+
+@hookimpl
+def stratagem_cli() -> Iterable[Command]:
+    """Return the command that compares a mesh with one process."""
+    return (
+        Command(
+            "mesh check",
+            "Compare a step of a model on a mesh with one process, and name what differs.",
+            "stratagem_mesh.check.command:run",
+        ),
+    )

@@ -1,0 +1,151 @@
+"""MeshStrategy: data, context and tensor parallelism, each by its size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, Literal
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from stratagem.errors import ConfigurationError
+from stratagem.strategies import Axis, ModelParallelStrategy
+from stratagem_mesh.context.regions import ContextRegions
+from stratagem_mesh.tensor.layers import TensorPlan, check_plan, divide_layers
+
+AXES = ("replicate", "shard", "context", "tensor")
+"""The axes of the mesh; consecutive ranks lie along the last one."""
+
+Size = int | Literal["auto"]
+
+
+class MeshStrategy(ModelParallelStrategy):
+    """Arranges ranks in a mesh of data, context and tensor parallelism, over a model as it is.
+
+    The sizes multiply to the number of ranks. Losses, gradients and logged values are those of one
+    process, whatever the sizes:
+
+    - `replicate` and `shard`: ranks read batches of their own. Parameters, gradients and optimizer
+      state are sharded over `shard`, and over `context`; each of the `replicate` groups holds them
+      all, as HYBRID_SHARD of fsdp.
+    - `context`: ranks read the same batches. In the modules that read a sequence, each rank
+      computes a part of it; attention exchanges heads for positions (Ulysses). Before and after
+      these modules each rank has the whole sequence, so user code runs unchanged.
+    - `tensor`: ranks read the same batches. Linear layers are divided between them.
+
+    Args:
+        replicate: the number of copies of the parameters.
+        shard: the number of ranks that read different batches and share a copy of the parameters.
+            "auto": the number of ranks divided by the other sizes.
+        context: the number of ranks that share a sequence.
+        tensor: the number of ranks that share a layer; at most those of a node, since they
+            communicate in each layer.
+        tensor_plan: which layers are divided, by patterns of names in which `*` stands for a
+            number: `{"layers.*.up": "colwise", "layers.*.down": "rowwise"}`, or styles of
+            `torch.distributed.tensor.parallel`. A function `(model, mesh)` divides the model
+            itself. With None, the plan of the model (`_tp_plan`, of transformers) is taken; a model
+            without one is searched for pairs of layers.
+        context_modules: names of the modules that compute parts of a sequence. With None, models of
+            transformers and `nn.TransformerEncoder`s.
+        auto_wrap_policy, activation_checkpointing, reshard_after_forward: see `FSDPStrategy`.
+        **components: see `ShardedStrategy` and `ParallelStrategy`.
+
+    Raises:
+        ConfigurationError: a size is not a number of ranks, or their product not the world size.
+
+    Example:
+        >>> from stratagem_mesh import MeshStrategy
+        >>> strategy = MeshStrategy(tensor=2, tensor_plan={"up": "colwise", "down": "rowwise"})
+        >>> strategy.tensor, strategy.shard_size
+        (2, 'auto')
+    """
+
+    def __init__(
+        self,
+        *,
+        replicate: int = 1,
+        shard: Size = "auto",
+        context: int = 1,
+        tensor: int = 1,
+        tensor_plan: TensorPlan | None = None,
+        context_modules: Sequence[str] | None = None,
+        **components: Any,
+    ) -> None:
+        super().__init__(**components)
+        self.replicate = _checked("replicate", replicate)
+        self.shard_size: Size = shard if shard == "auto" else _checked("shard", shard)
+        self.context = _checked("context", context)
+        self.tensor = _checked("tensor", tensor)
+        check_plan(tensor_plan)
+        self.tensor_plan = tensor_plan
+        self.context_modules = context_modules
+        self._regions: ContextRegions | None = None
+
+    # -- the mesh
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """The sizes of the axes, in the order of `AXES`; after `bind`."""
+        count = self.components.device_count
+        others = self.replicate, self.context, self.tensor
+        shard = self.shard_size
+        known = max(1, count // prod(others)) if shard == "auto" else shard
+        sizes = self.replicate, known, self.context, self.tensor
+        if prod(sizes) != count:
+            raise ConfigurationError(
+                f"MeshStrategy(replicate={self.replicate}, shard={shard!r}, context={self.context},"
+                f" tensor={self.tensor}) is for {' x '.join(map(str, sizes))} = {prod(sizes)} "
+                f"rank(s), received {count} ({len(self.components.devices)} device(s), "
+                f"{self.components.num_nodes} node(s)): expected sizes whose product is the number "
+                "of ranks"
+            )
+        of_node = len(self.components.devices)
+        if of_node % self.tensor:
+            raise ConfigurationError(
+                f"tensor={self.tensor}: ranks that share a layer communicate in each layer, so "
+                f"they belong on one node, received {of_node} device(s) on each: expected a size "
+                "that divides them"
+            )
+        return sizes
+
+    def mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Return (replicate, shard x context, tensor): ranks of a sequence share parameters too."""
+        replicate, shard, context, tensor = self.sizes
+        return (replicate, shard * context, tensor), ("replicate", "shard", "tensor_parallel")
+
+    def rank_axes(self, world_size: int) -> Sequence[Axis]:
+        """Return the axes; along "context" and "tensor" ranks read the same batches."""
+        batches: tuple[Literal["own", "same"], ...] = "own", "own", "same", "same"
+        return [Axis(*axis) for axis in zip(AXES, self.sizes, batches, strict=True)]
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """The mesh over which parameters are sharded; with 2 dimensions: replicas, shards."""
+        names = ("replicate", "shard") if self.replicate > 1 else ("shard",)
+        return self.device_mesh[names]
+
+    def setup_environment(self) -> None:
+        """Join the process group, then arrange the ranks; those of a sequence form a group."""
+        super().setup_environment()
+        if self.context > 1:
+            mesh = init_device_mesh(self.device.type, self.sizes, mesh_dim_names=AXES)
+            self._regions = ContextRegions(mesh.get_group("context"))
+
+    # -- the model
+
+    def divide(self, model: nn.Module) -> None:
+        """Divide layers over the tensor axis, and sequences over the context axis."""
+        if self.tensor > 1:
+            divide_layers(model, self.device_mesh["tensor_parallel"], self.tensor_plan)
+        if self._regions is not None:
+            self._regions.divide(model, self.context_modules)
+
+
+def _checked(option: str, size: Any) -> int:
+    if type(size) is not int or size < 1:
+        more = ", or 'auto'" if option == "shard" else ""
+        raise ConfigurationError(
+            f"{option}={size!r}: expected a number of ranks of at least 1{more}"
+        )
+    return size

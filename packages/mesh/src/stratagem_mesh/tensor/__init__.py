@@ -1,0 +1,1 @@
+"""Tensor parallelism: which layers are divided, and how."""
