@@ -26,6 +26,7 @@ PACKAGES = [
     "packages/backend-hpu-ipu",
     "packages/backend-mps",
     "packages/backend-xpu",
+    "packages/mesh",
     "packages/extras",
     "packages/lightning",
     "packages/testing",
@@ -40,6 +41,7 @@ ON_ANY_SYSTEM = [
     "backend-cuda",
     "backend-mps",
     "backend-xpu",
+    "mesh",
 ]
 # What Lightning's names stand on, for the sessions beside Lightning itself.
 AS_LIGHTNING = [

@@ -27,6 +27,7 @@ GUESTS = [
     "stratagem-backend-mps",
     "stratagem-backend-xpu",
     "stratagem-backend-xla",
+    "stratagem-mesh",
     "stratagem-extras",
     "stratagem-lightning",
     "stratagem-testing",

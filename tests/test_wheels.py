@@ -25,6 +25,7 @@ IMPORT_NAMES = {
     "stratagem-backend-hpu-ipu": "stratagem_hpu_ipu",
     "stratagem-backend-mps": "stratagem_mps",
     "stratagem-backend-xpu": "stratagem_xpu",
+    "stratagem-mesh": "stratagem_mesh",
     "stratagem-extras": "stratagem_extras",
     "stratagem-lightning": "stratagem_lightning_plugin",
     "stratagem-testing": "stratagem_testing",

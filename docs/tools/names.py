@@ -32,6 +32,7 @@ MODULES = {
     "CallbackSpec ProfilerSpec NameSpec Availability Check Command TorchBuild torch_build "
     "version_of read_text require_package Registry get_registry",
     "stratagem.errors": "",
+    "stratagem_mesh": "",
     "stratagem_testing": "",
     "stratagem_deepspeed": "",
 }

@@ -45,6 +45,7 @@ CONFIGURED = ("fit", "validate", "test", "predict")
 RUN_ON = {
     "stratagem-core": "CPUs, by CI; some parts on one NVIDIA H200",
     "stratagem-backend-torch": "CPUs, by CI; some parts on one NVIDIA H200",
+    "stratagem-mesh": "CPUs, by CI",
     "stratagem-extras": "CPUs, by CI",
     "stratagem-lightning": "CPUs, by CI",
     "stratagem-testing": "CPUs, by CI",

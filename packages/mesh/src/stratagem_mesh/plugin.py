@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from stratagem.discovery import Command, ComponentSpec, StrategySpec, hookimpl
-from stratagem_torch.plugin import MODEL_PARALLEL
+from stratagem.discovery import Capabilities, Command, ComponentSpec, StrategySpec, hookimpl
+
+MESH = Capabilities.parallel(
+    sharded_state=True,
+    # Forward gathers parameters, so all ranks must run the same number of batches.
+    allows_uneven_eval=False,
+    follows_evaluation=True,
+)
+"""What a mesh can do."""
 
 
 @hookimpl
@@ -17,7 +24,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
             target="stratagem_mesh.strategy:MeshStrategy",
             api_version=2,
             summary="Data, context and tensor parallelism over any model",
-            capabilities=MODEL_PARALLEL,
+            capabilities=MESH,
             shards=("parameters", "gradients", "optimizer"),
         ),
     )

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from stratagem.errors import ConfigurationError
 from stratagem.strategies import Axis, ModelParallelStrategy
 from stratagem_mesh.context.regions import ContextRegions
+from stratagem_mesh.plugin import MESH
 from stratagem_mesh.tensor.layers import TensorPlan, check_plan, divide_layers
 
 AXES = ("replicate", "shard", "context", "tensor")
@@ -60,6 +61,8 @@ class MeshStrategy(ModelParallelStrategy):
         >>> strategy.tensor, strategy.shard_size
         (2, 'auto')
     """
+
+    capabilities = MESH
 
     def __init__(
         self,
