@@ -79,9 +79,9 @@ def project_of(package: Path) -> dict[str, Any]:
 PROJECTS = {project["name"]: project for project in map(project_of, PACKAGES)}
 
 
-def test_the_packages_are_the_twelve_distributions() -> None:
+def test_the_packages_are_the_thirteen_distributions() -> None:
     assert PROJECTS.keys() == {CORE, *GUESTS}
-    assert len(PROJECTS) == 12
+    assert len(PROJECTS) == 13
 
 
 @pytest.mark.parametrize("name", GUESTS)

@@ -14,7 +14,13 @@ from stratagem.discovery.entry_points import FIRST
 from stratagem.discovery.registry import Candidate, Registry, get_registry
 
 GUIDE = Path(__file__).parents[3] / "docs/reference/strategies.md"
-OURS = (*FIRST, "stratagem-backend-deepspeed", "stratagem-backend-xla", "stratagem-backend-hpu-ipu")
+OURS = (
+    *FIRST,
+    "stratagem-mesh",
+    "stratagem-backend-deepspeed",
+    "stratagem-backend-xla",
+    "stratagem-backend-hpu-ipu",
+)
 DDP = ("DDPStrategy", "DDPShardedStrategy")
 
 

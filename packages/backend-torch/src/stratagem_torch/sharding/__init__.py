@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         is_replicated as is_replicated,
         keep_whole as keep_whole,
         shards_of as shards_of,
+        whole_on_cpu as whole_on_cpu,
     )
     from stratagem_torch.sharding.wrap_policy import WrapPolicy as WrapPolicy
     from stratagem_torch.strategies.sharded import (

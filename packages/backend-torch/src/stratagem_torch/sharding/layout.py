@@ -82,6 +82,11 @@ def whole_on_cpu(value: Any) -> Any:
     """Return a whole copy of a tensor on the CPU; every rank takes part.
 
     What is no tensor is returned as it is.
+
+    Example:
+        >>> import torch
+        >>> whole_on_cpu(torch.ones(2))
+        tensor([1., 1.])
     """
     if not isinstance(value, Tensor):
         return value

@@ -1,0 +1,90 @@
+"""`stratagem mesh check`: whether a model computes the same on a mesh as in one process."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from stratagem.cli import at_least, parser_of, print_table
+from stratagem.discovery import load_target
+
+SUMMARY = "Compare a step of a model on a mesh with one process, and name what differs."
+
+_DESCRIPTION = f"""{SUMMARY}
+
+Processes on the CPU take one step in float64, without dropout: forward, backward, clipping, an
+optimizer step, an evaluation and a checkpoint, which one process reads back. The same step runs in
+one process. Use a small model with the layers of the real one. The exit code is 1 if more than
+rounding differs.
+"""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Compare, print a table, and return the exit code.
+
+    Raises:
+        SystemExit: the arguments are wrong (exit code 2), or ask for help.
+    """
+    options = _parser().parse_args(arguments)
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m` does
+    sizes = {axis: getattr(options, axis) for axis in ("replicate", "shard", "context", "tensor")}
+    # By name: the program does without torch, and this command cannot.
+    comparison = "stratagem_mesh.check.comparison"
+    subject_of = load_target(f"{comparison}:Subject", what="the comparison")
+    compare = load_target(f"{comparison}:compare", what="the comparison")
+    loss = options.loss or f"{comparison}:default_loss"
+    plan = {"tensor_plan": _found(options.plan, "--plan")} if options.plan else {}
+    subject = subject_of(
+        _found(options.model, "the model"),
+        _found(options.batch, "--batch"),
+        _found(loss, "--loss"),
+        {**sizes, **plan},
+    )
+    rows = compare(subject, prod(sizes.values()))
+    mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+    print(f"{options.model} on {mesh or 'one rank'}, float64 on the CPU\n")
+    print_table(("compared", "largest difference", "in"), [_cells(row) for row in rows])
+    wrong = [row for row in rows if not row.is_equal]
+    for row in wrong:
+        print(_told(row), file=sys.stderr)
+    print("\nNot the numbers of one process." if wrong else "\nThe numbers of one process.")
+    return int(bool(wrong))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of("mesh check", _DESCRIPTION, json=False)
+    add = parser.add_argument
+    add("model", metavar="MODULE:NAME", help="a class or a function that returns the model")
+    add(
+        "--batch",
+        metavar="MODULE:NAME",
+        required=True,
+        help="a function that returns a batch; with a parameter, that of a data rank's index",
+    )
+    add(
+        "--loss",
+        metavar="MODULE:NAME",
+        help="a function (model, batch) that returns the loss; training_step, or the model's own",
+    )
+    add("--plan", metavar="MODULE:NAME", help="the tensor_plan; that of the model otherwise")
+    for axis in ("replicate", "shard", "context", "tensor"):
+        add(f"--{axis}", metavar="N", type=at_least(1), default=1, help="the size of the axis; 1")
+    return parser
+
+
+def _found(target: str, what: str) -> Any:
+    return load_target(target, what=what)
+
+
+def _cells(row: Any) -> tuple[str, str, str]:
+    return row.what, f"{row.difference:.1e}", row.where if row.difference else ""
+
+
+def _told(row: Any) -> str:
+    more = f", and {len(row.others)} more" if row.others else ""
+    place = f" in {row.where}{more}" if row.where else ""
+    return f"{row.what}: differs by {row.difference:.1e}{place}"
