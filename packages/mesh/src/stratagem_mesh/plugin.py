@@ -1,4 +1,4 @@
-"""What this distribution provides, as data; torch is not imported."""
+"""The components of this distribution, as specs; torch is not imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MESH = Capabilities.parallel(
     allows_uneven_eval=False,
     follows_evaluation=True,
 )
-"""What a mesh can do."""
+"""The capabilities of a mesh."""
 
 
 @hookimpl
@@ -36,7 +36,7 @@ def stratagem_cli() -> Iterable[Command]:
     return (
         Command(
             "mesh check",
-            "Compare a step of a model on a mesh with one process, and name what differs.",
+            "Compare a step of a model on a mesh with one process.",
             "stratagem_mesh.check.command:run",
         ),
     )

@@ -24,8 +24,8 @@ Size = int | Literal["auto"]
 class MeshStrategy(ModelParallelStrategy):
     """Arranges ranks in a mesh of data, context and tensor parallelism, over a model as it is.
 
-    The sizes multiply to the number of ranks. Losses, gradients and logged values are those of one
-    process, whatever the sizes:
+    The sizes multiply to the number of ranks. Losses, gradients and logged values equal the ones
+    in one process:
 
     - `replicate` and `shard`: ranks read batches of their own. Parameters, gradients and optimizer
       state are sharded over `shard`, and over `context`; each of the `replicate` groups holds them
@@ -40,8 +40,8 @@ class MeshStrategy(ModelParallelStrategy):
         shard: the number of ranks that read different batches and share a copy of the parameters.
             "auto": the number of ranks divided by the other sizes.
         context: the number of ranks that share a sequence.
-        tensor: the number of ranks that share a layer; at most those of a node, since they
-            communicate in each layer.
+        tensor: the number of ranks that share a layer; at most the ranks of a node, since
+            they communicate in each layer.
         tensor_plan: which layers are divided, by patterns of names in which `*` stands for a
             number: `{"layers.*.up": "colwise", "layers.*.down": "rowwise"}`, or styles of
             `torch.distributed.tensor.parallel`. A function `(model, mesh)` divides the model

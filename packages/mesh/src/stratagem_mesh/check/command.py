@@ -12,7 +12,7 @@ from typing import Any
 from stratagem.cli import at_least, parser_of, print_table
 from stratagem.discovery import load_target
 
-SUMMARY = "Compare a step of a model on a mesh with one process, and name what differs."
+SUMMARY = "Compare a step of a model on a mesh with one process."
 
 _DESCRIPTION = f"""{SUMMARY}
 

@@ -27,7 +27,7 @@ _DROPOUT = re.compile(r"dropout|(attn|attention|hidden|resid|embd)_p?drop")
 
 @dataclass(frozen=True)
 class Subject:
-    """What is compared. New processes import it, so functions are those of modules.
+    """The model and the mesh. New processes import it, so its functions belong to modules.
 
     Attributes:
         build: returns the model.
@@ -91,7 +91,7 @@ def default_loss(model: Any, batch: Any) -> Tensor:
 
 
 def compare(subject: Subject, ranks: int) -> list[Row]:
-    """Run the step on new processes and in this one; return what was compared.
+    """Run the step on new processes and in this one; return the compared quantities.
 
     Args:
         subject: the model, its batches and the sizes of the mesh.
@@ -100,22 +100,34 @@ def compare(subject: Subject, ranks: int) -> list[Row]:
     with TemporaryDirectory() as folder:
         strategy = MeshStrategy(**subject.options, launcher="spawn")
         lite = Lite(accelerator="cpu", devices=ranks, strategy=strategy, precision="64-true")
-        lite.launch(_step, subject, folder)
+        lite.launch(_in_float64, subject, folder)
         on_mesh = torch.load(Path(folder, "step.pt"), weights_only=True)
         alone = Lite(accelerator="cpu", devices=1, precision="64-true")
-        alone.launch()
-        expected = _step(alone, subject, "", batches=on_mesh["batches"])
-        read_back = _read_back(alone, subject, Path(folder, "saved.ckpt"))
+        expected, read_back = alone.launch(_in_float64, subject, folder, on_mesh["batches"])
     differing = [_row(what, on_mesh[what], of_one) for what, of_one in expected.items()]
     return [*differing, _row("weights read back in one process", read_back, on_mesh["weights"])]
 
 
+def _in_float64(lite: Lite, subject: Subject, folder: str, batches: int = 0) -> Any:
+    """Take the step, on a mesh if `batches` is 0; else also read the checkpoint back."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # the dtype to which Lite converts outputs
+    try:
+        if not batches:
+            _step(lite, subject, folder)
+            return None
+        found = _step(lite, subject, "", batches)
+        return found, _read_back(lite, subject, Path(folder, "saved.ckpt"))
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _step(lite: Lite, subject: Subject, folder: str, batches: int = 0) -> dict[str, Any]:
-    """Take a step over this rank's batches; return what is compared, which rank 0 also saves."""
+    """Take a step over this rank's batches; return the compared values, which rank 0 also saves."""
     model, optimizer = _model(lite, subject)
     count = batches or lite.ranks.data_split[1]
-    numbers = range(count)
-    loader = DataLoader(numbers, batch_size=1, collate_fn=lambda own: _batch(subject.batch, *own))
+    numbers: Any = range(count)
+    loader: Any = DataLoader(numbers, batch_size=1, collate_fn=lambda own: _batch(subject.batch, *own))
     own = list(lite.setup_dataloaders(loader))
     outputs: dict[str, Tensor] = {}
     hooks = _record(model, outputs)
@@ -160,7 +172,8 @@ def _model(lite: Lite, subject: Subject) -> tuple[Any, Any]:
             ):
                 setattr(part, name, 0.0)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return lite.setup(model.train(), torch.optim.SGD(trained, lr=0.1, momentum=0.9))
+    model, optimizer = lite.setup(model.train(), torch.optim.SGD(trained, lr=0.1, momentum=0.9))
+    return model, optimizer
 
 
 def _read_back(lite: Lite, subject: Subject, path: Path) -> dict[str, Tensor]:
@@ -208,7 +221,7 @@ def _row(what: str, found: Any, expected: Any) -> Row:
     first = apart[:1] if what == "outputs of modules" else apart[-1:]
     worst = first or sorted(differences, key=differences.__getitem__)[-1:]
     others = tuple(name for name in apart if name not in worst)
-    return Row(what, max(differences.values(), default=0.0), *worst, others=others)
+    return Row(what, max(differences.values(), default=0.0), "".join(worst), others)
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

@@ -1,0 +1,65 @@
+# Models for `stratagem mesh check`, run by check/test_check.py; two of them have a mistake.
+import torch
+import torch.distributed as dist
+from torch import nn
+
+PLAN = {"up": "colwise", "down": "rowwise"}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+        self.dropout = nn.Dropout(0.3)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(x + self.dropout(self.down(self.up(x).relu())))
+
+
+def is_mesh():
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y + y if is_mesh() else y
+
+
+class WrongForward(Net):
+    def __init__(self):
+        super().__init__()
+        self.head = Doubled(8, 3)
+
+
+class WrongGradient(Net):
+    """The gradient of the first layer is summed twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        if is_mesh() and hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient + gradient)
+        return super().forward(hidden)
+
+
+def batch(index):
+    return torch.randn(4, 8)
+
+
+def loss(model, batch):
+    return model(batch).square().sum()
+
+
+class Text(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return "text"

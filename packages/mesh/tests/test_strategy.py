@@ -1,0 +1,72 @@
+"""MeshStrategy: sizes, axes and options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stratagem import Trainer
+from stratagem.errors import ConfigurationError
+from stratagem_mesh import MeshStrategy
+
+
+def trainer(devices: int, **options: Any) -> Trainer:
+    strategy = MeshStrategy(**options)
+    return Trainer(accelerator="cpu", devices=devices, strategy=strategy, logger=False)
+
+
+def test_sizes_multiply_to_the_number_of_ranks() -> None:
+    strategy: Any = trainer(8, tensor=2, context=2).strategy
+    assert strategy.sizes == (1, 2, 2, 2)
+    assert strategy.mesh_shape() == ((1, 4, 2), ("replicate", "shard", "tensor_parallel"))
+    assert strategy.ranks.data_groups == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert strategy.ranks.place([7]) == "shard 1, context 1, tensor 1"
+
+
+def test_the_name_mesh_shards_over_all_ranks() -> None:
+    strategy: Any = Trainer(accelerator="cpu", devices=4, strategy="mesh", logger=False).strategy
+    assert strategy.sizes == (1, 4, 1, 1)
+
+
+def test_sizes_with_another_product_are_refused() -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        trainer(4, tensor=3)
+    assert str(raised.value).startswith(
+        "MeshStrategy(replicate=1, shard='auto', context=1, tensor=3) is for 1 x 1 x 1 x 3 = 3 "
+        "rank(s), received 4 (4 device(s), 1 node(s)): expected sizes whose product is the number "
+        "of ranks"
+    )
+
+
+@pytest.mark.parametrize("size", [0, True, 1.5, "2"])
+def test_a_size_that_is_no_number_of_ranks_is_refused(size: Any) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        MeshStrategy(context=size)
+    assert str(raised.value) == f"context={size!r}: expected a number of ranks of at least 1"
+    with pytest.raises(ConfigurationError) as raised:
+        MeshStrategy(shard=size)
+    assert str(raised.value).endswith(
+        f"shard={size!r}: expected a number of ranks of at least 1, or 'auto'"
+    )
+
+
+def test_a_tensor_axis_over_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29511",
+        "NODE_RANK": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError) as raised:
+        Trainer(
+            accelerator="cpu",
+            devices=1,
+            num_nodes=2,
+            strategy=MeshStrategy(tensor=2),
+            logger=False,
+        )
+    assert (
+        "tensor=2: ranks that share a layer communicate in each layer, so they belong on one node, "
+        "received 1 device(s) on each: expected a size that divides them"
+    ) in str(raised.value)
