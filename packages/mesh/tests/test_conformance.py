@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from stratagem_testing import StrategyConformance
 
 pytestmark = pytest.mark.conformance

@@ -127,7 +127,7 @@ def _step(lite: Lite, subject: Subject, folder: str, batches: int = 0) -> dict[s
     model, optimizer = _model(lite, subject)
     count = batches or lite.ranks.data_split[1]
     numbers: Any = range(count)
-    loader: Any = DataLoader(numbers, batch_size=1, collate_fn=lambda own: _batch(subject.batch, *own))
+    loader: Any = DataLoader(numbers, collate_fn=lambda own: _batch(subject.batch, *own))
     own = list(lite.setup_dataloaders(loader))
     outputs: dict[str, Tensor] = {}
     hooks = _record(model, outputs)
