@@ -129,7 +129,7 @@ class MeshStrategy(ModelParallelStrategy):
         return self.device_mesh[names]
 
     def setup_environment(self) -> None:
-        """Join the process group, then arrange the ranks; those of a sequence form a group."""
+        """Join the process group, then arrange the ranks; ranks of a sequence form a group."""
         super().setup_environment()
         if self.context > 1:
             mesh = init_device_mesh(self.device.type, self.sizes, mesh_dim_names=AXES)
