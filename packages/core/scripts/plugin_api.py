@@ -34,9 +34,9 @@ PUBLIC = {
         "with_former_names"
     ),
     "stratagem.strategies": (
-        "Strategy ParallelStrategy SingleDeviceStrategy DDPStrategy TrainStep PreparedModel "
-        "Optimizers Axis Ranks ProcessGroupRanks Components StepOptions GradientClip StepMemory "
-        "Compilation StepModule user_module make_optimizers ActivationCheckpointing "
+        "Strategy ParallelStrategy SingleDeviceStrategy DDPStrategy TrainStep MicroBatch "
+        "PreparedModel Optimizers Axis Ranks ProcessGroupRanks Components StepOptions GradientClip "
+        "StepMemory Compilation StepModule user_module make_optimizers ActivationCheckpointing "
         "apply_activation_checkpointing check_activation_checkpointing use_huge_pages "
         "return_freed_memory DataSplit ReduceOp context_of"
     ),
@@ -364,6 +364,7 @@ INTERFACES = (
     "Strategy",
     "ParallelStrategy",
     "TrainStep",
+    "MicroBatch",
     "Ranks",
     "Accelerator",
     "Precision",
@@ -454,7 +455,7 @@ def _about_members(kind: type) -> str:
     for member in members(kind):
         if member.name != "__init__":
             role = "to override" if member.role == "abstract" else member.role
-            if kind.__name__ in ("TrainStep", "Shards", "LazyTensor"):
+            if kind.__name__ in ("TrainStep", "MicroBatch", "Shards", "LazyTensor"):
                 role = "to call" if member.kind.endswith("method") else "to read"
             elif not role:
                 role = "to set or read" if member.kind in ("attribute", "field") else "may be"

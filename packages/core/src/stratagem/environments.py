@@ -8,7 +8,7 @@ from stratagem.discovery.exports import exporter
 
 if TYPE_CHECKING:
     from stratagem.interfaces.cluster_environment import ClusterEnvironment as ClusterEnvironment
-    from stratagem.one_device.environment import PlainEnvironment as PlainEnvironment
+    from stratagem.one_device.launcher import PlainEnvironment as PlainEnvironment
     from stratagem_torch.environments.lsf import LSFEnvironment as LSFEnvironment
     from stratagem_torch.environments.mpi import MPIEnvironment as MPIEnvironment
     from stratagem_torch.environments.slurm import SLURMEnvironment as SLURMEnvironment

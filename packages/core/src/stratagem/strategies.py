@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         misspelled_methods as misspelled_methods,
         uncalled_methods as uncalled_methods,
     )
+    from stratagem.interfaces.micro_batch import MicroBatch as MicroBatch
     from stratagem.interfaces.prepared_model import (
         Optimizers as Optimizers,
         PreparedModel as PreparedModel,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,11 +14,18 @@ from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.plan.step_options import GradientClip
 
+if TYPE_CHECKING:
+    from stratagem.interfaces.micro_batch import MicroBatch
+
 
 class Stepping:
     """The optimizer step of a strategy; base class of `Strategy`, which documents the calls."""
 
     precision: Precision
+
+    opens_micro_batches: bool = False
+    """Whether a `train_step` or `accumulate_all` of one's own computes the loss of each micro-batch
+    separately, by `step.open`. Models with `loss_weight` need it, under such a strategy."""
 
     def train_step(
         self, prepared: PreparedModel, step: TrainStep, micro_batches: Collection[Any]
@@ -200,11 +207,15 @@ class TrainStep:
     step, `optimizer_step_was_skipped` is called instead of `after_optimizer_step`.
     `Strategy.accumulate_all` does the first part, `Strategy.finish_step` the second.
 
+    A strategy that works on several micro-batches at the same time, such as a pipeline, calls
+    `open(micro_batch)` instead of `begin`, and then the methods of the `MicroBatch`.
+
     A strategy that runs the whole step as one program calls `begin` and `end` for each micro-batch
     and `after_optimizer_step`. It omits the hooks that the program cannot call.
 
     Attributes:
         clip: the gradient clipping; None for no clipping.
+        current: the opened micro-batch that the methods work on; None: that of the last `begin`.
 
     Example:
         >>> import torch
@@ -224,6 +235,23 @@ class TrainStep:
     """
 
     clip: GradientClip | None = None
+    current: MicroBatch | None = None
+
+    def open(self, micro_batch: Any) -> MicroBatch:
+        """Begin a micro-batch while others are under way; return the object to work on it."""
+        from stratagem.interfaces.micro_batch import MicroBatch  # most strategies open none
+
+        return MicroBatch(self, micro_batch)
+
+    def suspend(self) -> Any:
+        """Return the state of the current micro-batch, which `resume` restores; never None.
+
+        A front end that keeps something of each micro-batch overrides both methods.
+        """
+        return ()
+
+    def resume(self, suspended: Any) -> None:
+        """Restore the state of an opened micro-batch; None: it is about to begin."""
 
     def begin(self, micro_batch: Any) -> Any:
         """Return the micro-batch on the device, converted; call the hooks at its start."""

@@ -8,8 +8,9 @@ from stratagem.discovery.exports import exporter
 
 if TYPE_CHECKING:
     from stratagem.lite.dataloader import LiteDataLoader as LiteDataLoader
-    from stratagem.lite.lite import Lite as Lite, PathLike as PathLike, numbers_of as numbers_of
+    from stratagem.lite.lite import Lite as Lite, PathLike as PathLike
     from stratagem.lite.module import LiteModule as LiteModule
+    from stratagem.lite.objects import numbers_of as numbers_of
     from stratagem.lite.state import collect as collect, restore as restore
 
     def __getattr__(name: str) -> Any: ...  # names that installed distributions add

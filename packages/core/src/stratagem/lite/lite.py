@@ -987,6 +987,8 @@ class Lite(FrontEnd):
             ConfigurationError: a value is neither a number nor a tensor of one element.
         """
         if self.is_global_zero:
+            from stratagem.lite.objects import numbers_of
+
             for logger in self.loggers:
                 logger.log_metrics(numbers_of(metrics), step)
             if not self.loggers:
@@ -1042,26 +1044,6 @@ class Lite(FrontEnd):
     def seed_everything(seed: int | None = None, workers: bool = True) -> int:
         """Seed Python, NumPy and torch alike on every rank; see `stratagem.seed_everything`."""
         return seed_everything(seed, workers=workers)
-
-
-def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return values as floats.
-
-    Raises:
-        ConfigurationError: a value is neither a number nor a tensor of one element; names it.
-    """
-    numbers = {}
-    for name, value in metrics.items():
-        try:
-            numbers[name] = float(value.detach() if isinstance(value, Tensor) else value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            shape = getattr(value, "shape", None)
-            received = repr(value) if shape is None else f"one of shape {tuple(shape)}"
-            raise ConfigurationError(
-                f"log_dict: {name!r}: expected a number or a tensor of one element, received "
-                f"{received}: log its mean, or each part by a name of its own"
-            ) from error
-    return numbers
 
 
 def _tensors(data: Any) -> Any:

@@ -170,3 +170,23 @@ def load_state(lite: Lite, folder: str | os.PathLike[str]) -> None:
         )
     if lite.global_rank < len(random):
         set_rng_state(random[lite.global_rank], lite.strategy.accelerator, lite.device)
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return values as floats.
+
+    Raises:
+        ConfigurationError: a value is neither a number nor a tensor of one element; names it.
+    """
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[name] = float(value.detach() if isinstance(value, Tensor) else value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            shape = getattr(value, "shape", None)
+            received = repr(value) if shape is None else f"one of shape {tuple(shape)}"
+            raise ConfigurationError(
+                f"log_dict: {name!r}: expected a number or a tensor of one element, received "
+                f"{received}: log its mean, or each part by a name of its own"
+            ) from error
+    return numbers

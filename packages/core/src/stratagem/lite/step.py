@@ -32,7 +32,7 @@ class LossStep(TrainStep):
         """The losses so far, multiplied by their factors, without gradients."""
         self._loss = loss
         self._factors = factors
-        self._ended = 0
+        self._index = self._opened = 0
 
     def loss(self, part: Any, *, converted: bool = False) -> Tensor | None:
         """Return the user's loss, multiplied by its factor."""
@@ -44,7 +44,17 @@ class LossStep(TrainStep):
                 f"step(): loss(micro_batch) returned a {type(loss).__name__}; expected a scalar "
                 "tensor with a gradient, or None to skip the micro-batch"
             )
-        return loss if self._factors is None else weighted(loss, self._factors[self._ended])
+        return loss if self._factors is None else weighted(loss, self._factors[self._index])
+
+    def suspend(self) -> int:
+        """Return the index of the current micro-batch."""
+        return self._index
+
+    def resume(self, suspended: int | None) -> None:
+        """Restore the index of an opened micro-batch; None: it is about to begin."""
+        if suspended is None:
+            suspended, self._opened = self._opened, self._opened + 1
+        self._index = suspended
 
     def before_backward(self, loss: Tensor) -> None:
         """Keep the loss."""
@@ -52,4 +62,4 @@ class LossStep(TrainStep):
 
     def end(self, micro_batch: Any) -> None:
         """Count the micro-batch."""
-        self._ended += 1
+        self._index += 1

@@ -89,7 +89,7 @@ _COMPONENTS: tuple[ComponentSpec, ...] = (
     ),
     ClusterEnvironmentSpec(
         name="plain",
-        target="stratagem.one_device.environment:PlainEnvironment",
+        target="stratagem.one_device.launcher:PlainEnvironment",
         api_version=2,
         summary="MASTER_ADDR, MASTER_PORT, WORLD_SIZE, NODE_RANK and LOCAL_RANK, or one node",
     ),

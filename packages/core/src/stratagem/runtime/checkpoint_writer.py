@@ -124,16 +124,11 @@ def _compared_with_the_model(
     whole = prepared.original.state_dict()
     divided = strategy.capabilities.parameters == "divided"
     for name, value in whole.items():
-        saved = state.get(name)
+        saved: Any = state.get(name)
         # An engine may keep an empty tensor in a parameter's place, and return one where rank 0
         # has the whole.
-        if (
-            not divided
-            and isinstance(saved, torch.Tensor)
-            and isinstance(value, torch.Tensor)
-            and min(saved.numel(), value.numel())
-            and saved.shape != value.shape
-        ):
+        is_compared = not divided and isinstance(saved, Tensor) and isinstance(value, Tensor)
+        if is_compared and min(saved.numel(), value.numel()) and saved.shape != value.shape:
             raise PluginError(
                 f"{type(strategy).__name__}.model_state returned {name!r} with the shape "
                 f"{tuple(saved.shape)}, and the model's has {tuple(value.shape)}: return whole "
@@ -156,10 +151,9 @@ def _compared_with_other_ranks(
     # A hash, so that the ranks exchange 24 bytes each and not the names.
     numbers = [len(names), zlib.crc32("\n".join(names).encode()), len(missing)]
     of_ranks = ranks.all_gather(torch.tensor(numbers, dtype=torch.int64)).tolist()
-    differing = [rank for rank, (count, *_) in enumerate(of_ranks) if count]
-    if any(of_ranks[rank][:2] != of_ranks[0][:2] for rank in differing):
-        gathered = ranks.gather_objects(names)
-        rank = next(rank for rank in differing if of_ranks[rank][:2] != of_ranks[0][:2])
+    differing = [r for r, (*own, _) in enumerate(of_ranks) if own[0] and own != of_ranks[0][:2]]
+    if differing:
+        gathered, rank = ranks.gather_objects(names), differing[0]
         apart = sorted(set(gathered[rank]) ^ set(gathered[0]))
         raise PluginError(
             f"{type(strategy).__name__}.model_state returned {len(gathered[0])} whole tensors on "
@@ -251,10 +245,6 @@ def first_nonfinite(state: Mapping[str, Any], trained: Set[str]) -> str:
 def _tensors(value: Any) -> Iterator[Tensor]:
     for tensor in [chunk for _, chunk in value.chunks] if isinstance(value, Shards) else [value]:
         # A subclass may hold its values in any form.
-        if (
-            type(tensor) in (Tensor, torch.nn.Parameter)
-            and tensor.dtype in _DTYPES
-            and tensor.numel()
-            and tensor.device.type != "meta"
-        ):
+        is_read = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.dtype in _DTYPES
+        if is_read and tensor.numel() and tensor.device.type != "meta":
             yield tensor.detach()

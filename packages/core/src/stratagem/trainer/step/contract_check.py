@@ -142,8 +142,8 @@ class StrategyCheck:
         raise PluginError(
             f"{self._kind.__name__}.train_step has begun a micro-batch before it ended the one "
             "before, so that hooks and logged values would be of the wrong one: call "
-            "step.end(micro_batch) first. To work on several at once, keep what step.begin "
-            "returned, end each, and call step.loss(batch, converted=True) for them afterwards"
+            "step.end(micro_batch) first. To work on several at once, call "
+            "step.open(micro_batch) for each, and the methods of what it returns"
         )
 
     def refuse_counted_twice(self) -> NoReturn:

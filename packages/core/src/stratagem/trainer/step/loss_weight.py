@@ -37,7 +37,7 @@ def check_loss_weight(module: Module, strategy: Strategy, plan: RunPlan) -> None
     """
     if not defines_loss_weight(module):
         return
-    problem = taken_as_a_whole(strategy, plan)
+    problem = "" if strategy.opens_micro_batches else taken_as_a_whole(strategy, plan)
     if not module.automatic_optimization:
         problem = "automatic_optimization is False, so that training_step has to weight its losses"
     elif plan.capabilities.one_process and len(plan.devices) > 1:

@@ -216,6 +216,8 @@ class Step(TrainStep):
             if self.update is None:
                 self._check.check()
         self._end_batch()
+        if self.batch_idx < self.state.batches:  # the last micro-batch has ended before others
+            self.batch_idx = self.state.batches
         if self._clear_after_step is not None:
             self._clear_after_step()
         self.batch = None
@@ -225,7 +227,7 @@ class Step(TrainStep):
     def abandon(self) -> None:
         """Drop the current step without taking it, because the epoch ends here."""
         self.uncounted = self.begun = 0
-        self.batch = self.metrics.batch = self.outputs = self.latest_loss = None
+        self.batch = self.metrics.batch = self.outputs = self.latest_loss = self.current = None
         self.metrics.row = {}
         for optimizer in self.context.optimizers:
             optimizer.zero_grad()
@@ -266,9 +268,22 @@ class Step(TrainStep):
 
     # -- called by the strategy
 
+    def suspend(self) -> Any:
+        """Return the state of the current micro-batch."""
+        results = self.outputs, self.latest_loss
+        return self.batch, self.batch_idx, *results, self._factor, self.metrics.counts
+
+    def resume(self, suspended: Any) -> None:
+        """Restore the state of an opened micro-batch; None: it is about to begin."""
+        if suspended is None:
+            suspended = None, self.state.batches + self.begun, None, None, 1.0, True
+        self.batch, self.batch_idx, self.outputs, self.latest_loss, *weight = suspended
+        self._factor, self.metrics.counts = weight
+        self.metrics.batch = self.batch
+
     def begin(self, micro_batch: Any) -> Any:
         """Call the hooks of a micro-batch's start; return the converted batch."""
-        if self.begun > self._ended and self._check.is_due:
+        if self.begun > self._ended and self._check.is_due and self.current is None:
             self._check.refuse_overlap()
         self.begun += 1
         batch = micro_batch if self.convert is None else self.convert(micro_batch)
