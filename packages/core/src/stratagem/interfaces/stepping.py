@@ -208,7 +208,8 @@ class TrainStep:
     `Strategy.accumulate_all` does the first part, `Strategy.finish_step` the second.
 
     A strategy that works on several micro-batches at the same time, such as a pipeline, calls
-    `open(micro_batch)` instead of `begin`, and then the methods of the `MicroBatch`.
+    `open(micro_batch)` instead of `begin`, and then the methods of the `MicroBatch`. These call
+    `suspend` and `resume` if the last call was for another micro-batch.
 
     A strategy that runs the whole step as one program calls `begin` and `end` for each micro-batch
     and `after_optimizer_step`. It omits the hooks that the program cannot call.
