@@ -49,6 +49,10 @@ class MeshStrategy(ModelParallelStrategy):
             without one is searched for pairs of layers.
         context_modules: names of the modules that compute parts of a sequence. With None, models of
             transformers and `nn.TransformerEncoder`s.
+        check_context: compare the first forward pass of these modules with that of the whole
+            sequence, which each rank then computes once, and raise if they differ.
+        gather_logits: give each rank the logits of the whole sequence also where a model of
+            transformers has computed the loss from them, in training.
         auto_wrap_policy, activation_checkpointing, reshard_after_forward: see `FSDPStrategy`.
         **components: see `ShardedStrategy` and `ParallelStrategy`.
 
@@ -73,6 +77,8 @@ class MeshStrategy(ModelParallelStrategy):
         tensor: int = 1,
         tensor_plan: TensorPlan | None = None,
         context_modules: Sequence[str] | None = None,
+        check_context: bool = True,
+        gather_logits: bool = False,
         **components: Any,
     ) -> None:
         super().__init__(**components)
@@ -83,6 +89,8 @@ class MeshStrategy(ModelParallelStrategy):
         check_plan(tensor_plan)
         self.tensor_plan = tensor_plan
         self.context_modules = context_modules
+        self.check_context = check_context
+        self.gather_logits = gather_logits
         self._regions: ContextRegions | None = None
 
     # -- the mesh
@@ -133,7 +141,11 @@ class MeshStrategy(ModelParallelStrategy):
         super().setup_environment()
         if self.context > 1:
             mesh = init_device_mesh(self.device.type, self.sizes, mesh_dim_names=AXES)
-            self._regions = ContextRegions(mesh.get_group("context"))
+            self._regions = ContextRegions(
+                mesh.get_group("context"),
+                check=self.check_context,
+                gather_logits=self.gather_logits,
+            )
 
     # -- the model
 

@@ -1,0 +1,144 @@
+"""The forward pass of a region that runs, which attention and masks inside it read.
+
+It is a state of the process, since a backward pass recomputes layers in threads of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from stratagem.errors import UserCodeError
+from stratagem_mesh.context.collectives import ContextGroup, cut, share
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward pass of a region.
+
+    Attributes:
+        name: the region, in words.
+        group: the ranks that share the sequence.
+        length: the number of positions.
+        mask: which keys each query attends to (bool), or what is added to their scores; of the
+            whole sequence.
+        is_causal: whether a query attends to the keys up to its own position.
+        masks: entries of the batch from which transformers makes masks.
+        weight: the fraction of the loss that this rank computes.
+    """
+
+    name: str
+    group: ContextGroup
+    length: int
+    mask: Tensor | None = None
+    is_causal: bool = False
+    masks: dict[str, Any] | None = None
+    weight: float | None = None
+
+    @property
+    def part(self) -> int:
+        """The number of positions of a rank."""
+        return -(-self.length // self.group.size)
+
+    @property
+    def total(self) -> int:
+        """The number of positions with those that make it divisible."""
+        return self.part * self.group.size
+
+    def cut(self, tensor: Tensor, dim: int, value: float = 0) -> Tensor:
+        """Return the part of this rank."""
+        return cut(fill(tensor, self.total, dim, value), self.group, dim)
+
+    def share(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that is not divided."""
+        return share(tensor, self.group) if tensor.requires_grad else tensor
+
+
+class _Running:
+    call: Call | None = None
+    recomputed_by: nn.Module | None = None
+
+
+def fill(tensor: Tensor, total: int, dim: int, value: float = 0) -> Tensor:
+    """Extend a dimension to a size."""
+    missing = total - tensor.shape[dim]
+    if not missing:
+        return tensor
+    sizes = [0, 0] * (tensor.ndim - 1 - dim % tensor.ndim) + [0, missing]
+    return pad(tensor, sizes, value=value)
+
+
+def divides(length: int, group: ContextGroup) -> bool:
+    """Whether a sequence is divided: a short one is computed on each rank.
+
+    With at least two positions for each rank, a mask of a part is told from one of the whole.
+    """
+    return length >= 2 * group.size
+
+
+_live: WeakSet[Call] = WeakSet()
+
+
+def begin(call: Call) -> None:
+    """Start the forward pass."""
+    _Running.call = call
+    _live.add(call)
+
+
+def end() -> None:
+    """End the forward pass; until its backward pass, its layers may be recomputed."""
+    _Running.call = None
+
+
+def running() -> Call | None:
+    """Return the forward pass that runs, or None."""
+    return _Running.call
+
+
+def is_recomputing() -> bool:
+    """Whether a backward pass recomputes a layer of a region."""
+    return _Running.recomputed_by is not None
+
+
+def recomputed(part: int) -> Call:
+    """Return the forward pass with parts of this size that is recomputed.
+
+    Raises:
+        UserCodeError: there are several, which differ.
+    """
+    found = [call for call in _live if call.part == part]
+    kinds = {(call.length, id(call.mask), call.is_causal) for call in found}
+    if len(kinds) != 1:
+        raise UserCodeError(
+            f"activation checkpointing recomputes a layer of {part} positions, and there are "
+            f"{len(kinds)} different forward passes that it may belong to: expected one backward "
+            "pass after each forward pass with a mask. Call manual_backward for each, pass the "
+            "same mask to both, or train without activation checkpointing"
+        )
+    return found[0]
+
+
+def watch_recomputing(module: nn.Module) -> list[Any]:
+    """Let the layers of a region run as its parts when a backward pass recomputes them."""
+    handles: list[Any] = []
+    for part in module.modules():
+        if any(True for _ in part.children()):
+            handles.append(part.register_forward_pre_hook(_begin_again))
+            handles.append(part.register_forward_hook(_end_again, always_call=True))
+    return handles
+
+
+def _begin_again(module: nn.Module, inputs: Any) -> None:
+    if _Running.call is None and _Running.recomputed_by is None:
+        if torch._C._current_graph_task_id() != -1:
+            _Running.recomputed_by = module
+
+
+def _end_again(module: nn.Module, inputs: Any, output: Any) -> None:
+    if _Running.recomputed_by is module:
+        _Running.recomputed_by = None

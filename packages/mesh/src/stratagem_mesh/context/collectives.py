@@ -1,0 +1,185 @@
+"""Differentiable exchanges between the ranks that share a sequence.
+
+The gradients of parameters are averaged over these ranks, so what a rank computes for its part
+alone counts with the number of ranks: in a region all gradients are multiplied by it.
+
+- `cut` begins a region, and divides the gradients of its parts by the number of ranks.
+- `gather` ends a region, and multiplies the gradient by the number of ranks.
+- `exchange` and `gather_keys` stay inside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ContextGroup:
+    """The ranks that share a sequence, in its order.
+
+    Attributes:
+        group: their process group.
+        rank: the index of this rank among them.
+        size: their number.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    def slice(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return the part of this rank; the dimension is a multiple of the number of ranks."""
+        part = tensor.shape[dim] // self.size
+        return tensor.narrow(dim, self.rank * part, part)
+
+    def join(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return the parts of all ranks, one after the other."""
+        tensor = tensor.contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor, group=self.group)
+        return torch.cat(parts, dim)
+
+    def swap(self, tensor: Tensor, dim: int) -> list[Tensor]:
+        """Send the i-th part of a dimension to rank i; return what the ranks sent to this one."""
+        parts = [part.contiguous() for part in tensor.chunk(self.size, dim)]
+        received = [torch.empty_like(part) for part in parts]
+        dist.all_to_all(received, parts, group=self.group)
+        return received
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum over the ranks."""
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self.group)
+        return total
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ContextGroup, divided: int, joined: int) -> Tensor:
+        ctx.arguments = group, joined, divided
+        return torch.cat(group.swap(tensor, divided), joined)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return exchange(gradients[0], *ctx.arguments), None, None, None
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ContextGroup, dim: int) -> Tensor:
+        ctx.arguments = group, dim
+        return group.slice(tensor, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        group, dim = ctx.arguments
+        return group.join(gradients[0], dim) / group.size, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ContextGroup, dim: int, owner: object) -> Tensor:
+        ctx.arguments, ctx.owner = (group, dim), owner
+        return group.join(tensor, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        group, dim = ctx.arguments
+        return group.slice(gradients[0], dim) * group.size, None, None, None
+
+
+class _GatherKeys(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ContextGroup, dim: int) -> Tensor:
+        ctx.arguments = group, dim
+        return group.join(tensor, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        group, dim = ctx.arguments
+        return torch.stack(group.swap(gradients[0], dim)).sum(0), None, None
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ContextGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.group.sum(gradients[0]) / ctx.group.size, None
+
+
+class _First(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ContextGroup, owner: object) -> Tensor:
+        ctx.group, ctx.owner = group, owner
+        sent = tensor if group.rank == 0 else torch.zeros_like(tensor)
+        return group.sum(sent)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        factor = ctx.group.size if ctx.group.rank == 0 else 0
+        return gradients[0] * factor, None, None
+
+
+class _SumOfLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, loss: Tensor, fraction: float, group: ContextGroup, owner: object
+    ) -> Tensor:
+        ctx.factor, ctx.owner = fraction * group.size, owner
+        # The mean over no labels is NaN.
+        return group.sum(loss * fraction if fraction else torch.zeros_like(loss))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.factor, None, None, None
+
+
+def exchange(tensor: Tensor, group: ContextGroup, divided: int, joined: int) -> Tensor:
+    """Divide a dimension between the ranks, and join another one that is divided between them."""
+    result: Tensor = _Exchange.apply(tensor, group, divided, joined)
+    return result
+
+
+def cut(tensor: Tensor, group: ContextGroup, dim: int) -> Tensor:
+    """Return the part of this rank of a tensor that all ranks have; begins a region."""
+    result: Tensor = _Cut.apply(tensor, group, dim)
+    return result
+
+
+def gather(tensor: Tensor, group: ContextGroup, dim: int, owner: object) -> Tensor:
+    """Return the parts of all ranks, on each; ends a region. The graph keeps `owner` alive."""
+    result: Tensor = _Gather.apply(tensor, group, dim, owner)
+    return result
+
+
+def gather_keys(tensor: Tensor, group: ContextGroup, dim: int) -> Tensor:
+    """Return the parts of all ranks inside a region, where each rank uses them for its part."""
+    result: Tensor = _GatherKeys.apply(tensor, group, dim)
+    return result
+
+
+def share(tensor: Tensor, group: ContextGroup) -> Tensor:
+    """Return a tensor that all ranks have and use for their parts; begins a region."""
+    result: Tensor = _Share.apply(tensor, group)
+    return result
+
+
+def first(tensor: Tensor, group: ContextGroup, owner: object) -> Tensor:
+    """Return the tensor of the first rank on each; ends a region."""
+    result: Tensor = _First.apply(tensor, group, owner)
+    return result
+
+
+def sum_of_losses(loss: Tensor, fraction: float, group: ContextGroup, owner: object) -> Tensor:
+    """Return the sum of the ranks' losses times their fractions, on each; ends a region."""
+    result: Tensor = _SumOfLosses.apply(loss, fraction, group, owner)
+    return result
