@@ -28,7 +28,8 @@ class Call:
         mask: which keys each query attends to (bool), or what is added to their scores; of the
             whole sequence.
         is_causal: whether a query attends to the keys up to its own position.
-        masks: entries of the batch from which transformers makes masks.
+        makes_masks: whether transformers makes masks from parts of the batch.
+        positions: the `position_ids` of the user for it, of the whole sequence.
         weight: the fraction of the loss that this rank computes.
     """
 
@@ -37,7 +38,8 @@ class Call:
     length: int
     mask: Tensor | None = None
     is_causal: bool = False
-    masks: dict[str, Any] | None = None
+    makes_masks: bool = False
+    positions: Tensor | None = None
     weight: float | None = None
 
     @property

@@ -143,43 +143,41 @@ class _SumOfLosses(torch.autograd.Function):
         return gradients[0] * ctx.factor, None, None, None
 
 
+def _apply(function: Any, *arguments: Any) -> Tensor:
+    result: Tensor = function.apply(*arguments)
+    return result
+
+
 def exchange(tensor: Tensor, group: ContextGroup, divided: int, joined: int) -> Tensor:
     """Divide a dimension between the ranks, and join another one that is divided between them."""
-    result: Tensor = _Exchange.apply(tensor, group, divided, joined)
-    return result
+    return _apply(_Exchange, tensor, group, divided, joined)
 
 
 def cut(tensor: Tensor, group: ContextGroup, dim: int) -> Tensor:
     """Return the part of this rank of a tensor that all ranks have; begins a region."""
-    result: Tensor = _Cut.apply(tensor, group, dim)
-    return result
+    return _apply(_Cut, tensor, group, dim)
 
 
 def gather(tensor: Tensor, group: ContextGroup, dim: int, owner: object) -> Tensor:
     """Return the parts of all ranks, on each; ends a region. The graph keeps `owner` alive."""
-    result: Tensor = _Gather.apply(tensor, group, dim, owner)
-    return result
+    return _apply(_Gather, tensor, group, dim, owner)
 
 
 def gather_keys(tensor: Tensor, group: ContextGroup, dim: int) -> Tensor:
     """Return the parts of all ranks inside a region, where each rank uses them for its part."""
-    result: Tensor = _GatherKeys.apply(tensor, group, dim)
-    return result
+    return _apply(_GatherKeys, tensor, group, dim)
 
 
 def share(tensor: Tensor, group: ContextGroup) -> Tensor:
     """Return a tensor that all ranks have and use for their parts; begins a region."""
-    result: Tensor = _Share.apply(tensor, group)
-    return result
+    return _apply(_Share, tensor, group)
 
 
 def first(tensor: Tensor, group: ContextGroup, owner: object) -> Tensor:
     """Return the tensor of the first rank on each; ends a region."""
-    result: Tensor = _First.apply(tensor, group, owner)
-    return result
+    return _apply(_First, tensor, group, owner)
 
 
 def sum_of_losses(loss: Tensor, fraction: float, group: ContextGroup, owner: object) -> Tensor:
     """Return the sum of the ranks' losses times their fractions, on each; ends a region."""
-    result: Tensor = _SumOfLosses.apply(loss, fraction, group, owner)
-    return result
+    return _apply(_SumOfLosses, loss, fraction, group, owner)

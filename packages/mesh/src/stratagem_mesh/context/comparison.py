@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from stratagem.data import map_tensors
 from stratagem.errors import UserCodeError
+from stratagem_mesh.context.kinds import title
 
 TOLERANCES = {
     torch.float64: 1e-9,
@@ -47,7 +48,7 @@ def compare(region: Divided, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         error = _relative_error(own, whole)
         if not error <= _tolerance(region.module, whole):
             raise UserCodeError(
-                f"{region.name!r} ({type(region.module).__name__}) computes something else when "
+                f"{title(region.name, region.module)} computes something else when "
                 f"ranks divide its sequence: an output of shape {tuple(whole.shape)} is off by "
                 f"{error:.1e} of its largest value. Something in it reads positions of other ranks "
                 "otherwise than by scaled_dot_product_attention, or counts positions by itself: "

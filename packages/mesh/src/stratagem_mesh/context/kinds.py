@@ -30,6 +30,11 @@ class Kind(Protocol):
         """Return the whole outputs."""
 
 
+def title(name: str, module: nn.Module) -> str:
+    """Return how errors call a module."""
+    return f"{name!r} ({type(module).__name__})" if name else type(module).__name__
+
+
 def bind(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the inputs of a module by their names."""
     signature = inspect.signature(module.forward)
@@ -47,7 +52,7 @@ class NamedModule:
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        self._name = f"{type(module).__name__} {name!r}" if name else type(module).__name__
+        self._name = title(name, module)
         self._module = module
 
     def cut(
@@ -107,7 +112,7 @@ class TorchEncoder:
     """`nn.TransformerEncoder`; its masks are kept from its layers, and given to attention."""
 
     def __init__(self, name: str, module: nn.TransformerEncoder) -> None:
-        self._name = f"{type(module).__name__} {name!r}" if name else type(module).__name__
+        self._name = title(name, module)
         self._module = module
         attention: Any = module.layers[0].self_attn
         self._is_batch_first = bool(attention.batch_first)

@@ -14,7 +14,7 @@ from stratagem_mesh.context.attention import install
 from stratagem_mesh.context.call import Call, begin, end, running, watch_recomputing
 from stratagem_mesh.context.collectives import ContextGroup
 from stratagem_mesh.context.comparison import compare
-from stratagem_mesh.context.kinds import Arguments, Kind, NamedModule, TorchEncoder
+from stratagem_mesh.context.kinds import Arguments, Kind, NamedModule, TorchEncoder, title
 from stratagem_mesh.context.randomness import OwnStream
 from stratagem_mesh.context.transformers_models import (
     TransformersModel,
@@ -129,7 +129,7 @@ def refuse_layers(name: str, module: nn.Module) -> None:
         if isinstance(part, NOT_DIVIDED):
             path = ".".join(filter(None, (name, inner)))
             raise ConfigurationError(
-                f"context parallelism divides {name!r} ({type(module).__name__}) along the "
+                f"context parallelism divides {title(name, module)} along the "
                 f"sequence, and {path!r} in it is a {type(part).__name__}, which reads several "
                 "positions: name in context_modules the modules without such layers, or pass "
                 "context=1"

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem_mesh.context.call import Call, divides, running
 from stratagem_mesh.context.collectives import ContextGroup, first, gather, sum_of_losses
-from stratagem_mesh.context.kinds import Arguments, bind
+from stratagem_mesh.context.kinds import Arguments, bind, title
 
 IGNORED = -100
 """The label that has no loss."""
@@ -56,7 +56,7 @@ def check_model(name: str, model: Any) -> None:
     Raises:
         ConfigurationError: says why.
     """
-    kind = f"{type(model).__name__}{f' {name!r}' if name else ''}"
+    kind = title(name, model)
     if model.config.is_encoder_decoder:
         raise ConfigurationError(
             f"context parallelism divides one sequence, and {kind} attends from one sequence to "
@@ -82,10 +82,14 @@ class TransformersModel:
     """A model of transformers, with its loss if it has one."""
 
     def __init__(self, name: str, model: Any, *, gather_logits: bool) -> None:
-        self._name = f"{type(model).__name__} {name!r}" if name else type(model).__name__
+        self._name = title(name, model)
         self._model = model
         self._gathers_logits = gather_logits
         self._names = set(inspect.signature(model.forward).parameters)
+        # Other losses take no notice of num_items_in_batch.
+        self._counts_items = (
+            "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
+        )
         self._shifts = type(model).__name__.endswith(SHIFTED)
         for part in model.modules():
             if is_model(part):
@@ -101,7 +105,7 @@ class TransformersModel:
             return None
         self._refuse(inputs)
         call = Call(self._name, group, whole.shape[1])
-        call.masks = {name: inputs.get(name) for name in ("attention_mask", "position_ids")}
+        call.makes_masks, call.positions = True, inputs.get("position_ids")
         self._divide_loss(call, inputs)
         self._cut_positions(call, inputs)
         for name in _SEQUENCES:
@@ -111,8 +115,6 @@ class TransformersModel:
         mask = inputs.get("attention_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2:
             inputs["attention_mask"] = call.cut(mask, 1)
-        if "use_cache" in self._names:
-            inputs["use_cache"] = False
         return call, ((), {**inputs, "return_dict": True})
 
     @staticmethod
@@ -143,7 +145,7 @@ class TransformersModel:
             following = pad(labels[:, 1:], (0, 1), value=IGNORED)
             labels = inputs.setdefault("shift_labels", following)
             inputs["labels"] = labels
-        if inputs.get("num_items_in_batch") is not None:
+        if self._counts_items and inputs.get("num_items_in_batch") is not None:
             call.weight = 1.0
             return
         own = call.cut(labels, 1, IGNORED).ne(IGNORED).sum().item()
@@ -154,9 +156,17 @@ class TransformersModel:
             positions = inputs["position_ids"]
             inputs["position_ids"] = call.cut(positions, positions.ndim - 1)
         elif "position_ids" in self._names:
-            device = inputs.get("input_ids", inputs.get("inputs_embeds")).device
-            positions = torch.arange(call.length, device=device)[None]
-            inputs["position_ids"] = call.cut(positions, 1)
+            inputs["position_ids"] = call.cut(self._positions(call, inputs), 1)
+
+    def _positions(self, call: Call, inputs: dict[str, Any]) -> Tensor:
+        """Return the positions that the model counts from the whole sequence."""
+        for part in self._model.modules():
+            count = getattr(part, "create_position_ids_from_input_ids", None)
+            if count is not None and "input_ids" in inputs:  # RoBERTa and its kin
+                counted: Tensor = count(inputs["input_ids"], part.padding_idx)
+                return counted
+        whole: Tensor = inputs["input_ids" if "input_ids" in inputs else "inputs_embeds"]
+        return torch.arange(call.length, device=whole.device)[None]
 
     def join(self, call: Call, output: Any) -> Any:
         """See Kind."""
@@ -173,6 +183,8 @@ class TransformersModel:
             return gather(value, call.group, 1, call).narrow(1, 0, call.length)
         if name == "hidden_states":
             return tuple(self._joined(call, "last_hidden_state", part) for part in value)
+        if name == "past_key_values":  # of a part; a call that reads them passes use_cache=True
+            return None
         if name == "pooler_output":
             return first(value, call.group, call)
         raise UserCodeError(
@@ -212,7 +224,7 @@ def _of_whole_batch(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def create_mask(*args: Any, **kwargs: Any) -> Any:
         call = running()
-        if call is None or call.masks is None:
+        if call is None or not call.makes_masks:
             return function(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         given = bound.arguments
@@ -224,9 +236,11 @@ def _of_whole_batch(function: Callable[..., Any]) -> Callable[..., Any]:
                 )
         embeds = "inputs_embeds" if "inputs_embeds" in signature.parameters else "input_embeds"
         given[embeds] = given[embeds].detach()[:, :1, :1].expand(-1, call.length, -1)
-        for name, value in call.masks.items():
-            if name in signature.parameters:
-                given[name] = value
+        mask = given.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.ndim == 2:
+            given["attention_mask"] = call.group.join(mask, 1)[:, : call.length]
+        if given.get("position_ids") is not None:
+            given["position_ids"] = call.positions
         if "cache_position" in signature.parameters:
             given["cache_position"] = torch.arange(call.length, device=given[embeds].device)
         return function(*bound.args, **bound.kwargs)
