@@ -1,1 +1,1 @@
-"""Context parallelism: modules whose ranks compute parts of a sequence."""
+"""Context parallelism: modules that compute a part of a sequence on each rank."""

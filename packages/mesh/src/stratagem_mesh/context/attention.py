@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -14,9 +15,17 @@ from stratagem_mesh.context.collectives import exchange, gather_keys
 _original = nn.functional.scaled_dot_product_attention
 
 
-def install() -> None:
-    """Replace torch's attention by one that knows of regions; outside of them it is torch's."""
+def install(region: nn.Module) -> None:
+    """Replace torch's attention by one that knows of regions; elsewhere it calls torch's.
+
+    Files of the region's modules that have imported it by name have it replaced there too.
+    """
     nn.functional.scaled_dot_product_attention = attend
+    files = {kind.__module__ for part in region.modules() for kind in type(part).__mro__}
+    for file in files:
+        names = vars(sys.modules[file]) if file in sys.modules else {}
+        for name in [name for name, value in names.items() if value is _original]:
+            names[name] = attend
 
 
 def attend(
@@ -94,7 +103,7 @@ def causal(length: int, device: torch.device) -> Tensor:
 
 
 def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """Return the mask that allows what both allow; a mask that is not bool is added to scores."""
+    """Return the intersection of two masks; masks of other types than bool are added to scores."""
     if first is None or second is None:
         return second if first is None else first
     if first.dtype == second.dtype == torch.bool:
@@ -123,7 +132,7 @@ def _check_shapes(call: Call, query: Tensor, key: Tensor) -> None:
 def _whole_mask(
     call: Call, mask: Tensor | None, is_causal: bool, device: torch.device
 ) -> tuple[Tensor | None, bool]:
-    """Return the mask over the whole sequence, and whether it is the causal one instead."""
+    """Return the mask over the whole sequence, and whether the causal one replaces it."""
     if mask is None:
         mask, is_causal = call.mask, is_causal or call.is_causal
     elif mask.requires_grad:
@@ -157,7 +166,7 @@ def _is_causal(mask: Tensor) -> bool:
 
 
 def _filled(call: Call, mask: Tensor | None, device: torch.device) -> Tensor:
-    """Extend a mask: no query attends to added keys, and what added queries read is not used."""
+    """Extend a mask: no query attends to added keys; the outputs of added queries are not used."""
     if mask is None:
         mask = torch.ones(1, call.length, dtype=torch.bool, device=device)
     is_bool = mask.dtype == torch.bool

@@ -1,6 +1,6 @@
 """The forward pass of a region that runs, which attention and masks inside it read.
 
-It is a state of the process, since a backward pass recomputes layers in threads of its own.
+The process has one state, since a backward pass recomputes layers in threads of its own.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Call:
         name: the region, in words.
         group: the ranks that share the sequence.
         length: the number of positions.
-        mask: which keys each query attends to (bool), or what is added to their scores; of the
-            whole sequence.
+        mask: which keys each query attends to (bool), or a term of their scores; of the whole
+            sequence.
         is_causal: whether a query attends to the keys up to its own position.
         makes_masks: whether transformers makes masks from parts of the batch.
         positions: the `position_ids` of the user for it, of the whole sequence.
@@ -49,7 +49,7 @@ class Call:
 
     @property
     def total(self) -> int:
-        """The number of positions with those that make it divisible."""
+        """The number of positions, filled up to a multiple of the ranks."""
         return self.part * self.group.size
 
     def cut(self, tensor: Tensor, dim: int, value: float = 0) -> Tensor:
@@ -76,9 +76,9 @@ def fill(tensor: Tensor, total: int, dim: int, value: float = 0) -> Tensor:
 
 
 def divides(length: int, group: ContextGroup) -> bool:
-    """Whether a sequence is divided: a short one is computed on each rank.
+    """Whether ranks divide a sequence; each rank computes a short sequence by itself.
 
-    With at least two positions for each rank, a mask of a part is told from one of the whole.
+    With two positions or more for each rank, the shape of a mask tells a part from the whole.
     """
     return length >= 2 * group.size
 
@@ -111,7 +111,7 @@ def recomputed(part: int) -> Call:
     """Return the forward pass with parts of this size that is recomputed.
 
     Raises:
-        UserCodeError: there are several, which differ.
+        UserCodeError: several forward passes match, and differ.
     """
     found = [call for call in _live if call.part == part]
     kinds = {(call.length, id(call.mask), call.is_causal) for call in found}
@@ -136,9 +136,9 @@ def watch_recomputing(module: nn.Module) -> list[Any]:
 
 
 def _begin_again(module: nn.Module, inputs: Any) -> None:
-    if _Running.call is None and _Running.recomputed_by is None:
-        if torch._C._current_graph_task_id() != -1:
-            _Running.recomputed_by = module
+    is_outside = _Running.call is None and _Running.recomputed_by is None
+    if is_outside and torch._C._current_graph_task_id() != -1:
+        _Running.recomputed_by = module
 
 
 def _end_again(module: nn.Module, inputs: Any, output: Any) -> None:

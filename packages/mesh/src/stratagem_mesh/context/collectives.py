@@ -1,7 +1,7 @@
 """Differentiable exchanges between the ranks that share a sequence.
 
-The gradients of parameters are averaged over these ranks, so what a rank computes for its part
-alone counts with the number of ranks: in a region all gradients are multiplied by it.
+The gradients of parameters are averaged over these ranks, and a rank in a region computes the
+gradient of its part alone: in regions all gradients are multiplied by the number of ranks.
 
 - `cut` begins a region, and divides the gradients of its parts by the number of ranks.
 - `gather` ends a region, and multiplies the gradient by the number of ranks.
@@ -45,7 +45,7 @@ class ContextGroup:
         return torch.cat(parts, dim)
 
     def swap(self, tensor: Tensor, dim: int) -> list[Tensor]:
-        """Send the i-th part of a dimension to rank i; return what the ranks sent to this one."""
+        """Send the i-th part of a dimension to rank i; return the tensors that the ranks sent."""
         parts = [part.contiguous() for part in tensor.chunk(self.size, dim)]
         received = [torch.empty_like(part) for part in parts]
         dist.all_to_all(received, parts, group=self.group)

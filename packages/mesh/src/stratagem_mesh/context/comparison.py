@@ -1,4 +1,4 @@
-"""Comparing what a region computes in parts with what it computes from the whole sequence."""
+"""Comparing the outputs of a region in parts with its outputs from the whole sequence."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class OwnStream:
-    """Gives dropout of a part other numbers than that of the other parts.
+    """Gives each part random numbers of its own, so that dropout masks do not repeat.
 
     Outside of regions the ranks of a sequence draw the same numbers. A region draws from a stream
     that follows from theirs and from the rank. Where it has drawn, theirs moves on by one number.

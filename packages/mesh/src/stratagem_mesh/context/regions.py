@@ -42,7 +42,7 @@ class ContextRegions:
 
     Args:
         group: the ranks that share a sequence, in its order.
-        check: compare the first forward pass of each module with that of the whole sequence.
+        check: compare the first forward pass of each module with one over the whole sequence.
         gather_logits: give each rank all logits of a model that computes its loss.
     """
 
@@ -67,8 +67,8 @@ class ContextRegions:
                 "pass context_modules=['NAME'] of a module that reads (batch, sequence, ...) and "
                 "attends by scaled_dot_product_attention, or context=1"
             )
-        install()
         for name, module in found.items():
+            install(module)
             refuse_layers(name, module)
             Region(name, module, self._kind(name, module), self._group, check=self._check).attach()
 
@@ -101,7 +101,7 @@ def named_regions(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module
     """Return the modules of these names.
 
     Raises:
-        ConfigurationError: a name is not that of a module, or lies in another one.
+        ConfigurationError: no module has the name, or two of the modules are nested.
     """
     modules = dict(model.named_modules())
     for name in names:

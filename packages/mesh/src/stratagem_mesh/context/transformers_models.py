@@ -137,7 +137,7 @@ class TransformersModel:
             )
 
     def _divide_loss(self, call: Call, inputs: dict[str, Any]) -> None:
-        """Shift labels before they are cut; note the fraction of the loss of this rank."""
+        """Shift labels before the cut; note the fraction of the loss of this rank."""
         labels = inputs.get("labels")
         if labels is None:
             return
