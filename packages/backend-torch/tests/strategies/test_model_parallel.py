@@ -137,9 +137,10 @@ def test_model_parallel_refuses_bad_input_on_every_rank(ranks: Ranks) -> None:
             "UserCodeError: the module '0.up' was divided between ranks on the meta device, where "
             "its parameters have no values to divide"
         )
+        place = " (data 0)" if len(ranks) == 4 else ""
         assert rank["messages"]["batches"].startswith(
-            "UserCodeError: ranks of the tensor-parallel group 0 read different batches; expected "
-            "the same batch on each"
+            f"UserCodeError: ranks 0, 1{place} read different batches; they share a model, so "
+            "expected the same batch on each"
         )
         assert rank["messages"]["empty"].startswith(
             "ConfigurationError: the parameter 'net.blocks.0.empty' has no elements (shape (0, 3)),"

@@ -129,7 +129,7 @@ class ModelParallelStrategy(ShardedStrategy):
         """Run forward and backward; before the first, see that ranks have the batches they should.
 
         Raises:
-            UserCodeError: ranks of a tensor-parallel group have read different batches.
+            UserCodeError: ranks of one part of the data have read different batches.
         """
         if not self._compared_batches:
             self._compared_batches = True
@@ -137,16 +137,18 @@ class ModelParallelStrategy(ShardedStrategy):
         return super().accumulate(prepared, step, micro_batch, count)
 
     def _compare(self, batch: Any) -> None:
-        """Refuse different batches in a tensor-parallel group, which would train on nonsense."""
+        """Refuse different batches in a group that shares a model, which would train on nonsense."""
         sums: list[str] = []  # in words, since NaN differs from NaN
         map_tensors(lambda tensor: sums.append(str(float(tensor.double().sum()))), batch)
-        by_group: dict[int, list[str]] = {}
-        for group, of_rank in self.ranks.gather_objects((self.ranks.data_split[0], sums)):
-            if by_group.setdefault(group, of_rank) != of_rank:
+        of_ranks = self.ranks.gather_objects(sums)
+        for group in self.ranks.data_groups:
+            if any(of_ranks[rank] != of_ranks[group[0]] for rank in group):
+                place = self.ranks.place(group)
                 raise UserCodeError(
-                    f"ranks of the tensor-parallel group {group} read different batches; expected "
-                    "the same batch on each. Let a sampler divide the data, or, in an "
-                    "IterableDataset, divide it by trainer.ranks.data_split, not by rank"
+                    f"ranks {', '.join(map(str, group))}{place and f' ({place})'} read different "
+                    "batches; they share a model, so expected the same batch on each. Let a "
+                    "sampler divide the data, or, in an IterableDataset, divide it by "
+                    "trainer.ranks.data_split, not by rank"
                 )
 
     def shard(self, module: nn.Module) -> None:
