@@ -137,7 +137,7 @@ class ModelParallelStrategy(ShardedStrategy):
         return super().accumulate(prepared, step, micro_batch, count)
 
     def _compare(self, batch: Any) -> None:
-        """Refuse different batches in a group that shares a model, which would train on nonsense."""
+        """Refuse different batches on ranks that share a model, which would train on nonsense."""
         sums: list[str] = []  # in words, since NaN differs from NaN
         map_tensors(lambda tensor: sums.append(str(float(tensor.double().sum()))), batch)
         of_ranks = self.ranks.gather_objects(sums)

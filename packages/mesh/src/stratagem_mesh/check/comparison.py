@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from stratagem import Lite, seed_everything
@@ -113,13 +114,27 @@ def _in_float64(lite: Lite, subject: Subject, folder: str, batches: int = 0) -> 
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # the dtype to which Lite converts outputs
     try:
-        if not batches:
-            _step(lite, subject, folder)
-            return None
-        found = _step(lite, subject, "", batches)
-        return found, _read_back(lite, subject, Path(folder, "saved.ckpt"))
+        with _KeepFloat64():
+            if not batches:
+                _step(lite, subject, folder)
+                return None
+            found = _step(lite, subject, "", batches)
+            return found, _read_back(lite, subject, Path(folder, "saved.ckpt"))
     finally:
         torch.set_default_dtype(before)
+
+
+class _KeepFloat64(TorchFunctionMode):
+    """Computes in float64 where a model asks for float32, as norms and losses often do."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.float and args[0].dtype is torch.float64:
+            return args[0]
+        kept = [torch.float64 if one is torch.float32 else one for one in args]
+        named = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return func(*kept, **named)
 
 
 def _step(lite: Lite, subject: Subject, folder: str, batches: int = 0) -> dict[str, Any]:
