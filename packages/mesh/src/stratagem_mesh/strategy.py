@@ -47,12 +47,13 @@ class MeshStrategy(ModelParallelStrategy):
             `torch.distributed.tensor.parallel`. A function `(model, mesh)` divides the model
             itself. With None, the plan of the model (`_tp_plan`, of transformers) is taken; a model
             without one is searched for pairs of layers.
-        context_modules: names of the modules that compute parts of a sequence. With None, models of
-            transformers and `nn.TransformerEncoder`s.
-        check_context: compare the first forward pass of these modules with that of the whole
-            sequence, which each rank then computes once, and raise if they differ.
-        gather_logits: give each rank the logits of the whole sequence also where a model of
-            transformers has computed the loss from them, in training.
+        context_modules: names of the modules that compute parts of a sequence, from tensors of
+            (batch, sequence, ...); `*` stands for a number. With None, models of transformers and
+            `nn.TransformerEncoder`s.
+        check_context: compare the first forward pass of these modules with one over the whole
+            sequence, which each rank computes once, and raise if they differ.
+        gather_logits: give each rank all logits of a model of transformers in training, although
+            the model has computed its loss from them.
         auto_wrap_policy, activation_checkpointing, reshard_after_forward: see `FSDPStrategy`.
         **components: see `ShardedStrategy` and `ParallelStrategy`.
 

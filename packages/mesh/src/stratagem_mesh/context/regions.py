@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -98,25 +99,30 @@ def find_regions(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def named_regions(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the modules of these names.
+    """Return the modules of these names; `*` stands for a number.
 
     Raises:
         ConfigurationError: no module has the name, or two of the modules are nested.
     """
     modules = dict(model.named_modules())
-    for name in names:
-        if name not in modules:
+    found: dict[str, nn.Module] = {}
+    for pattern in names:
+        expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        matches = {name: modules[name] for name in modules if expression.fullmatch(name)}
+        if not matches:
             raise ConfigurationError(
-                f"context_modules has {name!r}, which {type(model).__name__} does not have: "
+                f"context_modules has {pattern!r}, which {type(model).__name__} does not have: "
                 f"expected names of modules, such as {', '.join(map(repr, list(modules)[1:6]))}"
             )
-        outer = next((n for n in names if n != name and f"{name}.".startswith(f"{n}.")), None)
+        found.update(matches)
+    for name in found:
+        outer = next((n for n in found if n != name and f"{name}.".startswith(f"{n}.")), None)
         if outer is not None:
             raise ConfigurationError(
                 f"context_modules has {outer!r} and {name!r} inside of it, whose sequence is "
                 "divided already: expected one of them"
             )
-    return {name: modules[name] for name in names}
+    return found
 
 
 def refuse_layers(name: str, module: nn.Module) -> None:

@@ -65,8 +65,8 @@ def check_model(name: str, model: Any) -> None:
     if model.main_input_name != "input_ids":
         raise ConfigurationError(
             f"context parallelism divides a sequence of input_ids, and {kind} reads "
-            f"{model.main_input_name}: pass context=1, or name its encoder, which reads "
-            "(batch, sequence, features), in context_modules"
+            f"{model.main_input_name}: pass context=1, or name its layers, which read "
+            "(batch, sequence, features): context_modules=['layers.*'], where * stands for a number"
         )
     for part in model.modules():
         used = getattr(getattr(part, "config", None), "_attn_implementation", None)
