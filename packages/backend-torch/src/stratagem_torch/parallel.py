@@ -15,6 +15,12 @@ from stratagem_torch.distributed.activation_checkpointing import (
 from stratagem_torch.distributed.allocator import return_freed_memory, use_huge_pages
 from stratagem_torch.distributed.parallel_strategy import ParallelStrategy
 from stratagem_torch.distributed.process_group import ProcessGroupRanks, join_process_group
+from stratagem_torch.distributed.state_by_owner import (
+    optimizer_state_by_owner,
+    owned_model_state,
+    owned_optimizer_state,
+    state_by_owner,
+)
 from stratagem_torch.distributed.sync_batchnorm import synchronize_batch_norm
 
 __all__ = [
@@ -24,7 +30,11 @@ __all__ = [
     "apply_activation_checkpointing",
     "check_activation_checkpointing",
     "join_process_group",
+    "optimizer_state_by_owner",
+    "owned_model_state",
+    "owned_optimizer_state",
     "return_freed_memory",
+    "state_by_owner",
     "synchronize_batch_norm",
     "use_huge_pages",
 ]

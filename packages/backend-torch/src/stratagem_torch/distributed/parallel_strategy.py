@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from stratagem.discovery import START_METHODS
 from stratagem.errors import ConfigurationError
 from stratagem.launch import threads_per_rank
-from stratagem.strategies import Axis, Components, DataSplit, Ranks, Strategy
+from stratagem.state import named_state, per_parameter_state
+from stratagem.strategies import Axis, Components, DataSplit, PreparedModel, Ranks, Strategy
 from stratagem_torch.distributed.process_group import ProcessGroupRanks, join_process_group
+from stratagem_torch.distributed.state_by_owner import (
+    has_owners,
+    optimizer_state_by_owner,
+    owned_model_state,
+    owned_optimizer_state,
+    state_by_owner,
+)
 
 _LONGEST_TIMEOUT = 10 * 365 * 86400.0
 
@@ -178,6 +187,54 @@ class ParallelStrategy(Strategy):
             from stratagem_torch.distributed.sync_batchnorm import synchronize_batch_norm
 
             synchronize_batch_norm(module, has_kernels=self.accelerator.sync_batchnorm_kernels)
+
+    # -- state
+
+    def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
+        """Return parameters and buffers; with a divided axis, those of all ranks.
+
+        A format with shards receives on each rank the tensors of that rank. For other formats, rank
+        0 receives the tensors of the other ranks one by one, and the other ranks return {}.
+        """
+        return self._by_owner(super().model_state(prepared))
+
+    def load_model_state(
+        self, prepared: PreparedModel, state: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
+        """Load parameters and buffers; with a divided axis, each rank takes its own.
+
+        Missing and unexpected names are then those of all ranks together.
+        """
+        if has_owners(self.ranks):
+            own = prepared.original.state_dict()
+            state = owned_model_state(self.ranks, own, state, strict=strict)
+        super().load_model_state(prepared, state, strict=strict)
+
+    def optimizer_state(self, prepared: PreparedModel, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state; with a divided axis, that of all ranks' parameters."""
+        return self._optimizer_by_owner(optimizer, super().optimizer_state(prepared, optimizer))
+
+    def load_optimizer_state(
+        self, prepared: PreparedModel, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        """Load an optimizer's state; with a divided axis, each rank takes that of its own."""
+        if has_owners(self.ranks):
+            groups = named_state(optimizer, prepared.original)["param_groups"]
+            own = {name for group in groups for name in group["params"]}
+            state = owned_optimizer_state(self.ranks, own, per_parameter_state(optimizer, state))
+        super().load_optimizer_state(prepared, optimizer, state)
+
+    def _by_owner(self, state: dict[str, Any]) -> dict[str, Any]:
+        if not has_owners(self.ranks):
+            return state
+        return state_by_owner(self.ranks, state, in_shards=self.checkpoint_io.supports_shards)
+
+    def _optimizer_by_owner(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        if not has_owners(self.ranks):
+            return state
+        state = dict(per_parameter_state(optimizer, state))
+        in_shards = self.checkpoint_io.supports_shards
+        return optimizer_state_by_owner(self.ranks, state, in_shards=in_shards)
 
 
 def _launcher(start_method: str, launcher: object) -> str:

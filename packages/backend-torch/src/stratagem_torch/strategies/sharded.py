@@ -35,6 +35,7 @@ from stratagem.strategies import (
 )
 from stratagem_torch.distributed.allocator import return_freed_memory, use_huge_pages
 from stratagem_torch.distributed.parallel_strategy import ParallelStrategy
+from stratagem_torch.distributed.state_by_owner import is_owner
 from stratagem_torch.sharding import clipping
 from stratagem_torch.sharding.deferred import DeferredBuild
 from stratagem_torch.sharding.following import announcing, follow, forget_evaluations
@@ -355,7 +356,7 @@ class ShardedStrategy(ParallelStrategy):
         assert isinstance(prepared, ShardedPrepared)
         prepared.reshard()
         check_changes(prepared.groups)
-        return self._to_save(prepared.original.state_dict())
+        return self._by_owner(self._to_save(prepared.original.state_dict()))
 
     def load_model_state(
         self, prepared: PreparedModel, state: Mapping[str, Any], *, strict: bool = True
@@ -376,8 +377,9 @@ class ShardedStrategy(ParallelStrategy):
         prepared.reshard()
         state = per_parameter_state(optimizer, named_state(optimizer, prepared.original))
         saved = {name: self._to_save(entry) for name, entry in state["state"].items()}
-        keeps = self.ranks.is_global_zero or self.checkpoint_io.supports_shards
-        return {**state, "state": saved if keeps else {}}
+        keeps = is_owner(self.ranks) or self.checkpoint_io.supports_shards
+        own = {**state, "state": saved if keeps else {}}
+        return self._optimizer_by_owner(optimizer, own)
 
     def load_optimizer_state(
         self, prepared: PreparedModel, optimizer: Optimizer, state: Mapping[str, Any]
@@ -401,7 +403,7 @@ class ShardedStrategy(ParallelStrategy):
         gathered = {}
         for name, tensor in tensors.items():
             whole = whole_on_cpu(tensor)
-            if self.ranks.is_global_zero:
+            if is_owner(self.ranks):
                 gathered[name] = whole
         return gathered
 

@@ -30,8 +30,8 @@ class Axis:
             and compute the same values (tensor parallelism, a pipeline). "parts": the ranks read
             the same batches, and each computes the values of a part of them (context parallelism).
         parameters: "same": parameters that are plain tensors are equal on the ranks, and so are the
-            shards of sharded ones that these ranks share. "divided": a parameter of one name is
-            another one on each rank (stages of a pipeline, experts).
+            shards of sharded ones that these ranks share. "divided": each rank has other parameters
+            (stages of a pipeline, experts); checkpoints hold those of all ranks by their names.
 
     Raises:
         ConfigurationError: an argument has another value.
