@@ -98,3 +98,21 @@ def test_tensors_are_padded_and_data_split(of_ranks: list[dict[str, Any]]) -> No
     assert [first["padded first"], second["padded first"]] == [[[0, 7], 1], [[7, 7], 1]]
     assert first["split"] == [["a", "b"], ["a", "b"], [[0, 1], [1, 2]], ["a"]]
     assert second["split"] == [["c"], ["c", "c"], [[2, 2], [3, 3]], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "scalar"), [("same", [0.0, 2.0]), ("parts", [0.0, 1.0, 2.0, 3.0])]
+)
+def test_ranks_that_compute_the_same_values_count_once_on_a_mesh(
+    kind: str, scalar: list[float], tmp_path: Path
+) -> None:
+    """Of ranks that compute parts of a batch's values each part counts, without repeated ones."""
+    run_file(SCRIPT.with_name("gathering_axes.py"), kind, folder=tmp_path)
+    for rank in range(4):
+        found = json.loads((tmp_path / f"found{rank}.json").read_text())
+        assert sorted(n for batch in found["tokens"] for n in batch) == list(range(14))
+        assert found["tokens"][0][:4] == [0, 1, 2, 3]
+        assert found["scalar"] == scalar
+        assert found["split"] == [[1, 2], [3]][rank // 2]
+        assert len(found["names"]) == (14 if kind == "parts" else 7)

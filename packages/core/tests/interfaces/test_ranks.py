@@ -82,3 +82,45 @@ def test_axes_that_do_not_fit_are_refused(make: Any, expected: str) -> None:
     with pytest.raises(ConfigurationError) as refused:
         make()
     assert expected in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("along", "groups"),
+    [
+        (None, [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        ([], [(0, 1, 2, 3, 4, 5, 6, 7)]),
+        (["data"], [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        (["tensor"], [(0, 2, 4, 6), (1, 3, 5, 7)]),
+        (["tensor", "data"], [(0, 2), (1, 3), (4, 6), (5, 7)]),
+        (["data", "context", "tensor"], [(0,), (1,), (2,), (3,), (4,), (5,), (6,), (7,)]),
+    ],
+)
+def test_seed_differs_along_the_named_axes_alone(
+    along: list[str] | None, groups: list[tuple[int, ...]]
+) -> None:
+    """By default ranks that compute the same values have the same seed."""
+    axes = [DATA, CONTEXT, TENSOR]
+    of_seed: dict[int, list[int]] = {}
+    for rank in range(8):
+        ranks = Ranks(global_rank=rank, world_size=8, axes=axes)
+        seed = ranks.seed(2**32 - 1, differs_along=along)
+        assert 0 <= seed < 2**32
+        of_seed.setdefault(seed, []).append(rank)
+    assert sorted(map(tuple, of_seed.values())) == groups
+    assert of_seed[2**32 - 1][0] == 0
+
+
+def test_seed_without_axes_differs_by_the_part_of_the_data() -> None:
+    splits = [(0, 2), (1, 2), (0, 2), (1, 2)]
+    seeds = [Ranks(global_rank=r, world_size=4, data_splits=splits).seed(3) for r in range(4)]
+    assert seeds == [3, 1_000_006, 3, 1_000_006]
+    assert Ranks().seed(3) == 3
+
+
+def test_seed_refuses_a_name_without_an_axis() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Ranks(world_size=4, axes=[DATA, TENSOR]).seed(1, differs_along=["data", "stage"])
+    assert str(caught.value) == (
+        "seed(differs_along=['data', 'stage']): there is no axis 'stage'; expected some of data, "
+        "tensor"
+    )

@@ -47,7 +47,9 @@ def gather_for_metrics(
     for *_, found in everyone:
         if isinstance(found, str):
             raise UserCodeError(found)
-    groups = [group[0] for group in ranks.by_data_group(everyone)]
+    # Ranks that compute the same values count once; ranks that compute parts of them count each.
+    firsts = [group[0] for group in ranks.value_groups]
+    groups = [everyone[rank] for rank in firsts]
     if len({len(leaves) for *_, leaves in groups}) > 1:
         raise UserCodeError(
             "gather_for_metrics() received different numbers of tensors and lists on the ranks: "
@@ -66,9 +68,9 @@ def gather_for_metrics(
         own = own if own.ndim else own.reshape(1)
         counts = [shape[0] if shape else 1 for shape in shapes]
         padded = _pad(own, 0, max(counts), 0, False)
-        parts = ranks.by_data_group([*ranks.all_gather(padded)])
+        gathered = ranks.all_gather(padded)
         kept, order = _kept(groups, counts, is_scalar=not shapes[0])
-        rows = [part[0][:count] for part, count in zip(parts, kept, strict=True)]
+        rows = [gathered[rank][:count] for rank, count in zip(firsts, kept, strict=True)]
         return torch.cat(rows)[torch.tensor(order, dtype=torch.long, device=own.device)]
 
     def objects(own: Sequence[Any]) -> list[Any]:

@@ -193,12 +193,47 @@ class Ranks:
         common = [(axis.name, {of_rank[i] for of_rank in coordinates}) for i, axis in axes]
         return ", ".join(f"{name} {min(found)}" for name, found in common if len(found) == 1)
 
-    def _along(self, field: str, value: str) -> list[tuple[int, int]]:
-        """Return each rank's index along all axes with this value, and the size of these axes."""
+    @final
+    def seed(self, seed: int, *, differs_along: Sequence[str] | None = None) -> int:
+        """Return a seed that is equal for ranks at the same place along some axes, else different.
+
+        For a generator of random numbers: ranks that draw the same numbers compute the same. The
+        seeds of all axes' first ranks equal `seed`.
+
+        Args:
+            seed: the seed of the run, from 0 to 2**32 - 1.
+            differs_along: the names of the axes. With None, the seeds differ between value groups,
+                so that ranks that compute the same values have the same seed.
+
+        Raises:
+            ConfigurationError: there is no axis of a name.
+
+        Example:
+            >>> from stratagem.strategies import Axis, Ranks
+            >>> axes = [Axis("data", 2), Axis("tensor", 2, batches="same")]
+            >>> ranks = [Ranks(global_rank=rank, world_size=4, axes=axes) for rank in range(4)]
+            >>> [each.seed(7) for each in ranks]  # of dropout on whole activations
+            [7, 7, 2000013, 2000013]
+            >>> [each.seed(7, differs_along=["tensor"]) for each in ranks]  # of a weight's shards
+            [7, 1000010, 7, 1000010]
+        """
+        groups = self.value_groups
+        if differs_along is not None:
+            if unknown := {*differs_along}.difference(axis.name for axis in self._mesh):
+                raise ConfigurationError(
+                    f"seed(differs_along={differs_along!r}): there is no axis {min(unknown)!r}; "
+                    f"expected some of {', '.join(axis.name for axis in self._mesh)}"
+                )
+            groups = _by_value(self._along("name", *differs_along))
+        first = next(group[0] for group in groups if self.global_rank in group)
+        return (seed + first * 1_000_003) % 2**32
+
+    def _along(self, field: str, *values: str) -> list[tuple[int, int]]:
+        """Return each rank's index along all axes with such a value, and the size of these axes."""
         indices, count, stride = [0] * self.world_size, 1, self.world_size
         for axis in self._mesh:
             stride //= axis.size
-            if getattr(axis, field) == value:
+            if getattr(axis, field) in values:
                 count *= axis.size
                 indices = [i * axis.size + r // stride % axis.size for r, i in enumerate(indices)]
         return [(index, count) for index in indices]
@@ -409,8 +444,7 @@ class Ranks:
 
 def _check_axes(axes: Sequence[Axis], world_size: int) -> None:
     """Raise an error if the axes do not contain every rank once."""
-    count = prod(axis.size for axis in axes)
-    if count != world_size:
+    if (count := prod(axis.size for axis in axes)) != world_size:
         sizes = " x ".join(f"{axis.name} {axis.size}" for axis in axes)
         raise ConfigurationError(
             f"the axes {sizes} are for {count} rank(s), received {world_size}: expected sizes "
@@ -434,8 +468,8 @@ def _groups(shards: Sequence[DataSplit], world_size: int) -> tuple[tuple[int, ..
     """
     indices, counts = [index for index, _ in shards], {count for _, count in shards}
     groups = _by_value(indices)
-    every_index = set(indices) == {*range(len(groups))}
-    if len(shards) != world_size or counts != {len(groups)} or not every_index:
+    is_split = counts == {len(groups)} and {*indices} == {*range(len(groups))}
+    if len(shards) != world_size or not is_split:
         listed = ", ".join(f"rank {rank}: {shard}" for rank, shard in enumerate(shards))
         raise ConfigurationError(
             f"data_split is {listed} for {world_size} rank(s); expected (index, count) for each "

@@ -252,6 +252,8 @@ class Lite(FrontEnd):
 
         Samples that the loader repeated to give all ranks as many are left out, and so are batches
         that `join_uneven_inputs` repeated. Samples of one loader come in the order of its sampler.
+        Ranks that compute the same values (`Ranks.value_groups`) count once. Where each rank
+        computes a part of a batch's values, pass these parts: all of them count.
         Call it with each batch, or once after the loop with an epoch's. This needs
         `stratagem-extras`.
 

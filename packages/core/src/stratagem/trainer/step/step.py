@@ -204,8 +204,7 @@ class Step(TrainStep):
 
         The batches of a step without any loss count too, although the step was not taken.
         """
-        stepped = self._stepped
-        ended = self._ended
+        stepped, ended = self._stepped, self._ended
         is_explained = stepped or self._left_out or self._has_loss is False
         if ended != self.expected or self.begun != ended or not is_explained:
             self._check.refuse_incomplete(self.expected, self.begun, ended)
@@ -216,8 +215,8 @@ class Step(TrainStep):
             if self.update is None:
                 self._check.check()
         self._end_batch()
-        if self.batch_idx < self.state.batches:  # the last micro-batch has ended before others
-            self.batch_idx = self.state.batches
+        # Opened micro-batches may have ended in another order.
+        self.batch_idx = max(self.batch_idx, self.state.batches)
         if self._clear_after_step is not None:
             self._clear_after_step()
         self.batch = None
