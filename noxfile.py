@@ -485,10 +485,11 @@ def accelerate(session: nox.Session) -> None:
 
 @nox.session
 def huggingface(session: nox.Session) -> None:
-    """Scripts of transformers.Trainer and their conversions: the same numbers; not in CI."""
+    """Conversions of scripts of transformers.Trainer, its models on meshes; not in CI."""
     install_everything(session)
     session.install(TRANSFORMERS, PEFT, PEERS[1])
-    files = ("tests/test_from_huggingface.py", "tests/test_examples.py")
+    mesh = ("packages/mesh/tests/context", "packages/mesh/tests/tensor")
+    files = ("tests/test_from_huggingface.py", "tests/test_examples.py", *mesh)
     session.run("pytest", *files, *session.posargs)
 
 
