@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from stratagem.errors import ConfigurationError
+from stratagem_mesh.tensor.region import Region, draws_numbers
+from stratagem_mesh.tensor.search import divide_numbers, find_layers
+from stratagem_mesh.tensor.styles import STYLES, Style
 
 TensorPlan = Mapping[str, str | ParallelStyle] | Callable[[nn.Module, DeviceMesh], Any]
 
-STYLES: dict[str, Callable[[], ParallelStyle]] = {
-    "colwise": ColwiseParallel,
-    "rowwise": RowwiseParallel,
-}
+_HEADS = (
+    "num_heads",
+    "n_heads",
+    "n_head",
+    "nhead",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_kv_heads",
+)
+_VOCABULARY = "embedding_rowwise", "colwise_gather_output"
 
 
 def check_plan(plan: Any) -> None:
@@ -46,21 +53,194 @@ def check_plan(plan: Any) -> None:
             )
 
 
-def divide_layers(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan | None) -> dict[str, str]:
+def divide_layers(
+    model: nn.Module, mesh: DeviceMesh, plan: TensorPlan | None, example: Any = None
+) -> dict[str, str]:
     """Divide a model's layers between the ranks of a mesh with one dimension, in place.
+
+    Args:
+        model: has whole parameters, equal on all ranks.
+        mesh: the ranks that share a layer.
+        plan: of the user; with None, the plan of the model, or pairs that a dry run finds.
+        example: an input of the model, for the dry run.
 
     Returns:
         The style of each divided module, by its name.
+
+    Raises:
+        ConfigurationError: the plan names no module of the model, a layer does not divide, or
+            nothing is divided.
     """
     if callable(plan):
         plan(model, mesh)
-        return {}
-    styles = {}
-    for pattern, style in (plan or {}).items():
-        expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
-        found = [name for name, _ in model.named_modules() if expression.fullmatch(name)]
-        for name in found:
-            parallel = STYLES[style]() if isinstance(style, str) else style
-            parallelize_module(model.get_submodule(name), mesh, parallel)
-            styles[name] = str(style)
+        return _divided_by_hand(model)
+    region = Region(mesh, draws=draws_numbers(model))
+    if plan is not None:
+        return _apply(model, region, _expand(model, plan))
+    styles = _plan_of_model(model, mesh.size())
+    if styles:
+        return _apply(model, region, styles)
+    found = find_layers(model, mesh.size(), example)
+    styles = _apply(model, region, found.styles)
+    for name, numbers in found.numbers.items():
+        divide_numbers(model.get_submodule(name), numbers, mesh.size())
     return styles
+
+
+def _divided_by_hand(model: nn.Module) -> dict[str, str]:
+    """Return the modules with parameters that the user's function has divided."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            found[name.rpartition(".")[0]] = str(parameter.placements[-1])
+    return found
+
+
+# -- what is divided
+
+
+def _expand(model: nn.Module, plan: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the style of each module that a pattern names.
+
+    Raises:
+        ConfigurationError: a pattern names no module.
+    """
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    styles: dict[str, Any] = {}
+    for pattern, style in plan.items():
+        whole = prefix + pattern
+        expression = re.compile(re.escape(whole).replace(r"\*", r"\d+"))
+        found = [name for name in names if expression.fullmatch(name)]
+        if not found and not prefix:
+            patterns = sorted({re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+", "*", name) for name in names})
+            near = get_close_matches(pattern, patterns, 3, 0.4) or patterns[:8]
+            raise ConfigurationError(
+                f"tensor_plan has {pattern!r}, which names no module of {type(model).__name__}: "
+                f"expected names such as {', '.join(map(repr, near))}"
+            )
+        styles.update(dict.fromkeys(found, style))
+    return styles
+
+
+def _plan_of_model(model: nn.Module, size: int) -> dict[str, str]:
+    """Return the styles of the plans that modules bring, as those of transformers do.
+
+    Raises:
+        ConfigurationError: a plan has a style that is not known, or heads do not divide.
+    """
+    styles: dict[str, str] = {}
+    for name, part in _with_plans(model):
+        plan = {
+            pattern: style
+            for pattern, style in part._tp_plan.items()
+            if not (style in _VOCABULARY and _vocabulary_of(part) % size)
+        }
+        found = _expand(model, plan, f"{name}." if name else "")
+        for layer, style in found.items():
+            if style not in STYLES:
+                raise ConfigurationError(
+                    f"the plan of {type(part).__name__} divides {layer!r} by {style!r}, which the "
+                    "mesh does not know: pass a tensor_plan of the layers to divide, by "
+                    f"{', '.join(map(repr, STYLES))}"
+                )
+        styles.update(found)
+    return styles
+
+
+def _with_plans(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the outermost modules that have a plan, with their names."""
+    inside: tuple[str, ...] = ()
+    for name, part in model.named_modules():
+        if getattr(part, "_tp_plan", None) and not name.startswith(inside or ("\0",)):
+            inside = *inside, f"{name}." if name else ""
+            yield name, part
+
+
+def _vocabulary_of(part: Any) -> int:
+    """Return the number of tokens of a model; 0, which every size divides, if it has none."""
+    config = getattr(part, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return int(getattr(text, "vocab_size", 0) or 0)
+
+
+# -- tied weights
+
+
+def _with_tied(model: nn.Module, styles: dict[str, Any]) -> dict[str, Any]:
+    """Return styles in which layers that share a parameter are divided alike, or stay whole."""
+    chosen = dict(styles)
+    for holders in _shared(model):
+        names = {name for name, _ in holders}
+        if not names & set(chosen) or len(names) == 1:
+            continue
+        completed = {n: chosen.get(n) or _style_of_tied(model.get_submodule(n)) for n in names}
+        if all(isinstance(s, str) and s in _VOCABULARY for s in completed.values()):
+            chosen.update(completed)
+        else:
+            chosen = {name: style for name, style in chosen.items() if name not in names}
+    return chosen
+
+
+def _style_of_tied(layer: nn.Module) -> str | None:
+    kinds = {nn.Embedding: "embedding_rowwise", nn.Linear: "colwise_gather_output"}
+    return next((style for kind, style in kinds.items() if isinstance(layer, kind)), None)
+
+
+def _shared(model: nn.Module) -> list[list[tuple[str, str]]]:
+    """Return the modules and names that share each parameter."""
+    holders: dict[int, list[tuple[str, str]]] = {}
+    for name, part in model.named_modules():
+        for key, parameter in part._parameters.items():
+            if parameter is not None:
+                holders.setdefault(id(parameter), []).append((name, key))
+    return list(holders.values())
+
+
+# -- dividing
+
+
+def _apply(model: nn.Module, region: Region, styles: dict[str, Any]) -> dict[str, str]:
+    """Divide the layers in place, tied ones alike."""
+    styles = _with_tied(model, styles)
+    if not styles:
+        raise ConfigurationError(
+            f"tensor={region.mesh.size()}, but no layer of {type(model).__name__} is divided, so "
+            f"that {region.mesh.size()} ranks would each do all the work: pass a tensor_plan with "
+            "layers that share no parameter with others, or tensor=1"
+        )
+    made = {}
+    for name, style in styles.items():
+        layer = model.get_submodule(name)
+        made[name] = style = STYLES[style](region) if isinstance(style, str) else style
+        if isinstance(style, Style):
+            style.check(name, layer)
+            _check_heads(name, model, region.mesh.size())
+    for name, style in made.items():
+        if isinstance(style, Style):
+            style.apply(model.get_submodule(name))
+        else:
+            parallelize_module(model.get_submodule(name), region.mesh, style)
+    region.divided.clear()
+    return {name: str(style) for name, style in styles.items()}
+
+
+def _check_heads(name: str, model: nn.Module, size: int) -> None:
+    """Refuse to divide layers of an attention whose heads do not divide.
+
+    Raises:
+        ConfigurationError: names the module and its number of heads.
+    """
+    parent = name.rpartition(".")[0]
+    attention = model.get_submodule(parent)
+    numbers = {**vars(attention)}
+    if "attn" in parent.lower() or "attention" in parent.lower():
+        config = getattr(attention, "config", None)
+        numbers |= {k: getattr(config, k, None) for k in _HEADS}
+    for key in _HEADS:
+        count = numbers.get(key)
+        if type(count) is int and count % size:
+            raise ConfigurationError(
+                f"{parent or type(model).__name__} has {key}={count}, which do not divide between "
+                f"{size} ranks: each rank computes whole heads. Choose a size of the tensor axis "
+                "that divides them, or a tensor_plan without the layers of this attention"
+            )

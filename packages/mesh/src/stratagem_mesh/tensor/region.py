@@ -1,0 +1,111 @@
+"""What the divided layers of a model share: the entry of their region, and its random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from stratagem_mesh.tensor.collectives import copy_to_ranks
+
+
+class Region:
+    """The divided part of a model, from a layer with divided outputs to one with divided inputs.
+
+    Within it each rank has features of its own, so its dropout draws from a seed of its own.
+    Outside, all ranks draw the same. The generator returns to its state at the end of a region,
+    moved on by one number if the region has drawn any.
+
+    Args:
+        mesh: the ranks that share a layer.
+        draws: whether the model may draw random numbers in its forward pass.
+
+    Attributes:
+        divided: the parameter that has taken the place of each; tied layers share it.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, draws: bool) -> None:
+        self.mesh = mesh
+        self.divided: dict[nn.Parameter, nn.Parameter] = {}
+        self._draws = draws
+        self._entered: tuple[Tensor, int, Tensor] | None = None
+        self._outside: Tensor | None = None
+        self._began = torch.empty(0, dtype=torch.uint8)
+        self._within: set[nn.Module] = set()
+
+    def enter(self, values: Tensor) -> Tensor:
+        """Return the values as layers in the region read them.
+
+        Layers that read one tensor, such as queries, keys and values, share one sum of gradients.
+        """
+        if torch.compiler.is_compiling():
+            return copy_to_ranks(values, self.mesh)
+        known = self._entered
+        if known is None or known[0] is not values or known[1] != values._version:
+            known = values, values._version, copy_to_ranks(values, self.mesh)
+            self._entered = known
+        return known[2]
+
+    def begin(self, layer: nn.Module) -> None:
+        """Draw from this rank's seed from now on; called after each layer with divided outputs."""
+        if not self._draws or not layer.training or torch.compiler.is_compiling():
+            return
+        # A layer that is called again means that its region was left by an exception, as
+        # activation checkpointing does, which restores the generator itself.
+        if self._outside is not None and layer not in self._within:
+            self._within.add(layer)
+            return
+        self._within = {layer}
+        self._outside = self._state()
+        seed = crc32(self._outside.numpy().tobytes()) + 1 + self.mesh.get_local_rank()
+        self._generator().manual_seed(seed)
+        self._began = self._state()
+
+    def end(self) -> None:
+        """Draw as all ranks do again; called before each layer with divided inputs."""
+        self._entered = None
+        outside, self._outside = self._outside, None
+        if outside is None:
+            return
+        has_drawn = not torch.equal(self._state(), self._began)
+        self._generator().set_state(outside)
+        if has_drawn:
+            torch.rand(1, device=self._device())
+
+    def __deepcopy__(self, memo: object) -> Region:
+        return self
+
+    def _state(self) -> Tensor:
+        return self._generator().get_state()
+
+    def _device(self) -> torch.device:
+        kind = self.mesh.device_type
+        if kind == "cpu":
+            return torch.device(kind)
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+
+    def _generator(self) -> torch.Generator:
+        device = self._device()
+        if device.type == "cpu":
+            return torch.default_generator
+        generators = torch.get_device_module(device).default_generators
+        generator: torch.Generator = generators[device.index]
+        return generator
+
+
+def draws_numbers(model: nn.Module) -> bool:
+    """Whether a module has a probability of dropping values, by the names of its attributes."""
+    return any(
+        isinstance(value, (int, float)) and value > 0
+        for part in model.modules()
+        for name, value in _options(part)
+        if "drop" in name or (name == "p" and "Drop" in type(part).__name__)
+    )
+
+
+def _options(part: nn.Module) -> Iterable[tuple[str, object]]:
+    yield from vars(part).items()
+    yield from vars(getattr(part, "config", None) or object).items()

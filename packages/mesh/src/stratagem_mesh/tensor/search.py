@@ -1,0 +1,270 @@
+"""Finding the layers to divide in a model that has no plan, by runs without values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.errors import ConfigurationError
+from stratagem_mesh.tensor.flow import Flow, Proof, Roles, run_without_values
+from stratagem_mesh.tensor.marks import WholeNeededError
+from stratagem_mesh.tensor.styles import features, is_linear
+
+_PACKS = 1, 3, 2
+"""What is tried for a layer: one layer; queries, keys and values in one; two in one."""
+
+
+@dataclass
+class Found:
+    """What a search has found.
+
+    Attributes:
+        styles: the style of each module.
+        numbers: attributes of modules that a rank divides by the number of ranks, such as a
+            number of heads.
+        whole: linear layers that stay whole, and why.
+    """
+
+    styles: dict[str, str] = field(default_factory=dict)
+    numbers: dict[str, list[str]] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
+
+
+def find_layers(model: nn.Module, ranks: int, example: Any) -> Found:
+    """Return the linear layers of a model that can be divided, in pairs.
+
+    Raises:
+        ConfigurationError: there is no input to run the model with, or the run fails.
+    """
+    found = Found()
+    for name, part, args, kwargs in _inputs(model, example):
+        prefix = f"{name}." if name else ""
+        try:
+            part_found = _Search(part, ranks, args, kwargs).run()
+        except Exception as error:
+            raise ConfigurationError(
+                f"{type(part).__name__} was run on tensors without values, to find the layers to "
+                f"divide, and raised {type(error).__name__}: {error}\nPass a tensor_plan of the "
+                "layers, or another example_input"
+            ) from error
+        for key in ("styles", "numbers", "whole"):
+            own = {prefix + layer: value for layer, value in getattr(part_found, key).items()}
+            getattr(found, key).update(own)
+    return found
+
+
+def _inputs(model: Any, example: Any) -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
+    """Yield modules to run, with their names and arguments."""
+    given = example if example is not None else getattr(model, "example_input_array", None)
+    if given is not None:
+        is_keywords = isinstance(given, Mapping)
+        args = given if isinstance(given, tuple) else () if is_keywords else (given,)
+        yield "", model, args, dict(given) if is_keywords else {}
+        return
+    inside: tuple[str, ...] = ()
+    for name, part in model.named_modules():
+        if name.startswith(inside or ("\0",)) or not hasattr(part, "dummy_inputs"):
+            continue
+        inside = *inside, f"{name}." if name else ""
+        yield name, part, (), _dummy_inputs(part)
+    if not inside:
+        raise ConfigurationError(
+            f"{type(model).__name__} has no plan of layers to divide, and no example of an input "
+            "to find them by: pass MeshStrategy(tensor_plan={'layers.*.up': 'colwise', ...}), or "
+            "example_input= (or set example_input_array of the model) to what forward takes"
+        )
+
+
+def _dummy_inputs(part: Any) -> dict[str, Any]:
+    """Return the inputs that a model of transformers brings for a run."""
+    config = part.config
+    inputs = dict(part.dummy_inputs)
+    if part.main_input_name == "pixel_values":
+        size = config.image_size
+        height, width = size if isinstance(size, (tuple, list)) else (size, size)
+        inputs = {"pixel_values": torch.zeros(2, config.num_channels, height, width)}
+    if part.main_input_name == "input_features" and hasattr(config, "max_source_positions"):
+        length = 2 * config.max_source_positions
+        inputs.pop("input_ids", None)
+        inputs["input_features"] = torch.zeros(2, config.num_mel_bins, length)
+        inputs["decoder_input_ids"] = torch.zeros(2, 3, dtype=torch.long)
+    if hasattr(config, "use_cache"):
+        inputs["use_cache"] = False
+    return inputs
+
+
+class _Search:
+    """Runs a model until all of its roles hold.
+
+    A layer whose output is read in another way is tried as packed layers, and then stays whole.
+    Where a run with the shapes of a rank differs, the numbers of its module are divided; in the
+    end its layers stay whole.
+    """
+
+    def __init__(
+        self, model: nn.Module, ranks: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.model, self.ranks = model, ranks
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._args = tuple(_on(device, value) for value in args)
+        self._kwargs = {key: _on(device, value) for key, value in kwargs.items()}
+        self._layers = {n: p for n, p in model.named_modules() if is_linear(p) and _is_own(p, model)}
+        self._tries = dict.fromkeys(self._layers, 0)
+        self._levels: dict[str, int] = {}
+        self._why: dict[str, str] = {}
+
+    def run(self) -> Found:
+        """Return what holds."""
+        while True:
+            roles = self._follow()
+            groups = _groups(roles)
+            numbers = {
+                owner: names
+                for group in groups
+                if (owner := _owner(group)) is not None
+                and (names := self._numbers(owner, roles, group))
+            }
+            error = self._prove(roles, numbers)
+            if error is None or not groups:
+                break
+            layers, reason = error
+            concerned = [group for group in groups if layers & group] or groups
+            keys = {_pattern(_owner(group) or ""): group for group in concerned}
+            for group in keys.values():
+                self._raise_level(group, reason)
+        return self._result(roles, numbers)
+
+    def _follow(self) -> Roles:
+        """Run with whole shapes until no layer that is divided has to be whole."""
+        while True:
+            packs = {n: p for n in self._layers if (p := self._packs(n))}
+            flow = Flow(self.model, self.ranks, packs)
+            run_without_values(self.model, self._args, self._kwargs, flow)
+            refused = {name: why for name, why in flow.roles.whole.items() if name in packs}
+            if not refused:
+                used = frozenset().union(*flow.roles.sinks.values())
+                flow.roles.sources = [name for name in flow.roles.sources if name in used]
+                return flow.roles
+            for name, why in refused.items():
+                self._why[name] = why.partition("\n")[0]
+                self._tries[name] += 1
+
+    def _packs(self, name: str) -> int:
+        """Return the number of packed layers to try; 0: the layer stays whole."""
+        inputs, outputs = features(self._layers[name])
+        while (tried := self._tries[name]) < len(_PACKS):
+            packs = _PACKS[tried]
+            if outputs % (packs * self.ranks) == 0:
+                return packs
+            self._tries[name] += 1
+        return 0
+
+    def _prove(
+        self, roles: Roles, numbers: dict[str, list[str]]
+    ) -> tuple[frozenset[str], str] | None:
+        """Run with the shapes of a rank; return the layers where it differs, and how."""
+        proof = Proof(self.model, self.ranks, roles)
+        before = {owner: dict(vars(self.model.get_submodule(owner))) for owner in numbers}
+        try:
+            for owner, names in numbers.items():
+                divide_numbers(self.model.get_submodule(owner), names, self.ranks)
+            run_without_values(self.model, self._args, self._kwargs, proof)
+        except Exception as error:
+            operations = roles.operations[: proof.count + 1] or [None]
+            last = operations[-1]
+            return (last.layers if last else frozenset(roles.sources)), str(error)
+        finally:
+            for owner, attributes in before.items():
+                vars(self.model.get_submodule(owner)).update(attributes)
+        return None
+
+    def _raise_level(self, group: frozenset[str], reason: str) -> None:
+        """Divide more numbers for a group and those like it, or let their layers be whole."""
+        owner = _owner(group)
+        key = _pattern(owner or "")
+        level = self._levels.get(key, 0) + 1
+        self._levels[key] = level
+        if owner is None or level > 2:
+            alike = {_pattern(name) for name in group}
+            for name in self._layers:
+                if _pattern(name) in alike:
+                    self._why[name] = reason.partition("\n")[0]
+                    self._tries[name] = len(_PACKS)
+
+    def _numbers(self, owner: str, roles: Roles, group: frozenset[str]) -> list[str]:
+        """Return the attributes of a module to divide: none, numbers of heads, or all that fit."""
+        level = self._levels.get(_pattern(owner), 0)
+        sizes = frozenset().union(*(roles.sizes.get(name, set()) for name in group))
+        fitting = [
+            name
+            for name, value in vars(self.model.get_submodule(owner)).items()
+            if type(value) is int and value in sizes and value % self.ranks == 0
+        ]
+        heads = [name for name in fitting if "head" in name or "split" in name]
+        return ([], heads, fitting)[min(level, 2)]
+
+    def _result(self, roles: Roles, numbers: dict[str, list[str]]) -> Found:
+        found = Found(numbers={owner: names for owner, names in numbers.items() if names})
+        for name in roles.sources:
+            packs = self._packs(name)
+            found.styles[name] = "colwise" if packs == 1 else f"colwise_packed_{packs}"
+        found.styles |= dict.fromkeys(roles.sinks, "rowwise")
+        used = frozenset(roles.sources)
+        found.styles |= {
+            owner: "replicated_with_grad_allreduce"
+            for owner, names in roles.partial.items()
+            if names & used
+        }
+        linear = {name for name, part in self.model.named_modules() if is_linear(part)}
+        found.whole = {
+            name: self._why.get(name, "no layer reads its features alone")
+            for name in sorted(linear - set(found.styles))
+        }
+        return found
+
+
+def divide_numbers(part: nn.Module, names: list[str], ranks: int) -> None:
+    """Divide attributes of a module that count heads or features, as a rank has a part of them."""
+    for name in names:
+        setattr(part, name, getattr(part, name) // ranks)
+
+
+def _groups(roles: Roles) -> list[frozenset[str]]:
+    """Return the layers that are divided together: sources, and the sinks that read them."""
+    groups: list[frozenset[str]] = []
+    for sink, sources in roles.sinks.items():
+        joined = sources | {sink}
+        apart = [group for group in groups if not group & joined]
+        groups = [*apart, joined.union(*(group for group in groups if group & joined))]
+    return groups
+
+
+def _owner(group: frozenset[str]) -> str | None:
+    """Return the module that holds all layers of a group; None: that is the model itself."""
+    paths = [name.split(".")[:-1] for name in group]
+    shared = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared) or None
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
+
+
+def _is_own(layer: nn.Module, model: nn.Module) -> bool:
+    """Whether no other module has a parameter of a layer."""
+    own = {id(p) for p in layer._parameters.values() if p is not None}
+    others = (part for part in model.modules() if part is not layer)
+    return not any(id(p) in own for part in others for p in part._parameters.values())
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value

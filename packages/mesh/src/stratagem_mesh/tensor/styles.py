@@ -1,0 +1,296 @@
+"""How a layer is divided: its parameters on each rank, and what enters and leaves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+
+from stratagem.errors import ConfigurationError
+from stratagem_mesh.tensor.collectives import (
+    copy_to_ranks,
+    gather_from_ranks,
+    part_of_rank,
+    sum_of_ranks,
+)
+from stratagem_mesh.tensor.region import Region
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    """Whether a layer is a Conv1D of transformers: a Linear whose weight is transposed."""
+    return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Whether a layer maps features to features by a matrix."""
+    return isinstance(layer, nn.Linear) or is_transposed(layer)
+
+
+def features(layer: nn.Module) -> tuple[int, int]:
+    """Return the numbers of input and output features of a linear layer."""
+    weight: Any = layer.weight
+    return tuple(weight.shape) if is_transposed(layer) else (weight.shape[1], weight.shape[0])
+
+
+class Style:
+    """Divides a layer; its own forward runs with the parameters of this rank.
+
+    The parameters are DTensors, so that they are sharded and saved as such. Around each call of the
+    layer, hooks put plain tensors of this rank in their place.
+
+    Args:
+        region: what the divided layers of the model share.
+        packs: the number of layers that are packed in one, such as 3 for queries, keys and values.
+    """
+
+    kinds = "linear layers"
+
+    def __init__(self, region: Region, packs: int = 1) -> None:
+        self.region = region
+        self.mesh = region.mesh
+        self.packs = packs
+        self._whole: dict[str, Any] = {}
+
+    def fits(self, layer: nn.Module) -> bool:
+        """Whether the style can divide a module of this class."""
+        return is_linear(layer)
+
+    def placements(self, layer: nn.Module) -> dict[str, Placement]:
+        """Return how the parameters are divided; others stay whole."""
+        raise NotImplementedError
+
+    def check(self, name: str, layer: nn.Module) -> None:
+        """Raise if the layer cannot be divided.
+
+        Raises:
+            ConfigurationError: names the layer.
+        """
+        if not self.fits(layer):
+            raise ConfigurationError(
+                f"{name!r} is a {type(layer).__name__}, which {type(self).__name__.lower()} does "
+                f"not divide: expected {self.kinds}"
+            )
+        size = self.mesh.size() * self.packs
+        for key, placement in self.placements(layer).items():
+            if not isinstance(placement, Shard):
+                continue
+            length = layer._parameters[key].shape[placement.dim]  # type: ignore[union-attr]
+            if length % size:
+                raise ConfigurationError(
+                    f"{name}.{key} has {length} features, which do not divide between "
+                    f"{self.mesh.size()} ranks: choose another size of the tensor axis, or a "
+                    "tensor_plan without this layer"
+                )
+
+    def apply(self, layer: nn.Module) -> None:
+        """Divide a layer in place."""
+        for key, placement in self.placements(layer).items():
+            whole = layer._parameters[key]
+            assert whole is not None
+            if isinstance(whole, DTensor):  # of a tied layer, which is divided already
+                continue
+            layer._parameters[key] = divided(whole, self.region, placement)
+        layer.register_forward_pre_hook(self._before, with_kwargs=True)
+        layer.register_forward_hook(self._after, always_call=True)
+
+    def enter(self, layer: nn.Module, values: Tensor) -> Tensor:
+        """Return the input as this rank's part of the layer reads it."""
+        return values
+
+    def leave(self, layer: nn.Module, values: Tensor) -> Tensor:
+        """Return the output of the whole layer, or the part that the next layer reads."""
+        return values
+
+    def local(self, layer: nn.Module, key: str, parameter: DTensor) -> Tensor | None:
+        """Return what a parameter is on this rank."""
+        return parameter.to_local()
+
+    def __deepcopy__(self, memo: object) -> Style:
+        return self
+
+    def _before(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        inputs = [*args, *kwargs.values()]
+        inputs[0] = self.enter(layer, inputs[0])
+        whole = layer._parameters
+        self._whole = dict(whole)
+        for key, parameter in self._whole.items():
+            if isinstance(parameter, DTensor):
+                whole[key] = self.local(layer, key, parameter)  # type: ignore[assignment]
+        count = len(args)
+        return tuple(inputs[:count]), dict(zip(kwargs, inputs[count:], strict=True))
+
+    def _after(self, layer: nn.Module, args: Any, output: Any) -> Any:
+        layer._parameters.update(self._whole)
+        self._whole = {}
+        return None if output is None else self.leave(layer, output)
+
+
+def divided(whole: nn.Parameter, region: Region, placement: Placement) -> nn.Parameter:
+    """Return a parameter that is divided between ranks, each of which has the whole values."""
+    known = region.divided.get(whole)
+    if known is None:
+        # With None nothing is sent, since the values are equal on all ranks.
+        tensor = distribute_tensor(whole.detach(), region.mesh, [placement], src_data_rank=None)
+        known = nn.Parameter(tensor, requires_grad=whole.requires_grad)
+        region.divided[whole] = known
+    return known
+
+
+class Colwise(Style):
+    """Divides output features; each rank has its part of the output."""
+
+    def placements(self, layer: nn.Module) -> dict[str, Placement]:
+        """Return the dimension of output features of weight and bias."""
+        weight = Shard(1 if is_transposed(layer) else 0)
+        has_bias = layer._parameters.get("bias") is not None
+        return {"weight": weight, **({"bias": Shard(0)} if has_bias else {})}
+
+    def apply(self, layer: nn.Module) -> None:
+        """Divide a layer in place."""
+        super().apply(layer)
+        if is_transposed(layer):
+            layer.nf = layer.nf // self.mesh.size()  # type: ignore[operator,assignment]
+
+    def enter(self, layer: nn.Module, values: Tensor) -> Tensor:
+        """Return the input, whose gradient will be summed over ranks."""
+        return self.region.enter(values)
+
+    def leave(self, layer: nn.Module, values: Tensor) -> Tensor:
+        """Return this rank's part."""
+        self.region.begin(layer)
+        return values
+
+    def local(self, layer: nn.Module, key: str, parameter: DTensor) -> Tensor | None:
+        """Return this rank's rows; of packed layers, those of each.
+
+        A checkpoint has packed layers one after the other, and so does each rank's shard of them.
+        They are gathered for the call, and each rank takes its rows of each.
+        """
+        if self.packs == 1:
+            return parameter.to_local()
+        whole = parameter.redistribute(placements=[Replicate()])
+        values = whole.to_local(grad_placements=[Partial()])
+        dim = self.placements(layer)[key].dim  # type: ignore[attr-defined]
+        parts = values.unflatten(dim, (self.packs, self.mesh.size(), -1))
+        mine = parts.select(dim + 1, self.mesh.get_local_rank())
+        return mine.flatten(dim, dim + 1)
+
+
+class ColwiseGathered(Colwise):
+    """Divides output features; each rank has the whole output."""
+
+    def enter(self, layer: nn.Module, values: Tensor) -> Tensor:
+        """Return the input, whose gradient will be summed over ranks."""
+        return copy_to_ranks(values, self.mesh)
+
+    def leave(self, layer: nn.Module, values: Tensor) -> Tensor:
+        """Return the parts of all ranks."""
+        return gather_from_ranks(values, self.mesh)
+
+
+class Rowwise(Style):
+    """Divides input features; the output is the sum of the ranks' parts."""
+
+    def placements(self, layer: nn.Module) -> dict[str, Placement]:
+        """Return the dimension of input features of the weight."""
+        return {"weight": Shard(0 if is_transposed(layer) else 1)}
+
+    def enter(self, layer: nn.Module, values: Tensor) -> Tensor:
+        """Return this rank's part of the input."""
+        self.region.end()
+        if values.shape[-1] == features(layer)[0]:
+            return part_of_rank(values, self.mesh)
+        return values
+
+    def leave(self, layer: nn.Module, values: Tensor) -> Tensor:
+        """Return the sum of the ranks' outputs, and the bias once."""
+        total = sum_of_ranks(values, self.mesh)
+        bias = layer._parameters.get("bias")
+        return total if bias is None else total + bias.to(total.dtype)
+
+    def _before(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        entered = super()._before(layer, args, kwargs)
+        bias = layer._parameters.get("bias")
+        if bias is not None:  # a Conv1D needs one
+            zeros = torch.zeros_like(bias) if is_transposed(layer) else None
+            layer._parameters["bias"] = zeros  # type: ignore[assignment]
+        return entered
+
+
+class EmbeddingRowwise(Style):
+    """Divides a vocabulary; each rank looks up the tokens that it has."""
+
+    kinds = "an nn.Embedding"
+
+    def fits(self, layer: nn.Module) -> bool:
+        """Whether the module is an embedding that keeps its rows as they are."""
+        return (
+            isinstance(layer, nn.Embedding)
+            and layer.max_norm is None
+            and not (layer.sparse or layer.scale_grad_by_freq)
+        )
+
+    def placements(self, layer: nn.Module) -> dict[str, Placement]:
+        """Return the dimension of tokens."""
+        return {"weight": Shard(0)}
+
+    def enter(self, layer: nn.Module, values: Tensor) -> Tensor:
+        """Return the rows of this rank's tokens, and row 0 for others."""
+        rows = layer.num_embeddings // self.mesh.size()  # type: ignore[operator]
+        index = values - rows * self.mesh.get_local_rank()
+        self._others = (index < 0) | (index >= rows)
+        padding = layer.padding_idx
+        self._padding: Any = padding
+        if padding is not None:  # no gradient goes to this row
+            here = int(padding) - rows * self.mesh.get_local_rank()  # type: ignore[call-overload]
+            layer.padding_idx = here if 0 <= here < rows else None  # type: ignore[assignment]
+        return index.masked_fill(self._others, 0)
+
+    def leave(self, layer: nn.Module, values: Tensor) -> Tensor:
+        """Return the rows of all tokens."""
+        layer.padding_idx = self._padding
+        return sum_of_ranks(values.masked_fill(self._others[..., None], 0), self.mesh)
+
+
+class Replicated(Style):
+    """Leaves parameters whole that are used for a part of the heads; sums their gradients."""
+
+    kinds = "a module with parameters of its own, such as a norm"
+
+    def fits(self, layer: nn.Module) -> bool:
+        """Whether the module has parameters."""
+        return any(parameter is not None for parameter in layer._parameters.values())
+
+    def placements(self, layer: nn.Module) -> dict[str, Placement]:
+        """Return that all parameters are whole."""
+        return {k: Replicate() for k, value in layer._parameters.items() if value is not None}
+
+    def local(self, layer: nn.Module, key: str, parameter: DTensor) -> Tensor | None:
+        """Return the parameter; gradients of ranks are parts of a sum."""
+        return parameter.to_local(grad_placements=[Partial()])
+
+
+STYLES: dict[str, Callable[..., Style]] = {
+    "colwise": Colwise,
+    "colwise_packed_2": partial(Colwise, packs=2),
+    "colwise_packed_3": partial(Colwise, packs=3),
+    "rowwise": Rowwise,
+    "colwise_gather_output": ColwiseGathered,
+    "embedding_rowwise": EmbeddingRowwise,
+    "replicated_with_grad_allreduce": Replicated,
+}
