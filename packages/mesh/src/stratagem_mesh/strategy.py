@@ -47,6 +47,9 @@ class MeshStrategy(ModelParallelStrategy):
             `torch.distributed.tensor.parallel`. A function `(model, mesh)` divides the model
             itself. With None, the plan of the model (`_tp_plan`, of transformers) is taken; a model
             without one is searched for pairs of layers.
+        example_input: what `forward` takes (a tensor, a tuple or a dict of arguments), for the
+            search. With None, `example_input_array` of the model, or `dummy_inputs` of
+            transformers. It is run on tensors without values.
         context_modules: names of the modules that compute parts of a sequence, from tensors of
             (batch, sequence, ...); `*` stands for a number. With None, models of transformers and
             `nn.TransformerEncoder`s.
@@ -56,6 +59,9 @@ class MeshStrategy(ModelParallelStrategy):
             the model has computed its loss from them.
         auto_wrap_policy, activation_checkpointing, reshard_after_forward: see `FSDPStrategy`.
         **components: see `ShardedStrategy` and `ParallelStrategy`.
+
+    Attributes:
+        tensor_layers: the style of each divided module, by its name, once the model is divided.
 
     Raises:
         ConfigurationError: a size is not a number of ranks, or their product not the world size.
@@ -77,6 +83,7 @@ class MeshStrategy(ModelParallelStrategy):
         context: int = 1,
         tensor: int = 1,
         tensor_plan: TensorPlan | None = None,
+        example_input: Any = None,
         context_modules: Sequence[str] | None = None,
         check_context: bool = True,
         gather_logits: bool = False,
@@ -89,6 +96,8 @@ class MeshStrategy(ModelParallelStrategy):
         self.tensor = _checked("tensor", tensor)
         check_plan(tensor_plan)
         self.tensor_plan = tensor_plan
+        self.example_input = example_input
+        self.tensor_layers: dict[str, str] = {}
         self.context_modules = context_modules
         self.check_context = check_context
         self.gather_logits = gather_logits
@@ -153,7 +162,8 @@ class MeshStrategy(ModelParallelStrategy):
     def divide(self, model: nn.Module) -> None:
         """Divide layers over the tensor axis, and sequences over the context axis."""
         if self.tensor > 1:
-            divide_layers(model, self.device_mesh["tensor_parallel"], self.tensor_plan)
+            mesh = self.device_mesh["tensor_parallel"]
+            self.tensor_layers = divide_layers(model, mesh, self.tensor_plan, self.example_input)
         if self._regions is not None:
             self._regions.divide(model, self.context_modules)
 

@@ -1,4 +1,4 @@
-"""Differentiable collectives over the ranks that share a layer; each is exact in both directions."""
+"""Collectives over the ranks that share a layer, with the gradients of each."""
 
 from __future__ import annotations
 

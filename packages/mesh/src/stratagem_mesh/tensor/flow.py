@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -30,9 +31,10 @@ _BY_SHAPE = (
     *VIEWS,
     *("expand", "repeat", "slice", "split", "split_with_sizes", "as_strided", "constant_pad_nd"),
 )
-_ALIASES = "detach", "alias"
-"""Operations that depend on which tensors are referred to, as those of a run are."""
+_ALIASES = "detach", "alias", "clone"
+"""Operations that depend on references and strides, which are not compared."""
 
+_NAMES = dict.fromkeys(VIEWS, "view")
 _VALUES = {"_local_scalar_dense": 0, "is_nonzero": False, "equal": False}
 
 
@@ -76,7 +78,7 @@ class Roles:
     sizes: dict[str, set[int]] = field(default_factory=dict)
 
 
-class Flow(TorchDispatchMode):
+class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the outputs of linear layers to where they are read.
 
     Args:
@@ -86,7 +88,7 @@ class Flow(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module, ranks: int, packs: Mapping[str, int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.roles = Roles()
         self._ranks = ranks
         self._packs = packs
@@ -224,7 +226,7 @@ class Flow(TorchDispatchMode):
         raise WholeNeededError(f"{name} reads it")
 
     def _joined(self, name: str, args: Any, output: Tensor, marked: Any) -> Mark:
-        tensor, mark = marked[0]
+        mark = marked[0][1]
         dim = (args[1] if len(args) > 1 else 0) % output.ndim
         alike = len(marked) == len(args[0]) and all(
             (m.dim, m.outer, m.inner) == (mark.dim, mark.outer, mark.inner) for _, m in marked
@@ -257,8 +259,10 @@ class Flow(TorchDispatchMode):
         trained = [t for t in inputs if t.requires_grad]
         owners = [self._owners.get(id(t)) for t in trained]
         known = [names for names in owners if names is not None]
-        if trained and len(known) == len(owners) and all(
-            t.requires_grad or t.ndim == 0 for t in inputs
+        if (
+            trained
+            and len(known) == len(owners)
+            and all(t.requires_grad or t.ndim == 0 for t in inputs)
         ):
             for tensor in outputs:
                 self._owners[id(tensor)] = frozenset().union(*known)
@@ -275,6 +279,7 @@ class Flow(TorchDispatchMode):
         last = frozenset(self.roles.sources[-1:])
         shapes = [tuple(t.shape) for t in outputs]
         constants = constants_of(name, args)
+        name = _NAMES.get(name, name)
         self.roles.operations.append(Operation(name, constants, shapes, mark, names or last))
 
     def _find(self, tensor: Tensor) -> Mark | None:
@@ -289,7 +294,7 @@ class Flow(TorchDispatchMode):
             self.roles.whole.setdefault(name, reason)
 
 
-class Proof(TorchDispatchMode):
+class Proof(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs a model with the shapes that one rank has, and compares each operation.
 
     Args:
@@ -299,7 +304,7 @@ class Proof(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module, ranks: int, roles: Roles) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
         self._ranks = ranks
         self._roles = roles
@@ -347,7 +352,7 @@ class Proof(TorchDispatchMode):
         if self._paused or func.namespace == "prim" or name in _ALIASES:
             return output
         shapes = [tuple(t.shape) for t in tree_leaves(output) if isinstance(t, Tensor)]
-        self._compare(name, constants_of(name, args), shapes)
+        self._compare(_NAMES.get(name, name), constants_of(name, args), shapes)
         self.count += 1
         return output
 
@@ -403,6 +408,8 @@ def run_without_values(model: nn.Module, args: Any, kwargs: Any, mode: Flow | Pr
         args, kwargs: what it is called with.
         mode: a Flow or a Proof.
     """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, log.disabled = log.disabled, True  # errors are raised as well
     before = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
@@ -411,6 +418,7 @@ def run_without_values(model: nn.Module, args: Any, kwargs: Any, mode: Flow | Pr
             if isinstance(mode, Flow):
                 mode.end(output)
     finally:
+        log.disabled = was_disabled
         for part, attributes, buffers in before:
             vars(part).clear()
             vars(part).update(attributes)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from stratagem.errors import ConfigurationError
@@ -158,7 +158,7 @@ def _with_plans(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _vocabulary_of(part: Any) -> int:
     """Return the number of tokens of a model; 0, which every size divides, if it has none."""
-    config = getattr(part, "config", None)
+    config: Any = getattr(part, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return int(getattr(text, "vocab_size", 0) or 0)
 
@@ -233,8 +233,8 @@ def _check_heads(name: str, model: nn.Module, size: int) -> None:
     parent = name.rpartition(".")[0]
     attention = model.get_submodule(parent)
     numbers = {**vars(attention)}
-    if "attn" in parent.lower() or "attention" in parent.lower():
-        config = getattr(attention, "config", None)
+    config = getattr(attention, "config", None)
+    if config is not None and ("attn" in parent.lower() or "attention" in parent.lower()):
         numbers |= {k: getattr(config, k, None) for k in _HEADS}
     for key in _HEADS:
         count = numbers.get(key)

@@ -12,11 +12,15 @@ from torch import Tensor, nn
 
 from stratagem.errors import ConfigurationError
 from stratagem_mesh.tensor.flow import Flow, Proof, Roles, run_without_values
-from stratagem_mesh.tensor.marks import WholeNeededError
 from stratagem_mesh.tensor.styles import features, is_linear
 
 _PACKS = 1, 3, 2
 """What is tried for a layer: one layer; queries, keys and values in one; two in one."""
+
+_IS_COUNT = re.compile(r"heads?$|groups?$")
+_OF_ONE_HEAD = re.compile(r"head_?(dim|size|width)|(dim|size)_?(per_)?head|d_head")
+_LEVELS = 3
+"""The levels of numbers to divide: none, those of heads, all but a head's size, all that fit."""
 
 
 @dataclass
@@ -113,7 +117,9 @@ class _Search:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._args = tuple(_on(device, value) for value in args)
         self._kwargs = {key: _on(device, value) for key, value in kwargs.items()}
-        self._layers = {n: p for n, p in model.named_modules() if is_linear(p) and _is_own(p, model)}
+        self._layers = {
+            n: p for n, p in model.named_modules() if is_linear(p) and _is_own(p, model)
+        }
         self._tries = dict.fromkeys(self._layers, 0)
         self._levels: dict[str, int] = {}
         self._why: dict[str, str] = {}
@@ -151,12 +157,12 @@ class _Search:
                 flow.roles.sources = [name for name in flow.roles.sources if name in used]
                 return flow.roles
             for name, why in refused.items():
-                self._why[name] = why.partition("\n")[0]
+                self._why.setdefault(name, why.partition("\n")[0])
                 self._tries[name] += 1
 
     def _packs(self, name: str) -> int:
         """Return the number of packed layers to try; 0: the layer stays whole."""
-        inputs, outputs = features(self._layers[name])
+        outputs = features(self._layers[name])[1]
         while (tried := self._tries[name]) < len(_PACKS):
             packs = _PACKS[tried]
             if outputs % (packs * self.ranks) == 0:
@@ -175,9 +181,8 @@ class _Search:
                 divide_numbers(self.model.get_submodule(owner), names, self.ranks)
             run_without_values(self.model, self._args, self._kwargs, proof)
         except Exception as error:
-            operations = roles.operations[: proof.count + 1] or [None]
-            last = operations[-1]
-            return (last.layers if last else frozenset(roles.sources)), str(error)
+            reached = roles.operations[: proof.count + 1]
+            return (reached[-1].layers if reached else frozenset()), str(error)
         finally:
             for owner, attributes in before.items():
                 vars(self.model.get_submodule(owner)).update(attributes)
@@ -189,15 +194,15 @@ class _Search:
         key = _pattern(owner or "")
         level = self._levels.get(key, 0) + 1
         self._levels[key] = level
-        if owner is None or level > 2:
+        if owner is None or level > _LEVELS:
             alike = {_pattern(name) for name in group}
             for name in self._layers:
                 if _pattern(name) in alike:
-                    self._why[name] = reason.partition("\n")[0]
+                    self._why.setdefault(name, reason.partition("\n")[0])
                     self._tries[name] = len(_PACKS)
 
     def _numbers(self, owner: str, roles: Roles, group: frozenset[str]) -> list[str]:
-        """Return the attributes of a module to divide: none, numbers of heads, or all that fit."""
+        """Return the attributes of a module to divide: none, numbers of heads, or more that fit."""
         level = self._levels.get(_pattern(owner), 0)
         sizes = frozenset().union(*(roles.sizes.get(name, set()) for name in group))
         fitting = [
@@ -205,8 +210,9 @@ class _Search:
             for name, value in vars(self.model.get_submodule(owner)).items()
             if type(value) is int and value in sizes and value % self.ranks == 0
         ]
-        heads = [name for name in fitting if "head" in name or "split" in name]
-        return ([], heads, fitting)[min(level, 2)]
+        heads = [name for name in fitting if _IS_COUNT.search(name)]
+        without_size = [name for name in fitting if not _OF_ONE_HEAD.search(name)]
+        return ([], heads, without_size, fitting)[min(level, _LEVELS)]
 
     def _result(self, roles: Roles, numbers: dict[str, list[str]]) -> Found:
         found = Found(numbers={owner: names for owner, names in numbers.items() if names})

@@ -184,8 +184,9 @@ class Colwise(Style):
         whole = parameter.redistribute(placements=[Replicate()])
         values = whole.to_local(grad_placements=[Partial()])
         dim = self.placements(layer)[key].dim  # type: ignore[attr-defined]
-        parts = values.unflatten(dim, (self.packs, self.mesh.size(), -1))
-        mine = parts.select(dim + 1, self.mesh.get_local_rank())
+        shape = values.shape
+        sizes = *shape[:dim], self.packs, self.mesh.size(), -1, *shape[dim + 1 :]
+        mine: Tensor = values.view(sizes).select(dim + 1, self.mesh.get_local_rank())
         return mine.flatten(dim, dim + 1)
 
 
@@ -257,7 +258,8 @@ class EmbeddingRowwise(Style):
         padding = layer.padding_idx
         self._padding: Any = padding
         if padding is not None:  # no gradient goes to this row
-            here = int(padding) - rows * self.mesh.get_local_rank()  # type: ignore[call-overload]
+            number: Any = padding
+            here = int(number) - rows * self.mesh.get_local_rank()
             layer.padding_idx = here if 0 <= here < rows else None  # type: ignore[assignment]
         return index.masked_fill(self._others, 0)
 

@@ -1,0 +1,106 @@
+"""The search for layers that can be divided, without ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stratagem.errors import ConfigurationError
+from stratagem_mesh import MeshStrategy
+from stratagem_mesh.tensor.search import find_layers
+
+
+class Twice(nn.Module):
+    """Reads a layer's output by a layer, and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        hidden = self.up(x) * scale
+        self.seen = self.seen + 1
+        return self.down(hidden), hidden
+
+
+class Heads(nn.Module):
+    """A view by a number of heads that is not an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.v(x).view(len(x), 4, 2).relu().view(len(x), 8))  # type: ignore[no-any-return]
+
+
+class Bias(Heads):
+    """A trained bias for each head, which each rank would need a part of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out((self.v(x).view(len(x), -1, 2) + self.bias).flatten(1))  # type: ignore[no-any-return]
+
+
+def pair(*between: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), *between, nn.Linear(16, 8))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Twice(), "the model returns it"),
+        (Heads(), "shape '[2, 4, 2]' is invalid for input of size 8"),
+        (Bias(), "an operand has all the features"),
+        (pair(nn.LayerNorm(16)), "an operation reduces divided features"),
+        (pair(nn.Softmax(-1)), "an operation reduces divided features"),
+        (pair(nn.PReLU(16)), "_prelu_kernel reads it"),
+        (pair(nn.Unflatten(1, (-1, 8)), nn.Flatten(1, 2), nn.Dropout(0.5)), ""),
+    ],
+)
+def test_layers_that_other_operations_read_stay_whole(model: nn.Module, reason: str) -> None:
+    found = find_layers(model, 2, torch.zeros(2, 8))
+    first = next(name for name, part in model.named_modules() if isinstance(part, nn.Linear))
+    assert found.whole.get(first, "") == reason
+    assert bool(found.styles) == (not reason)
+
+
+def test_heads_that_do_not_divide_stay_whole() -> None:
+    model = pair(nn.Unflatten(1, (-1, 8)), nn.Flatten(1, 2))
+    assert find_layers(model, 2, torch.zeros(2, 8)).styles == {"0": "colwise", "3": "rowwise"}
+    assert find_layers(model, 4, torch.zeros(2, 8)).styles == {}
+
+
+def test_a_search_leaves_the_model_as_it_was() -> None:
+    model = Twice()
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    find_layers(model, 2, {"x": torch.zeros(2, 8), "scale": 2.0})
+    assert model.seen.tolist() == [0.0]
+    assert not model.up._forward_hooks
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_example_of_the_model_is_taken() -> None:
+    model: Any = pair()
+    model.example_input_array = torch.zeros(2, 8)
+    assert find_layers(model, 2, None).styles == {"0": "colwise", "1": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (["up"], r"tensor_plan=\['up'\]: expected a mapping of names to styles"),
+        ({"up": "columns"}, "tensor_plan\\['up'\\]='columns': expected one of 'colwise', "),
+    ],
+)
+def test_a_plan_of_another_kind_is_refused(plan: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        MeshStrategy(tensor=2, tensor_plan=plan)
