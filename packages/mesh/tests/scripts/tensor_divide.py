@@ -19,7 +19,7 @@ from stratagem.errors import ConfigurationError
 from stratagem_mesh.tensor.layers import divide_layers
 
 
-def whole(tensor: Tensor | None) -> Tensor | None:
+def whole(tensor: Any) -> Any:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -57,17 +57,20 @@ def compare(case: Case, mesh: DeviceMesh) -> dict[str, Any]:
         "evaluation": float(evaluated.abs().max()),
         "share": sum(divided) / sum(p.numel() for p in parameters.values()),
         "values": all(
-            torch.equal(whole(p), q)
-            for p, q in zip(parameters.values(), reference.parameters(), strict=True)
-        ),  # type: ignore[arg-type]
-        "tied": hasattr(model, "embedding") and model.head.weight is model.embedding.weight,
-        "copy": float(difference_of_copy(model, case.example)),
+            torch.equal(whole(parameters[n]), p) for n, p in reference.named_parameters()
+        ),
+        "tied": parameters.keys() == dict(reference.named_parameters()).keys() and is_tied(model),
+        "copy": difference_of_copy(model, case.example),
     }
 
 
-def difference_of_copy(model: nn.Module, example: Tensor) -> Tensor:
+def is_tied(model: Any) -> bool:
+    return hasattr(model, "embedding") and model.head.weight is model.embedding.weight
+
+
+def difference_of_copy(model: nn.Module, example: Tensor) -> float:
     with torch.no_grad():
-        return (deepcopy(model)(example) - model(example)).abs().max()
+        return float((deepcopy(model)(example) - model(example)).abs().max())
 
 
 class Dropping(nn.Module):
@@ -81,7 +84,7 @@ class Dropping(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.inside(torch.ones_like(self.up(x)))
-        y = self.outside(torch.ones_like(self.down(hidden)))
+        y: Tensor = self.outside(torch.ones_like(self.down(hidden)))
         self.kept = (hidden > 0).tolist(), (y > 0).tolist()
         return y
 

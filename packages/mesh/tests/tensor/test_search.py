@@ -19,6 +19,7 @@ class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.seen: Tensor
         self.register_buffer("seen", torch.zeros(1))
 
     def forward(self, x: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
