@@ -47,9 +47,9 @@ class MeshStrategy(ModelParallelStrategy):
             `torch.distributed.tensor.parallel`. A function `(model, mesh)` divides the model
             itself. With None, the plan of the model (`_tp_plan`, of transformers) is taken; a model
             without one is searched for pairs of layers.
-        example_input: what `forward` takes (a tensor, a tuple or a dict of arguments), for the
-            search. With None, `example_input_array` of the model, or `dummy_inputs` of
-            transformers. It is run on tensors without values.
+        example_input: an input of `forward` (a tensor, a tuple or a dict of arguments) for the
+            search, a run on tensors without values. Default: `example_input_array` of the model,
+            or `dummy_inputs` of transformers.
         context_modules: names of the modules that compute parts of a sequence, from tensors of
             (batch, sequence, ...); `*` stands for a number. With None, models of transformers and
             `nn.TransformerEncoder`s.

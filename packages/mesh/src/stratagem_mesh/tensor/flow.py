@@ -43,11 +43,11 @@ class Operation:
     """An operation of a run.
 
     Attributes:
-        name: of the operation.
-        constants: its arguments that are no tensors; empty for those that give a shape.
-        shapes: of its outputs.
-        mark: of its outputs; None: they are whole.
-        layers: the divided layers that it reads from; else the last one before it.
+        name: the name of the operation.
+        constants: the numbers among its arguments; empty for an operation on shapes.
+        shapes: the shapes of its outputs.
+        mark: the mark of its outputs; None for whole outputs.
+        layers: the divided layers of its inputs; of an operation on whole inputs, the last layer.
     """
 
     name: str
@@ -59,12 +59,12 @@ class Operation:
 
 @dataclass
 class Roles:
-    """What a run has found.
+    """The roles of layers in a run.
 
     Attributes:
         sources: layers with divided outputs, in order.
         sinks: layers with divided inputs, and the sources of these.
-        partial: modules whose parameters are used for a part of the heads, and the sources.
+        partial: modules with parameters for each head, and the sources of the heads.
         whole: layers that must stay whole, and why.
         operations: all operations.
         sizes: the sizes of dimensions that are divided, by source.
@@ -79,7 +79,7 @@ class Roles:
 
 
 class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the outputs of linear layers to where they are read.
+    """Follows the outputs of linear layers to the layers that read them.
 
     Args:
         model: the model that runs.
@@ -300,7 +300,7 @@ class Proof(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         model: the model that runs.
         ranks: the number of ranks that share a layer.
-        roles: what a run with whole shapes has found.
+        roles: the roles of layers in a run with whole shapes.
     """
 
     def __init__(self, model: nn.Module, ranks: int, roles: Roles) -> None:
@@ -385,7 +385,7 @@ def _computed(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def constants_of(name: str, args: Any) -> tuple[Any, ...]:
-    """Return the numbers among the arguments, except those that give a shape."""
+    """Return the numbers among the arguments, except sizes of a shape."""
     if name in _BY_SHAPE:
         return ()
     return tuple(value for value in tree_leaves(args) if isinstance(value, (int, float)))
@@ -405,7 +405,7 @@ def run_without_values(model: nn.Module, args: Any, kwargs: Any, mode: Flow | Pr
 
     Args:
         model: the model.
-        args, kwargs: what it is called with.
+        args, kwargs: the arguments of the call.
         mode: a Flow or a Proof.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")

@@ -61,7 +61,7 @@ def divide_layers(
     Args:
         model: has whole parameters, equal on all ranks.
         mesh: the ranks that share a layer.
-        plan: of the user; with None, the plan of the model, or pairs that a dry run finds.
+        plan: the user's plan. Default: the plan of the model, or pairs of layers from a dry run.
         example: an input of the model, for the dry run.
 
     Returns:
@@ -123,7 +123,7 @@ def _expand(model: nn.Module, plan: Mapping[str, Any], prefix: str = "") -> dict
 
 
 def _plan_of_model(model: nn.Module, size: int) -> dict[str, str]:
-    """Return the styles of the plans that modules bring, as those of transformers do.
+    """Return the styles of the plans of modules, such as models of transformers.
 
     Raises:
         ConfigurationError: a plan has a style that is not known, or heads do not divide.
@@ -157,7 +157,7 @@ def _with_plans(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _vocabulary_of(part: Any) -> int:
-    """Return the number of tokens of a model; 0, which every size divides, if it has none."""
+    """Return the number of tokens of a model; 0 if its configuration does not say."""
     config: Any = getattr(part, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return int(getattr(text, "vocab_size", 0) or 0)
@@ -225,7 +225,7 @@ def _apply(model: nn.Module, region: Region, styles: dict[str, Any]) -> dict[str
 
 
 def _check_heads(name: str, model: nn.Module, size: int) -> None:
-    """Refuse to divide layers of an attention whose heads do not divide.
+    """Raise if the heads of an attention do not divide between the ranks.
 
     Raises:
         ConfigurationError: names the module and its number of heads.

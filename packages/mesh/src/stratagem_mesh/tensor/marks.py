@@ -1,8 +1,8 @@
-"""Along which dimension a tensor is divided, and what operations do to it.
+"""Marks of divided tensors, and the effect of operations on them.
 
 A dimension of size `outer * ranks * inner` is divided in its middle factor. Blocks of whole heads
-stay together through views, so that an operation either keeps the mark of its inputs, moved to
-another dimension, or has none for it: then the tensor has to be whole.
+stay together through views. An operation either moves the mark of its inputs to a dimension of its
+output, or needs a whole tensor.
 """
 
 from __future__ import annotations
@@ -202,7 +202,8 @@ def product(name: str, args: Sequence[Any], find: Callable[[Tensor], Mark | None
     """Return the mark of a product of matrices (mm, bmm), alone or in a batch.
 
     Raises:
-        WholeNeededError: the contracted dimension is divided, or a batch is whole in one of them.
+        WholeNeededError: the contracted dimension is divided, or only one operand has a divided
+            batch.
     """
     left, right = args[-2:]
     a, b = find(left), find(right)
@@ -240,5 +241,5 @@ def attention(args: Sequence[Any], find: Callable[[Tensor], Mark | None]) -> Mar
 
 
 def is_pointwise(function: Any) -> bool:
-    """Whether an operation computes each element from those at its place."""
+    """Whether an operation computes each element from the elements at its place."""
     return torch.Tag.pointwise in function.tags

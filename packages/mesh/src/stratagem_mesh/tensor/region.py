@@ -1,4 +1,4 @@
-"""What the divided layers of a model share: the entry of their region, and its random numbers."""
+"""The region of divided layers: its shared inputs, and its random numbers."""
 
 from __future__ import annotations
 

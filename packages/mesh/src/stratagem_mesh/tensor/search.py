@@ -25,7 +25,7 @@ _LEVELS = 3
 
 @dataclass
 class Found:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
         styles: the style of each module.
@@ -43,7 +43,7 @@ def find_layers(model: nn.Module, ranks: int, example: Any) -> Found:
     """Return the linear layers of a model that can be divided, in pairs.
 
     Raises:
-        ConfigurationError: there is no input to run the model with, or the run fails.
+        ConfigurationError: the model has no example of an input, or the run fails.
     """
     found = Found()
     for name, part, args, kwargs in _inputs(model, example):
@@ -105,7 +105,8 @@ def _dummy_inputs(part: Any) -> dict[str, Any]:
 class _Search:
     """Runs a model until all of its roles hold.
 
-    A layer whose output is read in another way is tried as packed layers, and then stays whole.
+    If another operation reads a layer's output, the layer is tried as packed layers, and then
+    stays whole.
     Where a run with the shapes of a rank differs, the numbers of its module are divided; in the
     end its layers stay whole.
     """
@@ -125,7 +126,7 @@ class _Search:
         self._why: dict[str, str] = {}
 
     def run(self) -> Found:
-        """Return what holds."""
+        """Return the layers to divide."""
         while True:
             roles = self._follow()
             groups = _groups(roles)
@@ -189,7 +190,7 @@ class _Search:
         return None
 
     def _raise_level(self, group: frozenset[str], reason: str) -> None:
-        """Divide more numbers for a group and those like it, or let their layers be whole."""
+        """Divide more numbers for a group and similar ones, or let their layers be whole."""
         owner = _owner(group)
         key = _pattern(owner or "")
         level = self._levels.get(key, 0) + 1
@@ -202,7 +203,7 @@ class _Search:
                     self._tries[name] = len(_PACKS)
 
     def _numbers(self, owner: str, roles: Roles, group: frozenset[str]) -> list[str]:
-        """Return the attributes of a module to divide: none, numbers of heads, or more that fit."""
+        """Return the attributes of a module to divide, by its level."""
         level = self._levels.get(_pattern(owner), 0)
         sizes = frozenset().union(*(roles.sizes.get(name, set()) for name in group))
         fitting = [
@@ -251,7 +252,7 @@ def _groups(roles: Roles) -> list[frozenset[str]]:
 
 
 def _owner(group: frozenset[str]) -> str | None:
-    """Return the module that holds all layers of a group; None: that is the model itself."""
+    """Return the module that holds all layers of a group; None for the model itself."""
     paths = [name.split(".")[:-1] for name in group]
     shared = []
     for parts in zip(*paths, strict=False):

@@ -1,4 +1,4 @@
-"""How a layer is divided: its parameters on each rank, and what enters and leaves it."""
+"""Styles of division: the parameters on each rank, and the inputs and outputs of a layer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from stratagem_mesh.tensor.region import Region
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Whether a layer is a Conv1D of transformers: a Linear whose weight is transposed."""
+    """Whether a layer is a Conv1D of transformers: a Linear with a transposed weight."""
     return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
 
 
@@ -50,7 +50,7 @@ class Style:
     layer, hooks put plain tensors of this rank in their place.
 
     Args:
-        region: what the divided layers of the model share.
+        region: the state that the divided layers of the model share.
         packs: the number of layers that are packed in one, such as 3 for queries, keys and values.
     """
 
@@ -113,7 +113,7 @@ class Style:
         return values
 
     def local(self, layer: nn.Module, key: str, parameter: DTensor) -> Tensor | None:
-        """Return what a parameter is on this rank."""
+        """Return this rank's part of a parameter."""
         return parameter.to_local()
 
     def __deepcopy__(self, memo: object) -> Style:
@@ -165,7 +165,7 @@ class Colwise(Style):
             layer.nf = layer.nf // self.mesh.size()  # type: ignore[operator,assignment]
 
     def enter(self, layer: nn.Module, values: Tensor) -> Tensor:
-        """Return the input, whose gradient will be summed over ranks."""
+        """Return the input; backward sums its gradient over ranks."""
         return self.region.enter(values)
 
     def leave(self, layer: nn.Module, values: Tensor) -> Tensor:
@@ -174,10 +174,10 @@ class Colwise(Style):
         return values
 
     def local(self, layer: nn.Module, key: str, parameter: DTensor) -> Tensor | None:
-        """Return this rank's rows; of packed layers, those of each.
+        """Return this rank's rows of each packed layer.
 
         A checkpoint has packed layers one after the other, and so does each rank's shard of them.
-        They are gathered for the call, and each rank takes its rows of each.
+        The shards are gathered for the call, and each rank takes its rows of each layer.
         """
         if self.packs == 1:
             return parameter.to_local()
@@ -194,7 +194,7 @@ class ColwiseGathered(Colwise):
     """Divides output features; each rank has the whole output."""
 
     def enter(self, layer: nn.Module, values: Tensor) -> Tensor:
-        """Return the input, whose gradient will be summed over ranks."""
+        """Return the input; backward sums its gradient over ranks."""
         return copy_to_ranks(values, self.mesh)
 
     def leave(self, layer: nn.Module, values: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ class EmbeddingRowwise(Style):
     kinds = "an nn.Embedding"
 
     def fits(self, layer: nn.Module) -> bool:
-        """Whether the module is an embedding that keeps its rows as they are."""
+        """Whether the module is an embedding that does not scale its rows or their gradients."""
         return (
             isinstance(layer, nn.Embedding)
             and layer.max_norm is None
