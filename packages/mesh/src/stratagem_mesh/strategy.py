@@ -22,7 +22,7 @@ Size = int | Literal["auto"]
 
 
 class MeshStrategy(ModelParallelStrategy):
-    """Arranges ranks in a mesh of data, context and tensor parallelism, over a model as it is.
+    """Arranges ranks in a mesh of data, context and tensor parallelism, over an unchanged model.
 
     The sizes multiply to the number of ranks. Losses, gradients and logged values equal the ones
     in one process:
@@ -31,7 +31,7 @@ class MeshStrategy(ModelParallelStrategy):
       state are sharded over `shard`, and over `context`; each of the `replicate` groups holds them
       all, as HYBRID_SHARD of fsdp.
     - `context`: ranks read the same batches. In the modules that read a sequence, each rank
-      computes a part of it; attention exchanges heads for positions (Ulysses). Before and after
+      computes a part; attention exchanges heads for positions (Ulysses). Before and after
       these modules each rank has the whole sequence, so user code runs unchanged.
     - `tensor`: ranks read the same batches. Linear layers are divided between them.
 
@@ -45,13 +45,13 @@ class MeshStrategy(ModelParallelStrategy):
         tensor_plan: which layers are divided, by patterns of names in which `*` stands for a
             number: `{"layers.*.up": "colwise", "layers.*.down": "rowwise"}`, or styles of
             `torch.distributed.tensor.parallel`. A function `(model, mesh)` divides the model
-            itself. With None, the plan of the model (`_tp_plan`, of transformers) is taken; a model
+            itself. Default: the plan of the model (`_tp_plan`, of transformers); a model
             without one is searched for pairs of layers.
         example_input: an input of `forward` (a tensor, a tuple or a dict of arguments) for the
             search, a run on tensors without values. Default: `example_input_array` of the model,
             or `dummy_inputs` of transformers.
         context_modules: names of the modules that compute parts of a sequence, from tensors of
-            (batch, sequence, ...); `*` stands for a number. With None, models of transformers and
+            (batch, sequence, ...); `*` stands for a number. Default: models of transformers and
             `nn.TransformerEncoder`s.
         check_context: compare the first forward pass of these modules with one over the whole
             sequence, which each rank computes once, and raise if they differ.

@@ -46,7 +46,7 @@ def features(layer: nn.Module) -> tuple[int, int]:
 class Style:
     """Divides a layer; its own forward runs with the parameters of this rank.
 
-    The parameters are DTensors, so that they are sharded and saved as such. Around each call of the
+    The parameters are DTensors, which are sharded and saved as such. Around each call of the
     layer, hooks put plain tensors of this rank in their place.
 
     Args:
