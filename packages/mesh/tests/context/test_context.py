@@ -29,6 +29,7 @@ CASES = [
     "keys of the user",
     "causal mask of a part",
     "checkpointed",
+    "checkpointed, short",
     "checkpointed, padding",
 ]
 

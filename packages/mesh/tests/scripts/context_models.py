@@ -180,6 +180,7 @@ CASES: dict[str, Case] = {
     "keys of the user": (partial(Model, way="none"), (batch(17), ~padding(17)), BODY),
     "causal mask of a part": (partial(Model, way="own mask"), (batch(18),), BODY),
     "checkpointed": (lambda: Wrapped(Encoder(causal=True)), (batch(16),), ["model.encoder"]),
+    "checkpointed, short": (lambda: Wrapped(Model()), (batch(7),), ["model.body"]),
     "checkpointed, padding": (lambda: Wrapped(Model()), (batch(18),), ["model.body"]),
 }
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.errors import UserCodeError
-from stratagem_mesh.context.call import Call, fill, is_recomputing, recomputed, running
+from stratagem_mesh.context.call import Call, current, fill, in_region
 from stratagem_mesh.context.collectives import exchange, gather_keys
 
 _original = nn.functional.scaled_dot_product_attention
@@ -39,17 +39,33 @@ def attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     """See `torch.nn.functional.scaled_dot_product_attention`."""
-    call = recomputed(query.shape[-2]) if is_recomputing() else running()
-    if call is None:
+    if not in_region():
         return _original(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    _check_shapes(call, query, key)
-    mask, is_causal = _whole_mask(call, attn_mask, is_causal, query.device)
     options = {"dropout_p": dropout_p, "scale": scale}
+    tensors = query, key, value
+    attended: Tensor = _attend_in_region(tensors, attn_mask, is_causal, options, enable_gqa)
+    return attended
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_in_region(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    is_causal: bool,
+    options: dict[str, Any],
+    enable_gqa: bool,
+) -> Tensor:
+    query, key, _ = tensors
+    call = current(query.shape[-2])
+    if call is None:
+        return _original(*tensors, mask, is_causal=is_causal, enable_gqa=enable_gqa, **options)
+    _check_shapes(call, query, key)
+    mask, is_causal = _whole_mask(call, mask, is_causal, query.device)
     if query.shape[-3] % call.group.size:
-        return _by_keys(call, (query, key, value), mask, is_causal, options, enable_gqa)
-    return _by_heads(call, (query, key, value), mask, is_causal, options)
+        return _by_keys(call, tensors, mask, is_causal, options, enable_gqa)
+    return _by_heads(call, tensors, mask, is_causal, options)
 
 
 def _by_heads(

@@ -64,6 +64,7 @@ class Call:
 class _Running:
     call: Call | None = None
     recomputed_by: nn.Module | None = None
+    is_active = False  # a compiled attention reads this alone
 
 
 def fill(tensor: Tensor, total: int, dim: int, value: float = 0) -> Tensor:
@@ -88,13 +89,18 @@ _live: WeakSet[Call] = WeakSet()
 
 def begin(call: Call) -> None:
     """Start the forward pass."""
-    _Running.call = call
+    _Running.call, _Running.is_active = call, True
     _live.add(call)
 
 
 def end() -> None:
     """End the forward pass; until its backward pass, its layers may be recomputed."""
-    _Running.call = None
+    _Running.call, _Running.is_active = None, False
+
+
+def in_region() -> bool:
+    """Whether a part of a region runs, or is recomputed."""
+    return _Running.is_active
 
 
 def running() -> Call | None:
@@ -102,27 +108,29 @@ def running() -> Call | None:
     return _Running.call
 
 
-def is_recomputing() -> bool:
-    """Whether a backward pass recomputes a layer of a region."""
-    return _Running.recomputed_by is not None
+def current(part: int) -> Call | None:
+    """Return the forward pass that runs, or that a backward pass recomputes; None: a whole one.
 
-
-def recomputed(part: int) -> Call:
-    """Return the forward pass with parts of this size that is recomputed.
+    Args:
+        part: the number of positions of the queries.
 
     Raises:
-        UserCodeError: several forward passes match, and differ.
+        UserCodeError: several forward passes match the recomputed layer, and differ.
     """
+    return _Running.call if _Running.call is not None else _recomputed(part)
+
+
+def _recomputed(part: int) -> Call | None:
     found = [call for call in _live if call.part == part]
     kinds = {(call.length, id(call.mask), call.is_causal) for call in found}
-    if len(kinds) != 1:
+    if len(kinds) > 1:
         raise UserCodeError(
             f"activation checkpointing recomputes a layer of {part} positions, and there are "
             f"{len(kinds)} different forward passes that it may belong to: expected one backward "
             "pass after each forward pass with a mask. Call manual_backward for each, pass the "
             "same mask to both, or train without activation checkpointing"
         )
-    return found[0]
+    return found[0] if found else None
 
 
 def watch_recomputing(module: nn.Module) -> list[Any]:
@@ -135,12 +143,14 @@ def watch_recomputing(module: nn.Module) -> list[Any]:
     return handles
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _begin_again(module: nn.Module, inputs: Any) -> None:
     is_outside = _Running.call is None and _Running.recomputed_by is None
     if is_outside and torch._C._current_graph_task_id() != -1:
-        _Running.recomputed_by = module
+        _Running.recomputed_by, _Running.is_active = module, True
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _end_again(module: nn.Module, inputs: Any, output: Any) -> None:
     if _Running.recomputed_by is module:
-        _Running.recomputed_by = None
+        _Running.recomputed_by, _Running.is_active = None, False

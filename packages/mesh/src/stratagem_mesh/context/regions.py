@@ -163,6 +163,7 @@ class Region:
         watch_recomputing(self.module)
         self.module.register_forward_hook(self._leave, always_call=True)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
@@ -187,6 +188,7 @@ class Region:
         self._call = call
         begin(call)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         call, self._call = self._call, None
         if call is None:

@@ -106,6 +106,9 @@ class TransformersModel:
         self._refuse(inputs)
         call = Call(self._name, group, whole.shape[1])
         call.makes_masks, call.positions = True, inputs.get("position_ids")
+        if call.positions is None and "use_cache" in self._names:
+            # With positions of the user, a model that has a cache does not look for documents.
+            inputs["use_cache"] = False
         self._divide_loss(call, inputs)
         self._cut_positions(call, inputs)
         for name in _SEQUENCES:
