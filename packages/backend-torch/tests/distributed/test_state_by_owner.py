@@ -18,7 +18,7 @@ from stratagem_torch.distributed.state_by_owner import owned_optimizer_state
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from state_by_owner import Net, fitted, state_of  # noqa: E402
+from state_by_owner import Net, fitted, state_of  # type: ignore[import-not-found]  # noqa: E402
 
 SCRIPT = SCRIPTS / "state_by_owner.py"
 
