@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar
@@ -42,7 +45,7 @@ def compare(case: Case, mesh: DeviceMesh) -> dict[str, Any]:
         float((own[n] - g).abs().max() / g.abs().max().clamp_min(1e-6)) for n, g in expected.items()
     ]
     model.eval()
-    with torch.no_grad():
+    with torch.inference_mode():
         evaluated = model(case.example) - reference.eval()(case.example)
     parameters = dict(model.named_parameters())
     divided = [
@@ -143,9 +146,28 @@ def messages(mesh: DeviceMesh) -> dict[str, str]:
     return found
 
 
+@contextmanager
+def capture(name: str) -> Iterator[list[str]]:
+    """Yield the messages of a logger and of its children."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(name)
+    before, logger.level = logger.level, logging.INFO
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+        logger.level = before
+
+
 def main(lite: Lite, folder: str) -> None:
     mesh = init_device_mesh("cpu", (lite.world_size,), mesh_dim_names=("tensor_parallel",))
     out: dict[str, Any] = {name: compare(case, mesh) for name, case in CASES.items()}
+    with capture("stratagem") as records:
+        divide_layers(CASES["returned"].build(), mesh, None, CASES["returned"].example)
+    out["info"] = records
     out["masks"] = masks(mesh)
     out["masks outside"] = masks(mesh, inside=0.0)
     out["messages"] = messages(mesh)

@@ -71,6 +71,15 @@ def test_tied_weights_stay_one_parameter(ranks: Ranks) -> None:
     assert ranks[0]["separate"]["tied"] is True  # both are whole
 
 
+def test_layers_that_stay_whole_are_reported_once(ranks: Ranks) -> None:
+    assert ranks[0]["info"] == [
+        "tensor=2 divides the linear layers of Sequential, except '*.down' (whole features that are "
+        "trained meet it), '*.seen' (an operand has all the features), '*.up' (an operation "
+        "reduces divided features): pass a tensor_plan to divide others"
+    ]
+    assert ranks[1]["info"] == []
+
+
 def test_packed_layers_are_divided_each(ranks: Ranks) -> None:
     assert ranks[0]["packed"]["layers"]["qkv"] == "colwise_packed_3"
     assert ranks[0]["packed"]["layers"]["gates"] == "colwise_packed_2"

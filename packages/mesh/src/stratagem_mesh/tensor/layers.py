@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from stratagem.errors import ConfigurationError
+from stratagem.launch import rank_zero_info
 from stratagem_mesh.tensor.region import Region, draws_numbers
 from stratagem_mesh.tensor.search import divide_numbers, find_layers
 from stratagem_mesh.tensor.styles import STYLES, Style
@@ -29,6 +30,7 @@ _HEADS = (
     "num_kv_heads",
     "n_kv_heads",
 )
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 _VOCABULARY = "embedding_rowwise", "colwise_gather_output"
 
 
@@ -84,7 +86,22 @@ def divide_layers(
     styles = _apply(model, region, found.styles)
     for name, numbers in found.numbers.items():
         divide_numbers(model.get_submodule(name), numbers, mesh.size())
+    if found.whole:
+        rank_zero_info(
+            "tensor=%d divides the linear layers of %s, except %s: pass a tensor_plan to divide "
+            "others",
+            mesh.size(),
+            type(model).__name__,
+            _in_words(found.whole),
+        )
     return styles
+
+
+def _in_words(whole: Mapping[str, str]) -> str:
+    """Return the layers that stay whole, once for repeated blocks, with the reasons."""
+    reasons = {_NUMBER.sub("*", name): why for name, why in whole.items()}
+    named = [f"{name!r} ({why})" for name, why in list(reasons.items())[:4]]
+    return ", ".join(named) + (f" and {len(reasons) - 4} more" if len(reasons) > 4 else "")
 
 
 def _divided_by_hand(model: nn.Module) -> dict[str, str]:
@@ -112,7 +129,7 @@ def _expand(model: nn.Module, plan: Mapping[str, Any], prefix: str = "") -> dict
         expression = re.compile(re.escape(whole).replace(r"\*", r"\d+"))
         found = [name for name in names if expression.fullmatch(name)]
         if not found and not prefix:
-            patterns = sorted({re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+", "*", name) for name in names})
+            patterns = sorted({_NUMBER.sub("*", name) for name in names})
             near = get_close_matches(pattern, patterns, 3, 0.4) or patterns[:8]
             raise ConfigurationError(
                 f"tensor_plan has {pattern!r}, which names no module of {type(model).__name__}: "

@@ -41,7 +41,7 @@ class Region:
 
         Layers that read one tensor, such as queries, keys and values, share one sum of gradients.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return copy_to_ranks(values, self.mesh)
         known = self._entered
         if known is None or known[0] is not values or known[1] != values._version:
