@@ -73,8 +73,8 @@ def test_tied_weights_stay_one_parameter(ranks: Ranks) -> None:
 
 def test_layers_that_stay_whole_are_reported_once(ranks: Ranks) -> None:
     assert ranks[0]["info"] == [
-        "tensor=2 divides the linear layers of Sequential, except '*.down' (whole features that are "
-        "trained meet it), '*.seen' (an operand has all the features), '*.up' (an operation "
+        "tensor=2 divides the linear layers of Sequential, except '*.down' (whole features that "
+        "are trained meet it), '*.seen' (an operand has all the features), '*.up' (an operation "
         "reduces divided features): pass a tensor_plan to divide others"
     ]
     assert ranks[1]["info"] == []
