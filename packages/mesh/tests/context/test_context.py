@@ -140,3 +140,13 @@ def test_a_run_has_the_losses_logs_and_predictions_of_one_process(
     # One of the two ranks of each sequence.
     predicted = sum(rank[name]["predicted"] for rank in trained[::2])
     assert predicted == pytest.approx(expected["predicted"], rel=1e-6)
+
+
+def test_sequences_and_layers_are_divided_together(
+    trained: Ranks, reference: dict[str, Any]
+) -> None:
+    expected = reference["encoder"]
+    for rank in trained:
+        found = rank["and tensor"] if len(trained) == 4 else rank["encoder"]
+        assert found["losses"] == pytest.approx(expected["losses"], abs=1e-6, rel=0)
+        assert found["logged"] == pytest.approx(expected["logged"], abs=1e-6, rel=0)

@@ -57,7 +57,7 @@ def loader(shards: int) -> DataLoader[Any]:
 
 
 def run(net: nn.Module, ranks: int, **options: Any) -> dict[str, Any]:
-    shards = max(1, ranks // 2)
+    shards = max(1, ranks // (2 * options.get("tensor", 1)))
     strategy: Any = MeshStrategy(context=2, **options) if ranks > 1 else "single_device"
     trainer = Trainer(
         accelerator="cpu",
@@ -89,4 +89,8 @@ out = {
     "checkpointed": run(Encoder(causal=True), count, **checkpointing),
     "by name": run(Model(), count, **({} if count == 1 else {"context_modules": ["net.body"]})),
 }
+if count == 4:
+    layer = "net.encoder.layers.*"
+    plan = {f"{layer}.linear1": "colwise", f"{layer}.linear2": "rowwise"}
+    out["and tensor"] = run(Encoder(causal=True), count, tensor=2, tensor_plan=plan)
 Path(f"out{out['encoder']['rank']}.json").write_text(json.dumps(out))
