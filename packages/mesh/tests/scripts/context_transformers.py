@@ -218,7 +218,7 @@ def run(rank: int, ranks: int, port: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     torch.set_num_threads(1)
     # Losses and some norms compute in float32 otherwise.
-    torch.Tensor.float = torch.Tensor.double  # type: ignore[assignment,method-assign]
+    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     found = {name: {kind: differences(name, kind, ranks) for kind in BATCHES} for name in MODELS}
     out = {"differences": found, "others": others(), "messages": messages()}
