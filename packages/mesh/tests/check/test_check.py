@@ -57,6 +57,17 @@ def test_a_mistake_is_found_and_its_place_named(model: str, said: str, right: st
     assert done.stdout.endswith("Not the numbers of one process.\n")
 
 
+def test_the_training_step_of_a_module_is_compared() -> None:
+    done = check("Logs", "--shard", "1")
+    assert done.returncode == 0, done.stderr
+    done = check("Manual", "--shard", "1")
+    assert done.returncode != 0
+    assert (
+        "Manual sets automatic_optimization=False, so that its training_step returns no loss to "
+        "compare: pass --loss module:function"
+    ) in done.stderr
+
+
 def test_a_model_without_a_loss_is_refused() -> None:
     done = check("Text", "--shard", "1")
     assert done.returncode != 0

@@ -3,6 +3,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from stratagem import Module
+
 PLAN = {"up": "colwise", "down": "rowwise"}
 
 
@@ -63,3 +65,20 @@ class Text(nn.Module):
 
     def forward(self, x):
         return "text"
+
+
+class Logs(Module):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, batch):
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+
+class Manual(Logs):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
-from stratagem import Lite, seed_everything
+from stratagem import Lite, Module, seed_everything
 from stratagem.errors import ConfigurationError
 from stratagem_mesh.strategy import MeshStrategy
 from stratagem_torch.sharding import whole_on_cpu
@@ -186,9 +186,21 @@ def _model(lite: Lite, subject: Subject) -> tuple[Any, Any]:
                 _DROPOUT.search(name) or (name == "p" and "Dropout" in type(part).__name__)
             ):
                 setattr(part, name, 0.0)
+    if isinstance(model, Module):
+        if not model.automatic_optimization and subject.loss is default_loss:
+            raise ConfigurationError(
+                f"{type(model).__name__} sets automatic_optimization=False, so that its "
+                "training_step returns no loss to compare: pass --loss module:function"
+            )
+        for name in ("log", "log_dict"):  # they work under a Trainer alone
+            vars(model)[name] = _log_nothing
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model, optimizer = lite.setup(model.train(), torch.optim.SGD(trained, lr=0.1, momentum=0.9))
     return model, optimizer
+
+
+def _log_nothing(*arguments: Any, **options: Any) -> None:
+    """Take the place of a Module's `log`."""
 
 
 def _read_back(lite: Lite, subject: Subject, path: Path) -> dict[str, Tensor]:
