@@ -43,7 +43,8 @@ class MeshStrategy(ModelParallelStrategy):
         tensor: the number of ranks that share a layer; at most the ranks of a node, since
             they communicate in each layer.
         tensor_plan: which layers are divided, by patterns of names in which `*` stands for a
-            number: `{"layers.*.up": "colwise", "layers.*.down": "rowwise"}`, or styles of
+            number; the beginning of a name may be left out:
+            `{"layers.*.up": "colwise", "layers.*.down": "rowwise"}`, or styles of
             `torch.distributed.tensor.parallel`. A function `(model, mesh)` divides the model
             itself. Default: the plan of the model (`_tp_plan`, of transformers); a model
             without one is searched for pairs of layers.

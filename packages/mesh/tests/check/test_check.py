@@ -58,7 +58,7 @@ def test_a_mistake_is_found_and_its_place_named(model: str, said: str, right: st
 
 
 def test_the_training_step_of_a_module_is_compared() -> None:
-    done = check("Logs", "--shard", "1")
+    done = check("Logs", "--tensor", "2", "--plan", "mesh_subjects:PLAN")
     assert done.returncode == 0, done.stderr
     done = check("Manual", "--shard", "1")
     assert done.returncode != 0

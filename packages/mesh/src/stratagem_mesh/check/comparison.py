@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from stratagem import Lite, Module, seed_everything
 from stratagem.errors import ConfigurationError
+from stratagem.lite import LiteModule
 from stratagem_mesh.strategy import MeshStrategy
 from stratagem_torch.sharding import whole_on_cpu
 
@@ -74,7 +75,8 @@ def default_loss(model: Any, batch: Any) -> Tensor:
         ConfigurationError: the model returned neither a loss nor a tensor.
     """
     if callable(getattr(model, "training_step", None)):
-        takes = len(signature(model.training_step).parameters)
+        own = model.module if isinstance(model, LiteModule) else model
+        takes = len(signature(own.training_step).parameters)
         output = model.training_step(*(batch, 0)[:takes])
     elif isinstance(batch, Mapping):
         output = model(**batch)
@@ -99,7 +101,11 @@ def compare(subject: Subject, ranks: int) -> list[Row]:
         ranks: the number of processes.
     """
     with TemporaryDirectory() as folder:
-        strategy = MeshStrategy(**subject.options, launcher="spawn")
+        options = dict(subject.options)
+        is_module = isinstance(subject.build, type) and issubclass(subject.build, Module)
+        if not is_module and "tensor_plan" not in options:
+            options["example_input"] = _batch(subject.batch, 0)
+        strategy = MeshStrategy(**options, launcher="spawn")
         lite = Lite(accelerator="cpu", devices=ranks, strategy=strategy, precision="64-true")
         lite.launch(_in_float64, subject, folder)
         on_mesh = torch.load(Path(folder, "step.pt"), weights_only=True)
