@@ -51,7 +51,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def out(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="needs transformers: `nox -s huggingface` runs it")
     folder = tmp_path_factory.mktemp(f"transformers{request.param}")
     command = [sys.executable, str(SCRIPT), str(request.param)]
     done = subprocess.run(

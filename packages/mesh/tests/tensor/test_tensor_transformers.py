@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fixtures import run_file
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="needs transformers: `nox -s huggingface` runs it")
 
 SCRIPT = Path(__file__).parents[1] / "scripts/tensor_language.py"
 SHARES = {

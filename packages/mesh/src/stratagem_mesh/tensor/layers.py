@@ -117,7 +117,7 @@ def _divided_by_hand(model: nn.Module) -> dict[str, str]:
 
 
 def _expand(model: nn.Module, plan: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the style of each module that a pattern names; the user's may name ends of names.
+    """Return the style of each module that a pattern names, by its whole name or its end.
 
     Raises:
         ConfigurationError: a pattern names no module.
@@ -126,9 +126,10 @@ def _expand(model: nn.Module, plan: Mapping[str, Any], prefix: str = "") -> dict
     styles: dict[str, Any] = {}
     for pattern, style in plan.items():
         whole = prefix + pattern
-        begins = "" if prefix else r"(.+\.)?"
-        expression = re.compile(begins + re.escape(whole).replace(r"\*", r"\d+"))
-        found = [name for name in names if expression.fullmatch(name)]
+        expression = re.escape(whole).replace(r"\*", r"\d+")
+        found = [name for name in names if re.fullmatch(expression, name)]
+        if not found:
+            found = [name for name in names if re.fullmatch(rf".+\.{expression}", name)]
         if not found and not prefix:
             patterns = sorted({_NUMBER.sub("*", name) for name in names})
             near = get_close_matches(pattern, patterns, 3, 0.4) or patterns[:8]
