@@ -39,6 +39,11 @@ REFUSED = {
     "from_config, or call model.set_attn_implementation('sdpa')",
     "attentions": "UserCodeError: '0' (LlamaForCausalLM) was called with output_attentions=True, "
     "and each rank computes attention of a part: expected output_attentions=False, or context=1",
+    "other outputs": "UserCodeError: '0' (MixtralForCausalLM) returned 'aux_loss', which context "
+    "parallelism cannot join from the parts of ",
+    "mask function": "UserCodeError: '0' (LlamaForCausalLM) passes or_mask_function to "
+    "create_causal_mask, which reads a part of the sequence: context parallelism cannot divide its "
+    "mask; pass context=1",
     "logits": "UserCodeError: logits are divided between the ranks of a sequence in training, "
     "since the model has computed the loss from them. To read them, pass "
     "MeshStrategy(gather_logits=True), which gives each rank all of them",

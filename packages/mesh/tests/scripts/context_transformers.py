@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,12 @@ def messages() -> dict[str, str]:
             )
         ),
         "attentions": message(lambda: llama(**inputs, output_attentions=True)),
+        "other outputs": message(
+            lambda: divided("MixtralForCausalLM", "MixtralConfig", **KEYS, num_local_experts=2)(
+                inputs["input_ids"], output_router_logits=True
+            )
+        ),
+        "mask function": message(lambda: with_mask_function(llama, inputs)),
         "logits": message(lambda: llama(**inputs).logits.shape),
         "two sequences": message(
             lambda: divided("BertModel", "BertConfig", **BERT)(
@@ -184,6 +191,19 @@ def messages() -> dict[str, str]:
             )(**batch("OPT", "left"))
         ),
     }
+
+
+def with_mask_function(llama: Any, inputs: dict[str, Any]) -> Any:
+    """Call a model whose masks have a function of its own, as those of multimodal models."""
+    file = sys.modules[type(llama).__module__]
+    create = file.create_causal_mask
+    file.create_causal_mask = partial(
+        create, or_mask_function=lambda _, head, query, key: query == key
+    )
+    try:
+        return llama(**inputs)
+    finally:
+        file.create_causal_mask = create
 
 
 def others() -> dict[str, Any]:
