@@ -52,8 +52,8 @@ class MeshStrategy(ModelParallelStrategy):
             search, a run on tensors without values. Default: `example_input_array` of the model,
             or `dummy_inputs` of transformers.
         context_modules: names of the modules that compute parts of a sequence, from tensors of
-            (batch, sequence, ...); `*` stands for a number. Default: models of transformers and
-            `nn.TransformerEncoder`s.
+            (batch, sequence, ...); `*` stands for a number. Default: models of transformers, and
+            modules of the class `nn.TransformerEncoder`.
         check_context: compare the first forward pass of these modules with one over the whole
             sequence, which each rank computes once, and raise if they differ.
         gather_logits: give each rank all logits of a model of transformers in training, although
