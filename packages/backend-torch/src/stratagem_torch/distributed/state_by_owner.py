@@ -59,6 +59,12 @@ def state_by_owner(
     Raises:
         PluginError: on every rank: copies of a part of the model have different names, or two
             owners have different tensors of one name.
+
+    Example:
+        >>> import torch
+        >>> from stratagem.strategies import Ranks
+        >>> state_by_owner(Ranks(), {"weight": torch.ones(2)}, in_shards=False)
+        {'weight': tensor([1., 1.])}
     """
     described = {name: _described(value) for name, value in state.items()}
     _check_copies(ranks, described)
@@ -89,6 +95,12 @@ def optimizer_state_by_owner(
 
     Raises:
         PluginError: on every rank: ranks have different numbers of parameter groups.
+
+    Example:
+        >>> from stratagem.strategies import Ranks
+        >>> state = {"state": {"weight": {"step": 3}}, "param_groups": [{"params": ["weight"]}]}
+        >>> optimizer_state_by_owner(Ranks(), state, in_shards=False) == state
+        True
     """
     entries = {
         f"{name}\n{key}": value
@@ -129,6 +141,13 @@ def owned_model_state(
 
     Raises:
         CheckpointMismatchError: on every rank: names or shapes differ. The error lists them.
+
+    Example:
+        >>> import torch
+        >>> from stratagem.strategies import Ranks
+        >>> own, state = {"weight": torch.zeros(2)}, {"weight": torch.ones(2)}
+        >>> owned_model_state(Ranks(), own, state, strict=True)
+        {'weight': tensor([1., 1.])}
     """
     state = state_without_wrapper(state)
     shapes = {name: list(v.shape) if isinstance(v, Tensor) else None for name, v in own.items()}
@@ -153,6 +172,12 @@ def owned_optimizer_state(
     Raises:
         CheckpointMismatchError: on every rank: the state lacks parameters, or has parameters that
             no rank has. The error lists them.
+
+    Example:
+        >>> from stratagem.strategies import Ranks
+        >>> state = {"state": {"weight": {"step": 3}}, "param_groups": [{"params": ["weight"]}]}
+        >>> owned_optimizer_state(Ranks(), ["weight"], state) == state
+        True
     """
     everyone = dict.fromkeys(n for of_owner in _from_owners(ranks, sorted(own)) for n in of_owner)
     saved = {name for group in state["param_groups"] for name in group["params"]}

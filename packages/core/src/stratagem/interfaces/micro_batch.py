@@ -25,7 +25,9 @@ class MicroBatch:
         batch: the micro-batch on the device, converted.
 
     Example:
-        >>> from stratagem.strategies import SingleDeviceStrategy
+        >>> import torch
+        >>> from stratagem import Lite
+        >>> from stratagem.strategies import SingleDeviceStrategy, TrainStep
         >>> class TwoInFlight(SingleDeviceStrategy):
         ...     def train_step(self, prepared, step, micro_batches):
         ...         opened = [step.open(each) for each in micro_batches]
@@ -36,6 +38,16 @@ class MicroBatch:
         ...             each.after_backward()
         ...             each.end()
         ...         self.finish_step(prepared, step)
+        >>> lite = Lite(accelerator="cpu", strategy=TwoInFlight())
+        >>> lite.launch()
+        >>> net = torch.nn.Linear(1, 1, bias=False)
+        >>> prepared = lite.strategy.prepare(net, [torch.optim.SGD(net.parameters(), lr=0.5)])
+        >>> class Square(TrainStep):
+        ...     def loss(self, part, *, converted=False):
+        ...         return prepared.module(part).square().mean()
+        >>> lite.strategy.train_step(prepared, Square(), [torch.ones(4, 1), torch.ones(2, 1)])
+        >>> abs(net.weight.item()) < 1e-4
+        True
     """
 
     def __init__(self, step: TrainStep, micro_batch: Any) -> None:
