@@ -244,6 +244,34 @@ def test_a_rank_that_begins_a_run_alone_waits_as_long_as_for_a_collective() -> N
     )
 
 
+def test_a_rank_that_tells_that_its_run_has_failed_answers_where_it_failed() -> None:
+    store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
+    statuses: Any = rank_status.RankStatuses(store, 0, 2, timeout=1.0)
+    answers = []
+    statuses.exchange.mark = lambda *_: answers.append(statuses.here())
+    runs = GroupRuns(
+        store,
+        0,
+        2,
+        timeout=1.0,
+        join_again=lambda number: statuses,
+        statuses=statuses,
+        loops_before=set(),
+    )
+
+    def wait_for_others() -> None:
+        raise RuntimeError("Timed out")
+
+    try:
+        wait_for_others()
+    except RuntimeError as error:
+        runs.fail(error)
+    assert [answer.operation for answer in answers] == ["wait_for_others()"]
+    assert statuses.here().operation != "wait_for_others()"
+
+
 # -- signals under the Trainer
 
 TRAINING = (SCRIPTS / "failure_training.py").read_text()

@@ -88,7 +88,8 @@ class GroupRuns:
         place = f"{type(error).__name__} {line_in_traceback(error)} {self._statuses.doing()}"
         # So short that the sum of squares of all ranks is a 64-bit integer.
         self._failed_at = 1 + zlib.crc32(place.encode(errors="replace")) % (1 << 24)
-        self._statuses.mark("failed", f"{FAILED}/{self._runs}")
+        with self._statuses.failing(error):
+            self._statuses.mark("failed", f"{FAILED}/{self._runs}")
 
     def begin(self, trainer: int) -> int:
         """Wait for all ranks before a run; return the number of their current group.

@@ -6,7 +6,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -108,16 +109,22 @@ class RankStatuses:
         """
         if not is_communication_error(error):
             return None
+        with self.failing(error) as own:
+            survey = self.exchange.ask(own, enough)
+            self.mark("failed")
+        return CommunicationError(*self._message(error, own, survey), str(own))
+
+    @contextmanager
+    def failing(self, error: BaseException) -> Iterator[RankStatus]:
+        """Answer queries with the position at which an error was raised, while it is reported."""
         frames = list(traceback.walk_tb(error.__traceback__))
         innermost = frames[-1][0] if frames else None
         own = RankStatus(self.rank, operation(innermost), line_in_traceback(error), self.doing())
         self._failing = own
         try:
-            survey = self.exchange.ask(own, enough)
-            self.mark("failed")
+            yield own
         finally:
             self._failing = None
-        return CommunicationError(*self._message(error, own, survey), str(own))
 
     def _message(
         self, error: BaseException, own: RankStatus, survey: Survey
