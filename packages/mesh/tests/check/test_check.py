@@ -60,21 +60,27 @@ def test_a_mistake_is_found_and_its_place_named(model: str, said: str, right: st
 def test_the_training_step_of_a_module_is_compared() -> None:
     done = check("Logs", "--tensor", "2", "--plan", "mesh_subjects:PLAN")
     assert done.returncode == 0, done.stderr
-    done = check("Manual", "--shard", "1")
-    assert done.returncode != 0
-    assert (
-        "Manual sets automatic_optimization=False, so that its training_step returns no loss to "
-        "compare: pass --loss module:function"
-    ) in done.stderr
 
 
-def test_a_model_without_a_loss_is_refused() -> None:
-    done = check("Text", "--shard", "1")
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            "Manual",
+            "Manual sets automatic_optimization=False, so that its training_step returns no loss "
+            "to compare: pass --loss module:function",
+        ),
+        (
+            "Text",
+            "the model returned an object of type str, which has no loss: pass --loss "
+            "module:function, a function (model, batch) that returns a scalar",
+        ),
+    ],
+)
+def test_a_model_without_a_loss_is_refused(model: str, said: str) -> None:
+    done = check(model, "--shard", "1")
     assert done.returncode != 0
-    assert (
-        "the model returned an object of type str, which has no loss: pass --loss "
-        "module:function, a function (model, batch) that returns a scalar"
-    ) in done.stderr
+    assert said in done.stderr
 
 
 def test_a_missing_model_is_refused() -> None:

@@ -30,7 +30,7 @@ class Call:
         is_causal: whether a query attends to the keys up to its own position.
         makes_masks: whether transformers makes masks from parts of the batch.
         positions: the `position_ids` of the user for it, of the whole sequence.
-        weight: the fraction of the loss that this rank computes.
+        weight: the fraction of the loss that this rank computes, a scalar.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Call:
     is_causal: bool = False
     makes_masks: bool = False
     positions: Tensor | None = None
-    weight: float | None = None
+    weight: Tensor | None = None
 
     @property
     def part(self) -> int:

@@ -132,11 +132,11 @@ class _First(torch.autograd.Function):
 class _SumOfLosses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, loss: Tensor, fraction: float, group: ContextGroup, owner: object
+        ctx: Any, loss: Tensor, fraction: Tensor, group: ContextGroup, owner: object
     ) -> Tensor:
-        ctx.factor, ctx.owner = fraction * group.size, owner
+        ctx.factor, ctx.owner = (fraction * group.size).to(loss.dtype), owner
         # The mean over no labels is NaN.
-        return group.sum(loss * fraction if fraction else torch.zeros_like(loss))
+        return group.sum(torch.where(fraction > 0, loss * fraction, 0.0).to(loss.dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -178,6 +178,6 @@ def first(tensor: Tensor, group: ContextGroup, owner: object) -> Tensor:
     return _apply(_First, tensor, group, owner)
 
 
-def sum_of_losses(loss: Tensor, fraction: float, group: ContextGroup, owner: object) -> Tensor:
+def sum_of_losses(loss: Tensor, fraction: Tensor, group: ContextGroup, owner: object) -> Tensor:
     """Return the sum of the ranks' losses times their fractions, on each; ends a region."""
     return _apply(_SumOfLosses, loss, fraction, group, owner)

@@ -149,10 +149,11 @@ class TransformersModel:
             labels = inputs.setdefault("shift_labels", following)
             inputs["labels"] = labels
         if self._counts_items and inputs.get("num_items_in_batch") is not None:
-            call.weight = 1.0
+            call.weight = torch.ones((), device=labels.device)
             return
-        own = call.cut(labels, 1, IGNORED).ne(IGNORED).sum().item()
-        call.weight = own / max(1, labels.ne(IGNORED).sum().item())
+        # On the device, so that no step waits for it.
+        own = call.cut(labels, 1, IGNORED).ne(IGNORED).sum().double()
+        call.weight = own / labels.ne(IGNORED).sum().clamp(min=1)
 
     def _cut_positions(self, call: Call, inputs: dict[str, Any]) -> None:
         if "position_ids" in inputs:

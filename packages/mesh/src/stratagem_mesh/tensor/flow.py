@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -78,7 +79,42 @@ class Roles:
     sizes: dict[str, set[int]] = field(default_factory=dict)
 
 
-class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees each operation of a model, and the calls of its linear layers.
+
+    Args:
+        model: the model that runs.
+        ranks: the number of ranks that share a layer.
+    """
+
+    def __init__(self, model: nn.Module, ranks: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ranks = ranks
+        self._paused = False
+        self._layers = [(n, part) for n, part in model.named_modules() if is_linear(part)]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Return a context in which runs of the model are watched."""
+        with ExitStack() as stack:
+            for name, layer in self._layers:
+                before = layer.register_forward_pre_hook(self._before(name), prepend=True)
+                after = layer.register_forward_hook(self._after(name))
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+            stack.enter_context(self)
+            yield
+
+    @abstractmethod
+    def _before(self, name: str) -> Any:
+        """Return the hook before a layer of this name."""
+
+    @abstractmethod
+    def _after(self, name: str) -> Any:
+        """Return the hook after a layer of this name."""
+
+
+class Flow(Watch):  # type: ignore[no-untyped-call]
     """Follows the outputs of linear layers to the layers that read them.
 
     Args:
@@ -88,15 +124,12 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, model: nn.Module, ranks: int, packs: Mapping[str, int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(model, ranks)
         self.roles = Roles()
-        self._ranks = ranks
         self._packs = packs
         self._marks: dict[int, Mark] = {}
         self._alive: list[Any] = []  # so that no two tensors have one id
-        self._paused = False
         self._plain_uses: set[str] = set()
-        self._layers = [(n, part) for n, part in model.named_modules() if is_linear(part)]
         inside = {id(p): name for name, part in self._layers for p in part.parameters()}
         self._of_layer = inside
         self._owners: dict[int, frozenset[str]] = {
@@ -105,18 +138,6 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for p in part._parameters.values()
             if p is not None and id(p) not in inside
         }
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Return a context in which runs are followed."""
-        with ExitStack() as stack:
-            for name, layer in self._layers:
-                before = layer.register_forward_pre_hook(self._before(name), prepend=True)
-                after = layer.register_forward_hook(self._after(name))
-                stack.callback(before.remove)
-                stack.callback(after.remove)
-            stack.enter_context(self)
-            yield
 
     def end(self, output: Any) -> None:
         """Note that the outputs of the model have to be whole."""
@@ -294,7 +315,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.roles.whole.setdefault(name, reason)
 
 
-class Proof(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Proof(Watch):  # type: ignore[no-untyped-call]
     """Runs a model with the shapes that one rank has, and compares each operation.
 
     Args:
@@ -304,24 +325,9 @@ class Proof(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, model: nn.Module, ranks: int, roles: Roles) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(model, ranks)
         self.count = 0
-        self._ranks = ranks
         self._roles = roles
-        self._paused = False
-        self._layers = [(n, part) for n, part in model.named_modules() if is_linear(part)]
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Return a context in which layers have the shapes of one rank."""
-        with ExitStack() as stack:
-            for name, layer in self._layers:
-                before = layer.register_forward_pre_hook(self._before(name), prepend=True)
-                after = layer.register_forward_hook(self._after(name))
-                stack.callback(before.remove)
-                stack.callback(after.remove)
-            stack.enter_context(self)
-            yield
 
     def _before(self, name: str) -> Any:
         def enter(layer: nn.Module, args: tuple[Any, ...]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -43,7 +44,7 @@ def features(layer: nn.Module) -> tuple[int, int]:
     return tuple(weight.shape) if is_transposed(layer) else (weight.shape[1], weight.shape[0])
 
 
-class Style:
+class Style(ABC):
     """Divides a layer; its own forward runs with the parameters of this rank.
 
     The parameters are DTensors, which are sharded and saved as such. Around each call of the
@@ -66,9 +67,9 @@ class Style:
         """Whether the style can divide a module of this class."""
         return is_linear(layer)
 
+    @abstractmethod
     def placements(self, layer: nn.Module) -> dict[str, Placement]:
         """Return how the parameters are divided; others stay whole."""
-        raise NotImplementedError
 
     def check(self, name: str, layer: nn.Module) -> None:
         """Raise if the layer cannot be divided.
