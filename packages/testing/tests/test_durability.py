@@ -66,7 +66,7 @@ def test_careless_formats_are_found_out(careless: Path) -> None:
     finished = durability(
         careless,
         *("--format", "in_place", "--format", "careless", "--no-async"),
-        *("--kills", "12", "--size", "8", "--seed", "1"),
+        *("--kills", "12", "--size", "2", "--seed", "1"),
         code=1,
     )
     assert "in_place, kill -9: corrupt: " in finished.stderr

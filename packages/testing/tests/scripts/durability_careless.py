@@ -6,6 +6,9 @@ from pathlib import Path
 
 from stratagem.discovery import CheckpointIOSpec, hookimpl
 
+# Seconds. All else of a save takes a tenth of it, so three kills in a save can hardly all miss it.
+PAUSE = 0.2
+
 
 def careless(name):
     import torch
@@ -19,7 +22,7 @@ def careless(name):
                 with Path(path).open("wb") as file:
                     file.write(data[: len(data) // 2])
                     file.flush()
-                    time.sleep(0.1)  # so that most kills find half of a file
+                    time.sleep(PAUSE)  # so that most kills find half of a file
                     file.write(data[len(data) // 2 :])
                 return
             temporary = Path(f"{path}.{os.getpid()}")
@@ -27,6 +30,7 @@ def careless(name):
                 with temporary.open("wb") as file:
                     torch.save(checkpoint, file)
                     os.fsync(file.fileno())
+                time.sleep(PAUSE)  # so that most kills find the temporary file
                 temporary.replace(path)
             except OSError:
                 pass
