@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -22,6 +23,34 @@ def test_sizes_multiply_to_the_number_of_ranks() -> None:
     assert strategy.mesh_shape() == ((1, 4, 2), ("replicate", "shard", "tensor_parallel"))
     assert strategy.ranks.data_groups == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert strategy.ranks.place([7]) == "shard 1, context 1, tensor 1"
+
+
+def test_candidates_factor_the_devices_of_a_node() -> None:
+    assert MeshStrategy.candidates(1, 1) == [{}]
+    assert MeshStrategy.candidates(4, 1) == [
+        {},
+        {"tensor": 2},
+        {"context": 2},
+        {"tensor": 4},
+        {"context": 4},
+        {"tensor": 2, "context": 2},
+    ]
+    assert {"tensor": 3, "context": 2} in MeshStrategy.candidates(6, 1)
+    assert MeshStrategy.candidates(2, 3)[:3] == [{}, {"tensor": 2}, {"context": 2}]
+    assert {"tensor": 2, "replicate": 3} in MeshStrategy.candidates(2, 3)
+    assert len(MeshStrategy.candidates(64, 16)) == 12
+
+
+@pytest.mark.parametrize("devices", [1, 2, 6, 8])
+def test_candidates_are_sizes_of_a_mesh(devices: int) -> None:
+    for sizes in MeshStrategy.candidates(devices, 1):
+        strategy: Any = trainer(devices, **sizes).strategy
+        assert strategy.sizes == (
+            sizes.get("replicate", 1),
+            devices // prod(sizes.values()),
+            sizes.get("context", 1),
+            sizes.get("tensor", 1),
+        )
 
 
 def test_the_name_mesh_shards_over_all_ranks() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 from math import prod
 from typing import Any, Literal
 
@@ -19,6 +20,8 @@ AXES = ("replicate", "shard", "context", "tensor")
 """The axes of the mesh; consecutive ranks lie along the last one."""
 
 Size = int | Literal["auto"]
+
+_MOST_CANDIDATES = 12
 
 
 class MeshStrategy(ModelParallelStrategy):
@@ -103,6 +106,35 @@ class MeshStrategy(ModelParallelStrategy):
         self.check_context = check_context
         self.gather_logits = gather_logits
         self._regions: ContextRegions | None = None
+
+    @classmethod
+    def candidates(cls, devices: int, num_nodes: int) -> Sequence[Mapping[str, Any]]:
+        """Return sizes of the axes that fit into a node; `shard` takes the other ranks.
+
+        The fewest axes come first. With several nodes, parameters are also replicated, one copy on
+        each node.
+
+        Args:
+            devices: the number of devices on each node.
+            num_nodes: the number of nodes.
+
+        Returns:
+            At most 12 mappings of arguments, without defaults.
+
+        Example:
+            >>> MeshStrategy.candidates(2, 1)
+            [{}, {'tensor': 2}, {'context': 2}]
+        """
+        sizes = [size for size in range(1, devices + 1) if devices % size == 0]
+        copies = sorted({1, num_nodes})
+        found = [
+            {"tensor": tensor, "context": context, "replicate": replicate}
+            for tensor, context, replicate in product(sizes, sizes, copies)
+            if devices % (tensor * context) == 0
+        ]
+        found = [{axis: size for axis, size in each.items() if size > 1} for each in found]
+        found.sort(key=lambda axes: (len(axes), prod(axes.values()), -axes.get("tensor", 1)))
+        return found[:_MOST_CANDIDATES]
 
     # -- the mesh
 

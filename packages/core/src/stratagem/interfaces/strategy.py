@@ -82,7 +82,8 @@ class Strategy(Stepping, UserNames, ABC):
            in a user's dict. Every rank calls them, since they may communicate.
        10. `release(prepared)`, before the module is prepared again and when another run starts;
            `teardown()`, once, when its front end is gone or the process ends.
-       11. `estimate_memory`, by `stratagem plan`, after `bind` alone.
+       11. `candidates`, of the class, and `estimate_memory`, after `bind` alone, by
+           `stratagem plan`.
        12. Users call `barrier`, `broadcast`, `all_gather`, `all_reduce`, `reduce` and
            `reduce_boolean_decision` on every rank, after the launch. Core never calls them, and a
            subclass may use their names for something else.
@@ -418,6 +419,28 @@ class Strategy(Stepping, UserNames, ABC):
         This method must not communicate, since not every rank may call it: a model that a rank has
         already garbage-collected is not released on that rank.
         """
+
+    @classmethod
+    def candidates(cls, devices: int, num_nodes: int) -> Sequence[Mapping[str, Any]]:
+        """Return the configurations that are worth comparing on a cluster, the simplest first.
+
+        `stratagem plan` plans each of them. The default is one configuration, without arguments. A
+        strategy with sizes returns a few that fit the cluster; a model may not allow all of them.
+        This method runs before a process group exists.
+
+        Args:
+            devices: the number of devices on each node.
+            num_nodes: the number of nodes.
+
+        Returns:
+            Arguments of `__init__`, as data that can be pickled.
+
+        Example:
+            >>> from stratagem.strategies import DDPStrategy
+            >>> list(DDPStrategy.candidates(8, 1))
+            [{}]
+        """
+        return ({},)
 
     def estimate_memory(
         self, phases: Mapping[str, StepMemory], shards: Collection[str]
