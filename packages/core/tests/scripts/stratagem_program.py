@@ -4,4 +4,5 @@ import sys
 
 from stratagem.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":  # processes that the program starts import this script
+    sys.exit(main())

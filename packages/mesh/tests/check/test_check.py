@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
-import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+import fixtures
 import pytest
+from fixtures import run_python
+from zygote import can_fork
 
+PROGRAM = Path(fixtures.__file__).parents[1] / "scripts/stratagem_program.py"
 SUBJECTS = Path(__file__).parents[1] / "scripts"
 
 
-def check(model: str, *options: str) -> subprocess.CompletedProcess[str]:
+def check(
+    model: str, *options: str, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     command = ["mesh", "check", f"mesh_subjects:{model}", "--batch", "mesh_subjects:batch"]
-    return subprocess.run(
-        [sys.executable, "-m", "stratagem", *command, *options],
-        cwd=SUBJECTS,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    return run_python(
+        (),
+        PROGRAM,
+        (*command, *options),
+        {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+        SUBJECTS,
+        300,
+        fresh=not can_fork(()),
     )
 
 
@@ -62,28 +71,61 @@ def test_the_training_step_of_a_module_is_compared() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        (
-            "Manual",
-            "Manual sets automatic_optimization=False, so that its training_step returns no loss "
-            "to compare: pass --loss module:function",
-        ),
-        (
-            "Text",
-            "the model returned an object of type str, which has no loss: pass --loss "
-            "module:function, a function (model, batch) that returns a scalar",
-        ),
-    ],
-)
-def test_a_model_without_a_loss_is_refused(model: str, said: str) -> None:
-    done = check(model, "--shard", "1")
-    assert done.returncode != 0
-    assert said in done.stderr
+REFUSED = {
+    "a Module with manual optimization": (
+        ("Manual",),
+        "Manual sets automatic_optimization=False, so that its training_step returns no loss to "
+        "compare: pass --loss module:function",
+    ),
+    "a model without a loss": (
+        ("Text",),
+        "the model returned an object of type str, which has no loss: pass --loss module:function, "
+        "a function (model, batch) that returns a scalar",
+    ),
+    "a missing model": (
+        ("Missing",),
+        "cannot import the model 'mesh_subjects:Missing': AttributeError: module 'mesh_subjects' "
+        "has no attribute 'Missing'. Expected module:name, found from this folder or installed",
+    ),
+    "a batch that raises": (
+        ("Net", "--batch", "mesh_subjects:no_batch"),
+        f"ValueError: no data ({SUBJECTS / 'mesh_subjects.py'}:LINE in no_batch)",
+    ),
+    "a loss that raises on one rank": (
+        ("Net", "--shard", "2", "--loss", "mesh_subjects:loss_of_first_rank"),
+        f"ValueError: no loss\\nhere ({SUBJECTS / 'mesh_subjects.py'}:LINE in loss_of_first_rank)",
+    ),
+    "heads that do not divide": (
+        ("ThreeHeads", "--tensor", "2", "--plan", "mesh_subjects:PLAN"),
+        "ThreeHeads has num_heads=3, which do not divide between 2 ranks: each rank computes whole "
+        "heads. Choose a size of the tensor axis that divides them, or a tensor_plan without the "
+        "layers of this attention",
+    ),
+    "a model that context refuses": (
+        ("Net", "--context", "2"),
+        "context=2, but Net has no model of transformers and no nn.TransformerEncoder, whose "
+        "sequence the ranks would divide: pass context_modules=['NAME'] of a module that reads "
+        "(batch, sequence, ...) and attends by scaled_dot_product_attention, or context=1",
+    ),
+}
 
 
-def test_a_missing_model_is_refused() -> None:
-    done = check("Missing")
-    assert done.returncode != 0
-    assert "cannot import the model: target='mesh_subjects:Missing' failed" in done.stderr
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_is_one_line_without_a_traceback(name: str) -> None:
+    arguments, message = REFUSED[name]
+    done = check(*arguments)
+    assert done.returncode == 2
+    said = re.sub(r"\.py:\d+ in", ".py:LINE in", done.stderr)
+    assert re.sub(r"error: rank \d: ", "error: ", said) == (
+        f"stratagem mesh check: error: {message}\n"
+    )
+    assert ("rank 1: " in said) >= ("on one rank" in name)
+
+
+@pytest.mark.slow
+def test_full_tracebacks_show_the_frames_of_the_user() -> None:
+    variables = {"STRATAGEM_FULL_TRACEBACKS": "1"}
+    done = check("Net", "--batch", "mesh_subjects:no_batch", environment=variables)
+    assert done.returncode == 1
+    assert 'raise ValueError("no data")' in done.stderr

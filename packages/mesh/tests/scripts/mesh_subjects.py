@@ -82,3 +82,19 @@ class Manual(Logs):
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
+
+
+class ThreeHeads(Net):
+    def __init__(self):
+        super().__init__()
+        self.num_heads = 3
+
+
+def no_batch(index):
+    raise ValueError("no data")
+
+
+def loss_of_first_rank(model, batch):
+    if is_mesh() and dist.get_rank() == 1:
+        raise ValueError("no loss\nhere")
+    return loss(model, batch)

@@ -11,6 +11,8 @@ from typing import Any
 
 from stratagem.cli import at_least, parser_of, print_table
 from stratagem.discovery import load_target
+from stratagem.errors import StratagemError
+from stratagem_mesh.check.refusals import imported
 
 SUMMARY = "Compare a step of a model on a mesh with one process."
 
@@ -19,7 +21,7 @@ _DESCRIPTION = f"""{SUMMARY}
 Processes on the CPU take one step in float64, without dropout: forward, backward, clipping, an
 optimizer step, an evaluation and a checkpoint, which one process reads back. The same step runs in
 one process. Use a small model with the layers of the real one. The exit code is 1 if more than
-rounding differs.
+rounding differs, and 2 if the mesh refuses the model or a function raises an error.
 """
 
 
@@ -31,17 +33,27 @@ def run(arguments: Sequence[str]) -> int:
     """
     options = _parser().parse_args(arguments)
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m` does
+    try:
+        return _compare(options)
+    except StratagemError as error:
+        if os.environ.get("STRATAGEM_FULL_TRACEBACKS") == "1":
+            raise
+        print(f"stratagem mesh check: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _compare(options: argparse.Namespace) -> int:
     sizes = {axis: getattr(options, axis) for axis in ("replicate", "shard", "context", "tensor")}
     # By name: the program does without torch, and this command cannot.
     comparison = "stratagem_mesh.check.comparison"
     subject_of = load_target(f"{comparison}:Subject", what="the comparison")
     compare = load_target(f"{comparison}:compare", what="the comparison")
     loss = options.loss or f"{comparison}:default_loss"
-    plan = {"tensor_plan": _found(options.plan, "--plan")} if options.plan else {}
+    plan = {"tensor_plan": imported(options.plan, "--plan")} if options.plan else {}
     subject = subject_of(
-        _found(options.model, "the model"),
-        _found(options.batch, "--batch"),
-        _found(loss, "--loss"),
+        imported(options.model, "the model"),
+        imported(options.batch, "--batch"),
+        imported(loss, "--loss"),
         {**sizes, **plan},
     )
     rows = compare(subject, prod(sizes.values()))
@@ -74,10 +86,6 @@ def _parser() -> argparse.ArgumentParser:
     for axis in ("replicate", "shard", "context", "tensor"):
         add(f"--{axis}", metavar="N", type=at_least(1), default=1, help="the size of the axis; 1")
     return parser
-
-
-def _found(target: str, what: str) -> Any:
-    return load_target(target, what=what)
 
 
 def _cells(row: Any) -> tuple[str, str, str]:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from stratagem import Lite, Module, seed_everything
 from stratagem.errors import ConfigurationError
 from stratagem.lite import LiteModule
+from stratagem_mesh.check.refusals import in_one_line, note_of, of_ranks
 from stratagem_mesh.strategy import MeshStrategy
 from stratagem_torch.sharding import whole_on_cpu
 
@@ -99,15 +100,15 @@ def compare(subject: Subject, ranks: int) -> list[Row]:
     Args:
         subject: the model, its batches and the sizes of the mesh.
         ranks: the number of processes.
+
+    Raises:
+        StratagemError: the model or the mesh is refused, or a function of the subject failed.
     """
     with TemporaryDirectory() as folder:
-        options = dict(subject.options)
-        is_module = isinstance(subject.build, type) and issubclass(subject.build, Module)
-        if not is_module and "tensor_plan" not in options:
-            options["example_input"] = _batch(subject.batch, 0)
-        strategy = MeshStrategy(**options, launcher="spawn")
+        strategy = MeshStrategy(**_options(subject), launcher="spawn")
         lite = Lite(accelerator="cpu", devices=ranks, strategy=strategy, precision="64-true")
-        lite.launch(_in_float64, subject, folder)
+        with of_ranks(Path(folder)):
+            lite.launch(_in_float64, subject, folder)
         on_mesh = torch.load(Path(folder, "step.pt"), weights_only=True)
         alone = Lite(accelerator="cpu", devices=1, precision="64-true")
         expected, read_back = alone.launch(_in_float64, subject, folder, on_mesh["batches"])
@@ -115,12 +116,23 @@ def compare(subject: Subject, ranks: int) -> list[Row]:
     return [*differing, _row("weights read back in one process", read_back, on_mesh["weights"])]
 
 
+def _options(subject: Subject) -> dict[str, Any]:
+    """Return the arguments of the strategy, with a batch for models that have no own example."""
+    options = dict(subject.options)
+    is_module = isinstance(subject.build, type) and issubclass(subject.build, Module)
+    if not is_module and not {"tensor_plan", "example_input"} & options.keys():
+        with in_one_line():
+            options["example_input"] = _batch(subject.batch, 0)
+    return options
+
+
 def _in_float64(lite: Lite, subject: Subject, folder: str, batches: int = 0) -> Any:
     """Take the step, on a mesh if `batches` is 0; else also read the checkpoint back."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # the dtype to which Lite converts outputs
     try:
-        with _KeepFloat64():
+        note = None if batches else note_of(Path(folder), lite.global_rank)
+        with in_one_line(note), _KeepFloat64():
             if not batches:
                 _step(lite, subject, folder)
                 return None
