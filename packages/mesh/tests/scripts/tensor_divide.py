@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from tensor_models import CASES, Case
+from tensor_models import CASES, Adapted, Case, adapted
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from stratagem import Lite
 from stratagem.errors import ConfigurationError
@@ -30,7 +31,8 @@ def gradients(model: nn.Module, example: Tensor) -> tuple[float, dict[str, Any]]
     model.zero_grad()
     loss = model(example).square().mean()
     torch.autograd.backward(loss)
-    return loss.item(), {name: whole(p.grad) for name, p in model.named_parameters()}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return loss.item(), {name: whole(p.grad) for name, p in trained.items()}
 
 
 def compare(case: Case, mesh: DeviceMesh) -> dict[str, Any]:
@@ -105,6 +107,22 @@ def masks(mesh: DeviceMesh, *, inside: float = 0.5) -> list[Any]:
     return kept
 
 
+def adapter_masks(mesh: DeviceMesh) -> list[Any]:
+    """Return what the dropouts of a colwise and a rowwise layer with LoRA keep, for each call."""
+    kept: list[Any] = []
+    model = nn.Sequential(
+        Adapted(nn.Linear(8, 64), dropout=0.5), Adapted(nn.Linear(64, 8), dropout=0.5)
+    )
+    for part in model:
+        dropout: Any = part.lora_dropout
+        dropout.default.register_forward_hook(lambda layer, x, y: kept.append((y != 0).tolist()))
+    divide_layers(model, mesh, {"0": "colwise", "1": "rowwise"})
+    torch.manual_seed(0)
+    for _ in range(2):
+        model(torch.ones(2, 8))
+    return [*kept, torch.rand(1).item()]
+
+
 class Planned(nn.Module):
     """Brings a plan with a style that the mesh does not know."""
 
@@ -131,7 +149,11 @@ def messages(mesh: DeviceMesh) -> dict[str, str]:
             found[name] = str(error)
     odd = CASES["separate"].build()
     odd.attention.num_heads = 3  # type: ignore[union-attr]
+    variant: Any = adapted()
+    variant[0].lora_variant = {"default": object()}
     for name, model, plan, example in (
+        ("variant of LoRA", variant, {"0": "colwise"}, None),
+        ("style of LoRA", adapted(), {"0": ColwiseParallel()}, None),
         ("heads", odd, {"attention.q": "colwise"}, None),
         ("features", nn.Sequential(nn.Linear(8, 7)), {"0": "colwise"}, None),
         ("no example", nn.Sequential(nn.Linear(8, 8)), None, None),
@@ -170,6 +192,7 @@ def main(lite: Lite, folder: str) -> None:
     out["info"] = records
     out["masks"] = masks(mesh)
     out["masks outside"] = masks(mesh, inside=0.0)
+    out["adapter masks"] = adapter_masks(mesh)
     out["messages"] = messages(mesh)
     Path(folder, f"rank{lite.global_rank}.json").write_text(json.dumps(out))
 

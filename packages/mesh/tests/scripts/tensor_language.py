@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,20 @@ def inputs(model: Any) -> dict[str, Any]:
     return {"input_ids": TOKENS, "labels": TOKENS}
 
 
+def with_lora(model: Any) -> Any:
+    """Return a model with LoRA in each layer, which has trained for a while."""
+    import peft
+
+    options = {"target_modules": "all-linear", "fan_in_fan_out": "GPT2" in type(model).__name__}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # from peft, of transformers' names
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, **options))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return adapted
+
+
 def whole(tensor: Any) -> Any:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -98,7 +114,8 @@ def gradients(model: Any) -> tuple[float, dict[str, Any]]:
     model.zero_grad()
     loss = model(**inputs(model)).loss
     torch.autograd.backward(loss)
-    return loss.item(), {name: whole(p.grad) for name, p in model.named_parameters()}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return loss.item(), {name: whole(p.grad) for name, p in trained.items()}
 
 
 def compare(build: Callable[[], Any], mesh: DeviceMesh) -> dict[str, Any]:
@@ -132,7 +149,10 @@ def main(lite: Lite, folder: str) -> None:
     out = {}
     for name, (kind, config, options) in MODELS.items():
         made = getattr(transformers, config)(**options)
-        out[name] = compare(lambda kind=kind, made=made: getattr(transformers, kind)(made), mesh)
+        build = partial(getattr(transformers, kind), made)
+        out[name] = compare(build, mesh)
+        if name in ("gpt2", "llama"):
+            out[f"{name}, LoRA"] = compare(lambda build=build: with_lora(build()), mesh)
     if lite.is_global_zero:
         Path(folder, "found.json").write_text(json.dumps(out))
     lite.barrier()

@@ -117,6 +117,31 @@ class Scaled(nn.Module):
         return self.back(self.gated(x) * self.gate(x).sigmoid())  # type: ignore[no-any-return]
 
 
+class Adapted(nn.Module):
+    """A linear layer with LoRA, whose parts have the names of PEFT."""
+
+    def __init__(self, base: nn.Linear, dropout: float = 0.0) -> None:
+        super().__init__()
+        size = base.out_features, base.in_features
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(size[1], 4, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(4, size[0], bias=False)})
+        kept = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.lora_dropout = nn.ModuleDict({"default": kept})
+        self.lora_variant: dict[str, Any] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base_layer(x)
+        reduced = self.lora_A["default"](self.lora_dropout["default"](x))
+        added: Tensor = self.lora_B["default"](reduced)
+        return y + 0.5 * added
+
+
+def adapted() -> nn.Sequential:
+    up, down = Adapted(nn.Linear(8, 16)), Adapted(nn.Linear(16, 8))
+    return nn.Sequential(up, nn.ReLU(), down, Adapted(nn.Linear(8, 8)))
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, its input, and a plan if it has one."""
@@ -149,4 +174,6 @@ CASES = {
         ROWS,
         {"0": "colwise_gather_output", "2": "rowwise", "4": "colwise", "6": "rowwise"},
     ),
+    "found with adapters": Case(adapted, ROWS),
+    "adapted": Case(adapted, ROWS, {"0": "colwise", "2": "rowwise", "3": "colwise_gather_output"}),
 }

@@ -21,6 +21,8 @@ DIVIDED = {
     "scaled": ["down", "up"],
     "tied": ["down", "embedding", "head", "up"],
     "gathered": ["0", "2", "4", "6"],
+    "adapted": ["0", "2", "3"],
+    "found with adapters": ["0", "2"],
 }
 MESSAGES = {
     "pattern": "tensor_plan has 'attention.quaries', which names no module of Language: expected "
@@ -37,6 +39,10 @@ MESSAGES = {
     "bad example": "Sequential was run on tensors without values, to find the layers to divide, "
     "and raised RuntimeError: a and b must have same reduction dim",
     "one layer": "tensor=2, but no layer of Sequential is divided",
+    "variant of LoRA": "'0' has an adapter of the kind object (tensor_models), which the tensor "
+    "axis does not divide: expected LoRA without variants, target_modules without divided layers",
+    "style of LoRA": "tensor_plan divides '0' by ColwiseParallel, and it has a LoRA adapter: "
+    "expected the name of a style, such as 'colwise', which divides the adapter too",
     "style of the model": "the plan of Planned divides 'up' by 'moe_tp_experts', which the mesh "
     "does not know: pass a tensor_plan",
 }
@@ -100,6 +106,15 @@ def test_dropout_differs_between_ranks_within_divided_layers_alone(ranks: Ranks)
 def test_dropout_outside_divided_layers_equals_one_process(ranks: Ranks) -> None:
     outside = [kept for _, kept in ranks[0]["masks outside"]]
     assert outside[:2] == outside[2:]
+
+
+def test_dropout_of_adapters_differs_between_ranks_for_divided_inputs_alone(ranks: Ranks) -> None:
+    first, second = (rank["adapter masks"] for rank in ranks)
+    for colwise, rowwise in ((0, 1), (2, 3)):
+        assert first[colwise] == second[colwise]
+        assert first[rowwise] != second[rowwise]
+    assert first[0] != first[2]
+    assert first[-1] == second[-1]
 
 
 @pytest.mark.parametrize("name", MESSAGES)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from fixtures import run_file
 
-pytest.importorskip("transformers", reason="needs transformers: `nox -s huggingface` runs it")
+for library in ("transformers", "peft"):
+    pytest.importorskip(library, reason=f"needs {library}: `nox -s huggingface` runs it")
 
 SCRIPT = Path(__file__).parents[1] / "scripts/tensor_language.py"
 SHARES = {
@@ -17,6 +18,8 @@ SHARES = {
     "bert": 0.7,
     "llama": 0.98,
     "llama, tied": 0.98,
+    "gpt2, LoRA": 0.6,
+    "llama, LoRA": 0.6,
     "qwen3": 0.98,
     "gemma3": 0.98,
     "mistral": 0.98,

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from stratagem.errors import ConfigurationError
 from stratagem.launch import rank_zero_info
+from stratagem_mesh.tensor.adapters import watch_dropout, with_adapters, without_adapters
 from stratagem_mesh.tensor.region import Region, draws_numbers
 from stratagem_mesh.tensor.search import divide_numbers, find_layers
 from stratagem_mesh.tensor.styles import STYLES, Style
@@ -82,7 +83,8 @@ def divide_layers(
     styles = _plan_of_model(model, mesh.size())
     if styles:
         return _apply(model, region, styles)
-    found = find_layers(model, mesh.size(), example)
+    with without_adapters(model):
+        found = find_layers(model, mesh.size(), example)
     styles = _apply(model, region, found.styles)
     for name, numbers in found.numbers.items():
         divide_numbers(model.get_submodule(name), numbers, mesh.size())
@@ -227,8 +229,10 @@ def _apply(model: nn.Module, region: Region, styles: dict[str, Any]) -> dict[str
             f"that {region.mesh.size()} ranks would each do all the work: pass a tensor_plan with "
             "layers that share no parameter with others, or tensor=1"
         )
+    parts = with_adapters(model, styles)
+    watch_dropout(model, parts, region)
     made = {}
-    for name, style in styles.items():
+    for name, style in parts.items():
         layer = model.get_submodule(name)
         made[name] = style = STYLES[style](region) if isinstance(style, str) else style
         if isinstance(style, Style):
@@ -249,7 +253,7 @@ def _check_heads(name: str, model: nn.Module, size: int) -> None:
     Raises:
         ConfigurationError: names the module and its number of heads.
     """
-    parent = name.rpartition(".")[0]
+    parent = name.removesuffix(".base_layer").rpartition(".")[0]
     attention = model.get_submodule(parent)
     numbers = {**vars(attention)}
     config = getattr(attention, "config", None)

@@ -34,6 +34,7 @@ class Region:
         self._entered: tuple[Tensor, int, Tensor] | None = None
         self._outside: Tensor | None = None
         self._began = torch.empty(0, dtype=torch.uint8)
+        self._within_state = self._began
         self._within: set[nn.Module] = set()
 
     def enter(self, values: Tensor) -> Tensor:
@@ -74,6 +75,18 @@ class Region:
         self._generator().set_state(outside)
         if has_drawn:
             torch.rand(1, device=self._device())
+
+    def pause(self, layer: nn.Module) -> None:
+        """Draw as all ranks do within the region, until `resume`."""
+        if self._outside is not None:
+            self._within_state = self._state()
+            self._generator().set_state(self._outside)
+
+    def resume(self) -> None:
+        """Draw from this rank's seed again."""
+        if self._outside is not None:
+            self._outside = self._state()
+            self._generator().set_state(self._within_state)
 
     def __deepcopy__(self, memo: object) -> Region:
         return self
