@@ -25,7 +25,9 @@ from stratagem_torch.sharding import whole_on_cpu
 TOLERANCE = 1e-9
 """The largest relative difference in float64 that rounding explains."""
 
-_DROPOUT = re.compile(r"dropout|(attn|attention|hidden|resid|embd)_p?drop")
+_DROPOUT = re.compile(
+    r"dropout|drop_?prob|drop_?path|layer_?drop|(attn|attention|hidden|resid|embd)_p?drop"
+)
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def compare(subject: Subject, ranks: int) -> list[Row]:
         StratagemError: the model or the mesh is refused, or a function of the subject failed.
     """
     with TemporaryDirectory() as folder:
-        strategy = MeshStrategy(**_options(subject), launcher="spawn")
+        strategy = MeshStrategy(**{"launcher": "spawn", **_options(subject)})
         lite = Lite(accelerator="cpu", devices=ranks, strategy=strategy, precision="64-true")
         with of_ranks(Path(folder)):
             lite.launch(_in_float64, subject, folder)

@@ -40,10 +40,10 @@ def imported(target: str, what: str) -> Any:
 
 @contextmanager
 def in_one_line(note: Path | None = None) -> Iterator[None]:
-    """Raise an error of the user's code as one of ours, which names its line.
+    """Convert an error of the user's code to a UserCodeError that names the line.
 
     Args:
-        note: a file for the message, in which the process that started this rank finds it.
+        note: the file to which a rank writes the message for the process that started it.
 
     Raises:
         UserCodeError: the code raised another error than a StratagemError.
@@ -67,7 +67,7 @@ def _write(note: Path | None, text: str) -> None:
 
 @contextmanager
 def of_ranks(folder: Path) -> Iterator[None]:
-    """Raise the failure of a rank with the message that it left in the folder.
+    """Replace the traceback of a failed rank with the message in the rank's file.
 
     Raises:
         RankFailedError: a rank failed; without the traceback, if there is a message.
