@@ -488,7 +488,7 @@ def huggingface(session: nox.Session) -> None:
     """Conversions of scripts of transformers.Trainer, its models on meshes; not in CI."""
     install_everything(session)
     session.install(TRANSFORMERS, PEFT, PEERS[1])
-    mesh = ("packages/mesh/tests/context", "packages/mesh/tests/tensor")
+    mesh = [f"packages/mesh/tests/{room}" for room in ("check", "context", "tensor")]
     files = ("tests/test_from_huggingface.py", "tests/test_examples.py", *mesh)
     session.run("pytest", *files, *session.posargs)
 

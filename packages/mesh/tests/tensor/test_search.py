@@ -95,6 +95,12 @@ def test_the_example_of_the_model_is_taken() -> None:
     assert find_layers(model, 2, None).styles == {"0": "colwise", "1": "rowwise"}
 
 
+def test_the_example_takes_the_dtype_of_the_model() -> None:
+    model = pair(nn.GELU()).to(torch.bfloat16)
+    found = find_layers(model, 2, torch.zeros(2, 8))
+    assert found.styles == {"0": "colwise", "2": "rowwise"}
+
+
 @pytest.mark.parametrize(
     ("plan", "message"),
     [

@@ -115,9 +115,9 @@ class _Search:
         self, model: nn.Module, ranks: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.model, self.ranks = model, ranks
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._args = tuple(_on(device, value) for value in args)
-        self._kwargs = {key: _on(device, value) for key, value in kwargs.items()}
+        like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+        self._args = tuple(_alike(like, value) for value in args)
+        self._kwargs = {key: _alike(like, value) for key, value in kwargs.items()}
         self._layers = {
             n: p for n, p in model.named_modules() if is_linear(p) and _is_own(p, model)
         }
@@ -273,5 +273,9 @@ def _is_own(layer: nn.Module, model: nn.Module) -> bool:
     return not any(id(p) in own for part in others for p in part._parameters.values())
 
 
-def _on(device: torch.device, value: Any) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
+def _alike(parameter: Tensor, value: Any) -> Any:
+    """Return a tensor on the device of a model, and if it holds fractions in the model's dtype."""
+    if not isinstance(value, Tensor):
+        return value
+    dtype = parameter.dtype if value.is_floating_point() else value.dtype
+    return value.to(parameter.device, dtype)
