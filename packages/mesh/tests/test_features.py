@@ -13,7 +13,7 @@ from fixtures import run_file
 SCRIPT = Path(__file__).parent / "scripts/mesh_features.py"
 EXACT = (
     *("plain", "accumulate", "norm", "value", "frozen", "manual", "checkpointed", "replicas"),
-    "average",
+    *("average", "compiled"),
 )
 Found = dict[str, Path]
 

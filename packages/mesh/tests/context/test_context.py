@@ -129,7 +129,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return run("context_training.py", request.param, folder)
 
 
-@pytest.mark.parametrize("name", ["encoder", "checkpointed", "by name"])
+@pytest.mark.parametrize("name", ["encoder", "checkpointed", "compiled", "by name"])
 def test_a_run_has_the_losses_logs_and_predictions_of_one_process(
     name: str, trained: Ranks, reference: dict[str, Any]
 ) -> None:
@@ -142,11 +142,12 @@ def test_a_run_has_the_losses_logs_and_predictions_of_one_process(
     assert predicted == pytest.approx(expected["predicted"], rel=1e-6)
 
 
-def test_sequences_and_layers_are_divided_together(
-    trained: Ranks, reference: dict[str, Any]
+@pytest.mark.parametrize("name", ["and tensor", "and replicas"])
+def test_sequences_are_divided_along_with_other_axes(
+    name: str, trained: Ranks, reference: dict[str, Any]
 ) -> None:
     expected = reference["encoder"]
     for rank in trained:
-        found = rank["and tensor"] if len(trained) == 4 else rank["encoder"]
+        found = rank[name] if len(trained) == 4 else rank["encoder"]
         assert found["losses"] == pytest.approx(expected["losses"], abs=1e-6, rel=0)
         assert found["logged"] == pytest.approx(expected["logged"], abs=1e-6, rel=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from stratagem import Module, Trainer
 from stratagem_mesh import MeshStrategy
 
+# Of dynamo itself, as it traces collectives and inputs.
+warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+
 STEPS = 12
+COMPILED = {"backend": "aot_eager"}
 
 
 class Net(Module):
@@ -56,7 +62,7 @@ def loader(shards: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(ids), batch_size=4 // shards)
 
 
-def run(net: nn.Module, ranks: int, **options: Any) -> dict[str, Any]:
+def run(net: nn.Module, ranks: int, *, compiled: bool = False, **options: Any) -> dict[str, Any]:
     shards = max(1, ranks // (2 * options.get("tensor", 1)))
     strategy: Any = MeshStrategy(context=2, **options) if ranks > 1 else "single_device"
     trainer = Trainer(
@@ -66,6 +72,7 @@ def run(net: nn.Module, ranks: int, **options: Any) -> dict[str, Any]:
         max_steps=STEPS,
         accumulate_grad_batches=2,
         gradient_clip_val=0.5,
+        compile=COMPILED if compiled else False,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -87,10 +94,12 @@ checkpointing: dict[str, Any] = {} if count == 1 else {"activation_checkpointing
 out = {
     "encoder": run(Encoder(causal=True), count),
     "checkpointed": run(Encoder(causal=True), count, **checkpointing),
+    "compiled": run(Encoder(causal=True), count, compiled=count == 2),
     "by name": run(Model(), count, **({} if count == 1 else {"context_modules": ["net.body"]})),
 }
 if count == 4:
     layer = "net.encoder.layers.*"
     plan = {f"{layer}.linear1": "colwise", f"{layer}.linear2": "rowwise"}
+    out["and replicas"] = run(Encoder(causal=True), count, replicate=2)
     out["and tensor"] = run(Encoder(causal=True), count, tensor=2, tensor_plan=plan)
 Path(f"out{out['encoder']['rank']}.json").write_text(json.dumps(out))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from stratagem import Module, Trainer, seed_everything
 from stratagem.callbacks import EMAWeightAveraging
 from stratagem_mesh import MeshStrategy
+
+# Of dynamo itself, as it traces collectives.
+warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
 
 FOLDER, RANKS = Path(sys.argv[1]), int(sys.argv[2])
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
@@ -116,6 +120,7 @@ CASES: dict[str, dict[str, Any]] = {
         "strategy": {"activation_checkpointing": {Block}, "auto_wrap_policy": {Block}}
     },
     "replicas": {"strategy": {"replicate": 2}},
+    "compiled": {"compile": {"backend": "aot_eager"}} if RANKS > 1 else {},
     "average": {"callbacks": [EMAWeightAveraging(decay=0.5)]},
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import wraps
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from stratagem_mesh.context.call import Call, current, fill, in_region
 from stratagem_mesh.context.collectives import exchange, gather_keys
 
 _original = nn.functional.scaled_dot_product_attention
+_original_forward = nn.MultiheadAttention.forward
 
 
 def install(region: nn.Module) -> None:
@@ -21,6 +23,7 @@ def install(region: nn.Module) -> None:
     Files of the region's modules that have imported it by name have it replaced there too.
     """
     nn.functional.scaled_dot_product_attention = attend
+    nn.MultiheadAttention.forward = _forward  # type: ignore[method-assign]
     files = {kind.__module__ for part in region.modules() for kind in type(part).__mro__}
     for file in files:
         names = vars(sys.modules[file]) if file in sys.modules else {}
@@ -47,6 +50,21 @@ def attend(
     tensors = query, key, value
     attended: Tensor = _attend_in_region(tensors, attn_mask, is_causal, options, enable_gqa)
     return attended
+
+
+@wraps(_original_forward)
+def _forward(layer: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
+    """Attend; outside of graphs in a region.
+
+    A compiler takes torch's function of this layer as one operation. It would call the attention
+    above at compile time, and keep the forward pass that runs then.
+    """
+    return (_not_compiled if in_region() else _original_forward)(layer, *args, **kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _not_compiled(*args: Any, **kwargs: Any) -> Any:
+    return _original_forward(*args, **kwargs)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
