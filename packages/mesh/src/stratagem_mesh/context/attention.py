@@ -23,7 +23,7 @@ def install(region: nn.Module) -> None:
     Files of the region's modules that have imported it by name have it replaced there too.
     """
     nn.functional.scaled_dot_product_attention = attend
-    nn.MultiheadAttention.forward = _forward  # type: ignore[method-assign]
+    nn.MultiheadAttention.forward = _forward  # type: ignore[method-assign,assignment]
     files = {kind.__module__ for part in region.modules() for kind in type(part).__mro__}
     for file in files:
         names = vars(sys.modules[file]) if file in sys.modules else {}
