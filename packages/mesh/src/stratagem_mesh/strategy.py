@@ -192,6 +192,12 @@ class MeshStrategy(ModelParallelStrategy):
 
     # -- the model
 
+    def shard(self, module: nn.Module) -> None:
+        """Divide layers and sequences, checkpoint activations, then shard parameters."""
+        super().shard(module)
+        if self._regions is not None:
+            self._regions.watch_repeated()
+
     def divide(self, model: nn.Module) -> None:
         """Divide layers over the tensor axis, and sequences over the context axis."""
         if self.tensor > 1:

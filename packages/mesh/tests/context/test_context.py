@@ -129,7 +129,10 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return run("context_training.py", request.param, folder)
 
 
-@pytest.mark.parametrize("name", ["encoder", "checkpointed", "compiled", "by name"])
+RUNS = ["encoder", "checkpointed", "compiled", "by name", "by name, checkpointed"]
+
+
+@pytest.mark.parametrize("name", RUNS)
 def test_a_run_has_the_losses_logs_and_predictions_of_one_process(
     name: str, trained: Ranks, reference: dict[str, Any]
 ) -> None:

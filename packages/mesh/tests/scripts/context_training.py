@@ -91,11 +91,13 @@ def run(net: nn.Module, ranks: int, *, compiled: bool = False, **options: Any) -
 
 count = int(sys.argv[1])
 checkpointing: dict[str, Any] = {} if count == 1 else {"activation_checkpointing": True}
+by_name: dict[str, Any] = {} if count == 1 else {"context_modules": ["net.body"]}
 out = {
     "encoder": run(Encoder(causal=True), count),
     "checkpointed": run(Encoder(causal=True), count, **checkpointing),
     "compiled": run(Encoder(causal=True), count, compiled=count == 2),
-    "by name": run(Model(), count, **({} if count == 1 else {"context_modules": ["net.body"]})),
+    "by name": run(Model(), count, **by_name),
+    "by name, checkpointed": run(Model(), count, **by_name, **checkpointing),
 }
 if count == 4:
     layer = "net.encoder.layers.*"

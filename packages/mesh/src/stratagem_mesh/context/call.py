@@ -5,6 +5,7 @@ The process has one state, since a backward pass recomputes layers in threads of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -141,6 +142,33 @@ def watch_recomputing(module: nn.Module) -> list[Any]:
             handles.append(part.register_forward_pre_hook(_begin_again))
             handles.append(part.register_forward_hook(_end_again, always_call=True))
     return handles
+
+
+def watch_repeated(module: nn.Module) -> None:
+    """Let forwards of a region run as its parts when a backward pass repeats them.
+
+    `apply_activation_checkpointing` repeats the forward of a module without the module's hooks.
+    """
+    for part in module.modules():
+        forward = vars(part).get("forward")
+        repeated = getattr(forward, "forward_to_repeat", None)
+        if repeated is not None and not isinstance(repeated, _Repeated):
+            forward.forward_to_repeat = _Repeated(part, repeated)  # type: ignore[union-attr]
+
+
+class _Repeated:
+    """Takes the place of a forward; an object, which is copied together with its module."""
+
+    def __init__(self, part: nn.Module, forward: Callable[..., Any]) -> None:
+        self._part = part
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _begin_again(self._part, args)
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            _end_again(self._part, args, None)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

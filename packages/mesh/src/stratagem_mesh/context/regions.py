@@ -12,7 +12,7 @@ from torch import nn
 
 from stratagem.errors import ConfigurationError
 from stratagem_mesh.context.attention import install
-from stratagem_mesh.context.call import Call, begin, end, running, watch_recomputing
+from stratagem_mesh.context.call import Call, begin, end, running, watch_recomputing, watch_repeated
 from stratagem_mesh.context.collectives import ContextGroup
 from stratagem_mesh.context.comparison import compare
 from stratagem_mesh.context.kinds import Arguments, Kind, NamedModule, TorchEncoder, title
@@ -53,6 +53,7 @@ class ContextRegions:
         self._group = ContextGroup(group, dist.get_rank(group), dist.get_world_size(group))
         self._check = check
         self._gather_logits = gather_logits
+        self._divided: list[nn.Module] = []
 
     def divide(self, model: nn.Module, names: Sequence[str] | None) -> None:
         """Let each rank compute a part of the sequence in the modules of these names, in place.
@@ -72,6 +73,12 @@ class ContextRegions:
             install(module)
             refuse_layers(name, module)
             Region(name, module, self._kind(name, module), self._group, check=self._check).attach()
+            self._divided.append(module)
+
+    def watch_repeated(self) -> None:
+        """Watch the forwards that activation checkpointing repeats, once it is applied."""
+        for module in self._divided:
+            watch_repeated(module)
 
     def _kind(self, name: str, module: nn.Module) -> Kind:
         if is_model(module):
