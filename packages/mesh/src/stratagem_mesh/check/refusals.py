@@ -70,7 +70,7 @@ def of_ranks(folder: Path) -> Iterator[None]:
     """Replace the traceback of a failed rank with the message in the rank's file.
 
     Raises:
-        RankFailedError: a rank failed; without the traceback, if there is a message.
+        RankFailedError: a rank failed.
     """
     try:
         yield

@@ -80,7 +80,7 @@ def watch_dropout(model: nn.Module, styles: Mapping[str, Any], region: Region) -
     """Let adapters drop the same features on all ranks, or of divided inputs each rank its own.
 
     Args:
-        model: the model, whose layers may have adapters.
+        model: the model; its layers may have adapters.
         styles: the style of each divided layer, of base layers too.
         region: the state that the divided layers share.
     """
