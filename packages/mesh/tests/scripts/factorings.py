@@ -31,6 +31,8 @@ from stratagem_mesh.strategy import AXES
 
 Sizes = tuple[int, ...]
 
+LENGTH = 26
+"""Words of a sequence: with 8 ranks each computes a part, and the last part is filled up."""
 NAMED = {"vit, layers named": ("vit", ["vit.layers.*"])}
 """Models whose context_modules are given."""
 NAMES = [*(name for name in MODELS if name != "llama, tied"), "encoder", *NAMED]
@@ -47,7 +49,7 @@ def batch(name: str, index: int) -> Any:
     """Return the inputs of a model, which depend on the data rank."""
     numbers = torch.Generator().manual_seed(index)
     if name == "encoder":
-        return torch.randint(0, WORDS, (2, 12), generator=numbers)
+        return torch.randint(0, WORDS, (2, LENGTH), generator=numbers)
     with torch.random.fork_rng():
         made = inputs(build(name))
     return {key: _drawn(value, numbers) for key, value in made.items()}
@@ -57,7 +59,8 @@ def _drawn(example: Tensor, numbers: torch.Generator) -> Tensor:
     if example.is_floating_point():
         drawn = torch.randn(example.shape, generator=numbers, dtype=torch.float64)
         return drawn.to(torch.get_default_dtype())
-    return torch.randint(0, min(64, int(example.max()) + 1), example.shape, generator=numbers)
+    shape = (2, LENGTH) if example.ndim == 2 else example.shape
+    return torch.randint(0, min(64, int(example.max()) + 1), shape, generator=numbers)
 
 
 def loss(model: Any, batch: Any) -> Tensor:
