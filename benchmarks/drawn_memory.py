@@ -244,8 +244,8 @@ def measure(seed: int, count: int, scale: float, strategies: Sequence[str]) -> N
 def _measured(strategy: str, drawn: Drawn) -> tuple[list[int] | str, bool]:
     """Return bytes of tensors and of the process, or an error; and whether this is rank 0."""
     from stratagem import Lite
-    from stratagem_extras.planner.plan import default_loss, optimizer_maker
     from stratagem_extras.planner.simulation import Workload, measure_step
+    from stratagem_extras.planner.training import default_loss, optimizer_maker
 
     lite = Lite(
         accelerator="cpu", strategy=strategy, devices=1 if strategy == "single_device" else 2

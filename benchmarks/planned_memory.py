@@ -295,8 +295,8 @@ def measure(model: str, strategy: str, precision: str, checkpointing: str) -> No
     """Take real steps on this rank, and print on rank 0 what they held."""
     from stratagem import Lite
     from stratagem.strategies import apply_activation_checkpointing
-    from stratagem_extras.planner.plan import default_loss
     from stratagem_extras.planner.simulation import Workload, measure_step
+    from stratagem_extras.planner.training import default_loss
 
     divide_layers()
     build, batch = MODELS[model]

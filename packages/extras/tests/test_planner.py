@@ -30,13 +30,14 @@ from stratagem_extras.planner.devices import find_device, parse_size
 from stratagem_extras.planner.fake_mode import PlanningMode
 from stratagem_extras.planner.meter import MemoryMeter
 from stratagem_extras.planner.page import write_page
-from stratagem_extras.planner.plan import MemoryPlan, PlannedStrategy, Planner, default_loss
+from stratagem_extras.planner.plan import MemoryPlan, PlannedStrategy, Planner
 from stratagem_extras.planner.simulation import (
     PlannedMemory,
     SimulatedModel,
     Workload,
     measure_step,
 )
+from stratagem_extras.planner.training import default_loss
 
 ROOT = Path(__file__).resolve().parents[3]
 needs_deepspeed = pytest.mark.skipif(

@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from stratagem.errors import ConfigurationError, StratagemError, format_size, fo
 
 if TYPE_CHECKING:
     from stratagem_extras.planner.measure import Measurement
+    from stratagem_extras.planner.modules import ModuleMemory
     from stratagem_extras.planner.plan import MemoryPlan, PlannedStrategy, Planner
 
 _DESCRIPTION = """Show which strategies a model would fit with, without using the memory.
@@ -33,6 +35,7 @@ MODEL is a class or a function without arguments that returns the model. Sizes p
 place. A row is what one rank holds at the most during a step: bytes of tensors, of which a plan
 fills at most 90% of a device. "simulated" rows ran the strategy's own step on tensors without
 memory; "computed" rows follow what the strategy says of itself.
+Sizes of a mesh are compared by --strategy mesh, and where nothing else fits on the devices.
 The exit code is 1 if nothing fits, 2 if the plan cannot be made.
 """
 
@@ -92,7 +95,17 @@ def parser_of_plan() -> argparse.ArgumentParser:
         help="compute the activations of layers again in backward",
     )
     parser.add_argument(
-        "--strategy", action="append", default=[], metavar="NAME", help="only this one; repeatable"
+        "--strategy",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="only this one; repeatable. Sizes are written 'mesh(tensor=2, context=2)'; a name "
+        "alone is planned with each of the sizes that it proposes",
+    )
+    parser.add_argument(
+        "--modules",
+        action="store_true",
+        help="print what each part of the model adds to a step in one process",
     )
     parser.add_argument(
         "--measure",
@@ -116,7 +129,7 @@ def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             f"--html {options.html}: expected a file in a folder that exists: make the folder first"
         )
     planner = _planner(options)
-    planned = _planned(planner, options, options.strategy, options.devices)
+    planned = _planned(planner, options, options.strategy, options.devices, expand=True)
     if options.html is not None:
         from stratagem_extras.planner.page import write_page
 
@@ -172,11 +185,13 @@ def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     ]
     for row in planned.strategies:
         if row.memory is None:
-            print(f"{row.name}: {row.why_not}")
+            print(f"{', '.join((row.name, *row.alike))}: {row.why_not}")
         elif row.alike:
             print(f"as {row.name}: {', '.join(row.alike)}")
     for line in (*failed, *planned.notes):
         print(line)
+    if options.modules:
+        _print_modules(planned.modules)
     if not rows:
         print("\nno strategy could be planned; the lines above say why")
         return 1
@@ -202,6 +217,28 @@ def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             "stratagem.strategies.apply_activation_checkpointing(model, True)"
         )
     return 0
+
+
+def _print_modules(modules: Sequence[ModuleMemory]) -> None:
+    """Print a row for each part of the model; equal ones in a row once."""
+    rows = []
+    for _, group in groupby(modules, lambda row: (_parent(row.name), *_amounts(row))):
+        first, *others = group
+        name = first.name or "(the rest)"
+        if others:
+            name += f" ... {others[-1].name} ({len(others) + 1})"
+        sizes = map(format_size, (first.parameters, first.activations))
+        rows.append([name, *sizes, f"{first.flops:.3g}" if first.flops else "0"])
+    print()
+    print_table(["module", "parameters", "activations", "operations"], rows)
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _amounts(row: ModuleMemory) -> tuple[int, ...]:
+    return row.parameters, row.activations, row.flops
 
 
 def _as_json(planned: MemoryPlan, measurements: dict[str, Measurement]) -> dict[str, Any]:
@@ -241,6 +278,8 @@ def _reason(planned: MemoryPlan, best: PlannedStrategy) -> str:
     if best.on_host:
         return "no strategy fits without the host's memory"
     fastest = "" if best.seconds is None else "has the shortest step, and of equally fast ones it "
+    if fastest and any(row.ranks_of_batch > 1 for row in fitting):
+        fastest = "takes the least time for a batch, and of equally fast ones it "
     return f"of {len(fitting)} strategies that fit, {best.name} {fastest}divides least"
 
 
@@ -259,9 +298,22 @@ def _planner(options: argparse.Namespace) -> Planner:
 
 
 def _planned(
-    planner: Planner, options: argparse.Namespace, strategies: Sequence[str], devices: int
+    planner: Planner,
+    options: argparse.Namespace,
+    strategies: Sequence[str],
+    devices: int,
+    *,
+    expand: bool = False,
 ) -> MemoryPlan:
-    """Return the plan for the command's nodes, each with so many devices."""
+    """Return the plan for the command's nodes with another number of devices.
+
+    Args:
+        planner: the planner of the model.
+        options: the options of the command.
+        strategies: names of rows; empty for all strategies.
+        devices: the number of devices on each node.
+        expand: whether to plan candidates of strategies.
+    """
     from stratagem_extras.planner.forks import in_forks
 
     return planner.plan(
@@ -272,6 +324,7 @@ def _planned(
         host_memory=options.host_memory,
         disk_memory=options.disk_memory,
         strategies=strategies,
+        expand=expand,
         divide=in_forks,
     )
 
@@ -412,7 +465,7 @@ def _batch(shapes: Sequence[str]) -> Callable[[], Any]:
 
 
 def _own_batch(name: str) -> Callable[[], Any]:
-    from stratagem_extras.planner.plan import first_batch
+    from stratagem_extras.planner.training import first_batch
 
     make = _imported(name, "batch")
     try:

@@ -12,7 +12,8 @@ _HEAD_SIZE = 128
 class PlannedDecoder(nn.Module):
     """A decoder-only transformer: RMS norms, causal attention, a gated feed-forward layer.
 
-    The feed-forward layer gets the width with which the model has the number of parameters.
+    The feed-forward layer gets the width with which the model has about the number of parameters,
+    a multiple of 8.
 
     Args:
         parameters: of the model; its embedding and its head are separate.
@@ -42,6 +43,8 @@ class PlannedDecoder(nn.Module):
         outside = (2 * vocabulary + 1) * hidden
         attention = 4 * hidden**2 + 2 * hidden
         self.feed_forward = round(((parameters - outside) / layers - attention) / (3 * hidden))
+        # Layers divide between the ranks of a tensor axis.
+        self.feed_forward = round(self.feed_forward / 8) * 8 or self.feed_forward
         if self.feed_forward < 1:
             raise ConfigurationError(
                 f"a decoder with layers={layers}, hidden={hidden} and vocabulary={vocabulary} has "
@@ -67,17 +70,22 @@ class _Layer(nn.Module):
         super().__init__()
         self.heads = max(1, hidden // _HEAD_SIZE)
         self.norms = nn.ModuleList((nn.RMSNorm(hidden), nn.RMSNorm(hidden)))
-        self.attention = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.query = nn.Linear(hidden, hidden, bias=False)
+        self.key = nn.Linear(hidden, hidden, bias=False)
+        self.value = nn.Linear(hidden, hidden, bias=False)
         self.output = nn.Linear(hidden, hidden, bias=False)
         self.gate = nn.Linear(hidden, feed_forward, bias=False)
         self.up = nn.Linear(hidden, feed_forward, bias=False)
         self.down = nn.Linear(feed_forward, hidden, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        batch, length, width = hidden.shape
-        given = self.attention(self.norms[0](hidden)).view(batch, length, 3, self.heads, -1)
-        query, key, value = given.transpose(1, 3).unbind(2)
+        batch, length, _ = hidden.shape
+        given = self.norms[0](hidden)
+        query, key, value = (
+            layer(given).view(batch, length, self.heads, -1).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
         attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.output(attended.transpose(1, 2).reshape(batch, length, width))
+        hidden = hidden + self.output(attended.transpose(1, 2).reshape(batch, length, -1))
         given = self.norms[1](hidden)
         return hidden + self.down(nn.functional.silu(self.gate(given)) * self.up(given))  # type: ignore[no-any-return]

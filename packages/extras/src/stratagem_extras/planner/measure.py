@@ -91,16 +91,19 @@ def main(accelerator: str, arguments: Sequence[str]) -> None:
 
     from stratagem import Lite
     from stratagem.strategies import apply_activation_checkpointing
+    from stratagem_extras.planner.choices import chosen
     from stratagem_extras.planner.command import model_and_batch, parser_of_plan
-    from stratagem_extras.planner.plan import default_loss, optimizer_maker
     from stratagem_extras.planner.simulation import Workload, measure_step
+    from stratagem_extras.planner.training import default_loss, optimizer_maker
 
     sys.path.insert(0, str(Path.cwd()))
     options = parser_of_plan().parse_args(arguments)
     build, batch = model_and_batch(options)
+    name = options.strategy[-1]
+    choice = chosen(name)
     lite = Lite(
         accelerator=accelerator,
-        strategy=options.strategy[-1],
+        strategy=choice.spec.build() if choice.arguments else name,
         devices=options.devices,
         precision=options.precision,
     )

@@ -50,6 +50,9 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sent: bytes that collectives move: for an all-reduce twice its tensor, since it scatters and
             gathers; for other collectives the complete tensor.
         flops: floating-point operations of matrix products, convolutions and attention.
+        owner: a name, to which new tensors and operations are attributed.
+        kept_by_owner: bytes of activations by their owner; after `note_activations`.
+        flops_by_owner: floating-point operations by owner, since `start`; after `note_activations`.
 
     Example:
         >>> import torch
@@ -76,6 +79,13 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.scatter_parts: dict[Kind, int] = {}
         self.sent = 0
         self.flops = 0
+        self.owner = ""
+        self.kept_by_owner: dict[str, int] = {}
+        self.flops_by_owner: dict[str, int] = {}
+        self._flops: dict[str, int] = {}
+        """Since `start`, by owner."""
+        self._owners: dict[int, str] = {}
+        """The owner of each storage by its number, except for "" as owner."""
         self._numbers: dict[int, int] = {}
         """A number of each storage by its address, which another one may have later."""
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -103,6 +113,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Forget the maximum so far."""
         self.peak, self.scatter_peak = self.live, 0
         self._at_scatter = {}
+        self._flops = {}
         self._is_rising = True
         self._kinds = self._known_kinds()
 
@@ -121,20 +132,26 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number, size in self._sizes.items():
             if size:
                 self._seen.setdefault(number, "activations")
+        kinds = {**self._seen, **self._kept, **self._kinds, **self._known_kinds()}
+        self.kept_by_owner, self.flops_by_owner = {}, self._flops
+        for number, size in self._sizes.items():
+            if kinds.get(number) == "activations":
+                owner = self._owners.get(number, "")
+                self.kept_by_owner[owner] = self.kept_by_owner.get(owner, 0) + size
 
     def note_inputs(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors, and no longer as kept: the same batch may be trained on again."""
         inputs = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
         self.add(inputs)
         for tensor in inputs:
-            self._kept.pop(self._numbers.get(_storage(tensor)._cdata, -1), None)
+            self._kept.pop(self._numbers.get(storage_of(tensor)._cdata, -1), None)
 
     def add(self, tensors: Iterable[Any]) -> None:
         """Count tensors that were made before the meter was entered."""
         for tensor in tensors:
             # A meta tensor has no memory; the storage of every fake one says "meta".
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
-                self._add(_storage(tensor))
+                self._add(storage_of(tensor))
 
     def close(self) -> None:
         """Fill in `parts` from the tensors that are known now and were known at `start`."""
@@ -202,12 +219,14 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_communication([*tree_leaves((args, kwargs)), *leaves])
 
     def _count_flops(self, func: Any, leaves: Any, args: Any, kwargs: Any, result: Any) -> None:
-        self.flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
+        count = flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
+        self.flops += count
+        self._flops[self.owner] = self._flops.get(self.owner, 0) + count
 
     def _note_communication(self, leaves: Iterable[Any]) -> None:
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                number = self._numbers.get(_storage(leaf)._cdata)
+                number = self._numbers.get(storage_of(leaf)._cdata)
                 if number is not None:
                     self._seen[number] = "communication"
 
@@ -217,6 +236,8 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if number is None:
             number = self._numbers[address] = next(self._next)
             self._references[address] = weakref.ref(storage, partial(self._free, address))
+            if self.owner:
+                self._owners[number] = self.owner
         elif self._sizes[number] == size:
             return
         self._change(number, size)
@@ -226,10 +247,11 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = self._numbers.pop(address)
         self._change(number, 0)
         del self._sizes[number]
+        self._owners.pop(number, None)
 
     def _known_kinds(self) -> dict[int, Kind]:
         known = self.known()
-        addresses = {_storage(tensor)._cdata: kind for kind in known for tensor in known[kind]}
+        addresses = {storage_of(tensor)._cdata: kind for kind in known for tensor in known[kind]}
         return {self._numbers[a]: kind for a, kind in addresses.items() if a in self._numbers}
 
     def _note_peak(self) -> None:
@@ -277,7 +299,8 @@ def _by_kind(sizes: Mapping[int, int], kinds: Mapping[int, Kind]) -> dict[Kind, 
     return parts
 
 
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """Return the memory of a tensor; of a DTensor, that of this rank's part."""
     if type(tensor) is not FakeTensor:
         tensor = getattr(tensor, "_local_tensor", tensor)
     return tensor.untyped_storage()

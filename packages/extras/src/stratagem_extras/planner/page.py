@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from math import log10
 
-from stratagem.errors import format_size
+from stratagem.errors import format_size, format_text
 from stratagem_extras.page import color, key, svg, table, whole_page
 from stratagem_extras.planner.plan import MemoryPlan, PlannedStrategy
 
@@ -52,12 +52,14 @@ def _bars(rows: Sequence[PlannedStrategy], capacity: int) -> str:
     """Draw a bar for each strategy; one that is far too long ends in an arrow."""
     end = min(max(row.on_device for row in rows), 2.5 * capacity)
     end = max(end, 1.1 * capacity)
-    left, width, step = 240, 360, 26
+    longest = max(len(row.name) for row in rows)
+    left = min(max(240, 7 * longest + 16), 480)
+    width, step = 600 - left, 26
     height = step * len(rows) + 30
     bars, texts = [], []
     for number, row in enumerate(rows):
         top, x = number * step + 22, float(left)
-        name = escape(row.name)
+        name = escape(format_text(row.name, 64))
         texts.append(f'<text x="{left - 8}" y="{top + 14}" text-anchor="end">{name}</text>')
         for part, size in zip(PARTS, _sizes(row), strict=True):
             wide = min(size / end * width, left + width - x)

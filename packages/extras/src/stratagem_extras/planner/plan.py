@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
+import re
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -18,15 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from stratagem.accelerators import CPUAccelerator
-from stratagem.discovery import StrategySpec, get_registry, nearest_of
+from stratagem.discovery import StrategySpec, get_registry
 from stratagem.errors import ConfigurationError, format_names, format_text
 from stratagem.strategies import ActivationCheckpointing, StepMemory, Strategy
+from stratagem_extras.planner.choices import (
+    Choice,
+    candidates,
+    installed_choices,
+    named_choices,
+)
 from stratagem_extras.planner.devices import Device, find_device, parse_size
 from stratagem_extras.planner.forks import Divide, in_turn
+from stratagem_extras.planner.modules import ModuleMemory, ModuleWatch
 from stratagem_extras.planner.simulation import (
     MeasuredState,
     PlannedMemory,
@@ -39,6 +45,7 @@ from stratagem_extras.planner.simulation import (
     simulated_group,
     simulated_ranks,
 )
+from stratagem_extras.planner.training import default_loss, first_batch, optimizer_maker
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +61,7 @@ _DEDICATED = ("tpu", "hpu", "ipu")
 """Accelerators whose `requires_dedicated_strategies` is True, also where none is installed."""
 _LIBRARIES = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
 """Folders of code that is not the user's."""
+_NUMBER = re.compile(r"\d+")
 _LAUNCHERS = ("launcher", "find_unused_parameters")
 """Preset arguments by which memory does not differ."""
 
@@ -77,6 +85,10 @@ class PlannedStrategy:
         fits: whether a rank fits in the device, and the ranks of a node in the host and on the
             disk.
         seconds: the approximate time of a step; None: the device's figures are unknown.
+        ranks_of_batch: the number of ranks that read the same batches. Rows are sorted by the time
+            of a step times this number.
+        expression: the argument of `Trainer(strategy=...)` in Python; "": the name.
+        import_line: the import that the expression needs; "".
     """
 
     name: str
@@ -90,6 +102,9 @@ class PlannedStrategy:
     on_disk: int = 0
     fits: bool = False
     seconds: float | None = None
+    ranks_of_batch: int = 1
+    expression: str = ""
+    import_line: str = ""
 
     @property
     def on_device(self) -> int:
@@ -112,6 +127,9 @@ class MemoryPlan:
         precision, accumulate_grad_batches: the planned values.
         accelerator: the accelerator of the device, "auto" for this machine's.
         notes: unknown facts of the plan, a sentence each.
+        modules: the parts of the model in the order of calls: elements of lists of modules, and
+            outermost modules. Their parameters and activations add up to a step in one process.
+            Empty if activations are unknown.
     """
 
     strategies: tuple[PlannedStrategy, ...]
@@ -125,6 +143,7 @@ class MemoryPlan:
     accumulate_grad_batches: int
     accelerator: str
     notes: tuple[str, ...] = ()
+    modules: tuple[ModuleMemory, ...] = ()
 
     @property
     def best(self) -> PlannedStrategy | None:
@@ -155,21 +174,25 @@ class MemoryPlan:
 
     @property
     def call(self) -> str:
-        """The Trainer to write; "": nothing fits."""
-        if self.best is None:
+        """The Trainer to write, with the import of a strategy with sizes; "": nothing fits."""
+        best = self.best
+        if best is None:
             return ""
         options = {
             "accelerator": self.accelerator,
             "devices": self.devices,
             "num_nodes": self.num_nodes if self.num_nodes > 1 else None,
-            "strategy": self.best.name,
+            "strategy": best.name,
             "precision": self.precision if self.precision != "32-true" else None,
             "accumulate_grad_batches": (
                 self.accumulate_grad_batches if self.accumulate_grad_batches > 1 else None
             ),
         }
-        given = ", ".join(f"{k}={v!r}" for k, v in options.items() if v is not None)
-        return f"Trainer({given})"
+        given = {k: repr(v) for k, v in options.items() if v is not None}
+        if best.expression:
+            given["strategy"] = best.expression
+        line = f"{best.import_line}\n\n" if best.import_line else ""
+        return f"{line}Trainer({', '.join(f'{k}={v}' for k, v in given.items())})"
 
 
 def plan_memory(
@@ -216,7 +239,10 @@ def plan_memory(
         accumulate_grad_batches: micro-batches in an optimizer step.
         activation_checkpointing: as for `FSDPStrategy`, here under every strategy: True computes
             the activations of layers again in backward.
-        strategies: names of strategies; by default all installed strategies.
+        strategies: names of strategies; by default all installed strategies. A name may have
+            arguments, `"mesh(tensor=2, context=2)"`. A name without parentheses is planned with
+            each of its class's `candidates` too. By default candidates are planned if no strategy
+            fits on the devices alone.
 
     Raises:
         ConfigurationError: an argument is invalid, or the model cannot be built or run without
@@ -254,36 +280,36 @@ def plan_memory(
 def _planning() -> Iterator[None]:
     """Keep quiet, and let collections of garbage, which engines ask for, pass over older objects.
 
-    Models that are not really trained cause warnings. Torch logs errors of operations on fake
-    tensors, which are raised too.
+    Models that are not really trained cause warnings, and strategies report what they do. Torch
+    logs errors of operations on fake tensors, which are raised too.
     """
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
     freezes = not gc.get_freeze_count()  # else the caller has done so already
     if freezes:
         gc.freeze()
     try:
-        with warnings.catch_warnings():
+        with (
+            _silent("torch._subclasses.fake_tensor"),
+            _silent("stratagem"),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:
-        log.disabled = before
         if freezes:
             gc.unfreeze()
 
 
-def first_batch(batch: Any) -> Any:
-    """Return a batch, or the first batch of a loader.
-
-    Raises:
-        ConfigurationError: the loader is empty.
-    """
-    if isinstance(batch, (Tensor, Mapping, Sequence)) or not isinstance(batch, Iterable):
-        return batch
-    with _disable_current_modes():  # a loader reads values
-        for first in batch:
-            return first
-    raise ConfigurationError(f"batch={type(batch).__name__}: expected a loader with a batch in it")
+@contextmanager
+def _silent(name: str) -> Iterator[None]:
+    """Drop the messages of a logger, also if it has no handler and they would be printed."""
+    log = logging.getLogger(name)
+    before, log.disabled = log.disabled, True
+    log.addHandler(handler := logging.NullHandler())
+    try:
+        yield
+    finally:
+        log.disabled = before
+        log.removeHandler(handler)
 
 
 def _simulated(
@@ -374,6 +400,8 @@ class Planner:
         self.notes: tuple[str, ...] = ()
         self.has_activations = True
         """Whether a step of the model can be run without values."""
+        self.modules: tuple[ModuleMemory, ...] = ()
+        """The parts of the model, after the first plan."""
         self._steps: dict[Any, dict[str, PlannedMemory]] = {}
         """Simulated steps, by all that they depend on."""
         self._steps_alone: dict[bool, dict[str, PlannedMemory]] = {}
@@ -391,9 +419,17 @@ class Planner:
         host_memory: float | str | None = None,
         disk_memory: float | str | None = None,
         strategies: Sequence[str] = (),
+        expand: bool = True,
         divide: Divide = in_turn,
     ) -> MemoryPlan:
-        """Return the plan for a machine; see `plan_memory`. `divide` runs the simulations."""
+        """Return the plan for a machine; see `plan_memory`.
+
+        Args:
+            devices, num_nodes, device, device_memory, host_memory, disk_memory, strategies: as for
+                `plan_memory`.
+            expand: whether to plan candidates of strategies.
+            divide: runs the simulations.
+        """
         _check_numbers(devices=devices, num_nodes=num_nodes)
         host = None if host_memory is None else parse_size(host_memory)
         if host is None and device is None:
@@ -401,13 +437,13 @@ class Planner:
         disk = None if disk_memory is None else parse_size(disk_memory)
         found = _device(device, device_memory, devices)
         machines = _Machines(found, devices, num_nodes, host, disk)
-        groups = _groups(strategies)
         with _planning():
             flops = max(memory.flops for memory in self._alone(machines.foreach()).values())
-            rows = self._rows(groups, machines, divide)
-        if not strategies:
-            rows = _without_copies(rows, [spec for spec, _ in groups])
-        judged = [_judged(row, machines, flops) for row in rows]
+            if strategies:
+                named = named_choices(strategies, devices, num_nodes, expand=expand)
+                judged = self._judged_rows(named, machines, flops, divide)
+            else:
+                judged = self._rows_of_installed(machines, flops, divide, expand=expand)
         if devices * num_nodes > 1:
             judged = [row for row in judged if row.name != "single_device"]
         return MemoryPlan(
@@ -422,13 +458,33 @@ class Planner:
             self.workload.micro_batches,
             found.accelerator,
             self.notes,
+            self.modules,
         )
+
+    def _rows_of_installed(
+        self, machines: _Machines, flops: int, divide: Divide, *, expand: bool
+    ) -> list[PlannedStrategy]:
+        """Return the rows of all strategies; candidates if nothing fits on the devices alone."""
+        installed = installed_choices(_groups())
+        rows = self._rows(installed, machines, divide)
+        rows = _without_copies(rows, [choice.spec for choice in installed])
+        judged = [_judged(row, machines, flops) for row in rows]
+        if expand and not any(row.fits and not row.on_host and not row.on_disk for row in judged):
+            lists = (candidates(each, machines.devices, machines.nodes) for each in installed)
+            judged += self._judged_rows(list(chain(*lists)), machines, flops, divide)
+        return judged
+
+    def _judged_rows(
+        self, choices: Sequence[Choice], machines: _Machines, flops: int, divide: Divide
+    ) -> list[PlannedStrategy]:
+        rows = self._rows(choices, machines, divide)
+        return [_judged(row, machines, flops) for row in _with_refusals_once(choices, rows)]
 
     def _alone(self, foreach: bool) -> dict[str, PlannedMemory]:
         """Return the phases of a step in one process."""
         if foreach not in self._steps_alone:
             model = self.model
-            simulate = model.simulate_step if self.has_activations else model.simulate_state
+            simulate = self._simulate_step if self.has_activations else model.simulate_state
             try:
                 phases = self._in_one_process(simulate, foreach)
             except ConfigurationError:
@@ -441,6 +497,13 @@ class Planner:
             self._steps_alone[foreach] = phases
         return self._steps_alone[foreach]
 
+    def _simulate_step(self, strategy: Strategy, workload: Workload) -> dict[str, PlannedMemory]:
+        """Return the phases of a step in one process, and take down the parts of the model."""
+        watch = ModuleWatch(self.model.stacks)
+        phases = self.model.simulate_step(strategy, workload, watch)
+        self.modules = watch.rows
+        return phases
+
     def _without_values(self, error: Exception, foreach: bool) -> dict[str, PlannedMemory]:
         """Return the phases of a step in one process, without what has raised an error."""
         if measures := in_an_optimizer(error):
@@ -451,7 +514,7 @@ class Planner:
                 f"values are needed: {_at(error)}",
             )
             try:
-                return self._in_one_process(self.model.simulate_step, foreach)
+                return self._in_one_process(self._simulate_step, foreach)
             except Exception as other:
                 error = other
         if in_an_optimizer(error) or not needs_values(error):
@@ -470,27 +533,30 @@ class Planner:
             return self._without_values(other, foreach)
 
     def _rows(
-        self,
-        groups: Sequence[tuple[StrategySpec, tuple[str, ...]]],
-        machines: _Machines,
-        divide: Divide,
+        self, choices: Sequence[Choice], machines: _Machines, divide: Divide
     ) -> list[PlannedStrategy]:
         """Return the memory use of strategies; those that share a simulation are one piece."""
         pieces: dict[str, list[int]] = {}
-        for number, (spec, _) in enumerate(groups):
-            pieces.setdefault(_simulated_as(spec), []).append(number)
+        for number, choice in enumerate(choices):
+            pieces.setdefault(_simulated_as(choice.spec), []).append(number)
         # Strategies that shard most take longest, and come first.
-        order = sorted(pieces.values(), key=lambda piece: -len(groups[piece[0]][0].shards))
+        order = sorted(pieces.values(), key=lambda piece: -len(choices[piece[0]].spec.shards))
         done = divide(
-            len(order), lambda piece: [self._row(*groups[n], machines) for n in order[piece]]
+            len(order), lambda piece: [self._row(choices[n], machines) for n in order[piece]]
         )
         rows = dict(zip(chain(*order), chain(*done), strict=True))
-        return [rows[number] for number in range(len(groups))]
+        return [rows[number] for number in range(len(choices))]
 
-    def _row(
-        self, spec: StrategySpec, alike: tuple[str, ...], machines: _Machines
-    ) -> PlannedStrategy:
-        """Return the memory use of a strategy."""
+    def _row(self, choice: Choice, machines: _Machines) -> PlannedStrategy:
+        """Return the memory use of a strategy under its name with arguments."""
+        row = self._row_of_spec(choice, machines)
+        if row.memory is None:
+            return replace(row, name=choice.name)
+        line, expression = choice.in_python()
+        return replace(row, name=choice.name, import_line=line, expression=expression)
+
+    def _row_of_spec(self, choice: Choice, machines: _Machines) -> PlannedStrategy:
+        spec, alike = choice.spec, choice.alike
         gc.freeze()  # keep existing objects out of the collector
         capabilities, ranks = spec.capabilities, machines.devices * machines.nodes
         runs_on = capabilities.accelerators
@@ -522,12 +588,19 @@ class Planner:
                 with simulated_ranks(strategy := spec.build(), components):
                     if key not in self._steps:
                         self._steps[key] = self.model.simulate_step(strategy, self.workload)
-                return row(strategy, self._steps[key], how)
+                    sharing = ranks // len(strategy.ranks.data_groups)
+                return replace(row(strategy, self._steps[key], how), ranks_of_batch=sharing)
         except ConfigurationError as error:
             return PlannedStrategy(spec.name, alike, why_not=format_text(str(error), 400))
         # Strategies that need real tensors, such as DistributedDataParallel, are computed instead.
         except Exception as error:
-            _log.debug("%s cannot be simulated: %s", spec.name, error)
+            _log.debug("%s cannot be simulated: %s", choice.name, error)
+            if choice.has_sizes:  # an estimate knows of no sizes
+                why = format_text(f"{type(error).__name__}: {error}", 200)
+                return PlannedStrategy(spec.name, alike, why_not=why)
+        if choice.has_sizes:
+            why = "the sizes are planned by a step, and a step of the model needs values"
+            return PlannedStrategy(spec.name, alike, why_not=why)
         alone = self._alone(foreach)
         try:
             with simulated_group(components):
@@ -664,118 +737,32 @@ def _total(memory: PlannedMemory) -> int:
     return memory.total
 
 
-def default_loss(module: nn.Module, batch: Any) -> Tensor:
-    """Return the tensor of a model's output that a step calls backward on.
-
-    Raises:
-        ConfigurationError: the model returns no tensor.
-    """
-    if callable(step := getattr(module, "training_step", None)):
-        for name in ("log", "log_dict"):
-            setattr(module, name, _nothing)
-        result = step(batch, 0) if len(inspect.signature(step).parameters) > 1 else step(batch)
-        return result["loss"] if isinstance(result, dict) else result  # type: ignore[no-any-return]
-    if isinstance(batch, dict):
-        output = module(**batch)
-    else:
-        output = module(*batch) if isinstance(batch, (tuple, list)) else module(batch)
-    if isinstance(loss := getattr(output, "loss", None), Tensor):
-        return loss
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    trained = next((leaf for leaf in leaves if leaf.requires_grad), None)
-    if trained is None:
-        found = "no tensor"
-        if leaves:
-            kinds = ", ".join(sorted({str(leaf.dtype) for leaf in leaves}))
-            found = f"no tensor from which gradients flow back, only {kinds}"
-        raise ConfigurationError(
-            f"{type(module).__name__} returned {format_text(type(output).__name__, 80)} with "
-            f"{found}, so that a plan knows no loss: let training_step return the loss, or pass "
-            "loss=..., a function of the model and a batch, to plan_memory"
-        )
-    return trained.float().mean()
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stand in for `log`, since no Trainer is there."""
-
-
-def optimizer_maker(
-    optimizer: str | Callable[[Iterable[nn.Parameter]], Optimizer] | None,
-) -> Callable[[nn.Module], Optimizer]:
-    """Return a function that makes a model's optimizer; `optimizer` is as for `plan_memory`.
-
-    Raises:
-        ConfigurationError: torch.optim has no class of this name.
-    """
-    if optimizer is None:
-        return _own_optimizer
-    if isinstance(optimizer, str):
-        known = {
-            name.casefold(): value
-            for name, value in vars(torch.optim).items()
-            if isinstance(value, type) and issubclass(value, Optimizer)
-        }
-        found = known.get(optimizer.casefold())
-        if found is None:
-            near = nearest_of(optimizer, [c.__name__ for c in known.values()])
-            raise ConfigurationError(
-                f"optimizer={optimizer!r}: expected a class of torch.optim, such as 'AdamW', or a "
-                "function of the parameters" + (f". Did you mean {near!r}?" if near else "")
-            )
-        make: Callable[..., Optimizer] = found
-    else:
-        make = optimizer
-    return lambda module: _known_steps(make([p for p in module.parameters() if p.requires_grad]))
-
-
-def _known_steps(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer with a step that a plan can run.
-
-    Raises:
-        ConfigurationError: the step calls the model itself, as LBFGS does.
-    """
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is None or closure.default is not inspect.Parameter.empty:
-        return optimizer
-    kept = ""
-    if copies := 2 * optimizer.defaults.get("history_size", 0):
-        kept = f", and add its history, which grows to {copies} times the size of the parameters"
-    raise ConfigurationError(
-        f"{type(optimizer).__name__} runs the model several times in each step, which a plan does "
-        f"not follow: plan with optimizer='SGD'{kept}"
-    )
-
-
-def _own_optimizer(module: nn.Module) -> Optimizer:
-    """Return the first optimizer of `configure_optimizers`, or AdamW where there is none."""
-    try:
-        configured: Any = getattr(module, "configure_optimizers", list)()
-    except NotImplementedError:
-        configured = None  # a Module without optimizers
-    while isinstance(configured, (list, tuple, dict)) and configured:
-        configured = configured["optimizer"] if isinstance(configured, dict) else configured[0]
-    if isinstance(configured, Optimizer):
-        return _known_steps(configured)
-    return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
-
-
-def _groups(names: Sequence[str]) -> list[tuple[StrategySpec, tuple[str, ...]]]:
-    """Return the strategies, each with the names that hold the same.
-
-    Raises:
-        UnknownNameError: a name is not installed.
-    """
-    registry = get_registry()
-    if names:
-        return [(registry.find("strategy", name).spec, ()) for name in names]  # type: ignore[misc]
+def _groups() -> list[list[StrategySpec]]:
+    """Return the installed strategies, in lists of those that hold the same."""
     groups: dict[Any, list[StrategySpec]] = {}
-    for candidate in registry.candidates("strategy"):
+    for candidate in get_registry().candidates("strategy"):
         spec = candidate.spec
         if isinstance(spec, StrategySpec):
             key = str(spec.target), spec.shards, spec.offloads, repr(_options(spec))
             groups.setdefault(key, []).append(spec)
-    return [(first, tuple(spec.name for spec in rest)) for first, *rest in groups.values()]
+    return list(groups.values())
+
+
+def _with_refusals_once(
+    choices: Sequence[Choice], rows: Sequence[PlannedStrategy]
+) -> list[PlannedStrategy]:
+    """Return rows in which candidates that a model refuses for one reason share a row."""
+    refused: dict[str, PlannedStrategy] = {}
+    kept: list[PlannedStrategy] = []
+    for choice, row in zip(choices, rows, strict=True):
+        if row.memory is None and choice.is_candidate:
+            reason = f"{choice.spec.name}: {_NUMBER.sub('0', row.why_not)}"
+            first = refused.setdefault(reason, row)
+            if first is not row:
+                refused[reason] = replace(first, alike=(*first.alike, row.name))
+        else:
+            kept.append(row)
+    return [*kept, *refused.values()]
 
 
 def _without_copies(
@@ -809,6 +796,8 @@ def _judged(row: PlannedStrategy, machines: _Machines, flops: int) -> PlannedStr
     device = machines.device
     if device.flops:
         link = device.link if machines.nodes == 1 else min(device.link, _FROM_NODE_TO_NODE)
+        if row.ranks_of_batch > 1:  # they divide the work of a batch
+            flops = row.memory.flops
         # Ranks communicate while they compute. Offloads are waited for.
         beside = max(flops / (_EFFICIENCY * device.flops), row.memory.sent / link)
         to_disk = 2 * row.on_disk * machines.devices / _TO_DISK
@@ -820,9 +809,10 @@ def _cost(row: PlannedStrategy) -> tuple[Any, ...]:
     """Return what rows are sorted by: of those that fit, the fastest and simplest comes first."""
     if row.memory is None:
         return (2, row.name)
-    sent = row.memory.sent
+    sent = row.memory.sent * row.ranks_of_batch
     place = 2 if row.on_disk else bool(row.on_host)
-    return (not row.fits, place, row.seconds or 0.0, len(row.shards), sent, row.name)
+    seconds = (row.seconds or 0.0) * row.ranks_of_batch
+    return (not row.fits, place, seconds, len(row.shards), sent, row.name)
 
 
 def _device(name: str | None, memory: float | str | None, devices: int) -> Device:

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -47,6 +47,7 @@ from stratagem.strategies import (
 )
 from stratagem_extras.planner.fake_mode import PlanningMode
 from stratagem_extras.planner.meter import Kind, MemoryMeter
+from stratagem_extras.planner.modules import ModuleWatch, with_all_layers
 
 if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::broadcast_", "Meta"):
     import torch.distributed._tools.fake_collectives  # which registers them, up to torch 2.9
@@ -108,16 +109,22 @@ class Workload:
 
 
 def measure_step(
-    strategy: Strategy, workload: Workload, model: Callable[[], nn.Module]
+    strategy: Strategy,
+    workload: Workload,
+    model: Callable[[], nn.Module],
+    watch: ModuleWatch | None = None,
 ) -> dict[str, PlannedMemory]:
     """Take two steps under a prepared strategy; return the second one's memory by phase.
 
-    The optimizer makes its state in the first step.
+    The optimizer makes its state in the first step. A strategy that runs the model to find layers
+    has an attribute `example_input`. If that is None, `prepare` gets the arguments of the model's
+    first call in a step.
 
     Args:
         strategy: the strategy, with its environment set up.
         workload: the training run.
         model: returns the model, which is changed.
+        watch: attributes the memory to modules.
 
     Returns:
         The memory for "forward", "backward" and "step"; and for "scatter", if gloo is simulated.
@@ -129,14 +136,12 @@ def measure_step(
         with_gloo=getattr(strategy.accelerator, "plans_for", "") == "cpu",
     )
     with meter:
-        task = _Task(model(), workload.loss)
-        meter.add(task.parameters())
-        meter.add(task.buffers())
-        prepared.append(
-            strategy.prepare(
-                StepModule(task), lambda: [workload.optimizer(task.model)], move_to_device=False
-            )
-        )
+        made = model()
+        meter.add(made.parameters())
+        meter.add(made.buffers())
+        prepared.append(_prepared(strategy, workload, made))
+        if watch is not None:
+            watch.begin(made, meter)
         trained.update(map(id, prepared[0].original.parameters()))
         step = _Step(strategy, prepared[0], meter)
         for _ in range(2):
@@ -145,10 +150,29 @@ def measure_step(
             strategy.train_step(prepared[0], step, batches)
             step.enter("")
         strategy.release(prepared[0])
+        if watch is not None:
+            watch.close()
     return {
         phase: replace(memory, sent=step.sent, flops=step.flops)
         for phase, memory in step.held.items()
     }
+
+
+def _prepared(strategy: Strategy, workload: Workload, model: nn.Module) -> PreparedModel:
+    known: Any = strategy
+    lacks_example = getattr(known, "example_input", ...) is None
+    own = getattr(model, "example_input_array", None)
+    if lacks_example and own is None:
+        known.example_input = example_of(workload, model)
+    try:
+        return strategy.prepare(
+            _PlannedModule(model, workload.loss),
+            lambda: [workload.optimizer(model)],
+            move_to_device=False,
+        )
+    finally:
+        if lacks_example:
+            known.example_input = None  # else its memory would count
 
 
 class SimulatedModel:
@@ -188,7 +212,9 @@ class SimulatedModel:
         }
         """The number of layers of each outermost list of equal layers, by its name."""
 
-    def simulate_step(self, strategy: Strategy, workload: Workload) -> dict[str, PlannedMemory]:
+    def simulate_step(
+        self, strategy: Strategy, workload: Workload, watch: ModuleWatch | None = None
+    ) -> dict[str, PlannedMemory]:
         """Return rank 0's memory in the phases of a step, without memory and other ranks.
 
         The strategy's own code runs, on fake tensors. Collectives return immediately. Code that
@@ -200,21 +226,29 @@ class SimulatedModel:
         Args:
             strategy: set up by `simulated_ranks`.
             workload: the training run.
+            watch: attributes the memory to modules, with all layers.
 
         Raises:
             Exception: an exception of the strategy's or the model's code for such tensors.
         """
 
-        def step(kept: dict[str, int]) -> dict[str, PlannedMemory]:
+        def step(
+            kept: dict[str, int], watch: ModuleWatch | None = None
+        ) -> dict[str, PlannedMemory]:
             with self._without_memory(strategy):
-                return measure_step(strategy, workload, lambda: self._shortened(kept))
+                return measure_step(strategy, workload, lambda: self._shortened(kept), watch)
 
         limits = getattr(strategy, "parameter_limits", ())
         few = {stack: self._few(stack, layers, limits) for stack, layers in self.stacks.items()}
-        phases = first = step(few)
+        phases = first = step(few, watch)
+        again = None if watch is None else ModuleWatch(watch.stacks)
+        rows = () if watch is None else watch.rows
         for stack, layers in self.stacks.items():
             if further := layers - few[stack]:
-                more = step({**few, stack: few[stack] + 1})
+                more = step({**few, stack: few[stack] + 1}, again)
+                if watch is not None and again is not None:
+                    layers_of = self._layers_of(stack)
+                    watch.rows = with_all_layers(watch.rows, rows, again.rows, layers_of)
                 phases = {
                     phase: _extrapolated(memory, first[phase], more[phase], further)
                     for phase, memory in phases.items()
@@ -229,10 +263,7 @@ class SimulatedModel:
     def simulate_state(self, strategy: Strategy, workload: Workload) -> dict[str, PlannedMemory]:
         """Return rank 0's memory in "step" without activations; the model is not run."""
         with self._without_memory(strategy):
-            task = _Task(self._shortened(self.stacks), workload.loss)
-            prepared = strategy.prepare(
-                StepModule(task), lambda: [workload.optimizer(task.model)], move_to_device=False
-            )
+            prepared = _prepared(strategy, workload, self._shortened(self.stacks))
             parameters = list(prepared.original.parameters())
             for parameter in parameters:
                 if parameter.requires_grad:
@@ -246,6 +277,10 @@ class SimulatedModel:
             }
             strategy.release(prepared)
         return {"step": PlannedMemory(**sizes, working=0)}
+
+    def _layers_of(self, stack: str) -> list[str]:
+        layers = self.model.get_submodule(stack).named_children()
+        return [f"{stack}.{name}" if stack else name for name, _ in layers]
 
     def _few(self, stack: str, layers: int, limits: Collection[int]) -> int:
         """Return the number of layers to run; all, if running all costs no more.
@@ -448,15 +483,48 @@ class MeasuredState(Optimizer):
                     self.state[weight]["kept"] = torch.empty(size, dtype=torch.uint8)
 
 
-class _Task(nn.Module):
+class _PlannedModule(StepModule):
     """A model whose forward returns the loss."""
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
+        super().__init__(model)
+        self.loss = loss
 
-    def forward(self, batch: Any) -> Tensor:
-        return self.loss(self.model, batch)
+    @property
+    def runs_backward(self) -> bool:
+        """Always False: the plan runs backward, also for a Module with manual optimization."""
+        return False
+
+    def forward(self, method: str, *args: Any, **kwargs: Any) -> Tensor:
+        return self.loss(self.module, *args, **kwargs)
+
+
+class _Found(Exception):
+    """Ends a step at the call of the model."""
+
+
+def example_of(workload: Workload, model: nn.Module) -> Any:
+    """Return the arguments of the model's first call in a step, a tuple or a dict; None: unknown.
+
+    The step ends at this call.
+
+    Args:
+        workload: the training run.
+        model: the model.
+    """
+    found: list[Any] = []
+
+    def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(inspect.signature(module.forward).bind(*args, **kwargs))
+        raise _Found
+
+    hook = model.register_forward_pre_hook(take, with_kwargs=True)
+    with suppress(Exception):  # an error of the user's code is raised again by the step itself
+        workload.loss(model, workload.batch())
+    hook.remove()
+    if not found:
+        return None
+    return dict(found[0].arguments) if found[0].kwargs else found[0].args
 
 
 class _Step(TrainStep):

@@ -1,0 +1,94 @@
+"""Plans of meshes, beside real steps."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures import run_file
+
+from stratagem import Trainer
+
+SCRIPT = Path(__file__).parent / "scripts/planned_memory.py"
+
+
+def load_script() -> Any:
+    spec = importlib.util.spec_from_file_location("planned_memory_of_meshes", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+pytest.importorskip("stratagem_extras")
+script = load_script()
+
+
+def planned(devices: int, *strategies: str, **options: Any) -> Any:
+    from stratagem import plan_memory
+
+    return plan_memory(script.Net, script.batch, devices=devices, strategies=strategies, **options)
+
+
+@pytest.mark.slow
+def test_planned_memory_is_within_10_percent_of_real_steps(tmp_path: Path) -> None:
+    out = tmp_path / "ratios.json"
+    run_file(SCRIPT, str(out), folder=tmp_path, timeout=300)
+    ratios = json.loads(out.read_text())
+    assert sorted(ratios) == sorted(script.MESHES)
+    assert ratios == {name: pytest.approx(1, abs=0.1) for name in script.MESHES}
+
+
+def test_the_name_mesh_has_a_row_for_each_size() -> None:
+    plan = planned(2, "mesh", device="A10")
+    rows = {row.name: row for row in plan.strategies}
+    assert {name: row.ranks_of_batch for name, row in rows.items()} == {
+        "mesh": 1,
+        "mesh(tensor=2)": 2,
+        "mesh(context=2)": 2,
+    }
+    assert all(row.how == "simulated" for row in rows.values())
+    whole, tensor = rows["mesh"].memory, rows["mesh(tensor=2)"].memory
+    assert tensor.working < whole.working
+    assert tensor.flops < whole.flops
+    # Both ranks compute one batch: the time of a batch is compared, not that of a step.
+    assert rows["mesh(tensor=2)"].seconds < rows["mesh"].seconds
+    order = [row.seconds * row.ranks_of_batch for row in plan.strategies]
+    assert order == sorted(order)
+
+
+def test_the_call_of_a_mesh_can_be_pasted() -> None:
+    call = planned(2, "mesh(tensor=2)", device_memory=None).call
+    assert call == (
+        "from stratagem_mesh import MeshStrategy\n\n"
+        "Trainer(accelerator='cpu', devices=2, strategy=MeshStrategy(tensor=2))"
+    )
+    line, _, trainer = call.partition("\n\n")
+    space: dict[str, Any] = {"Trainer": partial(Trainer, logger=False)}
+    exec(line, space)
+    assert eval(trainer, space).strategy.sizes == (1, 1, 1, 2)
+
+
+def test_sizes_that_a_model_refuses_share_a_row() -> None:
+    from stratagem import plan_memory
+
+    plan = plan_memory(
+        lambda: torch.nn.Linear(3, 5),
+        torch.zeros(2, 3),
+        devices=4,
+        device_memory="1GB",
+        strategies=["mesh"],
+    )
+    rows = {row.name: row for row in plan.strategies}
+    assert rows["mesh"].fits
+    tensor, context = rows["mesh(tensor=2)"], rows["mesh(context=2)"]
+    assert tensor.why_not.startswith("tensor=2, but no layer of Linear is divided")
+    assert tensor.alike == ("mesh(tensor=4)", "mesh(tensor=2, context=2)")
+    assert context.why_not.startswith("context=2, but Linear has no model of transformers")
+    assert context.alike == ("mesh(context=4)",)
