@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,14 @@ def test_without_a_mistake_nothing_differs(subject: str, found: Any) -> None:
 @pytest.mark.parametrize("mistake", FIRST)
 def test_the_first_quantity_that_differs_names_the_mistake(mistake: str, found: Any) -> None:
     assert next(iter(found["said"][mistake].items())) == FIRST[mistake]
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+def test_labels_of_a_model_of_transformers_are_shifted_before_the_cut(found: Any) -> None:
+    assert found["said"]["nothing, transformers"] == {}
+    said = found["said"]["labels of transformers cut before the shift"]
+    assert next(iter(said)) == "loss"
+    assert "gradients" in said
 
 
 def test_a_mask_that_is_dropped_is_refused_in_the_first_forward_pass(found: Any) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,9 +26,10 @@ from torch.nn.functional import cross_entropy, pad
 
 from stratagem import Lite
 from stratagem.errors import StratagemError
-from stratagem_mesh.check.comparison import Subject, compare
+from stratagem_mesh.check.comparison import Subject, compare, default_loss
 from stratagem_mesh.context import attention, collectives as sequence, regions
 from stratagem_mesh.context.randomness import OwnStream
+from stratagem_mesh.context.transformers_models import TransformersModel
 from stratagem_mesh.tensor import collectives as features, layers, region, styles
 from stratagem_torch.sharding import clipping
 
@@ -195,6 +197,32 @@ PLANTS = {
 }
 
 
+def llama() -> Any:
+    from context_transformers import KEYS, made
+
+    return made("LlamaForCausalLM", "LlamaConfig", **KEYS)
+
+
+def words(index: int) -> dict[str, Tensor]:
+    ids = torch.randint(1, 100, (2, 12), generator=torch.Generator().manual_seed(index))
+    return {"input_ids": ids, "labels": ids}
+
+
+def not_shifted(self: TransformersModel, call: Any, inputs: dict[str, Any]) -> None:
+    self._shifts = False
+    DIVIDED_LOSS(self, call, inputs)
+
+
+DIVIDED_LOSS = TransformersModel._divide_loss
+
+if find_spec("transformers"):
+    LLAMA = Subject(llama, words, default_loss, UNCHECKED.options)
+    PLANTS["nothing, transformers"] = Plant(LLAMA)
+    PLANTS["labels of transformers cut before the shift"] = Plant(
+        LLAMA, lambda: patch.object(TransformersModel, "_divide_loss", not_shifted)
+    )
+
+
 def found(plant: Plant) -> dict[str, str]:
     """Return the quantities that differ, and where; or the error."""
     try:
@@ -228,7 +256,6 @@ def equal(lite: Lite, is_shared: bool) -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    # Of every last layer with a bias that reads sequences.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+    warnings.filterwarnings("ignore")  # torch warns of every last layer that reads sequences
     said = {name: found(plant) for name, plant in PLANTS.items()}
     Path(sys.argv[1]).write_text(json.dumps({"said": said, "seeds": seeds()}))
