@@ -14,5 +14,6 @@ from stratagem.lazy import lazy_names
 
 if TYPE_CHECKING:
     from stratagem_mesh.strategy import MeshStrategy as MeshStrategy
+    from stratagem_mesh.tensor.vocabulary import cross_entropy as cross_entropy
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -15,7 +15,13 @@ from stratagem.errors import ConfigurationError
 from stratagem.strategies import Axis, ModelParallelStrategy
 from stratagem_mesh.context.regions import ContextRegions
 from stratagem_mesh.plugin import MESH
-from stratagem_mesh.tensor.layers import TensorPlan, check_plan, divide_layers
+from stratagem_mesh.tensor.layers import (
+    LossOptions,
+    SequenceOptions,
+    TensorPlan,
+    check_plan,
+    divide_layers,
+)
 
 AXES = ("replicate", "shard", "context", "tensor")
 """The axes of the mesh; consecutive ranks lie along the last one."""
@@ -52,14 +58,22 @@ class MeshStrategy(ModelParallelStrategy):
             `torch.distributed.tensor.parallel`. A function `(model, mesh)` divides the model
             itself. Default: the plan of the model (`_tp_plan`, of transformers); a model
             without one is searched for pairs of layers.
+        sequence_parallel: divide the sequence too, between the divided layers of the blocks of
+            an `nn.ModuleList` or `nn.Sequential`, so that norms, dropout and residuals hold
+            1/`tensor` of their activations in training.
+        loss_parallel: compute losses in training from the parts of the logits that ranks have,
+            for models of transformers that compute their loss by `loss_function`. Other models
+            name their last layer in `tensor_plan` ("colwise_vocabulary") and call
+            `stratagem_mesh.cross_entropy`.
         example_input: an input of `forward` (a tensor, a tuple or a dict of arguments) for the
             search, a run on tensors without values. Default: `example_input_array` of the model,
             or `dummy_inputs` of transformers.
         context_modules: names of the modules that compute parts of a sequence, from tensors of
             (batch, sequence, ...); `*` stands for a number. Default: models of transformers, and
             modules of the class `nn.TransformerEncoder`.
-        check_context: compare the first forward pass of these modules with one over the whole
-            sequence, which each rank computes once, and raise if they differ.
+        check_context: compare the first forward pass of these modules, and of blocks under
+            `sequence_parallel`, with one over the whole sequence, which each rank computes once,
+            and raise if they differ.
         gather_logits: give each rank all logits of a model of transformers in training, although
             the model has computed its loss from them.
         auto_wrap_policy, activation_checkpointing, reshard_after_forward: see `FSDPStrategy`.
@@ -88,6 +102,8 @@ class MeshStrategy(ModelParallelStrategy):
         context: int = 1,
         tensor: int = 1,
         tensor_plan: TensorPlan | None = None,
+        sequence_parallel: bool = False,
+        loss_parallel: bool = False,
         example_input: Any = None,
         context_modules: Sequence[str] | None = None,
         check_context: bool = True,
@@ -101,6 +117,8 @@ class MeshStrategy(ModelParallelStrategy):
         self.tensor = _checked("tensor", tensor)
         check_plan(tensor_plan)
         self.tensor_plan = tensor_plan
+        self.sequence_parallel = sequence_parallel
+        self.loss_parallel = loss_parallel
         self.example_input = example_input
         self.tensor_layers: dict[str, str] = {}
         self.context_modules = context_modules
@@ -204,7 +222,15 @@ class MeshStrategy(ModelParallelStrategy):
         """Divide layers over the tensor axis, and sequences over the context axis."""
         if self.tensor > 1:
             mesh = self.device_mesh["tensor_parallel"]
-            self.tensor_layers = divide_layers(model, mesh, self.tensor_plan, self.example_input)
+            options = SequenceOptions(self.check_context, self.context_modules)
+            self.tensor_layers = divide_layers(
+                model,
+                mesh,
+                self.tensor_plan,
+                self.example_input,
+                sequence=options if self.sequence_parallel else None,
+                loss=LossOptions(self.gather_logits) if self.loss_parallel else None,
+            )
         if self._regions is not None:
             self._regions.divide(model, self.context_modules)
 

@@ -1,4 +1,4 @@
-"""Transformers' models divided between ranks: `python tensor_language.py FOLDER RANKS`."""
+"""Transformers' models divided between ranks: `tensor_language.py FOLDER RANKS [sequence]`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 import transformers
+from tensor_loss import of_language, refusals
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from stratagem import Lite
-from stratagem_mesh.tensor.layers import divide_layers
+from stratagem.errors import UserCodeError
+from stratagem_mesh.tensor.layers import SequenceOptions, divide_layers
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -144,15 +146,62 @@ def compare(build: Callable[[], Any], mesh: DeviceMesh) -> dict[str, Any]:
     return found
 
 
-def main(lite: Lite, folder: str) -> None:
+LOSSES = "gpt2", "llama", "llama, tied", "gemma3"
+IN_PARTS = "gpt2", "bert", "llama", "gemma3", "mistral"
+
+
+def in_parts(build: Callable[[], Any], mesh: DeviceMesh, *, repeats: bool) -> float:
+    """Return how far gradients with sequence parallelism are from one process, in float64."""
+    torch.manual_seed(0)
+    reference = build().double().train()
+    model = deepcopy(reference)
+    if repeats:
+        enable = getattr(model, "activation_checkpointing_enable", None)  # the newer name
+        (enable or model.gradient_checkpointing_enable)()
+    divide_layers(model, mesh, None, sequence=SequenceOptions())
+    tokens = TOKENS[:, :11].contiguous()  # does not divide between the ranks
+    for one in (model, reference):
+        torch.autograd.backward(one(input_ids=tokens, labels=tokens).loss)
+    own = {name: whole(p.grad) for name, p in model.named_parameters()}
+    return max(
+        float((own[name] - p.grad).abs().max() / p.grad.abs().max().clamp_min(1e-6))
+        for name, p in reference.named_parameters()
+        if p.grad is not None
+    )
+
+
+def states(build: Callable[[], Any], mesh: DeviceMesh) -> str:
+    model = build().train()
+    divide_layers(model, mesh, None, sequence=SequenceOptions())
+    try:
+        model(**inputs(model), output_hidden_states=True)
+    except UserCodeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def main(lite: Lite, folder: str, *, sequence: bool) -> None:
     mesh = init_device_mesh("cpu", (lite.world_size,), mesh_dim_names=("tensor_parallel",))
-    out = {}
+    out: dict[str, Any] = {}
+    builds: dict[str, Any] = {}
+    if sequence:  # losses and some norms compute in float32 otherwise
+        torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
     for name, (kind, config, options) in MODELS.items():
         made = getattr(transformers, config)(**options)
         build = partial(getattr(transformers, kind), made)
-        out[name] = compare(build, mesh)
-        if name in ("gpt2", "llama"):
+        if sequence and name in IN_PARTS:
+            out[name] = [in_parts(build, mesh, repeats=one) for one in (False, True)]
+        elif not sequence:
+            out[name] = compare(build, mesh)
+        if not sequence and name in ("gpt2", "llama"):
             out[f"{name}, LoRA"] = compare(lambda build=build: with_lora(build()), mesh)
+        if sequence and name == "llama":
+            out["states"] = states(build, mesh)
+        if sequence and name in LOSSES:
+            out[f"loss of {name}"] = of_language(build, TOKENS, mesh)
+        builds[name] = build
+    if sequence:
+        out["messages"] = refusals(builds, TOKENS, mesh)
     if lite.is_global_zero:
         Path(folder, "found.json").write_text(json.dumps(out))
     lite.barrier()
@@ -161,4 +210,4 @@ def main(lite: Lite, folder: str) -> None:
 if __name__ == "__main__":
     fabric = Lite(accelerator="cpu", devices=int(sys.argv[2]), strategy="ddp")
     fabric.launch()
-    main(fabric, sys.argv[1])
+    main(fabric, sys.argv[1], sequence="sequence" in sys.argv)

@@ -45,6 +45,17 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
+class Feed(nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(gelu(self.up(x)))  # type: ignore[no-any-return]
+
+
 class Packed(nn.Module):
     """Queries, keys and values of one layer, by a view with five dimensions; two packed gates."""
 

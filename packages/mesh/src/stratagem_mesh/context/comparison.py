@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -41,19 +41,38 @@ def compare(region: Divided, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     Raises:
         UserCodeError: names the region.
     """
-    with torch.no_grad(), _own_numbers(region.module), _evaluated(region.module):
-        expected = _tensors(region.whole(args, kwargs))
-        received = _tensors(region.in_parts(args, kwargs))
-    for own, whole in zip(received, expected, strict=True):
-        error = _relative_error(own, whole)
-        if not error <= _tolerance(region.module, whole):
-            raise UserCodeError(
-                f"{title(region.name, region.module)} computes something else when "
-                f"ranks divide its sequence: an output of shape {tuple(whole.shape)} is off by "
-                f"{error:.1e} of its largest value. Something in it reads positions of other ranks "
-                "otherwise than by scaled_dot_product_attention, or counts positions by itself: "
-                "name in context_modules the modules that do not, or pass context=1"
-            )
+    whole, in_parts = region.whole, region.in_parts
+    found = difference(region.module, lambda: whole(args, kwargs), lambda: in_parts(args, kwargs))
+    if found is not None:
+        raise UserCodeError(
+            f"{title(region.name, region.module)} computes something else when "
+            f"ranks divide its sequence: {found}. Something in it reads positions of other ranks "
+            "otherwise than by scaled_dot_product_attention, or counts positions by itself: "
+            "name in context_modules the modules that do not, or pass context=1"
+        )
+
+
+def difference(
+    module: nn.Module, whole: Callable[[], Any], in_parts: Callable[[], Any]
+) -> str | None:
+    """Return how the outputs of a module in parts differ from the whole ones, without dropout.
+
+    Args:
+        module: the module that computes both.
+        whole: returns the outputs, computed from the whole sequence.
+        in_parts: returns the outputs, computed in parts and joined.
+
+    Returns:
+        The first difference that rounding does not explain, in words, or None.
+    """
+    with torch.no_grad(), _own_numbers(module), _evaluated(module):
+        expected, received = _tensors(whole()), _tensors(in_parts())
+    for own, one in zip(received, expected, strict=True):
+        error = _relative_error(own, one)
+        if not error <= _tolerance(module, one):
+            shape = tuple(one.shape)
+            return f"an output of shape {shape} is off by {error:.1e} of its largest value"
+    return None
 
 
 def _own_numbers(module: nn.Module) -> AbstractContextManager[None]:

@@ -16,13 +16,13 @@ from stratagem_mesh.context.call import Call, begin, end, running, watch_recompu
 from stratagem_mesh.context.collectives import ContextGroup
 from stratagem_mesh.context.comparison import compare
 from stratagem_mesh.context.kinds import Arguments, Kind, NamedModule, TorchEncoder, title
-from stratagem_mesh.context.randomness import OwnStream
 from stratagem_mesh.context.transformers_models import (
     TransformersModel,
     check_model,
     is_model,
     region_of,
 )
+from stratagem_mesh.randomness import OwnStream, generators_of
 
 NOT_DIVIDED = (
     nn.modules.conv._ConvNd,
@@ -191,7 +191,7 @@ class Region:
         torch.backends.mha.set_fastpath_enabled(False)  # it would not call attention
         if self.module.training:
             device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
-            self._stream = OwnStream(self._group.rank, device)
+            self._stream = OwnStream(self._group.rank, generators_of(device))
         self._call = call
         begin(call)
 

@@ -203,9 +203,11 @@ class TransformersModel:
 class NotGathered:
     """Stands for logits that no rank has."""
 
+    ranks = "the ranks of a sequence"
+
     def __getattr__(self, name: str) -> Any:
         raise UserCodeError(
-            "logits are divided between the ranks of a sequence in training, since the model has "
+            f"logits are divided between {self.ranks} in training, since the model has "
             "computed the loss from them. To read them, pass MeshStrategy(gather_logits=True), "
             "which gives each rank all of them"
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -14,12 +16,41 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from stratagem.errors import ConfigurationError
 from stratagem.launch import rank_zero_info
+from stratagem_mesh.context.regions import named_regions
 from stratagem_mesh.tensor.adapters import watch_dropout, with_adapters, without_adapters
+from stratagem_mesh.tensor.blocks import find_blocks
+from stratagem_mesh.tensor.heads import attach_losses, with_heads
 from stratagem_mesh.tensor.region import Region, draws_numbers
 from stratagem_mesh.tensor.search import divide_numbers, find_layers
-from stratagem_mesh.tensor.styles import STYLES, Style
+from stratagem_mesh.tensor.sequence import Blocks, refuse_states
+from stratagem_mesh.tensor.styles import STYLES, InBlocks, Style, has_parameters
 
 TensorPlan = Mapping[str, str | ParallelStyle] | Callable[[nn.Module, DeviceMesh], Any]
+
+
+@dataclass(frozen=True)
+class SequenceOptions:
+    """How blocks hold parts of a sequence.
+
+    Attributes:
+        check: compare the first forward pass of each block with one over the whole sequence.
+        regions: the modules that the user names for the context axis, or None.
+    """
+
+    check: bool = True
+    regions: Collection[str] | None = None
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """How losses are computed from parts of the logits.
+
+    Attributes:
+        gather_logits: give each rank all logits after the loss.
+    """
+
+    gather_logits: bool = False
+
 
 _HEADS = (
     "num_heads",
@@ -32,7 +63,7 @@ _HEADS = (
     "n_kv_heads",
 )
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
-_VOCABULARY = "embedding_rowwise", "colwise_gather_output"
+_VOCABULARY = "embedding_rowwise", "colwise_gather_output", "colwise_vocabulary"
 
 
 def check_plan(plan: Any) -> None:
@@ -57,7 +88,13 @@ def check_plan(plan: Any) -> None:
 
 
 def divide_layers(
-    model: nn.Module, mesh: DeviceMesh, plan: TensorPlan | None, example: Any = None
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: TensorPlan | None,
+    example: Any = None,
+    *,
+    sequence: SequenceOptions | None = None,
+    loss: LossOptions | None = None,
 ) -> dict[str, str]:
     """Divide a model's layers between the ranks of a mesh with one dimension, in place.
 
@@ -66,6 +103,8 @@ def divide_layers(
         mesh: the ranks that share a layer.
         plan: the user's plan. Default: the plan of the model, or pairs of layers from a dry run.
         example: an input of the model, for the dry run.
+        sequence: divide the sequence too, between the layers of blocks.
+        loss: compute losses from parts of the logits.
 
     Returns:
         The style of each divided module, by its name.
@@ -75,17 +114,24 @@ def divide_layers(
             nothing is divided.
     """
     if callable(plan):
+        if sequence is not None or loss is not None:
+            option = "sequence_parallel" if sequence is not None else "loss_parallel"
+            raise ConfigurationError(
+                f"{option}=True needs layers of known styles, and tensor_plan is a function: "
+                f"expected a mapping of names to styles, or {option}=False"
+            )
         plan(model, mesh)
         return _divided_by_hand(model)
     region = Region(mesh, draws=draws_numbers(model))
+    apply = partial(_apply, model, region, sequence=sequence, loss=loss)
     if plan is not None:
-        return _apply(model, region, _expand(model, plan))
+        return apply(_expand(model, plan))
     styles = _plan_of_model(model, mesh.size())
     if styles:
-        return _apply(model, region, styles)
+        return apply(styles)
     with without_adapters(model):
         found = find_layers(model, mesh.size(), example)
-    styles = _apply(model, region, found.styles)
+    styles = apply(found.styles)
     for name, numbers in found.numbers.items():
         divide_numbers(model.get_submodule(name), numbers, mesh.size())
     if found.whole:
@@ -220,8 +266,16 @@ def _shared(model: nn.Module) -> list[list[tuple[str, str]]]:
 # -- dividing
 
 
-def _apply(model: nn.Module, region: Region, styles: dict[str, Any]) -> dict[str, str]:
+def _apply(
+    model: nn.Module,
+    region: Region,
+    styles: dict[str, Any],
+    sequence: SequenceOptions | None,
+    loss: LossOptions | None,
+) -> dict[str, str]:
     """Divide the layers in place, tied ones alike."""
+    if loss is not None:
+        styles = with_heads(model, styles, region.mesh.size())
     styles = _with_tied(model, styles)
     if not styles:
         raise ConfigurationError(
@@ -238,13 +292,43 @@ def _apply(model: nn.Module, region: Region, styles: dict[str, Any]) -> dict[str
         if isinstance(style, Style):
             style.check(name, layer)
             _check_heads(name, model, region.mesh.size())
+    if sequence is not None:
+        _divide_sequence(model, region, parts, made, sequence)
     for name, style in made.items():
         if isinstance(style, Style):
             style.apply(model.get_submodule(name))
         else:
             parallelize_module(model.get_submodule(name), region.mesh, style)
     region.divided.clear()
+    if loss is not None:
+        attach_losses(model, made, gather_logits=loss.gather_logits)
     return {name: str(style) for name, style in styles.items()}
+
+
+def _divide_sequence(
+    model: nn.Module,
+    region: Region,
+    styles: Mapping[str, Any],
+    made: dict[str, Any],
+    options: SequenceOptions,
+) -> None:
+    """Let blocks hold parts of the sequence; add the styles of other modules in them."""
+    regions = () if options.regions is None else named_regions(model, list(options.regions))
+    for found in find_blocks(model, styles):
+        blocks = Blocks(found, region, check=options.check)
+        inner = [name for name in regions if blocks.has(name)]
+        if inner:
+            raise ConfigurationError(
+                f"context_modules has {inner[0]!r}, and with sequence_parallel=True the context "
+                "axis divides sequences first: expected a module that has all the blocks, such as "
+                f"{found.name.rpartition('.')[0] or 'the model'!r}"
+            )
+        refuse_states(model, blocks)
+        blocks.attach()
+        for name, part in model.named_modules():
+            if blocks.has(name) and (name in made or has_parameters(part)):
+                style = made.setdefault(name, InBlocks(region))
+                style.blocks = blocks
 
 
 def _check_heads(name: str, model: nn.Module, size: int) -> None:

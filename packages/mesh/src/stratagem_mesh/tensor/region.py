@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from stratagem_mesh.randomness import OwnStream, generators_of
 from stratagem_mesh.tensor.collectives import copy_to_ranks
 
 
@@ -25,16 +25,15 @@ class Region:
 
     Attributes:
         divided: the parameter that has taken the place of each; tied layers share it.
+        draws: whether the model may draw random numbers in its forward pass.
     """
 
     def __init__(self, mesh: DeviceMesh, *, draws: bool) -> None:
         self.mesh = mesh
         self.divided: dict[nn.Parameter, nn.Parameter] = {}
-        self._draws = draws
+        self.draws = draws
         self._entered: tuple[Tensor, int, Tensor] | None = None
-        self._outside: Tensor | None = None
-        self._began = torch.empty(0, dtype=torch.uint8)
-        self._within_state = self._began
+        self._stream: OwnStream | None = None
         self._within: set[nn.Module] = set()
 
     def enter(self, values: Tensor) -> Tensor:
@@ -52,47 +51,36 @@ class Region:
 
     def begin(self, layer: nn.Module) -> None:
         """Draw from this rank's seed from now on; called after each layer with divided outputs."""
-        if not self._draws or not layer.training or torch.compiler.is_compiling():
+        if not self.draws or not layer.training or torch.compiler.is_compiling():
             return
         # A layer that is called again means that its region was left by an exception, as
         # activation checkpointing does, which restores the generator itself.
-        if self._outside is not None and layer not in self._within:
+        if self._stream is not None and layer not in self._within:
             self._within.add(layer)
             return
         self._within = {layer}
-        self._outside = self._state()
-        seed = crc32(self._outside.numpy().tobytes()) + 1 + self.mesh.get_local_rank()
-        self._generator().manual_seed(seed)
-        self._began = self._state()
+        generators = generators_of(self._device())[-1:]
+        self._stream = OwnStream(self.mesh.get_local_rank(), generators, _seed)
 
     def end(self) -> None:
         """Draw as all ranks do again; called before each layer with divided inputs."""
         self._entered = None
-        outside, self._outside = self._outside, None
-        if outside is None:
-            return
-        has_drawn = not torch.equal(self._state(), self._began)
-        self._generator().set_state(outside)
-        if has_drawn:
-            torch.rand(1, device=self._device())
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.end()
 
     def pause(self, layer: nn.Module) -> None:
         """Draw as all ranks do within the region, until `resume`."""
-        if self._outside is not None:
-            self._within_state = self._state()
-            self._generator().set_state(self._outside)
+        if self._stream is not None:
+            self._stream.pause()
 
     def resume(self) -> None:
         """Draw from this rank's seed again."""
-        if self._outside is not None:
-            self._outside = self._state()
-            self._generator().set_state(self._within_state)
+        if self._stream is not None:
+            self._stream.resume()
 
     def __deepcopy__(self, memo: object) -> Region:
         return self
-
-    def _state(self) -> Tensor:
-        return self._generator().get_state()
 
     def _device(self) -> torch.device:
         kind = self.mesh.device_type
@@ -100,13 +88,9 @@ class Region:
             return torch.device(kind)
         return torch.device(kind, torch.get_device_module(kind).current_device())
 
-    def _generator(self) -> torch.Generator:
-        device = self._device()
-        if device.type == "cpu":
-            return torch.default_generator
-        generators = torch.get_device_module(device).default_generators
-        generator: torch.Generator = generators[device.index]
-        return generator
+
+def _seed(common: int, rank: int) -> int:
+    return common + 1 + rank
 
 
 def draws_numbers(model: nn.Module) -> bool:

@@ -24,8 +24,10 @@ from stratagem_mesh.tensor.collectives import (
     gather_from_ranks,
     part_of_rank,
     sum_of_ranks,
+    sum_to_parts,
 )
 from stratagem_mesh.tensor.region import Region
+from stratagem_mesh.tensor.sequence import Blocks
 
 
 def is_transposed(layer: nn.Module) -> bool:
@@ -44,6 +46,11 @@ def features(layer: nn.Module) -> tuple[int, int]:
     return tuple(weight.shape) if is_transposed(layer) else (weight.shape[1], weight.shape[0])
 
 
+def has_parameters(layer: nn.Module) -> bool:
+    """Whether a module has parameters of its own."""
+    return any(parameter is not None for parameter in layer._parameters.values())
+
+
 class Style(ABC):
     """Divides a layer; its own forward runs with the parameters of this rank.
 
@@ -53,6 +60,9 @@ class Style(ABC):
     Args:
         region: the state that the divided layers of the model share.
         packs: the number of layers that are packed in one, such as 3 for queries, keys and values.
+
+    Attributes:
+        blocks: the blocks with the layer, if they hold parts of a sequence in training.
     """
 
     kinds = "linear layers"
@@ -61,7 +71,13 @@ class Style(ABC):
         self.region = region
         self.mesh = region.mesh
         self.packs = packs
+        self.blocks: Blocks | None = None
         self._whole: dict[str, Any] = {}
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the layer lies in blocks that compute a part of the sequence now."""
+        return self.blocks is not None and self.blocks.is_cut()
 
     def fits(self, layer: nn.Module) -> bool:
         """Whether the style can divide a module of this class."""
@@ -96,14 +112,17 @@ class Style(ABC):
 
     def apply(self, layer: nn.Module) -> None:
         """Divide a layer in place."""
+        self._divide_parameters(layer)
+        layer.register_forward_pre_hook(self._before, with_kwargs=True)
+        layer.register_forward_hook(self._after, always_call=True)
+
+    def _divide_parameters(self, layer: nn.Module) -> None:
         for key, placement in self.placements(layer).items():
             whole = layer._parameters[key]
             assert whole is not None
             if isinstance(whole, DTensor):  # of a tied layer, which is divided already
                 continue
             layer._parameters[key] = divided(whole, self.region, placement)
-        layer.register_forward_pre_hook(self._before, with_kwargs=True)
-        layer.register_forward_hook(self._after, always_call=True)
 
     def enter(self, layer: nn.Module, values: Tensor) -> Tensor:
         """Return the input as this rank's part of the layer reads it."""
@@ -125,17 +144,24 @@ class Style(ABC):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         inputs = [*args, *kwargs.values()]
         inputs[0] = self.enter(layer, inputs[0])
+        self._take(layer)
+        count = len(args)
+        return tuple(inputs[:count]), dict(zip(kwargs, inputs[count:], strict=True))
+
+    def _take(self, layer: nn.Module) -> None:
+        """Put tensors of this rank in the place of the parameters."""
         whole = layer._parameters
         self._whole = dict(whole)
         for key, parameter in self._whole.items():
             if isinstance(parameter, DTensor):
                 whole[key] = self.local(layer, key, parameter)  # type: ignore[assignment]
-        count = len(args)
-        return tuple(inputs[:count]), dict(zip(kwargs, inputs[count:], strict=True))
 
-    def _after(self, layer: nn.Module, args: Any, output: Any) -> Any:
+    def _give_back(self, layer: nn.Module) -> None:
         layer._parameters.update(self._whole)
         self._whole = {}
+
+    def _after(self, layer: nn.Module, args: Any, output: Any) -> Any:
+        self._give_back(layer)
         return None if output is None else self.leave(layer, output)
 
 
@@ -167,11 +193,14 @@ class Colwise(Style):
 
     def enter(self, layer: nn.Module, values: Tensor) -> Tensor:
         """Return the input; backward sums its gradient over ranks."""
+        if self.blocks is not None and self.is_cut:
+            return self.blocks.enter(values)
         return self.region.enter(values)
 
     def leave(self, layer: nn.Module, values: Tensor) -> Tensor:
         """Return this rank's part."""
-        self.region.begin(layer)
+        if not self.is_cut:  # there each rank draws its own numbers
+            self.region.begin(layer)
         return values
 
     def local(self, layer: nn.Module, key: str, parameter: DTensor) -> Tensor | None:
@@ -203,12 +232,38 @@ class ColwiseGathered(Colwise):
         return gather_from_ranks(values, self.mesh)
 
 
+class ColwiseVocabulary(ColwiseGathered):
+    """Divides the logits of a last layer; in training each rank keeps its part for the loss.
+
+    Attributes:
+        is_asked: whether the model computes its loss from the parts itself; None: its
+            parts go to `cross_entropy`, as a DTensor.
+    """
+
+    def __init__(self, region: Region, packs: int = 1) -> None:
+        super().__init__(region, packs)
+        self.is_asked: bool | None = None
+
+    def keeps_parts(self) -> bool:
+        """Whether the logits stay divided now."""
+        return torch.is_grad_enabled() and self.is_asked is not False
+
+    def leave(self, layer: nn.Module, values: Tensor) -> Tensor:
+        """Return this rank's part in training, else the parts of all ranks."""
+        if self.is_asked is None and layer.training and self.keeps_parts():
+            placements = [Shard(values.ndim - 1)]
+            return DTensor.from_local(values, self.mesh, placements, run_check=False)
+        return values if self.is_asked and self.keeps_parts() else super().leave(layer, values)
+
+
 class Rowwise(Style):
     """Divides input features; the output is the sum of the ranks' parts."""
 
     def placements(self, layer: nn.Module) -> dict[str, Placement]:
-        """Return the dimension of input features of the weight."""
-        return {"weight": Shard(0 if is_transposed(layer) else 1)}
+        """Return the dimension of input features of the weight; a bias is whole."""
+        weight = Shard(0 if is_transposed(layer) else 1)
+        has_bias = self.blocks is not None and layer._parameters.get("bias") is not None
+        return {"weight": weight, **({"bias": Replicate()} if has_bias else {})}
 
     def enter(self, layer: nn.Module, values: Tensor) -> Tensor:
         """Return this rank's part of the input."""
@@ -218,9 +273,14 @@ class Rowwise(Style):
         return values
 
     def leave(self, layer: nn.Module, values: Tensor) -> Tensor:
-        """Return the sum of the ranks' outputs, and the bias once."""
-        total = sum_of_ranks(values, self.mesh)
-        bias = layer._parameters.get("bias")
+        """Return the sum of the ranks' outputs, or this rank's part of it, and the bias once."""
+        is_cut = self.is_cut
+        if self.blocks is not None:
+            self.blocks.end_pair()
+        total = (sum_to_parts if is_cut else sum_of_ranks)(values, self.mesh)
+        bias: Any = layer._parameters.get("bias")
+        if isinstance(bias, DTensor):
+            bias = _local_whole(bias, is_part=is_cut)
         return total if bias is None else total + bias.to(total.dtype)
 
     def _before(
@@ -277,7 +337,7 @@ class Replicated(Style):
 
     def fits(self, layer: nn.Module) -> bool:
         """Whether the module has parameters."""
-        return any(parameter is not None for parameter in layer._parameters.values())
+        return has_parameters(layer)
 
     def placements(self, layer: nn.Module) -> dict[str, Placement]:
         """Return that all parameters are whole."""
@@ -285,7 +345,43 @@ class Replicated(Style):
 
     def local(self, layer: nn.Module, key: str, parameter: DTensor) -> Tensor | None:
         """Return the parameter; gradients of ranks are parts of a sum."""
-        return parameter.to_local(grad_placements=[Partial()])
+        return _local_whole(parameter, is_part=True)
+
+
+class InBlocks(Replicated):
+    """Leaves parameters whole that compute a part of a sequence; sums their gradients then.
+
+    Activation checkpointing of a block repeats its forward without its hooks, so the forward takes
+    the tensors of this rank by itself.
+    """
+
+    def apply(self, layer: nn.Module) -> None:
+        """Let the module compute with the tensors of this rank."""
+        self._divide_parameters(layer)
+        layer.forward = _WithTensors(self, layer)
+
+    def local(self, layer: nn.Module, key: str, parameter: DTensor) -> Tensor | None:
+        """Return the parameter."""
+        return _local_whole(parameter, is_part=self.is_cut)
+
+
+class _WithTensors:
+    """Takes the place of a module's forward, which computes with the tensors of this rank."""
+
+    def __init__(self, style: InBlocks, layer: nn.Module) -> None:
+        self._style, self._layer, self._forward = style, layer, layer.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._style._take(self._layer)
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            self._style._give_back(self._layer)
+
+
+def _local_whole(parameter: DTensor, *, is_part: bool) -> Tensor:
+    """Return a whole parameter; with `is_part`, gradients of ranks are parts of a sum."""
+    return parameter.to_local(grad_placements=[Partial() if is_part else Replicate()])
 
 
 STYLES: dict[str, Callable[..., Style]] = {
@@ -294,6 +390,7 @@ STYLES: dict[str, Callable[..., Style]] = {
     "colwise_packed_3": partial(Colwise, packs=3),
     "rowwise": Rowwise,
     "colwise_gather_output": ColwiseGathered,
+    "colwise_vocabulary": ColwiseVocabulary,
     "embedding_rowwise": EmbeddingRowwise,
     "replicated_with_grad_allreduce": Replicated,
 }
