@@ -23,7 +23,7 @@ class Found:
 
     Attributes:
         name: the list that has them.
-        owner: the module whose forward calls them.
+        owner: the module that calls them.
         blocks: the blocks, by their names.
         containers: the modules in them that read a whole sequence, which contain the layers with
             divided outputs of a pair.
@@ -36,7 +36,7 @@ class Found:
 
 
 def find_blocks(model: nn.Module, styles: Mapping[str, Any]) -> list[Found]:
-    """Return the lists of blocks of a model whose layers are divided in pairs.
+    """Return the lists of blocks of a model, which contain pairs of divided layers.
 
     Args:
         model: the model.
