@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tensor_divide import gradients
 from tensor_loss import of_cross_entropy
-from tensor_models import Attention, Feed
+from tensor_models import Adapted, Attention, Feed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -197,6 +197,9 @@ def messages(mesh: DeviceMesh) -> dict[str, str]:
         "function": message(lambda: divided(Text(), mesh, lambda model, mesh: None)),
         "convolution": message(lambda: divided(with_part(nn.Conv1d(1, 1, 1)), mesh)),
         "attention": message(lambda: divided(with_part(nn.MultiheadAttention(16, 2)), mesh)),
+        "dropout": message(
+            lambda: divided(with_part(Adapted(nn.Linear(16, 64), dropout=0.1), "up"), mesh)
+        ),
         "style": message(lambda: divided(Text(), mesh, gathering)),
         "no pair": message(lambda: divided(Text(), mesh, alone)),
         "shared": message(lambda: divided(shared, mesh)),

@@ -102,6 +102,7 @@ def _checked(
                     "expected pairs of 'colwise' and 'rowwise' there. Choose another tensor_plan, "
                     "or pass sequence_parallel=False"
                 )
+        _refuse_dropout(model, own)
         containers |= _containers(block, own)
     inside = tuple(f"{one}." for one in containers)
     for block in blocks:
@@ -163,6 +164,24 @@ def _refuse_layers(model: nn.Module, block: str, inside: tuple[str, ...]) -> Non
                 f"sequence_parallel=True, and {name!r} in a block is a {type(part).__name__}, "
                 "which reads several positions and has no pair of divided layers: pass "
                 "sequence_parallel=False"
+            )
+
+
+def _refuse_dropout(model: nn.Module, styles: Mapping[str, Any]) -> None:
+    """Refuse dropout of adapters before layers with divided outputs, which reads whole sequences.
+
+    In blocks each rank draws numbers of its own, and the adapter's matrix A is the same on all.
+
+    Raises:
+        ConfigurationError: names the layer.
+    """
+    for name, style in styles.items():
+        layer: Any = model.get_submodule(name.removesuffix(".base_layer"))
+        dropouts = layer._modules.get("lora_dropout", {})
+        if style in _SOURCES and any(getattr(one, "p", 0) > 0 for one in dropouts.values()):
+            raise ConfigurationError(
+                f"sequence_parallel=True, and {name!r} in a block has an adapter with dropout: "
+                "expected lora_dropout=0.0, or sequence_parallel=False"
             )
 
 
