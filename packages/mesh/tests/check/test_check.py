@@ -71,7 +71,33 @@ def test_the_training_step_of_a_module_is_compared() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--tensor", "2", "--plan", "mesh_subjects:PLAN", "--sequence-parallel"),
+        ("--context", "2", "--context-modules", "0", "--context-modules", "1"),
+    ],
+)
+def test_options_of_the_strategy_are_compared(options: tuple[str, ...]) -> None:
+    done = check("Chain", "--batch", "mesh_subjects:sequences", *options)
+    assert done.returncode == 0, done.stderr
+
+
 REFUSED = {
+    "blocks that are not there": (
+        ("Net", "--tensor", "2", "--plan", "mesh_subjects:PLAN", "--sequence-parallel"),
+        "sequence_parallel=True, but Net has no blocks, which are modules of an nn.ModuleList or "
+        "nn.Sequential with pairs of divided layers (colwise, then rowwise): pass "
+        "sequence_parallel=False",
+    ),
+    "a loss of parts that the model does not compute": (
+        ("Net", "--tensor", "2", "--plan", "mesh_subjects:PLAN", "--loss-parallel"),
+        "loss_parallel=True, but Net has no model of transformers that computes its loss by "
+        "loss_function: name the last layer in tensor_plan, such as {'head': "
+        "'colwise_vocabulary'}, and compute the loss by stratagem_mesh.cross_entropy; or pass "
+        "loss_parallel=False",
+    ),
     "a Module with manual optimization": (
         ("Manual",),
         "Manual sets automatic_optimization=False, so that its training_step returns no loss to "

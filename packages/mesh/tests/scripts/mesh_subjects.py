@@ -50,6 +50,24 @@ class WrongGradient(Net):
         return super().forward(hidden)
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Chain(nn.Sequential):
+    def __init__(self):
+        super().__init__(Block(), Block())
+
+
+def sequences(index):
+    return torch.randn(2, 6, 8)
+
+
 def batch(index):
     return torch.randn(4, 8)
 

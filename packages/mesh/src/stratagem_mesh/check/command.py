@@ -24,6 +24,8 @@ one process. Use a small model with the layers of the real one. The exit code is
 rounding differs, and 2 if the mesh refuses the model or a function raises an error.
 """
 
+_OPTIONS = "sequence_parallel", "loss_parallel", "context_modules"
+
 
 def run(arguments: Sequence[str]) -> int:
     """Compare, print a table, and return the exit code.
@@ -49,12 +51,14 @@ def _compare(options: argparse.Namespace) -> int:
     subject_of = load_target(f"{comparison}:Subject", what="the comparison")
     compare = load_target(f"{comparison}:compare", what="the comparison")
     loss = options.loss or f"{comparison}:default_loss"
-    plan = {"tensor_plan": imported(options.plan, "--plan")} if options.plan else {}
+    further: dict[str, Any] = {name: getattr(options, name) for name in _OPTIONS}
+    if options.plan:
+        further["tensor_plan"] = imported(options.plan, "--plan")
     subject = subject_of(
         imported(options.model, "the model"),
         imported(options.batch, "--batch"),
         imported(loss, "--loss"),
-        {**sizes, **plan},
+        {**sizes, **further},
     )
     rows = compare(subject, prod(sizes.values()))
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
@@ -85,6 +89,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--plan", metavar="MODULE:NAME", help="the tensor_plan; that of the model otherwise")
     for axis in ("replicate", "shard", "context", "tensor"):
         add(f"--{axis}", metavar="N", type=at_least(1), default=1, help="the size of the axis; 1")
+    add("--sequence-parallel", action="store_true", help="as for MeshStrategy")
+    add("--loss-parallel", action="store_true", help="as for MeshStrategy")
+    add(
+        "--context-modules",
+        metavar="NAME",
+        action="append",
+        help="the name of a module whose sequence is divided; may be given several times",
+    )
     return parser
 
 
