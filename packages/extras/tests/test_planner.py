@@ -637,9 +637,9 @@ def test_a_step_is_simulated_once_for_strategies_that_keep_states_elsewhere(
 ) -> None:
     simulate, names = SimulatedModel.simulate_step, []
 
-    def noted(model: SimulatedModel, strategy: Any, workload: Workload) -> Any:
+    def noted(model: SimulatedModel, strategy: Any, *arguments: Any) -> Any:
         names.append(type(strategy).__name__)
-        return simulate(model, strategy, workload)
+        return simulate(model, strategy, *arguments)
 
     monkeypatch.setattr(SimulatedModel, "simulate_step", noted)
     planner = Planner(Net, torch.zeros(5, 10), precision="bf16-mixed")

@@ -43,7 +43,9 @@ def test_the_first_quantity_that_differs_names_the_mistake(mistake: str, found: 
     assert next(iter(found["said"][mistake].items())) == FIRST[mistake]
 
 
-@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+@pytest.mark.skipif(
+    find_spec("transformers") is None, reason="needs transformers: `nox -s huggingface` runs it"
+)
 def test_labels_of_a_model_of_transformers_are_shifted_before_the_cut(found: Any) -> None:
     assert found["said"]["nothing, transformers"] == {}
     said = found["said"]["labels of transformers cut before the shift"]

@@ -28,7 +28,7 @@ from stratagem import Lite
 from stratagem.errors import StratagemError
 from stratagem_mesh.check.comparison import Subject, compare, default_loss
 from stratagem_mesh.context import attention, collectives as sequence, regions
-from stratagem_mesh.context.randomness import OwnStream
+from stratagem_mesh.randomness import OwnStream
 from stratagem_mesh.context.transformers_models import TransformersModel
 from stratagem_mesh.tensor import collectives as features, layers, region, styles
 from stratagem_torch.sharding import clipping
@@ -244,7 +244,7 @@ def equal(lite: Lite, is_shared: bool) -> dict[str, bool]:
     with ExitStack() as stack:
         if is_shared:
             stack.enter_context(
-                patch.object(regions, "OwnStream", lambda rank, device: own(0, device))
+                patch.object(regions, "OwnStream", lambda rank, generators: own(0, generators))
             )
             stack.enter_context(patch.object(region.Region, "begin", lambda self, layer: None))
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor_parallel",))
