@@ -32,7 +32,7 @@ def test_weights_and_optimizer_state_are_read_bit_for_bit(
     assert differing[writer][reader] == []
 
 
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: `nox -s tests`")
 @pytest.mark.parametrize("writer", WRITERS)
 def test_deepspeed_reads_weights_and_optimizer_state_bit_for_bit(
     writer: str, differing: Any

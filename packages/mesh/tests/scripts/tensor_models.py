@@ -165,11 +165,6 @@ class Case:
 SEQUENCE = torch.linspace(-1, 1, 192, dtype=torch.float64).reshape(2, 6, 16).sin()
 ROWS = torch.linspace(-2, 2, 32, dtype=torch.float64).reshape(4, 8).sin()
 TIED = {"embedding": "embedding_rowwise", "up": "colwise", "down": "rowwise"}
-HEADS = {
-    **dict.fromkeys(("attention.q", "attention.k", "attention.v"), "colwise"),
-    "attention.norm": "replicated_with_grad_allreduce",
-    "attention.out": "rowwise",
-}
 CASES = {
     "sequential": Case(sequential, ROWS),
     "encoder": Case(encoder, SEQUENCE),

@@ -183,6 +183,13 @@ def with_part(part: nn.Module, name: str = "norm") -> Text:
     return model
 
 
+def recomputed_after_two_passes(mesh: DeviceMesh) -> None:
+    """Run backward after two forward passes whose parts are equally long."""
+    model = divided(Text(repeats=True), mesh)
+    loss = model(tokens(11)).sum() + model(tokens(12)).sum()
+    torch.autograd.backward(loss)
+
+
 def messages(mesh: DeviceMesh) -> dict[str, str]:
     plain = {"embedding": "embedding_rowwise", "head": "colwise_gather_output"}
     skipping, again, odd = divided(Text(), mesh), divided(Text(), mesh), divided(Text(), mesh)
@@ -208,6 +215,7 @@ def messages(mesh: DeviceMesh) -> dict[str, str]:
         "last block": message(lambda: skipping(tokens(12))),
         "between": message(lambda: again(tokens(12))),
         "alone": message(lambda: odd.body.blocks[1](torch.zeros(2, 12, 16), odd.body.shift)),
+        "two passes": message(lambda: recomputed_after_two_passes(mesh)),
         "first tensor": message(lambda: odd.body(torch.zeros(2, 16))),
     }
 
