@@ -31,7 +31,7 @@ FEED = {**HEADS, "feed.up": "colwise", "feed.down": "rowwise"}
 class Heads(Attention):
     """As many heads as the features of a rank have."""
 
-    @property  # type: ignore[override]
+    @property
     def num_heads(self) -> int:
         return -1
 
@@ -101,7 +101,8 @@ def tokens(length: int) -> Tensor:
 
 def divided(model: nn.Module, mesh: DeviceMesh, plan: Any = None, **options: Any) -> Any:
     if plan is None:
-        plan = FEED if model.get_submodule("body").blocks[0].feed else PLAN  # type: ignore
+        body: Any = model.get_submodule("body")
+        plan = FEED if body.blocks[0].feed else PLAN
     divide_layers(model, mesh, plan, sequence=SequenceOptions(**options))
     return model
 
