@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from stratagem import Lite, Module, StrategyRegistry, plan_memory
 from stratagem.discovery import Capabilities
 from stratagem.errors import ConfigurationError, UnknownNameError
-from stratagem.strategies import ParallelStrategy, apply_activation_checkpointing
+from stratagem.strategies import ParallelStrategy, Recompute, apply_activation_checkpointing
 from stratagem_extras.planner import simulation
 from stratagem_extras.planner.command import plan
 from stratagem_extras.planner.decoder import PlannedDecoder
@@ -899,8 +899,35 @@ def test_activations_that_are_computed_again_are_not_kept() -> None:
     assert again.memory.working < kept.memory.working / 2
     alone = planned(lambda: Net(20), batch, activation_checkpointing=True, device_memory=None)
     assert alone.memory.total == held(checkpointed, batch)
-    with pytest.raises(ConfigurationError, match="activation_checkpointing='all': expected True"):
-        planned(Net, batch, activation_checkpointing="all")
+    with pytest.raises(ConfigurationError, match="activation_checkpointing=3: expected True"):
+        planned(Net, batch, activation_checkpointing=3)
+
+
+@pytest.mark.parametrize(
+    "choice", [Recompute(keep="matmul"), Recompute(share=0.5), Recompute(offload=True)]
+)
+def test_selective_checkpointing_is_planned_to_the_byte(choice: Recompute) -> None:
+    def model() -> nn.Module:
+        net = nn.Sequential(*(block() for _ in range(6)))
+        apply_activation_checkpointing(net, choice)
+        return net
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.Tanh())
+
+    batch = torch.zeros(500, 32)
+    real = held(model, batch)
+    options: dict[str, Any] = {"activation_checkpointing": choice, "device_memory": None}
+    kept, part, none = (
+        planned(lambda: nn.Sequential(*(block() for _ in range(6))), batch, **given).memory
+        for given in (
+            {"device_memory": None},
+            options,
+            {**options, "activation_checkpointing": True},
+        )
+    )
+    assert part.total == pytest.approx(real, rel=0.01)
+    assert none.activations <= part.activations < kept.activations
 
 
 def test_layers_of_a_model_that_is_a_list_itself_are_computed_again() -> None:

@@ -73,6 +73,7 @@ from stratagem_torch.parallel import (
     ParallelStrategy,
     apply_activation_checkpointing,
     check_activation_checkpointing,
+    check_given_once,
     return_freed_memory,
     use_huge_pages,
 )
@@ -281,6 +282,14 @@ class DeepSpeedStrategy(ParallelStrategy):
     _group: ClassVar[Any] = None
     """The process group of this process's first run."""
 
+    def check_activation_checkpointing(self, choice: Any) -> None:
+        """Check the choice of the step options; see `Strategy.check_activation_checkpointing`."""
+        super().check_activation_checkpointing(choice)
+        check_given_once(type(self).__name__, self.activation_checkpointing, choice)
+
+    def checkpoint_activations(self, module: nn.Module, choice: Any) -> None:
+        """Leave it to the making of the engine, since an evaluation needs none."""
+
     def setup_environment(self) -> None:
         """Join the process group, then import DeepSpeed.
 
@@ -399,7 +408,9 @@ class DeepSpeedStrategy(ParallelStrategy):
             check_parameters(model, self.precision)
             if not can_fuse_adam(self.device.type):
                 use_torchs_adam(config)
-            apply_activation_checkpointing(model, self.activation_checkpointing)
+            step = self.components.step
+            asked = step and step.activation_checkpointing
+            apply_activation_checkpointing(model, self.activation_checkpointing or asked)
         share_start(model, self.precision)
         with self._quiet():
             if "activation_checkpointing" in config:

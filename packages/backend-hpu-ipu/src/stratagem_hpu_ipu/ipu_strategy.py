@@ -67,6 +67,18 @@ class IPUStrategy(Strategy):
 
     capabilities = IPU
 
+    def check_activation_checkpointing(self, choice: Any) -> None:
+        """Refuse it: poptorch compiles the step.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            f"activation_checkpointing={choice!r}: poptorch compiles a step as one program, in "
+            "which no module runs again: leave it out, or call poptorch.recomputationCheckpoint in "
+            "the model"
+        )
+
     def __init__(
         self,
         *,

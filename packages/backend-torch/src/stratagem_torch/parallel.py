@@ -9,8 +9,10 @@ Example:
 
 from stratagem_torch.distributed.activation_checkpointing import (
     ActivationCheckpointing,
+    Recompute,
     apply_activation_checkpointing,
     check_activation_checkpointing,
+    check_given_once,
 )
 from stratagem_torch.distributed.allocator import return_freed_memory, use_huge_pages
 from stratagem_torch.distributed.parallel_strategy import ParallelStrategy
@@ -27,8 +29,10 @@ __all__ = [
     "ActivationCheckpointing",
     "ParallelStrategy",
     "ProcessGroupRanks",
+    "Recompute",
     "apply_activation_checkpointing",
     "check_activation_checkpointing",
+    "check_given_once",
     "join_process_group",
     "optimizer_state_by_owner",
     "owned_model_state",

@@ -100,6 +100,7 @@ _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "stratagem_torch.distributed.process_group": ("ProcessGroupRanks",),
         "stratagem_torch.distributed.activation_checkpointing": (
             "ActivationCheckpointing",
+            "Recompute",
             "apply_activation_checkpointing",
             "check_activation_checkpointing",
         ),

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stratagem.errors import ConfigurationError
 from stratagem.strategies import Optimizers, PreparedModel, Strategy, TrainStep
 from stratagem_xla.host import on_host, put_on_device
 from stratagem_xla.library import check_no_spmd, import_torch_xla, start_spmd
@@ -26,6 +27,18 @@ class _XLAStrategy(Strategy):
     """
 
     _syncs_steps = True
+
+    def check_activation_checkpointing(self, choice: Any) -> None:
+        """Refuse it: the compiler would merge the second computation with the first.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            f"activation_checkpointing={choice!r}: the XLA compiler merges a second computation of "
+            "activations with the first, so that it saves nothing: leave it out, or use "
+            "torch_xla.utils.checkpoint in the model"
+        )
 
     def finish_step(self, prepared: PreparedModel, step: TrainStep) -> None:
         """Take the step, then start the program: gradients are gone then, and are no result."""

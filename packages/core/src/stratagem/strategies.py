@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     )
     from stratagem_torch.distributed.activation_checkpointing import (
         ActivationCheckpointing as ActivationCheckpointing,
+        Recompute as Recompute,
         apply_activation_checkpointing as apply_activation_checkpointing,
         check_activation_checkpointing as check_activation_checkpointing,
     )

@@ -2,23 +2,97 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from stratagem.errors import ConfigurationError
-
-ActivationCheckpointing = (
-    bool | type[nn.Module] | Collection[type[nn.Module]] | Callable[[nn.Module], bool] | None
+from stratagem_torch.distributed.kept_operations import (
+    Keep,
+    Keeping,
+    KeptOutputs,
+    Returning,
+    check_keep,
+    keeps,
 )
-"""True for the layers of the model, classes of modules, or a function of a module."""
+
+Modules = (
+    bool
+    | str
+    | type[nn.Module]
+    | Collection[str]
+    | Collection[type[nn.Module]]
+    | Callable[[nn.Module], bool]
+)
+"""True for the layers of the model; names, classes, or a function of a module."""
 
 _MARK = "_stratagem_checkpointed"
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """How modules compute their activations again in backward, in place of keeping them.
+
+    Operations that draw random numbers are always computed again, so that dropout draws the same
+    numbers in both passes.
+
+    Args:
+        modules: True: the layers of ModuleLists and Sequentials. Names, in which `*` stands for a
+            number and whose beginning may be left out ("layers.*"); a class or several; or a
+            function of a module.
+        keep: the operations whose outputs are kept. "matmul": matrix products, convolutions and
+            attention. A collection of operations, such as `torch.ops.aten.mm`; or a function of an
+            operation. None: no operation; the inputs of each module alone are kept.
+        offload: keep the inputs of the modules in the memory of the host until backward.
+        share: which share of the modules is computed again, from 0 to 1, spread evenly. Of four
+            layers, 0.5 means the second and the fourth.
+
+    Raises:
+        ConfigurationError: a value has no accepted form.
+
+    Example:
+        >>> from stratagem import Trainer
+        >>> from stratagem.strategies import Recompute
+        >>> half = Recompute("layers.*", keep="matmul", share=0.5)
+        >>> trainer = Trainer(activation_checkpointing=half, logger=False)
+        >>> trainer.activation_checkpointing.share
+        0.5
+    """
+
+    modules: Modules = True
+    keep: Keep = None
+    offload: bool = False
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what has no accepted form."""
+        if not self.modules:
+            raise ConfigurationError(
+                f"Recompute(modules={self.modules!r}): expected True, names or classes of modules, "
+                "or a function of a module"
+            )
+        _check_modules("modules", self.modules)
+        check_keep(self.keep)
+        is_number = isinstance(self.share, (int, float)) and not isinstance(self.share, bool)
+        if not is_number or not 0 < self.share <= 1:
+            raise ConfigurationError(
+                f"Recompute(share={self.share!r}): expected a number above 0, and at most 1"
+            )
+
+
+ActivationCheckpointing = Modules | Recompute | None
+"""The modules that compute their activations again; None and False: no module."""
 
 
 def check_activation_checkpointing(choice: ActivationCheckpointing) -> ActivationCheckpointing:
@@ -32,13 +106,36 @@ def check_activation_checkpointing(choice: ActivationCheckpointing) -> Activatio
         >>> check_activation_checkpointing({nn.Linear})
         {<class 'torch.nn.modules.linear.Linear'>}
     """
-    if choice is None or isinstance(choice, bool) or callable(choice):
-        return choice
-    if choice and all(isinstance(one, type) and issubclass(one, nn.Module) for one in choice):
-        return choice
+    if choice is not None and not isinstance(choice, Recompute):
+        _check_modules("activation_checkpointing", choice)
+    return choice
+
+
+def check_given_once(strategy: str, own: ActivationCheckpointing, choice: Any) -> None:
+    """Check that a strategy's own argument and the step options do not both choose modules.
+
+    Raises:
+        ConfigurationError: both do.
+    """
+    if own:
+        raise ConfigurationError(
+            f"activation_checkpointing={choice!r} was passed to the Trainer or in step_options, "
+            f"and {strategy}(activation_checkpointing={own!r}) as well: give one of the two"
+        )
+
+
+def _check_modules(option: str, choice: Any) -> None:
+    if isinstance(choice, bool) or (callable(choice) and not isinstance(choice, type)):
+        return
+    several = isinstance(choice, Collection) and not isinstance(choice, str)
+    each = list(choice) if several else [choice]
+    if each and all(isinstance(one, str) and one for one in each):
+        return
+    if each and all(isinstance(one, type) and issubclass(one, nn.Module) for one in each):
+        return
     raise ConfigurationError(
-        f"activation_checkpointing={choice!r}: expected True, a class of modules or a set of them, "
-        "or a function of a module that returns a bool"
+        f"{option}={choice!r}: expected True, names of modules such as 'layers.*', a class of "
+        "modules or a set of them, a function of a module that returns a bool, or a Recompute"
     )
 
 
@@ -59,6 +156,9 @@ def apply_activation_checkpointing(
     Returns:
         The checkpointed modules. An empty list comes with a warning.
 
+    Raises:
+        ConfigurationError: a name is that of no module.
+
     Example:
         >>> import torch
         >>> from torch import nn
@@ -72,7 +172,8 @@ def apply_activation_checkpointing(
     """
     if not choice:
         return []
-    chosen = _chosen(model, choice, list(layers))
+    how = choice if isinstance(choice, Recompute) else Recompute(choice)
+    chosen = _chosen(model, how.modules, list(layers))
     if not chosen:
         kinds = ", ".join(
             sorted({type(part).__name__ for part in model.modules() if part is not model})
@@ -83,10 +184,12 @@ def apply_activation_checkpointing(
             f"does nothing; the model has {kinds}",
             stacklevel=2,
         )
+    count = min(len(chosen), max(1, round(how.share * len(chosen))))
+    chosen = [chosen[(index + 1) * len(chosen) // count - 1] for index in range(count)]
     for part in chosen:
         if not hasattr(part, _MARK):
             setattr(part, _MARK, True)
-            part.forward = _Checkpointed(part, part.forward)
+            part.forward = _Checkpointed(part, part.forward, how)
     return chosen
 
 
@@ -105,25 +208,80 @@ def _chosen(model: nn.Module, choice: Any, layers: list[nn.Module]) -> list[nn.M
         return [part for part in found if id(part) not in inner]
     if callable(choice) and not isinstance(choice, type):
         return [part for part in parts if choice(part)]
-    classes = choice if isinstance(choice, type) else tuple(choice)
-    return [part for part in parts if isinstance(part, classes)]
+    each: list[Any] = [choice] if isinstance(choice, (str, type)) else list(choice)
+    if isinstance(each[0], str):
+        return _named(model, each)
+    return [part for part in parts if isinstance(part, tuple(each))]
+
+
+def _named(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
+    """Return the modules that patterns name, by whole names or their ends, in the model's order.
+
+    Raises:
+        ConfigurationError: a pattern names no module.
+    """
+    named = [(name, part) for name, part in model.named_modules() if name]
+    found: set[int] = set()
+    for pattern in patterns:
+        expression = re.escape(pattern).replace(r"\*", r"\d+")
+        ids = {id(part) for name, part in named if re.fullmatch(rf"(.+\.)?{expression}", name)}
+        if not ids:
+            known = sorted({_NUMBER.sub("*", name) for name, _ in named})
+            near = get_close_matches(pattern, known, 3, 0.4) or known[:8]
+            raise ConfigurationError(
+                f"activation_checkpointing has {pattern!r}, which names no module: expected names "
+                f"such as {', '.join(map(repr, near))}"
+            )
+        found |= ids
+    return [part for _, part in named if id(part) in found]
 
 
 class _Checkpointed:
     """Takes the place of a module's forward; not a wrapping module, which would change names."""
 
-    def __init__(self, part: nn.Module, forward: Callable[..., Any]) -> None:
+    def __init__(self, part: nn.Module, forward: Callable[..., Any], how: Recompute) -> None:
         self._part = part
+        self._offload = how.offload
+        self._is_kept = None if how.keep is None else keeps(how.keep)
         self.forward_to_repeat = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(
-            self.forward_to_repeat, *args, use_reentrant=False, context_fn=self._contexts, **kwargs
-        )
+        with self._inputs_on_host():
+            return checkpoint(
+                self.forward_to_repeat,
+                *args,
+                use_reentrant=False,
+                context_fn=self._contexts,
+                **kwargs,
+            )
+
+    def _inputs_on_host(self) -> AbstractContextManager[Any]:
+        if self._offload and torch.is_grad_enabled():
+            return save_on_cpu(pin_memory=torch.cuda.is_available())
+        return nullcontext()
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         first = _NotesChanges(self._part)
-        return first, _OnCopies(first)
+        second = _OnCopies(first)
+        if self._is_kept is None:
+            return first, second
+        kept = KeptOutputs(self._is_kept)
+        return _Both(first, Keeping(kept)), _Both(second, Returning(kept))
+
+
+class _Both(AbstractContextManager[None]):
+    """Two contexts, entered in order."""
+
+    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
+        self._contexts = contexts
+
+    def __enter__(self) -> None:
+        self._stack = ExitStack()
+        for context in self._contexts:
+            self._stack.enter_context(context)
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.__exit__(*exception)
 
 
 class _NotesChanges(AbstractContextManager[None]):

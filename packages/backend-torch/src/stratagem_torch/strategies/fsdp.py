@@ -235,7 +235,7 @@ class FSDPStrategy(ShardedStrategy):
         if not any(True for _ in module.parameters()):
             return  # nothing to shard, and nothing that needs communication
         groups = find_groups(module, self.auto_wrap_policy)
-        apply_activation_checkpointing(module, self.activation_checkpointing, groups)
+        apply_activation_checkpointing(module, self.recomputed, groups)
         arguments: dict[str, Any] = {
             "mesh": self.device_mesh,
             "reshard_after_forward": self.reshard_after_forward,

@@ -162,7 +162,7 @@ class ModelParallelStrategy(ShardedStrategy):
             self.divide(user_module(module))
         self._check_divided(module)
         groups = find_groups(module, self.auto_wrap_policy)
-        apply_activation_checkpointing(module, self.activation_checkpointing, groups)
+        apply_activation_checkpointing(module, self.recomputed, groups)
         arguments: dict[str, Any] = {
             "mesh": self.data_mesh,
             "reshard_after_forward": self.reshard_after_forward,

@@ -33,6 +33,10 @@ from stratagem.strategies import (
     make_optimizers,
     user_module,
 )
+from stratagem_torch.distributed.activation_checkpointing import (
+    ActivationCheckpointing,
+    check_given_once,
+)
 from stratagem_torch.distributed.allocator import return_freed_memory, use_huge_pages
 from stratagem_torch.distributed.parallel_strategy import ParallelStrategy
 from stratagem_torch.distributed.state_by_owner import is_owner
@@ -173,6 +177,23 @@ class ShardedStrategy(ParallelStrategy):
         self.device_mesh = _device_mesh(self.device.type, sizes, names, dist.group.WORLD)
 
     # -- model and optimizers
+
+    activation_checkpointing: ActivationCheckpointing = None
+    """The modules that compute their activations again, of the argument of this name."""
+
+    def check_activation_checkpointing(self, choice: Any) -> None:
+        """Check the choice of the step options; see `Strategy.check_activation_checkpointing`."""
+        super().check_activation_checkpointing(choice)
+        check_given_once(type(self).__name__, self.activation_checkpointing, choice)
+
+    def checkpoint_activations(self, module: nn.Module, choice: Any) -> None:
+        """Leave it to `shard`, which knows the groups."""
+
+    @property
+    def recomputed(self) -> ActivationCheckpointing:
+        """The modules that compute their activations again, of the argument or the step options."""
+        step = self.components.step
+        return self.activation_checkpointing or (step and step.activation_checkpointing)
 
     def model_context(self) -> AbstractContextManager[Any]:
         """Return a context in which a model is built in shards.

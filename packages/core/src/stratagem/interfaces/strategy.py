@@ -33,6 +33,7 @@ from stratagem.interfaces.prepared_model import (
     ParameterReferences,
     PreparedModel,
     make_optimizers,
+    user_module,
 )
 from stratagem.interfaces.ranks import Ranks
 from stratagem.interfaces.stepping import Stepping
@@ -197,6 +198,8 @@ class Strategy(Stepping, UserNames, ABC):
         self.cluster_environment = components.cluster_environment
         if components.step is not None and components.step.compilation is not None:
             check_compilation(components.step.compilation, on_host=self.accelerator.is_host)
+        if components.step is not None and components.step.activation_checkpointing is not None:
+            self.check_activation_checkpointing(components.step.activation_checkpointing)
         self.precision.bind(components.accelerator)
         self.checkpoint_io.bind(components.accelerator)
         self.ranks = self.make_ranks()
@@ -283,6 +286,30 @@ class Strategy(Stepping, UserNames, ABC):
                 f"sync_batchnorm=True: {type(self).__name__} has no way to take batch statistics "
                 "over all ranks; leave it out, or use strategy='ddp'"
             )
+
+    def check_activation_checkpointing(self, choice: Any) -> None:
+        """Check the `activation_checkpointing` of the step options; called by `bind`.
+
+        Raises:
+            ConfigurationError: the strategy cannot compute activations again, or the choice has no
+                accepted form.
+        """
+        from stratagem.strategies import check_activation_checkpointing
+
+        check_activation_checkpointing(choice)
+
+    def checkpoint_activations(self, module: nn.Module, choice: Any) -> None:
+        """Make modules of a model compute their activations again in backward, in place.
+
+        Front ends call it before `prepare`, if the step options have such a choice.
+
+        Args:
+            module: a `StepModule` around the user's module.
+            choice: the `activation_checkpointing` of the step options.
+        """
+        from stratagem.strategies import apply_activation_checkpointing
+
+        apply_activation_checkpointing(user_module(module), choice)
 
     def prepare(
         self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True

@@ -168,6 +168,8 @@ class StepOptions:
         accumulation: micro-batches in a step, by first epoch.
         sync_batchnorm: whether batch norm layers take their statistics over all ranks.
         compilation: how torch.compile is used; None: not at all.
+        activation_checkpointing: the modules that compute their activations again in backward, as
+            the `Trainer` describes them; None: no module.
 
     Example:
         >>> from stratagem.strategies import StepOptions
@@ -179,6 +181,7 @@ class StepOptions:
     accumulation: Mapping[int, int] = field(default_factory=lambda: {0: 1})
     sync_batchnorm: bool = False
     compilation: Compilation | None = None
+    activation_checkpointing: Any = None
 
     def micro_batches_in(self, epoch: int) -> int:
         """Return the number of micro-batches in a step of an epoch."""

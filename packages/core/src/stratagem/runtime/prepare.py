@@ -58,6 +58,9 @@ def prepare(
     step_module = StepModule(module)
     if strategy.sync_batchnorm:
         strategy.synchronize_batch_norm(step_module)
+    step = strategy.components.step
+    if step is not None and step.activation_checkpointing:
+        strategy.checkpoint_activations(step_module, step.activation_checkpointing)
     with _wrap_is_called(strategy):
         prepared: Any = strategy.prepare(step_module, optimizers, move_to_device=move_to_device)
     if not isinstance(prepared, PreparedModel):

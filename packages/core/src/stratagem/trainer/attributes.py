@@ -37,7 +37,7 @@ _ARGUMENTS = (
     *("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins", "num_devices"),
     *("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
     *("sync_batchnorm", "compile", "async_save", "enable_checkpointing", "enable_progress_bar"),
-    *("enable_model_summary", "profiler"),
+    *("enable_model_summary", "profiler", "activation_checkpointing"),
 )
 """Arguments that only a new Trainer changes."""
 _OPTION = (
@@ -160,6 +160,11 @@ class TrainerAttributes(FrontEnd):
     def sync_batchnorm(self) -> bool:
         """Whether batch norm layers compute their statistics over all ranks."""
         return self.options.step_options.sync_batchnorm
+
+    @property
+    def activation_checkpointing(self) -> Any:
+        """The modules that compute activations again in backward, as they were given; or None."""
+        return self.options.step_options.activation_checkpointing
 
     @property
     def compile(self) -> Compilation | None:

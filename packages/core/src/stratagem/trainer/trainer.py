@@ -104,6 +104,10 @@ class Trainer(TrainerAttributes):
         sync_batchnorm: compute the statistics of batch norm layers over all ranks.
         compile: True: compile the model with `torch.compile`. A dict: arguments of
             `torch.compile`. See docs/guides/compiling.md.
+        activation_checkpointing: compute activations of modules again in backward, in place of
+            keeping them. True: the layers of ModuleLists and Sequentials. A class or a set of
+            classes; names such as "layers.*"; a function of a module; or a
+            `stratagem.strategies.Recompute`, which keeps some operations' outputs.
         detect_anomaly: check each loss and each backward pass for NaN; slow.
         detect_divergence: compare the step and the parameters of all ranks every n optimizer steps
             (True: 100).
@@ -182,6 +186,7 @@ class Trainer(TrainerAttributes):
         use_distributed_sampler: bool = True,
         sync_batchnorm: bool = False,
         compile: bool | Mapping[str, Any] = False,
+        activation_checkpointing: Any = None,
         detect_anomaly: bool = False,
         detect_divergence: bool | int = False,
         enable_checkpointing: bool = True,
@@ -224,6 +229,7 @@ class Trainer(TrainerAttributes):
                 accumulation=check_accumulation(accumulate_grad_batches, own_callbacks),
                 sync_batchnorm=sync_batchnorm,
                 compilation=Compilation.parse(compile),
+                activation_checkpointing=activation_checkpointing,
             ),
             deterministic=deterministic,
             benchmark=benchmark,

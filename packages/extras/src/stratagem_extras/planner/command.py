@@ -212,10 +212,7 @@ def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     larger = planned.best_doubled
     print(f"twice the size: {larger.name if larger else 'nothing'} would fit")
     if options.activation_checkpointing:
-        print(
-            "with activation_checkpointing=True of the strategy's class, or "
-            "stratagem.strategies.apply_activation_checkpointing(model, True)"
-        )
+        print("with activation_checkpointing=True of the Trainer, or of Lite's step_options")
     return 0
 
 
