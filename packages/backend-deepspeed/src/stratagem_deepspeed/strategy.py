@@ -288,7 +288,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         check_given_once(type(self).__name__, self.activation_checkpointing, choice)
 
     def checkpoint_activations(self, module: nn.Module, choice: Any) -> None:
-        """Leave it to the making of the engine, since an evaluation needs none."""
+        """Do nothing: `prepare` checkpoints the modules of an engine that trains."""
 
     def setup_environment(self) -> None:
         """Join the process group, then import DeepSpeed.

@@ -53,7 +53,7 @@ class Recompute:
             function of a module.
         keep: the operations whose outputs are kept. "matmul": matrix products, convolutions and
             attention. A collection of operations, such as `torch.ops.aten.mm`; or a function of an
-            operation. None: no operation; the inputs of each module alone are kept.
+            operation. By default only the inputs of each module are kept.
         offload: keep the inputs of the modules in the memory of the host until backward.
         share: which share of the modules is computed again, from 0 to 1, spread evenly. Of four
             layers, 0.5 means the second and the fourth.
@@ -76,7 +76,7 @@ class Recompute:
     share: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what has no accepted form."""
+        """Refuse other forms."""
         if not self.modules:
             raise ConfigurationError(
                 f"Recompute(modules={self.modules!r}): expected True, names or classes of modules, "
@@ -116,6 +116,14 @@ def check_given_once(strategy: str, own: ActivationCheckpointing, choice: Any) -
 
     Raises:
         ConfigurationError: both do.
+
+    Example:
+        >>> from stratagem_torch.parallel import check_given_once
+        >>> check_given_once("FSDPStrategy", None, True)
+        >>> check_given_once("FSDPStrategy", "layers.*", True)
+        Traceback (most recent call last):
+            ...
+        stratagem.errors.ConfigurationError: activation_checkpointing=True was passed to the ...
     """
     if own:
         raise ConfigurationError(
@@ -157,7 +165,7 @@ def apply_activation_checkpointing(
         The checkpointed modules. An empty list comes with a warning.
 
     Raises:
-        ConfigurationError: a name is that of no module.
+        ConfigurationError: no module has a given name.
 
     Example:
         >>> import torch

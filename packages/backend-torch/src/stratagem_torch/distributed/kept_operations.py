@@ -53,14 +53,15 @@ def keeps(keep: Keep) -> Callable[[Any], bool]:
 class KeptOutputs:
     """The outputs of one forward pass that backward does not compute again.
 
-    torch's `create_selective_checkpoint_contexts` keeps the tensor that user code goes on with. An
-    operation in place on a view of it, such as `x @ weight` followed by `x += bias`, changes what
-    is kept, and gradients are wrong without an error. Here such an operation first makes a copy.
+    torch's `create_selective_checkpoint_contexts` keeps the tensor that user code works on. An
+    operation in place on a view of this tensor, such as `x @ weight` followed by `x += bias`,
+    changes the kept values, and gradients are wrong without an error. Here such an operation first
+    makes a copy.
 
     Args:
         is_kept: whether the outputs of an operation are kept. Operations that draw random numbers
-            never are: what is not run again leaves the generator where it was, and the next
-            operation would draw other numbers than in forward.
+            are never kept: the generator would stay behind, and the next operation would draw
+            other numbers than in forward.
     """
 
     def __init__(self, is_kept: Callable[[Any], bool]) -> None:
@@ -111,7 +112,7 @@ class Keeping(TorchDispatchMode):
 
 
 class Returning(TorchDispatchMode):
-    """The forward that runs again: returns what was kept."""
+    """The forward that runs again: returns the kept outputs."""
 
     def __init__(self, kept: KeptOutputs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

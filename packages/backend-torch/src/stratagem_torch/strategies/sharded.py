@@ -187,7 +187,7 @@ class ShardedStrategy(ParallelStrategy):
         check_given_once(type(self).__name__, self.activation_checkpointing, choice)
 
     def checkpoint_activations(self, module: nn.Module, choice: Any) -> None:
-        """Leave it to `shard`, which knows the groups."""
+        """Do nothing: `shard` checkpoints the groups."""
 
     @property
     def recomputed(self) -> ActivationCheckpointing:
