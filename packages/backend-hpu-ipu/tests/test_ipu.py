@@ -505,3 +505,10 @@ def test_the_stub_accumulates_in_training_only(poptorch: Any) -> None:
     options.Training.gradientAccumulation(2)
     with pytest.raises(AssertionError, match="left to its default for inference"):
         poptorch.inferenceModel(nn.Linear(2, 1), options)
+
+
+def test_activation_checkpointing_is_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match="activation_checkpointing=True: poptorch compiles"
+    ):
+        IPUStrategy().check_activation_checkpointing(True)

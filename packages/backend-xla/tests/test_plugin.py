@@ -10,6 +10,7 @@ from importlib.metadata import distribution
 import pytest
 
 from stratagem.discovery import AcceleratorSpec, StrategySpec
+from stratagem.errors import ConfigurationError
 
 # entry point: plugin module
 PLUGINS = {"xla": "stratagem_xla.plugin"}
@@ -64,3 +65,10 @@ def test_a_class_has_the_capabilities_of_its_spec(spec: StrategySpec) -> None:
 def test_a_class_has_its_import_name_in_core(module: str, name: str) -> None:
     found = getattr(importlib.import_module(f"stratagem.{module}"), name)
     assert found.__module__.startswith("stratagem_xla.")
+
+
+def test_activation_checkpointing_is_refused() -> None:
+    from stratagem_xla.strategy import SingleXLAStrategy
+
+    with pytest.raises(ConfigurationError, match="activation_checkpointing=True: the XLA compiler"):
+        SingleXLAStrategy().check_activation_checkpointing(True)
