@@ -52,13 +52,15 @@ class Strategy(Stepping, UserNames, ABC):
            Launchers such as "spawn" pickle the strategy after `bind`, so create objects that cannot
            be pickled in `setup_environment` or later.
         2. `bind(components)`, before each launch, also in the launching process. It rejects
-           unsupported requests, and calls `make_ranks()`.
+           unsupported requests, by `check_activation_checkpointing(choice)` among others, and calls
+           `make_ranks()`.
         3. `setup_environment()`, on every rank after the launch. It reads the ranks again, and sets
            up the device and communication. From here on collectives (`ranks.all_reduce`, ...) work.
         4. `setup(trainer)`, at the start of each run of a Trainer.
         5. `model_context()` around the code that builds a model.
         6. `set_batch_size` before a fit. Then, for each model, `synchronize_batch_norm(module)` if
-           `sync_batchnorm` is set, and `prepare(module, optimizers)`. `prepare` converts and moves
+           `sync_batchnorm` is set, `checkpoint_activations(module, choice)` if the step options
+           have a choice, and `prepare(module, optimizers)`. `prepare` converts and moves
            the module, calls `wrap(module)`, then makes the optimizers (if `makes_optimizers`,
            without being passed any). `setup_optimizer` prepares an optimizer that a user's loop
            makes later. `PreparedModel.compile` follows, if `compile=...` requests it. A module may
