@@ -508,7 +508,5 @@ def test_the_stub_accumulates_in_training_only(poptorch: Any) -> None:
 
 
 def test_activation_checkpointing_is_refused() -> None:
-    with pytest.raises(
-        ConfigurationError, match="=True: poptorch compiles a step"
-    ):
+    with pytest.raises(ConfigurationError, match="=True: poptorch compiles a step"):
         IPUStrategy().check_activation_checkpointing(True)
