@@ -489,7 +489,8 @@ def huggingface(session: nox.Session) -> None:
     install_everything(session)
     session.install(TRANSFORMERS, PEFT, PEERS[1])
     mesh = [f"packages/mesh/tests/{room}" for room in ("check", "context", "tensor")]
-    files = ("tests/test_from_huggingface.py", "tests/test_examples.py", *mesh)
+    language = "packages/extras/tests/language"
+    files = ("tests/test_from_huggingface.py", "tests/test_examples.py", language, *mesh)
     session.run("pytest", *files, *session.posargs)
 
 

@@ -9,7 +9,8 @@ import pytest
 from docstring_examples import failures_of, modules_of, public_names, why_no_example
 
 ROOMS = ("stratagem.callbacks", "stratagem.loggers", "stratagem.profilers")
-PUBLIC = public_names((*ROOMS, "stratagem_extras.tuner"), "stratagem_extras")
+OWN_ROOMS = ("stratagem_extras.language", "stratagem_extras.tuner")
+PUBLIC = public_names((*ROOMS, *OWN_ROOMS), "stratagem_extras")
 NEEDS_JSONARGPARSE = () if find_spec("jsonargparse") else ("stratagem_extras.cli",)
 
 

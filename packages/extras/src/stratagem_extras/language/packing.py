@@ -1,0 +1,151 @@
+"""Several documents in a row of tokens, none of which sees another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from stratagem.errors import ConfigurationError
+
+_IGNORED = -100
+
+
+class PackedDataset(Dataset[dict[str, Tensor]]):
+    """Rows of `length` tokens, each with as many documents as fit, in their order.
+
+    Position ids begin again with each document, by which models of transformers keep attention
+    within documents. The first label of a document is -100, since its predecessor belongs to
+    another one. Rows are padded by documents of one token that does not count.
+
+    Args:
+        documents: each a sequence of token ids, or a mapping with "input_ids" and maybe "labels".
+            Each is read once when the rows are made, and again with its row.
+        length: tokens in a row.
+        pad_token_id: the token of the padding.
+        truncate: cut documents that are longer than `length`, in place of an error.
+
+    Raises:
+        ConfigurationError: a document is longer than `length`, or has no token.
+
+    Example:
+        >>> from stratagem_extras.language import PackedDataset
+        >>> rows = PackedDataset([[5, 6, 7], [8, 9], [1, 2, 3]], length=6)
+        >>> len(rows), rows[0]["input_ids"].tolist(), rows[0]["position_ids"].tolist()
+        (2, [5, 6, 7, 8, 9, 0], [0, 1, 2, 0, 1, 0])
+        >>> rows[0]["labels"].tolist()
+        [-100, 6, 7, -100, 9, -100]
+    """
+
+    def __init__(
+        self,
+        documents: Sequence[Any],
+        length: int,
+        *,
+        pad_token_id: int = 0,
+        truncate: bool = False,
+    ) -> None:
+        if type(length) is not int or length < 1:
+            raise ConfigurationError(f"length={length!r}: expected a number of tokens from 1 on")
+        self._documents = documents
+        self._length = length
+        self._pad = pad_token_id
+        self.rows: list[list[int]] = []
+        """The indices of the documents in each row."""
+        free = 0
+        for index in range(len(documents)):
+            size = len(_tokens(documents[index]))
+            if not size or (size > length and not truncate):
+                raise ConfigurationError(
+                    f"document {index} has {size} tokens: expected 1 to {length}, the length of a "
+                    "row; truncate=True cuts longer ones"
+                )
+            if size > free:
+                self.rows.append([])
+                free = length
+            self.rows[-1].append(index)
+            free -= size
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return "input_ids", "labels" and "position_ids", each of shape (length,)."""
+        ids: list[int] = []
+        labels: list[int] = []
+        positions: list[int] = []
+        for number in self.rows[index]:
+            document = self._documents[number]
+            tokens = [int(token) for token in _tokens(document)][: self._length]
+            given = document.get("labels", tokens) if isinstance(document, Mapping) else tokens
+            ids += tokens
+            labels += [_IGNORED, *(int(label) for label in given[1 : len(tokens)])]
+            positions += range(len(tokens))
+        free = self._length - len(ids)
+        return {
+            "input_ids": torch.tensor(ids + [self._pad] * free),
+            "labels": torch.tensor(labels + [_IGNORED] * free),
+            "position_ids": torch.tensor(positions + [0] * free),
+        }
+
+
+def _tokens(document: Any) -> Any:
+    return document["input_ids"] if isinstance(document, Mapping) else document
+
+
+def check_packing(model: nn.Module) -> None:
+    """Check that documents of a row do not see one another, by a run with four tokens.
+
+    Models of transformers derive the mask from position ids that begin again, if they are called
+    without an `attention_mask`, and with `use_cache=False` in `config`, which is set here.
+
+    Args:
+        model: a model of transformers with whole weights.
+
+    Raises:
+        ConfigurationError: the logits of the second document depend on the first document.
+
+    Example:
+        >>> import torch
+        >>> from stratagem_extras.language import check_packing
+        >>> class Mixes(torch.nn.Module):
+        ...     def forward(self, input_ids, position_ids):
+        ...         return input_ids.float().cumsum(-1)
+        >>> check_packing(Mixes())
+        Traceback (most recent call last):
+            ...
+        stratagem.errors.ConfigurationError: documents in a row of Mixes see one another: ...
+    """
+    config = getattr(model, "config", None)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # type: ignore[union-attr]
+    device = next((parameter.device for parameter in model.parameters()), None)
+    positions = torch.tensor([[0, 1, 0, 1]], device=device)
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            first, second = (
+                _logits(model(input_ids=torch.tensor([ids], device=device), position_ids=positions))
+                for ids in ([1, 2, 3, 4], [4, 3, 3, 4])
+            )
+    finally:
+        for part, mode in modes:
+            part.training = mode
+    apart = (first[:, 2:] - second[:, 2:]).abs().max()
+    if not apart <= 1e-5 * second[:, 2:].abs().max():
+        raise ConfigurationError(
+            f"documents in a row of {type(model).__name__} see one another: its logits of the "
+            f"second document change by {float(apart):.1e} with the first one. Expected attention "
+            "that follows position_ids, as of attn_implementation='sdpa', 'flex_attention' or "
+            "'flash_attention_2' of transformers; else train on one document in each row"
+        )
+
+
+def _logits(output: Any) -> Tensor:
+    logits: Tensor = getattr(output, "logits", output)
+    return logits.float()
