@@ -1,7 +1,8 @@
 """Options drawn by a seed, trained on a mesh and in one process: `python ... OUT SEED [SEED ...]`.
 
 Each draw trains three steps, and again from a checkpoint of the second. The weights equal the ones
-of one process, or the mesh refuses the options before the first step.
+of one process. If the draw has options that cannot be exact, `refused_words` says which words the
+error has, before the first step.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import random
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from tensor_models import Adapted
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,21 +27,23 @@ from torch.utils.data import DataLoader, TensorDataset
 from stratagem import Callback, Module, Trainer, seed_everything
 from stratagem.callbacks import EMAWeightAveraging
 from stratagem.checkpoint import consolidate_checkpoint
-from stratagem.errors import ConfigurationError, RankFailedError
+from stratagem.errors import RankFailedError, StratagemError
 from stratagem_mesh import MeshStrategy
 from stratagem_mesh.strategy import AXES
 
-WORDS, LENGTH, BATCH, STEPS = 16, 12, 8, 3
+WORDS, LONGEST, BATCH, STEPS = 16, 12, 8, 3
+SLOW = 100
+"""From this seed on, draws may be compiled."""
 SIZES = [size for size in product((1, 2, 4), repeat=4) if prod(size) in (2, 4)]
 CLIPPING: dict[str, dict[str, Any]] = {
     "none": {},
     "norm": {"gradient_clip_val": 0.1},
     "value": {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
 }
-PLAN = {
-    **dict.fromkeys(("body.*.q", "body.*.k", "body.*.v", "body.*.up"), "colwise"),
-    **dict.fromkeys(("body.*.out", "body.*.down"), "rowwise"),
-}
+FEED = {"body.*.up": "colwise", "body.*.down": "rowwise"}
+HEADS = {**dict.fromkeys(("body.*.q", "body.*.k", "body.*.v"), "colwise"), "body.*.out": "rowwise"}
+TORCH = {"self_attn": "multihead", "linear1": "colwise", "linear2": "rowwise"}
+PLANS = {"causal": {**HEADS, **FEED}, "feed": FEED, "encoder": TORCH}
 TOLERANCES = {"32-true": 1e-4, "64-true": 1e-9, "bf16-mixed": 0.01}
 """Differences of weights, relative to the largest change of a weight in training.
 
@@ -46,7 +51,9 @@ With bf16-mixed, twice the difference of one process from 32-true if this is mor
 """
 OPTIONS: dict[str, list[Any]] = {
     "sizes": SIZES,
-    "model": ["causal", "encoder"],
+    "model": ["causal", "causal", "encoder", "encoder", "feed"],
+    "heads": [4, 4, 3],
+    "length": [LONGEST, LONGEST, 11, 7],
     "precision": list(TOLERANCES),
     "accumulation": [1, 2, 3],
     "clipping": list(CLIPPING),
@@ -58,30 +65,62 @@ OPTIONS: dict[str, list[Any]] = {
     "ragged": [False, True],
     "uneven": [False, True],
     "form": ["single_file", "directory"],
+    "weighted": [False, True],
+    "sequence": [False, False, True],
+    "loss": [*[False] * 5, True],
+    "named": [True, True, False],
+    "manual": [*[False] * 4, True],
+    "checked": [True, False],
+    "adapters": ["none", "none", "none", "lora", "another"],
+    "compiled": [False, False, False, True],
 }
 
 
-class Block(nn.Module):
-    """Causal attention with 4 heads, and two layers."""
+class Feed(nn.Module):
+    """Two layers, which may have adapters."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, adapters: str) -> None:
         super().__init__()
-        self.first, self.second = nn.LayerNorm(16), nn.LayerNorm(16)
-        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.norm = nn.LayerNorm(width)
+        self.up: Any = nn.Linear(width, 32)
+        self.down: Any = nn.Linear(32, width)
+        if adapters != "none":
+            self.up, self.down = Adapted(self.up), Adapted(self.down)
+        if adapters == "another":
+            self.up.lora_variant = {"default": object()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())  # type: ignore[no-any-return]
+
+
+class Block(Feed):
+    """Causal attention, and two layers."""
+
+    def __init__(self, width: int, adapters: str) -> None:
+        super().__init__(width, adapters)
+        self.num_heads, self.first = width // 4, nn.LayerNorm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)
-        shape = (*x.shape[:2], -1, 4)
-        q, k, v = (layer(y).view(shape).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        parts = (layer(y).unflatten(-1, (-1, 4)) for layer in (self.q, self.k, self.v))
+        q, k, v = (part.transpose(1, 2) for part in parts)
         attended = scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(self.up(self.second(x)).relu())
+        return super().forward(x + self.out(attended.transpose(1, 2).flatten(2)))
 
 
-def encoder() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, norm_first=True)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+BLOCKS = {"causal": Block, "feed": Feed, "encoder": nn.TransformerEncoderLayer}
+
+
+def body_of(drawn: dict[str, Any]) -> Any:
+    width = 4 * drawn["heads"]
+    if drawn["model"] == "encoder":
+        layer = nn.TransformerEncoderLayer(
+            width, drawn["heads"], 32, 0.0, batch_first=True, norm_first=True
+        )
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    kind = Block if drawn["model"] == "causal" else Feed
+    return nn.Sequential(kind(width, drawn["adapters"]), kind(width, drawn["adapters"]))
 
 
 class Net(Module):
@@ -89,34 +128,53 @@ class Net(Module):
 
     def __init__(self, drawn: dict[str, Any]) -> None:
         super().__init__()
-        self.words, self.positions = nn.Embedding(WORDS, 16), nn.Embedding(LENGTH, 16)
+        width = 4 * drawn["heads"]
+        self.words, self.positions = nn.Embedding(WORDS, width), nn.Embedding(LONGEST, width)
         self.is_causal = drawn["model"] == "causal"
-        self.body = nn.Sequential(Block(), Block()) if self.is_causal else encoder()
-        self.head = nn.Linear(16, WORDS, bias=not drawn["tied"])
+        self.body = body_of(drawn)
+        self.head = nn.Linear(width, WORDS, bias=not drawn["tied"])
         if drawn["tied"]:
             self.head.weight = self.words.weight
         if drawn["frozen"]:
-            first: nn.Module = self.body[0] if self.is_causal else self.body.layers[0]
+            first = self.body.layers[0] if drawn["model"] == "encoder" else self.body[0]
             first.requires_grad_(False)
-        self.is_ragged = drawn["ragged"]
-        self.example_input_array = torch.zeros(2, LENGTH, dtype=torch.long)
+        self.is_ragged, self.is_weighted = drawn["ragged"], drawn["weighted"]
+        self.automatic_optimization = not drawn["manual"]
+        self.example_input_array = torch.zeros(2, drawn["length"], dtype=torch.long)
 
     def forward(self, ids: Tensor) -> Tensor:
-        positions = torch.arange(LENGTH, device=ids.device)
+        positions = torch.arange(ids.shape[1], device=ids.device)
         return self.head(self.body(self.words(ids) + self.positions(positions)))
 
-    def training_step(self, batch: Any) -> Tensor:
+    def labels(self, batch: Any) -> Tensor:
+        """Return the labels; with `weighted` the number of valid ones differs by sequence."""
         ids, start = batch
         labels = pad(ids[:, 1:], (0, 1), value=-100) if self.is_causal else ids.clone()
-        if self.is_ragged:  # as many in each sequence
-            place = torch.arange(LENGTH)
-            ignored = (place >= start[:, None]) & (place < start[:, None] + 4)
-            labels = labels.masked_fill(ignored, -100)
-        return cross_entropy(self(ids).flatten(0, 1), labels.flatten())
+        if not self.is_ragged:
+            return labels
+        place = torch.arange(ids.shape[1])
+        end = len(place) if self.is_weighted else start[:, None] + 4
+        is_ignored = (place >= start[:, None] + 1) & (place <= end)
+        return labels.masked_fill(is_ignored, -100)
+
+    def training_step(self, batch: Any) -> Tensor | None:
+        loss = cross_entropy(self(batch[0]).flatten(0, 1), self.labels(batch).flatten())
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
 
     def configure_optimizers(self) -> Any:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+
+
+class Weighted(Net):
+    def loss_weight(self, batch: Any) -> float:
+        return float((self.labels(batch) != -100).sum())
 
 
 class Saves(Callback):
@@ -139,28 +197,75 @@ class Saves(Callback):
 
 def draw(seed: int) -> dict[str, Any]:
     numbers = random.Random(seed)
-    return {name: numbers.choice(values) for name, values in OPTIONS.items()}
+    drawn = {name: numbers.choice(values) for name, values in OPTIONS.items()}
+    if drawn["model"] == "encoder":
+        drawn["adapters"] = "none"
+    if drawn["sequence"]:  # blocks that read other positions are found by the comparison alone
+        drawn["checked"] = True
+    if drawn["manual"] and seed % 3:  # else the Trainer refuses most of them
+        drawn |= {"accumulation": 1, "clipping": "none", "weighted": False}
+    drawn["compiled"] = drawn["compiled"] and seed >= SLOW
+    return drawn
+
+
+def refused_words(drawn: dict[str, Any]) -> list[str]:
+    """Return words of which an error has to have one; none: the draw is exact."""
+    return [words for words, is_refused in REFUSED.items() if is_refused(drawn)]
+
+
+def has_tensor(drawn: dict[str, Any]) -> bool:
+    return drawn["sizes"][3] > 1  # type: ignore[no-any-return]
+
+
+def has_odd_heads(drawn: dict[str, Any]) -> bool:
+    return has_tensor(drawn) and drawn["heads"] == 3 and drawn["model"] != "feed"
+
+
+REFUSED: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "loss_weight": lambda drawn: drawn["manual"] and drawn["weighted"],
+    "accumulate_grad_batches": lambda drawn: drawn["manual"] and drawn["accumulation"] > 1,
+    "gradient_clip_val": lambda drawn: drawn["manual"] and drawn["clipping"] != "none",
+    "context_modules": lambda drawn: (
+        drawn["sizes"][2] > 1 and not drawn["named"] and drawn["model"] != "encoder"
+    ),
+    "loss_parallel=True": lambda drawn: has_tensor(drawn) and drawn["loss"],
+    "num_heads=3": lambda drawn: has_odd_heads(drawn) and drawn["plan"],
+    "sequence_parallel": lambda drawn: (
+        has_odd_heads(drawn) and drawn["sequence"] and not drawn["plan"]
+    ),
+    "adapter of the kind": lambda drawn: has_tensor(drawn) and drawn["adapters"] == "another",
+}
+"""Words of an error, and whether a draw has to be refused with them."""
 
 
 def loader(drawn: dict[str, Any], readers: int) -> DataLoader[Any]:
     numbers = torch.Generator().manual_seed(3)
     count = 2 * BATCH + (BATCH // 2 if drawn["uneven"] else BATCH)
-    ids = torch.randint(0, WORDS, (count, LENGTH), generator=numbers)
-    starts = torch.randint(0, LENGTH - 5, (count,), generator=numbers)
+    length = drawn["length"]
+    ids = torch.randint(0, WORDS, (count, length), generator=numbers)
+    starts = torch.randint(0, length - 5, (count,), generator=numbers)
     return DataLoader(TensorDataset(ids, starts), batch_size=BATCH // readers)
 
 
 def strategy(drawn: dict[str, Any]) -> Any:
     axes = dict(zip(AXES, drawn["sizes"], strict=True))
-    options: dict[str, Any] = {}
-    block = Block if drawn["model"] == "causal" else nn.TransformerEncoderLayer
+    options: dict[str, Any] = {
+        "sequence_parallel": drawn["sequence"],
+        "loss_parallel": drawn["loss"],
+        "check_context": drawn["checked"],
+    }
+    block = BLOCKS[drawn["model"]]
     if drawn["recomputed"]:
-        options = {"activation_checkpointing": {block}, "auto_wrap_policy": {block}}
-    if drawn["plan"] and drawn["model"] == "causal":
-        options["tensor_plan"] = PLAN
-    if drawn["model"] == "causal":
+        options |= {"activation_checkpointing": {block}, "auto_wrap_policy": {block}}
+    if drawn["plan"]:
+        options["tensor_plan"] = PLANS[drawn["model"]]
+    if drawn["named"] and drawn["model"] != "encoder":
         options["context_modules"] = ["body"]
     return MeshStrategy(**axes, **options, launcher="fork")
+
+
+def made(drawn: dict[str, Any]) -> Net:
+    return (Weighted if drawn["weighted"] else Net)(drawn)
 
 
 def train(drawn: dict[str, Any], folder: Path, ranks: int, path: Path | None = None) -> Any:
@@ -178,6 +283,7 @@ def train(drawn: dict[str, Any], folder: Path, ranks: int, path: Path | None = N
         **CLIPPING[drawn["clipping"]],
         callbacks=[*averages, Saves(folder)],
         plugins=drawn["form"],
+        compile={"backend": "aot_eager"} if drawn["compiled"] and ranks > 1 else False,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -185,7 +291,7 @@ def train(drawn: dict[str, Any], folder: Path, ranks: int, path: Path | None = N
         default_root_dir=folder,
     )
     seed_everything(1)
-    trainer.fit(Net(drawn), loader(drawn, replicate * shard), ckpt_path=path)
+    trainer.fit(made(drawn), loader(drawn, replicate * shard), ckpt_path=path)
     end = folder / "end"
     if end.is_dir():
         consolidate_checkpoint(end, folder / "file")
@@ -200,7 +306,7 @@ def difference(found: Any, expected: Any, drawn: dict[str, Any]) -> float:
     """
     order = 2.0 if drawn["precision"] == "bf16-mixed" else torch.inf
     seed_everything(1)
-    before = Net(drawn).state_dict()
+    before = made(drawn).state_dict()
     assert found.keys() == expected.keys()
     apart, changed = (
         torch.cat([(one[name] - weight).flatten() for name, weight in expected.items()]).norm(order)
@@ -210,15 +316,20 @@ def difference(found: Any, expected: Any, drawn: dict[str, Any]) -> float:
 
 
 def outcome(drawn: dict[str, Any], folder: Path) -> str:
-    expected = train(drawn, folder / "alone", 1)
-    mesh = folder / "mesh"
+    words, mesh = refused_words(drawn), folder / "mesh"
     try:
         whole = train(drawn, mesh, prod(drawn["sizes"]))
-        resumed = train(drawn, folder / "resumed", prod(drawn["sizes"]), mesh / "middle")
-    except (ConfigurationError, RankFailedError) as error:
-        is_named = isinstance(error, ConfigurationError) or "ConfigurationError: " in str(error)
-        kind = "refused" if is_named and not (mesh / "stepped").exists() else "failed"
-        return f"{kind}: {error}"
+    except StratagemError as error:
+        is_told = any(each in str(error) for each in words)
+        is_named = not isinstance(error, RankFailedError) or any(
+            f"{kind}: " in str(error) for kind in ("ConfigurationError", "UserCodeError")
+        )
+        is_refused = is_told and is_named and not (mesh / "stepped").exists()
+        return f"{'refused' if is_refused else 'failed'}: {error}"
+    if words:
+        return f"not refused: expected an error with one of {words}"
+    resumed = train(drawn, folder / "resumed", prod(drawn["sizes"]), mesh / "middle")
+    expected = train(drawn, folder / "alone", 1)
     tolerance = TOLERANCES[drawn["precision"]]
     if drawn["precision"] == "bf16-mixed":
         exact = train({**drawn, "precision": "32-true"}, folder / "exact", 1)

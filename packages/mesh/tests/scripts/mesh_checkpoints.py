@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from tensor_models import TIED, Language
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from stratagem import Lite, seed_everything
@@ -24,10 +25,24 @@ from stratagem_mesh import MeshStrategy
 from stratagem_torch.sharding import whole_on_cpu
 
 FORKED: dict[str, Any] = {"launcher": "fork"}
+PLAN = {**TIED, "mixer": "multihead"}
+
+
+class Model(Language):
+    """Tied layers, attention of its own and torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = nn.MultiheadAttention(16, 4, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + self.attention(x) + self.mixer(x, x, x)[0]
+        return self.head(x + self.down(self.up(self.norm(x)).relu()))  # type: ignore[no-any-return]
 
 
 def mesh(**options: Any) -> Callable[[], Any]:
-    plan = {"tensor_plan": TIED} if "tensor" in options else {}
+    plan = {"tensor_plan": PLAN} if "tensor" in options else {}
     region = {"context_modules": ["attention"]} if "context" in options else {}
     return lambda: MeshStrategy(**options, **plan, **region, **FORKED)
 
@@ -63,7 +78,7 @@ def lite_of(name: str, form: str) -> Lite:
 
 def objects(lite: Lite, seed: int) -> tuple[Any, Any]:
     seed_everything(seed)
-    made = Language()
+    made = Model()
     return lite.setup(made, torch.optim.AdamW(made.parameters(), lr=0.01))
 
 

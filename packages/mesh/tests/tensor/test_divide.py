@@ -12,7 +12,11 @@ from fixtures import run_file
 SCRIPT = Path(__file__).parents[1] / "scripts/tensor_divide.py"
 DIVIDED = {
     "sequential": ["0", "2", "4", "6"],
-    "encoder": [f"layers.{index}.linear{layer}" for index in (0, 1) for layer in (1, 2)],
+    "encoder": [
+        f"layers.{index}.{layer}"
+        for index in (0, 1)
+        for layer in ("linear1", "linear2", "self_attn", "self_attn.out_proj")
+    ],
     "separate": [*(f"attention.{n}" for n in ("k", "norm", "out", "q", "v")), "down", "up"],
     "eager": [*(f"attention.{n}" for n in ("k", "norm", "out", "q", "v")), "down", "up"],
     "fused": ["attention.out", "attention.qkv", "down", "up"],

@@ -30,7 +30,10 @@ def loss_factors(ranks: Ranks, weights: Sequence[float]) -> list[float | Tensor]
     total: float | Tensor = float(sum(weights))
     if ranks.world_size > 1:
         # On the device at once: XLA would compile a number into each step's program.
-        share = torch.tensor(total / ranks.value_copies).to(ranks.device, non_blocking=True)
+        kind = torch.device(ranks.device or "cpu").type
+        dtype = torch.float64 if kind in ("cpu", "cuda") else torch.float32
+        share = torch.tensor(total / ranks.value_copies, dtype=dtype)
+        share = share.to(ranks.device, non_blocking=True)
         total = ranks.all_reduce(share, "sum")
     parts = len(ranks.value_groups)
     return [weight * parts / total if weight else 0.0 for weight in weights]
@@ -43,4 +46,4 @@ def weighted(loss: Tensor, factor: float | Tensor) -> Tensor:
     """
     if factor.__class__ is float and factor == 0.0:
         loss = loss.nan_to_num(0.0, 0.0, 0.0)
-    return loss * factor
+    return loss * (factor.to(loss.dtype) if isinstance(factor, Tensor) else factor)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.errors import UserCodeError
-from stratagem_mesh.context.call import Call, current, fill, in_region
+from stratagem_mesh.context.call import Call, current, fill, in_region, running
 from stratagem_mesh.context.collectives import exchange, gather_keys
 
 _original = nn.functional.scaled_dot_product_attention
@@ -59,7 +59,24 @@ def _forward(layer: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
     A compiler takes torch's function of this layer as one operation. It would call the attention
     above at compile time, and keep the forward pass that runs then.
     """
-    return (_not_compiled if in_region() else _original_forward)(layer, *args, **kwargs)
+    if not in_region():
+        return _original_forward(layer, *args, **kwargs)
+    refuse_weights(args[4] if len(args) > 4 else kwargs.get("need_weights", True))
+    return _not_compiled(layer, *args, **kwargs)
+
+
+def refuse_weights(is_asked: bool) -> None:
+    """Refuse the weights of attention in a region, where a rank has those of its part.
+
+    Raises:
+        UserCodeError: a module asks for them.
+    """
+    call = running()
+    if is_asked and call is not None:
+        raise UserCodeError(
+            f"{call.name} asks nn.MultiheadAttention for its weights, and ranks divide its "
+            "sequence: expected need_weights=False"
+        )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -117,6 +117,7 @@ class TorchEncoder:
         attention: Any = module.layers[0].self_attn
         self._is_batch_first = bool(attention.batch_first)
         self._heads = int(attention.num_heads)
+        self._own: slice = getattr(attention, "heads_of_rank", slice(None))  # of a tensor axis
 
     def _dim(self, tensor: Tensor) -> int:
         return 1 if self._is_batch_first and tensor.ndim == 3 else 0
@@ -137,7 +138,7 @@ class TorchEncoder:
             inputs.pop("is_causal", None)
             mask = self._allowed(mask)
             if mask.ndim == 3:
-                mask = mask.view(-1, self._heads, length, length)
+                mask = mask.view(-1, self._heads, length, length)[:, self._own]
         if mask is not None and padding is None and _equals(mask, causal(length, mask.device)):
             call.is_causal = True
         else:

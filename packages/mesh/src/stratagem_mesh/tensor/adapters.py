@@ -49,6 +49,11 @@ def _refuse(name: str, layer: Any, style: Any) -> None:
             "tensor axis does not divide: expected LoRA without variants, target_modules without "
             "divided layers, or tensor=1"
         )
+    if isinstance(layer.base_layer, nn.MultiheadAttention):
+        raise ConfigurationError(
+            f"tensor_plan divides {name!r} by {style!r}, and it has a LoRA adapter, which reads "
+            "the whole weights of nn.MultiheadAttention: expected a tensor_plan without it"
+        )
     if not isinstance(style, str):
         raise ConfigurationError(
             f"tensor_plan divides {name!r} by {type(style).__name__}, and it has a LoRA adapter: "

@@ -11,7 +11,7 @@ from torch import nn
 from stratagem.errors import ConfigurationError
 from stratagem_mesh.context.regions import NOT_DIVIDED
 
-_SOURCES = "colwise", "colwise_packed_2", "colwise_packed_3"
+_SOURCES = "colwise", "colwise_packed_2", "colwise_packed_3", "multihead"
 _INNER = "replicated_with_grad_allreduce"
 _WHOLE = (*NOT_DIVIDED, nn.MultiheadAttention)
 """Modules that compute over several positions, and have no divided layers."""
@@ -120,7 +120,11 @@ def _containers(block: str, styles: Mapping[str, Any]) -> set[str]:
     Raises:
         ConfigurationError: names a layer with divided inputs that belongs to no pair.
     """
-    free = [name for name, style in styles.items() if style in _SOURCES]
+    free = [
+        f"{name}.in_proj" if style == "multihead" else name
+        for name, style in styles.items()
+        if style in _SOURCES
+    ]
     found = {}
     sinks = [name for name, style in styles.items() if style == "rowwise"]
     for depth in range(max(name.count(".") for name in styles), block.count(".") - 1, -1):

@@ -26,6 +26,7 @@ from stratagem_mesh.tensor.marks import (
     product,
     viewed,
 )
+from stratagem_mesh.tensor.multihead import is_attention
 from stratagem_mesh.tensor.styles import features, is_linear
 
 _BY_SHAPE = (
@@ -82,6 +83,8 @@ class Roles:
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees each operation of a model, and the calls of its linear layers.
 
+    The operations within `nn.MultiheadAttention` are not seen, since it is divided as a whole.
+
     Args:
         model: the model that runs.
         ranks: the number of ranks that share a layer.
@@ -91,7 +94,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._ranks = ranks
         self._paused = False
-        self._layers = [(n, part) for n, part in model.named_modules() if is_linear(part)]
+        self._attention = {n: part for n, part in model.named_modules() if is_attention(part)}
+        self._layers = [
+            (n, part)
+            for n, part in model.named_modules()
+            if is_linear(part) and n.rpartition(".")[0] not in self._attention
+        ]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -102,8 +110,24 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 after = layer.register_forward_hook(self._after(name))
                 stack.callback(before.remove)
                 stack.callback(after.remove)
+            for name, part in self._attention.items():
+                before = part.register_forward_pre_hook(self._attends(name), with_kwargs=True)
+                after = part.register_forward_hook(self._attended)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
             stack.enter_context(self)
             yield
+
+    def _attends(self, name: str) -> Any:
+        """Return the hook before an attention of this name."""
+
+        def enter(part: nn.Module, args: Any, kwargs: Any) -> None:
+            self._paused = True
+
+        return enter
+
+    def _attended(self, part: nn.Module, args: Any, output: Any) -> None:
+        self._paused = False
 
     @abstractmethod
     def _before(self, name: str) -> Any:
@@ -130,7 +154,8 @@ class Flow(Watch):  # type: ignore[no-untyped-call]
         self._marks: dict[int, Mark] = {}
         self._alive: list[Any] = []  # so that no two tensors have one id
         self._plain_uses: set[str] = set()
-        inside = {id(p): name for name, part in self._layers for p in part.parameters()}
+        parts = [*self._layers, *self._attention.items()]
+        inside = {id(p): name for name, part in parts for p in part.parameters()}
         self._of_layer = inside
         self._owners: dict[int, frozenset[str]] = {
             id(p): frozenset([name])
@@ -150,6 +175,16 @@ class Flow(Watch):  # type: ignore[no-untyped-call]
                 self._refuse(names, f"{owner} is also used for whole features")
 
     # -- layers
+
+    def _attends(self, name: str) -> Any:
+        def enter(part: nn.Module, args: Any, kwargs: Any) -> None:
+            self._paused = True
+            for value in tree_leaves((args, kwargs)):
+                mark = self._find(value) if isinstance(value, Tensor) else None
+                if mark is not None:
+                    self._refuse(mark.layers, f"{name} reads whole features")
+
+        return enter
 
     def _before(self, name: str) -> Any:
         def enter(layer: nn.Module, args: tuple[Any, ...]) -> None:
@@ -416,6 +451,8 @@ def run_without_values(model: nn.Module, args: Any, kwargs: Any, mode: Flow | Pr
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, log.disabled = log.disabled, True  # errors are raised as well
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # it would not call layers
     before = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
@@ -425,6 +462,7 @@ def run_without_values(model: nn.Module, args: Any, kwargs: Any, mode: Flow | Pr
                 mode.end(output)
     finally:
         log.disabled = was_disabled
+        torch.backends.mha.set_fastpath_enabled(fast_path)
         for part, attributes, buffers in before:
             vars(part).clear()
             vars(part).update(attributes)

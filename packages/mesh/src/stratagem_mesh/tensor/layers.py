@@ -20,10 +20,40 @@ from stratagem_mesh.context.regions import named_regions
 from stratagem_mesh.tensor.adapters import watch_dropout, with_adapters, without_adapters
 from stratagem_mesh.tensor.blocks import find_blocks
 from stratagem_mesh.tensor.heads import attach_losses, with_heads
+from stratagem_mesh.tensor.multihead import (
+    STYLE,
+    Multihead,
+    pad_as_nested,
+    why_whole,
+    with_projections,
+)
 from stratagem_mesh.tensor.region import Region, draws_numbers
 from stratagem_mesh.tensor.search import divide_numbers, find_layers
 from stratagem_mesh.tensor.sequence import Blocks, refuse_states
-from stratagem_mesh.tensor.styles import STYLES, InBlocks, Style, has_parameters
+from stratagem_mesh.tensor.styles import (
+    Colwise,
+    ColwiseGathered,
+    ColwiseVocabulary,
+    EmbeddingRowwise,
+    InBlocks,
+    Replicated,
+    Rowwise,
+    Style,
+    has_parameters,
+)
+
+STYLES: dict[str, Callable[..., Style]] = {
+    "colwise": Colwise,
+    "colwise_packed_2": partial(Colwise, packs=2),
+    "colwise_packed_3": partial(Colwise, packs=3),
+    "rowwise": Rowwise,
+    "multihead": Multihead,
+    "colwise_gather_output": ColwiseGathered,
+    "colwise_vocabulary": ColwiseVocabulary,
+    "embedding_rowwise": EmbeddingRowwise,
+    "replicated_with_grad_allreduce": Replicated,
+}
+"""The styles that a plan names."""
 
 TensorPlan = Mapping[str, str | ParallelStyle] | Callable[[nn.Module, DeviceMesh], Any]
 
@@ -131,7 +161,12 @@ def divide_layers(
         return apply(styles)
     with without_adapters(model):
         found = find_layers(model, mesh.size(), example)
-    styles = apply(found.styles)
+    for name in [name for name, style in found.styles.items() if style == STYLE]:
+        why = why_whole(model.get_submodule(name), mesh.size())
+        if why is not None:
+            found.whole[name] = why
+            del found.styles[name]
+    styles = apply(found.styles, is_proved=True)
     for name, numbers in found.numbers.items():
         divide_numbers(model.get_submodule(name), numbers, mesh.size())
     if found.whole:
@@ -272,8 +307,10 @@ def _apply(
     styles: dict[str, Any],
     sequence: SequenceOptions | None,
     loss: LossOptions | None,
+    *,
+    is_proved: bool = False,
 ) -> dict[str, str]:
-    """Divide the layers in place, tied ones alike."""
+    """Divide the layers in place, tied ones alike; `is_proved`: a run has shown whole heads."""
     if loss is not None:
         styles = with_heads(model, styles, region.mesh.size())
     styles = _with_tied(model, styles)
@@ -283,6 +320,7 @@ def _apply(
             f"that {region.mesh.size()} ranks would each do all the work: pass a tensor_plan with "
             "layers that share no parameter with others, or tensor=1"
         )
+    styles = with_projections(model, styles)
     parts = with_adapters(model, styles)
     watch_dropout(model, parts, region)
     made = {}
@@ -291,7 +329,8 @@ def _apply(
         made[name] = style = STYLES[style](region) if isinstance(style, str) else style
         if isinstance(style, Style):
             style.check(name, layer)
-            _check_heads(name, model, region.mesh.size())
+            if not is_proved:
+                _check_heads(name, model, region.mesh.size())
     if sequence is not None:
         _divide_sequence(model, region, parts, made, sequence)
     for name, style in made.items():
@@ -300,6 +339,7 @@ def _apply(
         else:
             parallelize_module(model.get_submodule(name), region.mesh, style)
     region.divided.clear()
+    pad_as_nested(model)
     if loss is not None:
         attach_losses(model, made, gather_logits=loss.gather_logits)
     return {name: str(style) for name, style in styles.items()}

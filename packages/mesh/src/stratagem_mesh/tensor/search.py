@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from stratagem.errors import ConfigurationError
 from stratagem_mesh.tensor.flow import Flow, Proof, Roles, run_without_values
+from stratagem_mesh.tensor.multihead import STYLE, is_attention
 from stratagem_mesh.tensor.styles import features, is_linear
 
 _PACKS = 1, 3, 2
@@ -31,7 +32,7 @@ class Found:
         styles: the style of each module.
         numbers: attributes of modules that a rank divides by the number of ranks, such as a
             number of heads.
-        whole: linear layers that stay whole, and why.
+        whole: linear layers and attention that stay whole, and why.
     """
 
     styles: dict[str, str] = field(default_factory=dict)
@@ -118,12 +119,19 @@ class _Search:
         like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
         self._args = tuple(_alike(like, value) for value in args)
         self._kwargs = {key: _alike(like, value) for key, value in kwargs.items()}
+        attention = {n: p for n, p in model.named_modules() if is_attention(p)}
+        self._attention = set(attention)
         self._layers = {
-            n: p for n, p in model.named_modules() if is_linear(p) and _is_own(p, model)
+            n: p
+            for n, p in model.named_modules()
+            if is_linear(p) and _is_own(p, model) and n.rpartition(".")[0] not in attention
         }
         self._tries = dict.fromkeys(self._layers, 0)
         self._levels: dict[str, int] = {}
         self._why: dict[str, str] = {}
+        for name, part in attention.items():
+            if not all(_is_own(each, model) for each in part.modules()):
+                self._keep_whole(name, "another module has a parameter of it")
 
     def run(self) -> Found:
         """Return the layers to divide."""
@@ -152,6 +160,8 @@ class _Search:
             packs = {n: p for n in self._layers if (p := self._packs(n))}
             flow = Flow(self.model, self.ranks, packs)
             run_without_values(self.model, self._args, self._kwargs, flow)
+            for name in self._attention & set(flow.roles.whole):
+                self._keep_whole(name, flow.roles.whole[name])
             refused = {name: why for name, why in flow.roles.whole.items() if name in packs}
             if not refused:
                 used = frozenset().union(*flow.roles.sinks.values())
@@ -160,6 +170,10 @@ class _Search:
             for name, why in refused.items():
                 self._why.setdefault(name, why.partition("\n")[0])
                 self._tries[name] += 1
+
+    def _keep_whole(self, attention: str, reason: str) -> None:
+        self._attention.discard(attention)
+        self._why[attention] = reason
 
     def _packs(self, name: str) -> int:
         """Return the number of packed layers to try; 0: the layer stays whole."""
@@ -227,10 +241,16 @@ class _Search:
             for owner, names in roles.partial.items()
             if names & used
         }
-        linear = {name for name, part in self.model.named_modules() if is_linear(part)}
+        found.styles |= dict.fromkeys(sorted(self._attention), STYLE)
+        attention = {name for name, part in self.model.named_modules() if is_attention(part)}
+        linear = {
+            name
+            for name, part in self.model.named_modules()
+            if is_linear(part) and name.rpartition(".")[0] not in attention
+        }
         found.whole = {
             name: self._why.get(name, "no layer reads its features alone")
-            for name in sorted(linear - set(found.styles))
+            for name in sorted((linear | attention) - set(found.styles))
         }
         return found
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -165,6 +164,22 @@ class Style(ABC):
         return None if output is None else self.leave(layer, output)
 
 
+def rows_of_rank(parameter: DTensor, packs: int, dim: int, mesh: DeviceMesh) -> Tensor:
+    """Return this rank's rows of each packed layer.
+
+    A checkpoint has packed layers one after the other, and so does each rank's shard of them. The
+    shards are gathered for the call, and each rank takes its rows of each layer.
+    """
+    if packs == 1:
+        return parameter.to_local()
+    whole = parameter.redistribute(placements=[Replicate()])
+    values = whole.to_local(grad_placements=[Partial()])
+    shape = values.shape
+    sizes = *shape[:dim], packs, mesh.size(), -1, *shape[dim + 1 :]
+    mine: Tensor = values.view(sizes).select(dim + 1, mesh.get_local_rank())
+    return mine.flatten(dim, dim + 1)
+
+
 def divided(whole: nn.Parameter, region: Region, placement: Placement) -> nn.Parameter:
     """Return a parameter that is divided between ranks, each of which has the whole values."""
     known = region.divided.get(whole)
@@ -204,20 +219,9 @@ class Colwise(Style):
         return values
 
     def local(self, layer: nn.Module, key: str, parameter: DTensor) -> Tensor | None:
-        """Return this rank's rows of each packed layer.
-
-        A checkpoint has packed layers one after the other, and so does each rank's shard of them.
-        The shards are gathered for the call, and each rank takes its rows of each layer.
-        """
-        if self.packs == 1:
-            return parameter.to_local()
-        whole = parameter.redistribute(placements=[Replicate()])
-        values = whole.to_local(grad_placements=[Partial()])
+        """Return this rank's rows of each packed layer."""
         dim = self.placements(layer)[key].dim  # type: ignore[attr-defined]
-        shape = values.shape
-        sizes = *shape[:dim], self.packs, self.mesh.size(), -1, *shape[dim + 1 :]
-        mine: Tensor = values.view(sizes).select(dim + 1, self.mesh.get_local_rank())
-        return mine.flatten(dim, dim + 1)
+        return rows_of_rank(parameter, self.packs, dim, self.mesh)
 
 
 class ColwiseGathered(Colwise):
@@ -382,15 +386,3 @@ class _WithTensors:
 def _local_whole(parameter: DTensor, *, is_part: bool) -> Tensor:
     """Return a whole parameter; with `is_part`, gradients of ranks are parts of a sum."""
     return parameter.to_local(grad_placements=[Partial() if is_part else Replicate()])
-
-
-STYLES: dict[str, Callable[..., Style]] = {
-    "colwise": Colwise,
-    "colwise_packed_2": partial(Colwise, packs=2),
-    "colwise_packed_3": partial(Colwise, packs=3),
-    "rowwise": Rowwise,
-    "colwise_gather_output": ColwiseGathered,
-    "colwise_vocabulary": ColwiseVocabulary,
-    "embedding_rowwise": EmbeddingRowwise,
-    "replicated_with_grad_allreduce": Replicated,
-}
