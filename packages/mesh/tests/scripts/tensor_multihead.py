@@ -224,7 +224,13 @@ MODELS: dict[str, Model] = {
     ),
     "own": (Own, SELF),
 }
-WAYS = "whole", "sequence", "recomputed", "recomputed attention", "compiled"
+WAYS = {
+    "whole": tuple(MODELS),
+    "sequence": tuple(MODELS),
+    "recomputed": ("encoder", "encoder and decoder", "own"),
+    "recomputed attention": ("encoder",),
+    "compiled": ("encoder", "own"),
+}
 BLOCKS = nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, OwnBlock
 
 
@@ -363,7 +369,9 @@ def messages(mesh: DeviceMesh) -> dict[str, str]:
 def main(lite: Lite, folder: str) -> None:
     mesh = init_device_mesh("cpu", (lite.world_size,), mesh_dim_names=("tensor_parallel",))
     out: dict[str, Any] = {"calls": {name: of_call(name, mesh) for name in CALLS}}
-    out["models"] = {f"{name}, {way}": of_model(name, mesh, way) for name in MODELS for way in WAYS}
+    out["models"] = {
+        f"{name}, {way}": of_model(name, mesh, way) for way in WAYS for name in WAYS[way]
+    }
     out["held"], out["dropped"] = held(mesh), dropped(mesh)
     out["padding"] = at_padding(mesh)
     out["whole"], out["messages"] = reasons(mesh), messages(mesh)

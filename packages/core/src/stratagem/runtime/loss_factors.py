@@ -30,13 +30,10 @@ def loss_factors(ranks: Ranks, weights: Sequence[float]) -> list[float | Tensor]
     total: float | Tensor = float(sum(weights))
     if ranks.world_size > 1:
         # On the device at once: XLA would compile a number into each step's program.
-        kind = torch.device(ranks.device or "cpu").type
-        dtype = torch.float64 if kind in ("cpu", "cuda") else torch.float32
-        share = torch.tensor(total / ranks.value_copies, dtype=dtype)
-        share = share.to(ranks.device, non_blocking=True)
-        total = ranks.all_reduce(share, "sum")
-    parts = len(ranks.value_groups)
-    return [weight * parts / total if weight else 0.0 for weight in weights]
+        is_wide = str(ranks.device).startswith(("cpu", "cuda"))  # others may have no float64
+        share = torch.tensor(total / ranks.value_copies, dtype=torch.float64 if is_wide else None)
+        total = ranks.all_reduce(share.to(ranks.device, non_blocking=True), "sum")
+    return [weight * len(ranks.value_groups) / total if weight else 0.0 for weight in weights]
 
 
 def weighted(loss: Tensor, factor: float | Tensor) -> Tensor:

@@ -66,11 +66,7 @@ def _forward(layer: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
 
 
 def refuse_weights(is_asked: bool) -> None:
-    """Refuse the weights of attention in a region, where a rank has those of its part.
-
-    Raises:
-        UserCodeError: a module asks for them.
-    """
+    """Refuse the weights of attention in a region, where a rank has those of its part."""
     call = running()
     if is_asked and call is not None:
         raise UserCodeError(

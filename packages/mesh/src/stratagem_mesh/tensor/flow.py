@@ -83,8 +83,6 @@ class Roles:
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees each operation of a model, and the calls of its linear layers.
 
-    The operations within `nn.MultiheadAttention` are not seen, since it is divided as a whole.
-
     Args:
         model: the model that runs.
         ranks: the number of ranks that share a layer.
@@ -94,6 +92,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._ranks = ranks
         self._paused = False
+        # Divided or whole as one: the operations in it are not seen.
         self._attention = {n: part for n, part in model.named_modules() if is_attention(part)}
         self._layers = [
             (n, part)
