@@ -97,6 +97,12 @@ def sequential() -> nn.Module:
     return nn.Sequential(*first, nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
 
 
+def repeated() -> nn.Module:
+    """Return a model whose layers have two names each."""
+    up, down = nn.Linear(8, 16), nn.Linear(16, 8)
+    return nn.Sequential(up, nn.ReLU(), down, up, nn.ReLU(), down)
+
+
 def encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -179,6 +185,9 @@ CASES = {
         sequential,
         ROWS,
         {"0": "colwise_gather_output", "2": "rowwise", "4": "colwise", "6": "rowwise"},
+    ),
+    "repeated": Case(
+        repeated, ROWS, {"0": "colwise", "2": "rowwise", "3": "colwise", "5": "rowwise"}
     ),
     "found with adapters": Case(adapted, ROWS),
     "adapted": Case(adapted, ROWS, {"0": "colwise", "2": "rowwise", "3": "colwise_gather_output"}),

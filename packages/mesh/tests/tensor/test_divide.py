@@ -26,6 +26,7 @@ DIVIDED = {
     "tied": ["down", "embedding", "head", "up"],
     "gathered": ["0", "2", "4", "6"],
     "adapted": ["0", "2", "3"],
+    "repeated": ["0", "2"],
     "found with adapters": ["0", "2"],
 }
 MESSAGES = {

@@ -221,7 +221,9 @@ def _expand(model: nn.Module, plan: Mapping[str, Any], prefix: str = "") -> dict
                 f"expected names such as {', '.join(map(repr, near))}"
             )
         styles.update(dict.fromkeys(found, style))
-    return styles
+    # A module with several names is divided once.
+    first = {model.get_submodule(name): name for name in sorted(styles, reverse=True)}
+    return {name: s for name, s in styles.items() if first[model.get_submodule(name)] == name}
 
 
 def _plan_of_model(model: nn.Module, size: int) -> dict[str, str]:
