@@ -19,8 +19,8 @@ def with_adapters(model: nn.Module, styles: Mapping[str, Any]) -> dict[str, Any]
     """Return styles in which layers with LoRA are divided.
 
     Of `base(x) + B(A(x))`, the base layer gets the style. B has the output features of a colwise
-    layer and is divided as it is; A has the input features of a rowwise layer. The other matrix
-    stays whole.
+    layer and is divided like this layer; A has the input features of a rowwise layer. The other
+    matrix stays whole.
 
     Raises:
         ConfigurationError: an adapter of another kind is in the place of a layer.
