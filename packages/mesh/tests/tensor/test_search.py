@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem_mesh import MeshStrategy
+from stratagem_mesh.context.attention import refuse_weights
+from stratagem_mesh.context.call import Call, begin, end
 from stratagem_mesh.tensor.search import find_layers
 
 
@@ -111,3 +113,15 @@ def test_the_example_takes_the_dtype_of_the_model() -> None:
 def test_a_plan_of_another_kind_is_refused(plan: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         MeshStrategy(tensor=2, tensor_plan=plan)
+
+
+def test_weights_of_attention_are_refused_where_ranks_divide_a_sequence() -> None:
+    group: Any = None
+    begin(Call("'body' (Encoder)", group, 4))
+    try:
+        with pytest.raises(UserCodeError, match="for its weights, and ranks divide its"):
+            refuse_weights(True)
+        refuse_weights(False)
+    finally:
+        end()
+    refuse_weights(True)
