@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from itertools import product
 from math import prod
 from typing import Any, Literal
@@ -12,7 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stratagem.errors import ConfigurationError
-from stratagem.strategies import Axis, ModelParallelStrategy
+from stratagem.precision import TruePrecision
+from stratagem.strategies import Axis, ModelParallelStrategy, user_module
+from stratagem_mesh.check.before_training import LAYERS, check_model
 from stratagem_mesh.context.regions import ContextRegions
 from stratagem_mesh.plugin import MESH
 from stratagem_mesh.tensor.layers import (
@@ -29,6 +33,7 @@ AXES = ("replicate", "shard", "context", "tensor")
 Size = int | Literal["auto"]
 
 _MOST_CANDIDATES = 12
+_NUMBER = re.compile(r"(^|\.)\d+(\.|$)")
 
 
 class MeshStrategy(ModelParallelStrategy):
@@ -74,6 +79,11 @@ class MeshStrategy(ModelParallelStrategy):
         check_context: compare the first forward pass of these modules, and of blocks under
             `sequence_parallel`, with one over the whole sequence, which each rank computes once,
             and raise if they differ.
+        check: compare a copy of the model with one process before training: outputs of modules,
+            loss and gradients, in float64, without dropout. The copy keeps two layers of each kind,
+            and each rank holds it whole for a moment. It reads `example_input`, or the model's own
+            example. An error names the module or the parameter that differs. `check_context`
+            compares less, the outputs of regions, but for the first batch.
         gather_logits: give each rank all logits of a model of transformers in training, although
             the model has computed its loss from them.
         auto_wrap_policy, activation_checkpointing, reshard_after_forward: see `FSDPStrategy`.
@@ -107,6 +117,7 @@ class MeshStrategy(ModelParallelStrategy):
         example_input: Any = None,
         context_modules: Sequence[str] | None = None,
         check_context: bool = True,
+        check: bool = False,
         gather_logits: bool = False,
         **components: Any,
     ) -> None:
@@ -123,6 +134,7 @@ class MeshStrategy(ModelParallelStrategy):
         self.tensor_layers: dict[str, str] = {}
         self.context_modules = context_modules
         self.check_context = check_context
+        self.check = check
         self.gather_logits = gather_logits
         self._regions: ContextRegions | None = None
 
@@ -203,20 +215,46 @@ class MeshStrategy(ModelParallelStrategy):
         super().setup_environment()
         if self.context > 1:
             mesh = init_device_mesh(self.device.type, self.sizes, mesh_dim_names=AXES)
-            has_values = dist.get_backend() != "fake"  # a plan runs without values
             self._regions = ContextRegions(
                 mesh.get_group("context"),
-                check=self.check_context and has_values,
+                check=self.check_context and _has_values(),
                 gather_logits=self.gather_logits,
             )
 
     # -- the model
 
     def shard(self, module: nn.Module) -> None:
-        """Divide layers and sequences, checkpoint activations, then shard parameters."""
+        """Divide layers and sequences, checkpoint activations, then shard parameters.
+
+        Raises:
+            UserCodeError: with `check=True`, a copy of the model computes something else.
+        """
+        if self.check and _has_values():
+            self._check(user_module(module))
         super().shard(module)
         if self._regions is not None:
             self._regions.watch_repeated()
+
+    def _check(self, model: nn.Module) -> None:
+        """Let a twin of this strategy divide a copy of the model."""
+        twin = copy(self)
+        twin.__dict__.update(
+            _set_up=None, _replicated=[], _held=set(), _backwards=0, tensor_layers={}
+        )
+        twin.check = twin.check_context = False
+        twin.precision = twin.precision_plugin = TruePrecision("64-true")
+        if self._regions is not None:
+            twin._regions = self._regions.like(check=False)
+        sizes = zip(AXES, self.sizes, strict=True)
+        place = " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one rank"
+        has_numbers = any(map(_NUMBER.search, (*self._patterns(),)))
+        check_model(model, twin, place, layers=None if has_numbers else LAYERS)
+
+    def _patterns(self) -> Iterator[str]:
+        """Yield the names of modules that the user gave."""
+        yield from self.context_modules or ()
+        if isinstance(self.tensor_plan, Mapping):
+            yield from self.tensor_plan
 
     def divide(self, model: nn.Module) -> None:
         """Divide layers over the tensor axis, and sequences over the context axis."""
@@ -233,6 +271,11 @@ class MeshStrategy(ModelParallelStrategy):
             )
         if self._regions is not None:
             self._regions.divide(model, self.context_modules)
+
+
+def _has_values() -> bool:
+    """Whether ranks exchange values; those of a plan do not."""
+    return dist.get_backend() != "fake"
 
 
 def _checked(option: str, size: Any) -> int:

@@ -84,7 +84,23 @@ def test_options_of_the_strategy_are_compared(options: tuple[str, ...]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+def test_layers_of_each_kind_are_kept_and_compared() -> None:
+    plan = ("--plan", "mesh_subjects:PLAN", "--layers", "2")
+    done = check("Stack", "--tensor", "2", "--shard", "2", *plan)
+    assert done.returncode == 0, done.stderr
+    assert "blocks keeps layers 0, 1, 3\n" in done.stderr
+    assert "embedding.weight" in done.stdout or "blocks.2." in done.stdout
+    assert "blocks.3." not in done.stdout
+    assert done.stdout.endswith("The numbers of one process.\n")
+
+
 REFUSED = {
+    "a model that reads values while it is built": (
+        ("NeedsValues", "--tensor", "2", "--plan", "mesh_subjects:PLAN", "--layers", "2"),
+        "RuntimeError: Tensor.item() cannot be called on meta tensors "
+        f"({SUBJECTS / 'mesh_subjects.py'}:LINE in __init__)",
+    ),
     "blocks that are not there": (
         ("Net", "--tensor", "2", "--plan", "mesh_subjects:PLAN", "--sequence-parallel"),
         "sequence_parallel=True, but Net has no blocks, which are modules of an nn.ModuleList or "

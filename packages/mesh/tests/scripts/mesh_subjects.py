@@ -64,6 +64,29 @@ class Chain(nn.Sequential):
         super().__init__(Block(), Block())
 
 
+class Stack(nn.Module):
+    """Six blocks of two kinds, and a head that shares its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 8)
+        self.blocks = nn.ModuleList([Block() for _ in range(6)])
+        self.blocks[3].up, self.blocks[3].down = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.head = nn.Linear(8, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class NeedsValues(Stack):
+    def __init__(self):
+        super().__init__()
+        self.scale = self.head.weight.max().item()
+
+
 def sequences(index):
     return torch.randn(2, 6, 8)
 

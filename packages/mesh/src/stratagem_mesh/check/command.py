@@ -12,6 +12,7 @@ from typing import Any
 from stratagem.cli import at_least, parser_of, print_table
 from stratagem.discovery import load_target
 from stratagem.errors import StratagemError
+from stratagem.strategies import use_huge_pages
 from stratagem_mesh.check.refusals import imported
 
 SUMMARY = "Compare a step of a model on a mesh with one process."
@@ -20,8 +21,9 @@ _DESCRIPTION = f"""{SUMMARY}
 
 Processes on the CPU take one step in float64, without dropout: forward, backward, clipping, an
 optimizer step, an evaluation and a checkpoint, which one process reads back. The same step runs in
-one process. Use a small model with the layers of the real one. The exit code is 1 if more than
-rounding differs, and 2 if the mesh refuses the model or a function raises an error.
+one process. Use a small model with the layers of the real one, or --layers 2: the model then keeps
+two layers of each kind, whose values are drawn anew. The exit code is 1 if more than rounding
+differs, and 2 if the mesh refuses the model or a function raises an error.
 """
 
 _OPTIONS = "sequence_parallel", "loss_parallel", "context_modules"
@@ -46,6 +48,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     sizes = {axis: getattr(options, axis) for axis in ("replicate", "shard", "context", "tensor")}
+    use_huge_pages()
     # By name: the program does without torch, and this command cannot.
     comparison = "stratagem_mesh.check.comparison"
     subject_of = load_target(f"{comparison}:Subject", what="the comparison")
@@ -59,6 +62,7 @@ def _compare(options: argparse.Namespace) -> int:
         imported(options.batch, "--batch"),
         imported(loss, "--loss"),
         {**sizes, **further},
+        options.layers,
     )
     rows = compare(subject, prod(sizes.values()))
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
@@ -89,6 +93,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--plan", metavar="MODULE:NAME", help="the tensor_plan; that of the model otherwise")
     for axis in ("replicate", "shard", "context", "tensor"):
         add(f"--{axis}", metavar="N", type=at_least(1), default=1, help="the size of the axis; 1")
+    add(
+        "--layers",
+        metavar="N",
+        type=at_least(1),
+        help="keep the first N layers of each kind of a stack; the values of all parameters are "
+        "drawn anew, so that a large model is built without memory for them",
+    )
     add("--sequence-parallel", action="store_true", help="as for MeshStrategy")
     add("--loss-parallel", action="store_true", help="as for MeshStrategy")
     add(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,22 +12,41 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from stratagem import Lite, Module, seed_everything
 from stratagem.errors import ConfigurationError
-from stratagem.lite import LiteModule
-from stratagem_mesh.check.refusals import in_one_line, note_of, of_ranks
-from stratagem_mesh.strategy import MeshStrategy
-from stratagem_torch.sharding import whole_on_cpu
-
-TOLERANCE = 1e-9
-"""The largest relative difference in float64 that rounding explains."""
-
-_DROPOUT = re.compile(
-    r"dropout|drop_?prob|drop_?path|layer_?drop|(attn|attention|hidden|resid|embd)_p?drop"
+from stratagem.launch import rank_zero_info
+from stratagem_mesh.check.losses import default_loss
+from stratagem_mesh.check.reduction import (
+    Draws,
+    DrawsOfRanks,
+    give_values,
+    reduce_layers,
+    without_dropout,
+    without_values,
+    zeros,
 )
+from stratagem_mesh.check.refusals import in_one_line, note_of, of_ranks
+from stratagem_mesh.check.values import (
+    OUTPUTS,
+    KeepFloat64,
+    Outputs,
+    Row,
+    compare_outputs,
+    compare_saved,
+    difference,
+    save_pieces,
+)
+from stratagem_mesh.strategy import MeshStrategy
+
+QUANTITIES = (
+    OUTPUTS,
+    *("loss", "gradients", "gradient norm", "weights", "loss of an evaluation"),
+)
+"""The compared values of a step, in the order in which it computes them."""
+
+Keep = Callable[[str, Mapping[str, Tensor]], None]
 
 
 @dataclass(frozen=True)
@@ -39,61 +58,15 @@ class Subject:
         batch: returns a batch; with a parameter, the batch of a data rank's index.
         loss: returns the loss of (model, batch).
         options: the arguments of MeshStrategy.
+        layers: the number of layers of each kind that stay, with values that are drawn anew; None:
+            the model is used as it is.
     """
 
     build: Callable[[], nn.Module]
     batch: Callable[..., Any]
     loss: Callable[[Any, Any], Tensor]
     options: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A compared quantity.
-
-    Attributes:
-        what: its name.
-        difference: the largest difference, relative to the largest element in one process.
-        where: the parameter or the module with it; "" if the quantity is one number.
-        others: the names of further ones that differ by more than rounding.
-    """
-
-    what: str
-    difference: float
-    where: str = ""
-    others: tuple[str, ...] = ()
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether rounding explains the difference."""
-        return self.difference <= TOLERANCE
-
-
-def default_loss(model: Any, batch: Any) -> Tensor:
-    """Return the loss of `training_step`, or of the model's output.
-
-    Of an output without a loss, the mean of its squares is taken.
-
-    Raises:
-        ConfigurationError: the model returned neither a loss nor a tensor.
-    """
-    if callable(getattr(model, "training_step", None)):
-        own = model.module if isinstance(model, LiteModule) else model
-        takes = len(signature(own.training_step).parameters)
-        output = model.training_step(*(batch, 0)[:takes])
-    elif isinstance(batch, Mapping):
-        output = model(**batch)
-    else:
-        output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if loss is None:
-        loss = getattr(output, "logits", output)
-    if not isinstance(loss, Tensor):
-        raise ConfigurationError(
-            f"the model returned an object of type {type(output).__name__}, which has no loss: "
-            "pass --loss module:function, a function (model, batch) that returns a scalar"
-        )
-    return loss if loss.ndim == 0 else loss.square().mean()
+    layers: int | None = None
 
 
 def compare(subject: Subject, ranks: int) -> list[Row]:
@@ -106,16 +79,17 @@ def compare(subject: Subject, ranks: int) -> list[Row]:
     Raises:
         StratagemError: the model or the mesh is refused, or a function of the subject failed.
     """
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
         strategy = MeshStrategy(**{"launcher": "spawn", **_options(subject)})
         lite = Lite(accelerator="cpu", devices=ranks, strategy=strategy, precision="64-true")
-        with of_ranks(Path(folder)):
-            lite.launch(_in_float64, subject, folder)
-        on_mesh = torch.load(Path(folder, "step.pt"), weights_only=True)
-        alone = Lite(accelerator="cpu", devices=1, precision="64-true")
-        expected, read_back = alone.launch(_in_float64, subject, folder, on_mesh["batches"])
-    differing = [_row(what, on_mesh[what], of_one) for what, of_one in expected.items()]
-    return [*differing, _row("weights read back in one process", read_back, on_mesh["weights"])]
+        with of_ranks(folder):
+            lite.launch(_in_float64, _on_mesh, subject, folder)
+        rows: list[Row] = []
+        for run in (_alone, _read_back):  # one after the other, each with one model in memory
+            one = Lite(accelerator="cpu", devices=1, precision="64-true")
+            rows += one.launch(_in_float64, run, subject, folder, ranks)
+    return rows
 
 
 def _options(subject: Subject) -> dict[str, Any]:
@@ -125,87 +99,113 @@ def _options(subject: Subject) -> dict[str, Any]:
     if not is_module and not {"tensor_plan", "example_input"} & options.keys():
         with in_one_line():
             options["example_input"] = _batch(subject.batch, 0)
+    if subject.layers is not None:  # no rank gathers a whole model, which may be large
+        options["state_dict_type"] = "sharded"
     return options
 
 
-def _in_float64(lite: Lite, subject: Subject, folder: str, batches: int = 0) -> Any:
-    """Take the step, on a mesh if `batches` is 0; else also read the checkpoint back."""
+def _in_float64(lite: Lite, run: Callable[..., Any], *arguments: Any) -> Any:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # the dtype to which Lite converts outputs
     try:
-        note = None if batches else note_of(Path(folder), lite.global_rank)
-        with in_one_line(note), _KeepFloat64():
-            if not batches:
-                _step(lite, subject, folder)
-                return None
-            found = _step(lite, subject, "", batches)
-            return found, _read_back(lite, subject, Path(folder, "saved.ckpt"))
+        with KeepFloat64():
+            return run(lite, *arguments)
     finally:
         torch.set_default_dtype(before)
 
 
-class _KeepFloat64(TorchFunctionMode):
-    """Computes in float64 where a model asks for float32, as norms and losses often do."""
+def _on_mesh(lite: Lite, subject: Subject, folder: Path) -> None:
+    """Take the step on a rank, which writes its values."""
+    rank = lite.global_rank
+    with in_one_line(note_of(folder, rank)):
+        draws = DrawsOfRanks(folder, rank, lite.world_size, lite.barrier)
+        model, optimizer, _ = _model(lite, subject, draws)
+        count = lite.ranks.data_split[1]
+        keep = partial(save_pieces, folder, rank)
+        found = _step(lite, subject, model, optimizer, count, keep)
+        lite.save(folder / "saved.ckpt", {"model": model, "optimizer": optimizer})
+        if lite.is_global_zero:
+            torch.save({**found, "batches": count}, folder / "step.pt")
+        lite.barrier()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is Tensor.float and args[0].dtype is torch.float64:
-            return args[0]
-        kept = [torch.float64 if one is torch.float32 else one for one in args]
-        named = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
-        return func(*kept, **named)
+
+def _alone(lite: Lite, subject: Subject, folder: Path, ranks: int) -> list[Row]:
+    """Take the step in one process; return the rows of its values."""
+    on_mesh = torch.load(folder / "step.pt", weights_only=True)
+    rows: dict[str, Row] = {}
+
+    def keep(what: str, tensors: Mapping[str, Tensor]) -> None:
+        rows[what] = compare_saved(what, folder, what, ranks, tensors)
+
+    with in_one_line():
+        model, optimizer, kept = _model(lite, subject, Draws())
+        for name, own in kept.items():
+            rank_zero_info("%s keeps layers %s", name, ", ".join(map(str, own)))
+        expected = _step(lite, subject, model, optimizer, on_mesh["batches"], keep)
+    for what, of_one in expected.items():
+        if what == OUTPUTS:
+            rows[what] = compare_outputs(on_mesh[what], of_one)
+        else:
+            rows[what] = Row(what, difference(on_mesh[what], of_one))
+    return [rows[what] for what in QUANTITIES]
 
 
-def _step(lite: Lite, subject: Subject, folder: str, batches: int = 0) -> dict[str, Any]:
-    """Take a step over this rank's batches; return the compared values, which rank 0 also saves."""
-    model, optimizer = _model(lite, subject)
-    count = batches or lite.ranks.data_split[1]
+def _read_back(lite: Lite, subject: Subject, folder: Path, ranks: int) -> list[Row]:
+    """Read the checkpoint in one process; return the row of the weights."""
+    with in_one_line():
+        model, optimizer, _ = _model(lite, subject, zeros)
+        lite.load(folder / "saved.ckpt", {"model": model, "optimizer": optimizer})
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    what = "weights read back in one process"
+    return [compare_saved(what, folder, "weights", ranks, weights)]
+
+
+def _step(
+    lite: Lite, subject: Subject, model: Any, optimizer: Any, count: int, keep: Keep
+) -> dict[str, Any]:
+    """Take a step over this rank's batches; return values, and hand over those by name."""
     numbers: Any = range(count)
     loader: Any = DataLoader(numbers, collate_fn=lambda own: _batch(subject.batch, *own))
     own = list(lite.setup_dataloaders(loader))
-    outputs: dict[str, Tensor] = {}
-    hooks = _record(model, outputs)
+    outputs = Outputs(model if lite.is_global_zero else nn.Module())
     losses = []
     for position, batch in enumerate(own):
         loss = subject.loss(model, batch)
         if position == 0:
-            _remove(hooks)
+            outputs.close()
         lite.backward(loss / len(own))
         losses.append(loss.detach())
     trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    gradients = {name: whole_on_cpu(gradient) for name, gradient in trained.items()}
+    keep("gradients", trained)
     norm = lite.clip_gradients(model, optimizer, max_norm=0.5)
     optimizer.step()
+    optimizer.zero_grad()
     model.eval()
     with torch.no_grad():
         evaluated = torch.stack([subject.loss(model, batch) for batch in own]).mean()
-    assert norm is not None
-    found: dict[str, Any] = {
-        "outputs of modules": outputs,
+    keep("weights", dict(model.named_parameters()))
+    return {
+        OUTPUTS: dict(outputs),
         "loss": lite.all_reduce(torch.stack(losses).mean()),
-        "gradients": gradients,
         "gradient norm": norm,
-        "weights": {name: whole_on_cpu(p) for name, p in model.named_parameters()},
         "loss of an evaluation": lite.all_reduce(evaluated),
     }
-    if folder:
-        lite.save(Path(folder, "saved.ckpt"), {"model": model, "optimizer": optimizer})
-        if lite.is_global_zero:
-            torch.save({**found, "batches": count}, Path(folder, "step.pt"))
-        lite.barrier()
-    return found
 
 
-def _model(lite: Lite, subject: Subject) -> tuple[Any, Any]:
+def _model(
+    lite: Lite, subject: Subject, values: Callable[[str, nn.Parameter], Tensor]
+) -> tuple[Any, Any, dict[str, list[int]]]:
+    """Return the model and its optimizer, set up, and the indices of layers that stay."""
     seed_everything(0)
-    model = subject.build()
-    for part in model.modules():
-        for name, value in vars(part).items():
-            if isinstance(value, float) and (
-                _DROPOUT.search(name) or (name == "p" and "Dropout" in type(part).__name__)
-            ):
-                setattr(part, name, 0.0)
+    kept: dict[str, list[int]] = {}
+    if subject.layers is None:
+        model = subject.build()
+    else:
+        with without_values():
+            model = subject.build()
+        kept = reduce_layers(model, subject.layers)
+        give_values(model, values)
+    without_dropout(model)
     if isinstance(model, Module):
         if not model.automatic_optimization and subject.loss is default_loss:
             raise ConfigurationError(
@@ -215,65 +215,14 @@ def _model(lite: Lite, subject: Subject) -> tuple[Any, Any]:
         for name in ("log", "log_dict"):  # they work under a Trainer alone
             vars(model)[name] = _log_nothing
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model, optimizer = lite.setup(model.train(), torch.optim.SGD(trained, lr=0.1, momentum=0.9))
-    return model, optimizer
+    set_up = lite.setup(model.train(), torch.optim.SGD(trained, lr=0.1, momentum=0.9))
+    return *set_up, kept
 
 
 def _log_nothing(*arguments: Any, **options: Any) -> None:
     """Take the place of a Module's `log`."""
 
 
-def _read_back(lite: Lite, subject: Subject, path: Path) -> dict[str, Tensor]:
-    model, optimizer = _model(lite, subject)
-    lite.load(path, {"model": model, "optimizer": optimizer})
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
 def _batch(make: Callable[..., Any], index: int) -> Any:
     torch.manual_seed(index)
     return make(index) if signature(make).parameters else make()
-
-
-def _record(model: nn.Module, outputs: dict[str, Tensor]) -> list[Any]:
-    """Keep the first output of each module, in the order in which they end."""
-
-    def keep(name: str) -> Callable[..., None]:
-        def hook(part: nn.Module, inputs: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, (tuple, list)) and output else output
-            if isinstance(first, Tensor) and first.is_floating_point():
-                outputs.setdefault(name, whole_on_cpu(first))
-
-        return hook
-
-    return [part.register_forward_hook(keep(n)) for n, part in model.named_modules() if n]
-
-
-def _remove(hooks: list[Any]) -> None:
-    for hook in hooks:
-        hook.remove()
-
-
-def _row(what: str, found: Any, expected: Any) -> Row:
-    """Compare a tensor, or tensors by name; outputs of parts, which have other shapes, are not."""
-    if isinstance(expected, Tensor):
-        return Row(what, _difference(found, expected))
-    if what == "outputs of modules":
-        expected = {n: t for n, t in expected.items() if n in found and found[n].shape == t.shape}
-    differences = {
-        name: _difference(found[name], tensor) if name in found else float("inf")
-        for name, tensor in expected.items()
-    }
-    apart = [name for name, difference in differences.items() if difference > TOLERANCE]
-    # The order in which modules end; a gradient goes the other way.
-    first = apart[:1] if what == "outputs of modules" else apart[-1:]
-    worst = first or sorted(differences, key=differences.__getitem__)[-1:]
-    others = tuple(name for name in apart if name not in worst)
-    return Row(what, max(differences.values(), default=0.0), "".join(worst), others)
-
-
-def _difference(found: Tensor, expected: Tensor) -> float:
-    if found.shape != expected.shape:
-        return float("inf")
-    largest = float(expected.abs().max()) if expected.numel() else 0.0
-    apart = float((found - expected).abs().max()) if expected.numel() else 0.0
-    return apart / largest if largest > 1e-12 else apart

@@ -55,6 +55,10 @@ class ContextRegions:
         self._gather_logits = gather_logits
         self._divided: list[nn.Module] = []
 
+    def like(self, *, check: bool) -> ContextRegions:
+        """Return regions of another model, of the same ranks."""
+        return ContextRegions(self._group.group, check=check, gather_logits=self._gather_logits)
+
     def divide(self, model: nn.Module, names: Sequence[str] | None) -> None:
         """Let each rank compute a part of the sequence in the modules of these names, in place.
 
