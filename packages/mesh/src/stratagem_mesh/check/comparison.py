@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from stratagem import Lite, Module, seed_everything
 from stratagem.errors import ConfigurationError
 from stratagem.launch import rank_zero_info
-from stratagem_mesh.check.losses import default_loss
+from stratagem_mesh.check.losses import brings_example, default_loss
 from stratagem_mesh.check.reduction import (
     Draws,
     DrawsOfRanks,
@@ -81,7 +81,10 @@ def compare(subject: Subject, ranks: int) -> list[Row]:
     """
     with TemporaryDirectory() as name:
         folder = Path(name)
-        strategy = MeshStrategy(**{"launcher": "spawn", **_options(subject)})
+        options = {"launcher": "spawn", **subject.options}
+        if subject.layers is not None:  # no rank gathers a whole model, which may be large
+            options["state_dict_type"] = "sharded"
+        strategy = MeshStrategy(**options)
         lite = Lite(accelerator="cpu", devices=ranks, strategy=strategy, precision="64-true")
         with of_ranks(folder):
             lite.launch(_in_float64, _on_mesh, subject, folder)
@@ -90,18 +93,6 @@ def compare(subject: Subject, ranks: int) -> list[Row]:
             one = Lite(accelerator="cpu", devices=1, precision="64-true")
             rows += one.launch(_in_float64, run, subject, folder, ranks)
     return rows
-
-
-def _options(subject: Subject) -> dict[str, Any]:
-    """Return the arguments of the strategy, with a batch for models that have no own example."""
-    options = dict(subject.options)
-    is_module = isinstance(subject.build, type) and issubclass(subject.build, Module)
-    if not is_module and not {"tensor_plan", "example_input"} & options.keys():
-        with in_one_line():
-            options["example_input"] = _batch(subject.batch, 0)
-    if subject.layers is not None:  # no rank gathers a whole model, which may be large
-        options["state_dict_type"] = "sharded"
-    return options
 
 
 def _in_float64(lite: Lite, run: Callable[..., Any], *arguments: Any) -> Any:
@@ -201,11 +192,12 @@ def _model(
     if subject.layers is None:
         model = subject.build()
     else:
-        with without_values():
-            model = subject.build()
+        model = _built_without_values(subject)
         kept = reduce_layers(model, subject.layers)
         give_values(model, values)
     without_dropout(model)
+    if not isinstance(model, Module) and not brings_example(model):
+        _give_example(lite.strategy, subject)
     if isinstance(model, Module):
         if not model.automatic_optimization and subject.loss is default_loss:
             raise ConfigurationError(
@@ -217,6 +209,26 @@ def _model(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     set_up = lite.setup(model.train(), torch.optim.SGD(trained, lr=0.1, momentum=0.9))
     return *set_up, kept
+
+
+def _built_without_values(subject: Subject) -> nn.Module:
+    try:
+        with without_values():
+            return subject.build()
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" not in str(error):
+            raise
+        raise ConfigurationError(
+            "--layers builds the model without values of its parameters, and its constructor reads "
+            f"them ({type(error).__name__}: {error}): check a small model without --layers"
+        ) from error
+
+
+def _give_example(strategy: Any, subject: Subject) -> None:
+    """Let a mesh find layers to divide by a batch."""
+    is_mesh = isinstance(strategy, MeshStrategy)
+    if is_mesh and strategy.tensor_plan is None and strategy.example_input is None:
+        strategy.example_input = _batch(subject.batch, 0)
 
 
 def _log_nothing(*arguments: Any, **options: Any) -> None:

@@ -65,6 +65,12 @@ def loss_of(output: Any) -> Tensor:
     return torch.stack(means).sum()
 
 
+def brings_example(model: nn.Module) -> bool:
+    """Whether a model has an example of its input, or is or holds a model of transformers."""
+    own = getattr(model, "example_input_array", None) is not None
+    return own or any(hasattr(part, "dummy_inputs") for part in model.modules())
+
+
 def example_calls(model: nn.Module, example: Any, device: torch.device) -> list[Call]:
     """Return what to call, and with which arguments: the model, or parts that bring inputs.
 
@@ -78,8 +84,7 @@ def example_calls(model: nn.Module, example: Any, device: torch.device) -> list[
     """
     numbers = torch.Generator().manual_seed(0)
     is_own = example is None and getattr(model, "example_input_array", None) is None
-    has_dummies = any(hasattr(part, "dummy_inputs") for part in model.modules())
-    if is_own and not has_dummies:
+    if example is None and not brings_example(model):
         raise ConfigurationError(
             f"MeshStrategy(check=True) runs {type(model).__name__} before training, and it brings "
             "no example of an input: pass example_input= what forward takes, set "
