@@ -66,14 +66,14 @@ def check_model(model: nn.Module, mesh: Mesh, place: str, *, layers: int | None)
     """Raise on all ranks if a copy of a model computes something else on a mesh.
 
     Args:
-        model: stays as it is.
+        model: does not change.
         mesh: divides the copy.
         place: the sizes of the mesh, for the error.
         layers: the layers of each kind that the copy keeps; None: all.
 
     Raises:
         UserCodeError: names the module or the parameter that differs.
-        ConfigurationError: there is no example of an input, or the mesh refuses the model.
+        ConfigurationError: the model has no example of an input, or the mesh refuses the model.
     """
     before = torch.get_default_dtype()
     with ExitStack() as stack:

@@ -59,7 +59,7 @@ class Subject:
         loss: returns the loss of (model, batch).
         options: the arguments of MeshStrategy.
         layers: the number of layers of each kind that stay, with values that are drawn anew; None:
-            the model is used as it is.
+            all layers stay, with their values.
     """
 
     build: Callable[[], nn.Module]

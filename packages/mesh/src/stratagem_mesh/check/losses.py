@@ -24,7 +24,7 @@ _PREDICTS_WORDS = re.compile(r"LM$|LMHeadModel$|ForConditionalGeneration$")
 def default_loss(model: Any, batch: Any) -> Tensor:
     """Return the loss of `training_step`, or of the model's output.
 
-    Of an output without a loss, the mean of its squares is taken, or of those of its logits.
+    Of an output without a loss, the mean of the squares of its logits, or of its tensors, is taken.
 
     Raises:
         ConfigurationError: the model returned neither a loss nor a tensor.
@@ -72,15 +72,15 @@ def brings_example(model: nn.Module) -> bool:
 
 
 def example_calls(model: nn.Module, example: Any, device: torch.device) -> list[Call]:
-    """Return what to call, and with which arguments: the model, or parts that bring inputs.
+    """Return modules with their arguments: the model, or its parts that bring inputs.
 
     Args:
         model: the model.
-        example: an input of the model. Default: its own, or those of models of transformers in it.
+        example: an input of the model. Default: its own, or inputs of models of transformers in it.
         device: the device of the arguments.
 
     Raises:
-        ConfigurationError: there is no input.
+        ConfigurationError: the model has no input.
     """
     numbers = torch.Generator().manual_seed(0)
     is_own = example is None and getattr(model, "example_input_array", None) is None

@@ -37,7 +37,7 @@ def reduce_layers(model: nn.Module, layers: int) -> dict[str, list[int]]:
     A stack is an `nn.ModuleList` or `nn.Sequential` with several modules of a class that contain
     modules themselves. Two of them are of one kind if class, shapes of parameters and numbers that
     say how they compute are equal. Experts of a router stay. The number of layers and the types of
-    layers in the model's config follow, in a copy of it.
+    layers in a copy of the model's config follow.
 
     Args:
         model: is changed.
@@ -236,7 +236,7 @@ class Draws:
 class DrawsOfRanks(Draws):
     """Draws large values once for all ranks of this machine, which map one file of them.
 
-    They are whole for a short time: the strategy copies a rank's shard of them.
+    The whole values exist for a short time: the strategy copies a rank's shard.
 
     Args:
         folder: the folder of the files.
