@@ -42,7 +42,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 @dataclass(frozen=True)
 class Recompute:
-    """How modules compute their activations again in backward, in place of keeping them.
+    """A choice of modules that compute their activations again in backward.
 
     Operations that draw random numbers are always computed again, so that dropout draws the same
     numbers in both passes.

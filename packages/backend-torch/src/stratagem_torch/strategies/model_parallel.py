@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import random
+import sys
 from collections.abc import Callable, Sequence
+from ctypes import string_at
 from functools import partial
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from stratagem.data import map_tensors
 from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.rng import SEED_VARIABLE
 from stratagem.strategies import Axis, PreparedModel, TrainStep, user_module
 from stratagem_torch.distributed.activation_checkpointing import (
     ActivationCheckpointing,
@@ -93,7 +100,7 @@ class ModelParallelStrategy(ShardedStrategy):
         check_policy(auto_wrap_policy)
         self.auto_wrap_policy = auto_wrap_policy
         self.reshard_after_forward = reshard_after_forward
-        self._compared_batches = False
+        self._batches = 0
 
     def mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Return (data_parallel_size, tensor_parallel_size)."""
@@ -118,6 +125,20 @@ class ModelParallelStrategy(ShardedStrategy):
             )
         return sizes, ("data_parallel", "tensor_parallel")
 
+    def setup_environment(self) -> None:
+        """Join the process group, and let ranks that share a model draw the same numbers.
+
+        torch seeds its generator alike on each rank. Python and NumPy do not, and batches that are
+        mixed or augmented by their numbers would differ.
+        """
+        super().setup_environment()
+        if self.ranks.world_size > 1 and SEED_VARIABLE not in os.environ:
+            drawn = self.ranks.gather_objects(random.getrandbits(32))[0]
+            seed = self.ranks.seed(drawn)
+            random.seed(seed)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(seed)
+
     def rank_axes(self, world_size: int) -> Sequence[Axis]:
         """Return the data axis and the tensor axis, whose ranks read the same batches."""
         (groups, ranks), _ = self.mesh_shape()
@@ -126,21 +147,21 @@ class ModelParallelStrategy(ShardedStrategy):
     def accumulate(
         self, prepared: PreparedModel, step: TrainStep, micro_batch: Any, count: int
     ) -> bool:
-        """Run forward and backward; before the first, see that ranks have the batches they should.
+        """Run forward and backward; compare batches 1, 2, 4, 8 and so on between ranks before.
 
         Raises:
             UserCodeError: ranks of one part of the data have read different batches.
         """
-        if not self._compared_batches:
-            self._compared_batches = True
+        self._batches += 1
+        if self._batches & (self._batches - 1) == 0:
             self._compare(micro_batch)
         return super().accumulate(prepared, step, micro_batch, count)
 
     def _compare(self, batch: Any) -> None:
         """Refuse different batches on ranks that share a model, which would train on nonsense."""
-        sums: list[str] = []  # in words, since NaN differs from NaN
-        map_tensors(lambda tensor: sums.append(str(float(tensor.double().sum()))), batch)
-        of_ranks = self.ranks.gather_objects(sums)
+        contents: list[str] = []
+        map_tensors(lambda tensor: contents.append(_digest(tensor)), batch)
+        of_ranks = self.ranks.gather_objects(contents)
         for group in self.ranks.data_groups:
             if any(of_ranks[rank] != of_ranks[group[0]] for rank in group):
                 place = self.ranks.place(group)
@@ -204,6 +225,15 @@ class ModelParallelStrategy(ShardedStrategy):
                 "was given: expected it to change the model in place, as parallelize_module and "
                 "fully_shard do, and to return it"
             )
+
+
+def _digest(tensor: Tensor) -> str:
+    """Return the shape of a tensor and a hash of its bytes."""
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    values = tensor.detach().cpu().contiguous()
+    digest = hashlib.blake2b(string_at(values.data_ptr(), values.nbytes), digest_size=16)
+    return f"{tuple(tensor.shape)} {digest.hexdigest()}"
 
 
 def _check_elements(module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Several documents in a row of tokens, none of which sees another."""
+"""Several documents in a row of tokens, each separate."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def _tokens(document: Any) -> Any:
 def check_packing(model: nn.Module) -> None:
     """Check that documents of a row do not see one another, by a run with four tokens.
 
-    Models of transformers derive the mask from position ids that begin again, if they are called
-    without an `attention_mask`, and with `use_cache=False` in `config`, which is set here.
+    Models of transformers derive the mask from position ids that begin again, if the call has no
+    `attention_mask`, and `config.use_cache` is False. This function sets it to False.
 
     Args:
         model: a model of transformers with whole weights.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class _Cut(torch.autograd.Function):
         return group.slice(tensor, dim).contiguous()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         group, dim = ctx.arguments
         return group.join(gradients[0], dim) / group.size, None, None
@@ -88,6 +90,7 @@ class _Gather(torch.autograd.Function):
         return group.join(tensor, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         group, dim = ctx.arguments
         return group.slice(gradients[0], dim) * group.size, None, None, None
@@ -100,6 +103,7 @@ class _GatherKeys(torch.autograd.Function):
         return group.join(tensor, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         group, dim = ctx.arguments
         return torch.stack(group.swap(gradients[0], dim)).sum(0), None, None
@@ -112,6 +116,7 @@ class _Share(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return ctx.group.sum(gradients[0]) / ctx.group.size, None
 
@@ -124,6 +129,7 @@ class _First(torch.autograd.Function):
         return group.sum(sent)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         factor = ctx.group.size if ctx.group.rank == 0 else 0
         return gradients[0] * factor, None, None
@@ -139,6 +145,7 @@ class _SumOfLosses(torch.autograd.Function):
         return group.sum(torch.where(fraction > 0, loss * fraction, 0.0).to(loss.dtype))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0] * ctx.factor, None, None, None
 

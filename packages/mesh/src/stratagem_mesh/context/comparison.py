@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from stratagem.data import map_tensors
 from stratagem.errors import UserCodeError
+from stratagem_mesh.context.attention import without_dropout
 from stratagem_mesh.context.kinds import title
 
 TOLERANCES = {
@@ -57,6 +60,10 @@ def difference(
 ) -> str | None:
     """Return how the outputs of a module in parts differ from the whole ones, without dropout.
 
+    Both are compared in evaluation, and in training too if the module trains and draws no other
+    random numbers than those of dropout; buffers that change then count as outputs. Parameters that
+    are zero, which may hide a part of the module, have random values meanwhile.
+
     Args:
         module: the module that computes both.
         whole: returns the outputs, computed from the whole sequence.
@@ -65,8 +72,32 @@ def difference(
     Returns:
         The first difference that rounding does not explain, in words, or None.
     """
-    with torch.no_grad(), _own_numbers(module), _evaluated(module):
-        expected, received = _tensors(whole()), _tensors(in_parts())
+    with torch.no_grad(), _own_numbers(module), _without_zeros(module):
+        with _evaluated(module):
+            found = _first_difference(module, _outputs(module, in_parts), _outputs(module, whole))
+        if found is not None or not module.training:
+            return found
+        with _without_dropout():
+            expected, again = (_outputs(module, whole) for _ in range(2))
+            if _first_difference(module, again, expected) is not None:
+                return None
+            return _first_difference(module, _outputs(module, in_parts), expected)
+
+
+def _outputs(module: nn.Module, compute: Callable[[], Any]) -> list[Tensor]:
+    """Return the outputs, and the buffers after them, which are restored."""
+    buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+    before = [buffer.clone() for buffer in buffers]
+    outputs = _tensors(compute())
+    after = [buffer.clone() for buffer in buffers]
+    for buffer, kept in zip(buffers, before, strict=True):
+        buffer.copy_(kept)
+    return outputs + after
+
+
+def _first_difference(
+    module: nn.Module, received: list[Tensor], expected: list[Tensor]
+) -> str | None:
     for own, one in zip(received, expected, strict=True):
         error = _relative_error(own, one)
         if not error <= _tolerance(module, one):
@@ -95,6 +126,94 @@ def _evaluated(module: nn.Module) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast_path)
         for part in training:
             part.training = True
+
+
+_DROPOUTS = (
+    *("dropout", "alpha_dropout", "feature_alpha_dropout"),
+    *("dropout1d", "dropout2d", "dropout3d"),
+)
+
+
+@contextmanager
+def _without_dropout() -> Iterator[None]:
+    """Switch off dropout in torch's functions, which modules in training mode call."""
+    functional: Any = nn.functional
+    attention = functional.scaled_dot_product_attention
+    originals = {name: getattr(functional, name) for name in _DROPOUTS}
+
+    def attend(*args: Any, **options: Any) -> Any:
+        given = [0.0 if position == 4 else value for position, value in enumerate(args)]
+        return attention(*given, **{**options, **({"dropout_p": 0.0} if len(args) < 5 else {})})
+
+    for name in _DROPOUTS:
+        setattr(functional, name, lambda input, *args, **options: input)
+    functional.scaled_dot_product_attention = attend
+    try:
+        with without_dropout():
+            yield
+    finally:
+        functional.scaled_dot_product_attention = attention
+        for name, original in originals.items():
+            setattr(functional, name, original)
+
+
+@contextmanager
+def _without_zeros(module: nn.Module) -> Iterator[None]:
+    """Give random values to parameters that are zero, while their module runs.
+
+    Sharded ones are gathered then. Compiled modules keep their values.
+    """
+    if any(part._compiled_call_impl is not None for part in module.modules()):
+        yield
+        return
+    with ExitStack() as stack:
+        for name, part in module.named_modules():
+            if part is module:
+                zeros = _fill_zeros(part, name)
+                stack.callback(_restore_zeros, zeros)
+            elif any(True for _ in part.parameters(recurse=False)):
+                filled: list[Tensor] = []
+                before = part.register_forward_pre_hook(_filler(name, filled))
+                after = part.register_forward_hook(_restorer(filled), always_call=True)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+        yield
+
+
+def _filler(name: str, filled: list[Tensor]) -> Callable[..., None]:
+    return lambda part, inputs: filled.extend(_fill_zeros(part, name))
+
+
+def _restorer(filled: list[Tensor]) -> Callable[..., None]:
+    def restore(part: nn.Module, inputs: Any, output: Any) -> None:
+        _restore_zeros(filled)
+        filled.clear()
+
+    return restore
+
+
+def _fill_zeros(part: nn.Module, name: str) -> list[Tensor]:
+    """Fill the parameters of a module that are zero, on all ranks alike; return them."""
+    found = []
+    for key, parameter in part._parameters.items():
+        if parameter is None or not parameter.numel():
+            continue
+        # Not the parameter itself: autograd may have saved it, and counts its changes.
+        values = parameter.data
+        if isinstance(values, DTensor):
+            if values.device_mesh.mesh_dim_names != ("tensor_parallel",):
+                continue  # not gathered
+            values = values.to_local()
+        if values.is_floating_point() and not bool(values.any()):
+            generator = torch.Generator().manual_seed(crc32(f"{name}.{key}".encode()))
+            values.copy_(0.1 * torch.randn(values.shape, generator=generator))
+            found.append(values)
+    return found
+
+
+def _restore_zeros(zeros: list[Tensor]) -> None:
+    for values in zeros:
+        values.zero_()
 
 
 def _tensors(output: Any) -> list[Tensor]:

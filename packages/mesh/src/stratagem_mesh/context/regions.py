@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem_mesh.context.attention import install
 from stratagem_mesh.context.call import Call, begin, end, running, watch_recomputing, watch_repeated
 from stratagem_mesh.context.collectives import ContextGroup
@@ -24,6 +24,7 @@ from stratagem_mesh.context.transformers_models import (
 )
 from stratagem_mesh.randomness import OwnStream, generators_of
 
+_DEPTH = re.compile("layer_?drop|drop_?path|stochastic_depth")
 NOT_DIVIDED = (
     nn.modules.conv._ConvNd,
     nn.RNNBase,
@@ -151,6 +152,48 @@ def refuse_layers(name: str, module: nn.Module) -> None:
                 "positions: name in context_modules the modules without such layers, or pass "
                 "context=1"
             )
+        option = _random_depth(part)
+        if option is not None:
+            path = ".".join(filter(None, (name, inner))) or type(part).__name__
+            raise ConfigurationError(
+                f"context parallelism divides {title(name, module)} along the sequence, and {path} "
+                f"has {option}: each rank draws numbers of its own there, so that ranks would drop "
+                f"other layers or samples. Set {option.partition('=')[0]} to 0, or pass context=1"
+            )
+
+
+def _random_depth(part: nn.Module) -> str | None:
+    """Return the option by which a module leaves out layers or samples at random."""
+    settings = {**vars(getattr(part, "config", None) or object), **vars(part)}
+    kind = type(part).__name__
+    for name, value in settings.items():
+        is_named = _DEPTH.search(name) or "DropPath" in kind or "StochasticDepth" in kind
+        if is_named and isinstance(value, float) and value > 0:
+            return f"{name}={value}"
+    return None
+
+
+def refuse_kept(name: str, module: nn.Module) -> None:
+    """Refuse tensors of the graph that leave a module by an attribute.
+
+    Raises:
+        UserCodeError: names the module and its attribute.
+    """
+    for inner, part in module.named_modules():
+        for key, value in vars(part).items():
+            if any(isinstance(one, Tensor) and one.grad_fn is not None for one in _items(value)):
+                path = ".".join(filter(None, (name, inner))) or type(part).__name__
+                raise UserCodeError(
+                    f"{path} keeps a tensor with a gradient in its attribute {key!r}, and each "
+                    f"rank of the context axis computes a part of {title(name, module)}: a loss of "
+                    "it would be of this part. Return it from the module, or pass context=1"
+                )
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, (list, tuple)):
+        return value
+    return list(value.values()) if isinstance(value, dict) else [value]
 
 
 class Region:
@@ -164,6 +207,7 @@ class Region:
         self._kind = kind
         self._group = group
         self._is_checked = not check
+        self._is_watched = check
         self._call: Call | None = None
         self._stream: OwnStream | None = None
         self._fast_path = False
@@ -209,6 +253,9 @@ class Region:
         if self._stream is not None:
             self._stream.end()
             self._stream = None
+        if self._is_watched and output is not None and torch.is_grad_enabled():
+            self._is_watched = False
+            refuse_kept(self.name, module)
         return None if output is None else self._kind.join(call, output)
 
     def in_parts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
