@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from fsdp_models import STEPS, Block, Net, Network, data, loader, messages, train, trainer
 from torch import Tensor, nn
@@ -132,10 +134,19 @@ if ranks == 4:
     out["losses"]["reshard 2"] = train(resharding, ranks)[1].losses
 
 
-def fit_own_division() -> None:
-    dataset = torch.utils.data.DataLoader(OwnDivision(rank), batch_size=4)
+class OtherOrder(OwnDivision):
+    """Has the same samples in each batch on each rank, in another order from the second batch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        inputs, targets = data(16).tensors
+        order = [0, 1, 2, 3, *((4, 5, 6, 7) if self.rank % 2 else (7, 6, 5, 4))]
+        yield from zip(inputs[order], targets[order], strict=True)
+
+
+def fit_own_division(dataset: type[OwnDivision]) -> None:
+    loader = torch.utils.data.DataLoader(dataset(rank), batch_size=4)
     strategy = ModelParallelStrategy(tensor_parallel_size=2, parallelize_fn=parallelize)
-    trainer(strategy, ranks).fit(Net(), dataset)
+    trainer(strategy, ranks).fit(Net(), loader)
 
 
 out["messages"] = dict(
@@ -144,7 +155,8 @@ out["messages"] = dict(
             "another": lambda: trainer(
                 ModelParallelStrategy(tensor_parallel_size=2, parallelize_fn=another), ranks
             ).fit(Net(), loader(shards)),
-            "batches": fit_own_division,
+            "batches": lambda: fit_own_division(OwnDivision),
+            "order": lambda: fit_own_division(OtherOrder),
             "empty": lambda: trainer(
                 ModelParallelStrategy(data_parallel_size=shards, parallelize_fn=shard_empty), ranks
             ).fit(Net(), loader(shards)),
@@ -157,6 +169,7 @@ out["messages"] = dict(
 
 lite = Lite("cpu", strategy=ways["function"], devices=ranks)
 lite.launch()
+out["drawn"] = [random.random(), float(np.random.rand())]
 with lite.init_module():
     net = Network()
 model, optimizer = lite.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))

@@ -142,6 +142,9 @@ def test_model_parallel_refuses_bad_input_on_every_rank(ranks: Ranks) -> None:
             f"UserCodeError: ranks 0, 1{place} read different batches; they share a model, so "
             "expected the same batch on each"
         )
+        assert rank["messages"]["order"].startswith(
+            f"UserCodeError: ranks 0, 1{place} read different batches"
+        )
         assert rank["messages"]["empty"].startswith(
             "ConfigurationError: the parameter 'net.blocks.0.empty' has no elements (shape (0, 3)),"
             " and fully_shard cannot reduce its gradient: pass it in ignored_params"
@@ -224,3 +227,10 @@ def test_sizes_that_are_left_open_follow_from_the_others(
 
 def test_model_parallel_is_selected_by_name() -> None:
     assert isinstance(Lite("cpu", strategy="model_parallel").strategy, ModelParallelStrategy)
+
+
+def test_ranks_that_share_a_model_draw_the_same_numbers(ranks: Ranks) -> None:
+    """Of Python and NumPy, without a seed; other parts of the data draw others."""
+    drawn = [tuple(rank["drawn"]) for rank in ranks]
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn)) == len(ranks) // 2
