@@ -72,6 +72,16 @@ NAMES = (
         "callbacks.prediction_writer:BasePredictionWriter",
         "",
     ),
+    (
+        "stratagem.checkpoint.PretrainedWeights",
+        "pretrained:PretrainedWeights",
+        "a folder of safetensors to load a model from",
+    ),
+    (
+        "stratagem.checkpoint.save_pretrained",
+        "pretrained:save_pretrained",
+        "write a model as a folder of safetensors",
+    ),
     ("stratagem.cli.doctor_report", "commands.doctor:doctor", "the full form of a command"),
     ("stratagem.cli.listed_component", "commands.doctor:listed_component", ""),
     ("stratagem.cli.SLOW_IMPORT", "commands.doctor:SLOW_IMPORT", ""),
@@ -136,7 +146,7 @@ COMMANDS = (
     (
         "checkpoint convert",
         "checkpoints.commands:convert",
-        "Write the weights in a checkpoint as a safetensors file, or a whole one for Lightning.",
+        "Write the weights in a checkpoint as safetensors, or a whole checkpoint for Lightning.",
     ),
     (
         "checkpoint average",

@@ -47,6 +47,10 @@ if TYPE_CHECKING:
         has_shards as has_shards,
         read_whole as read_whole,
     )
+    from stratagem_extras.pretrained import (
+        PretrainedWeights as PretrainedWeights,
+        save_pretrained as save_pretrained,
+    )
     from stratagem_torch.checkpoint.asynchronous import AsyncCheckpointIO as AsyncCheckpointIO
     from stratagem_torch.checkpoint.sharded.directory import (
         DirectoryCheckpointIO as DirectoryCheckpointIO,

@@ -910,6 +910,22 @@ class Lite(FrontEnd):
         checkpoint.pop(STRATEGY_STATE, None)
         return read_whole(checkpoint)
 
+    def load_weights(self, model: LiteModule, weights: Any) -> None:
+        """Load a model from a folder of safetensors; every rank calls it, and reads its shards.
+
+        This needs `stratagem-extras`.
+
+        Args:
+            model: a model that `setup` returned.
+            weights: the folder, in Hugging Face's layout, or a `PretrainedWeights`.
+
+        Raises:
+            CheckpointMismatchError: names or shapes differ; nothing was loaded.
+        """
+        from stratagem.checkpoint import PretrainedWeights
+
+        PretrainedWeights.of(weights).load(self.strategy, model.prepared)
+
     def save_state(self, folder: PathLike) -> None:
         """Save everything that was set up, and the RNG states of every rank, into a folder.
 

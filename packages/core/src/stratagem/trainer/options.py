@@ -60,6 +60,7 @@ class TrainerOptions:
         detect_divergence: the number of optimizer steps between two comparisons of the ranks; 0:
             never.
         step_options: the options of optimizer steps, for the strategy.
+        weights: the PretrainedWeights that a run starts from; None: the model's own.
         the others: as in `Trainer`.
 
     Raises:
@@ -99,6 +100,7 @@ class TrainerOptions:
     overfit_batches: Limit
     reload_dataloaders_every_n_epochs: int
     default_root_dir: paths.Location
+    weights: Any = None
 
     def __post_init__(self) -> None:
         """Check and normalize the options."""

@@ -317,12 +317,15 @@ def prepare_to_train(run: Run) -> tuple[PreparedModel, bool]:
     strategy.set_batch_size(data.loader.batch_size)
     checks.hint_at_log_interval(trainer, data.loader.batches)
     checks.hint_at_mistakes(trainer, run.job)
+    is_new = run.prepared is None
     prepared = run.prepared = prepare(strategy, module, run.make_optimizers)
     show(strategy, prepared)
     run.optimizers = [wrap_optimizer(o, prepared, strategy) for o in prepared.optimizers]
     for optimizer in () if module.automatic_optimization else run.optimizers:
         count_steps(optimizer, run.state)
     path = run.resume_point.path
+    if is_new and path is None and options.weights is not None:
+        options.weights.load(strategy, prepared)
     if path is not None:
         restore(run, read_checkpoint(run.runtime.checkpoint_writer, path), path)
     joined = strategy.adopt_peer_state(prepared, run.checkpoint)
@@ -369,9 +372,11 @@ def run_prediction(run: Run) -> list[list[Any]]:
 
 def prepare_to_evaluate(run: Run) -> PreparedModel:
     """Prepare the model, unless the last run has, and load the weights of a checkpoint."""
-    path = run.resume_point.path
+    path, weights = run.resume_point.path, run.trainer.options.weights
     if run.prepared is None:
         run.prepared = prepare(run.strategy, run.module)
+        if path is None and weights is not None:
+            weights.load(run.strategy, run.prepared)
     show(run.strategy, run.prepared)
     if path is not None:
         checkpoint = read_checkpoint(run.runtime.checkpoint_writer, path)

@@ -123,6 +123,8 @@ class Trainer(TrainerAttributes):
         reload_dataloaders_every_n_epochs: create the loaders again after this number of epochs; 0:
             never.
         profiler: "simple", "advanced", "pytorch" or a Profiler. None: no profiling, at no cost.
+        weights: a folder of safetensors in Hugging Face's layout, or a PretrainedWeights, which a
+            run loads into a new model unless it loads a checkpoint. This needs `stratagem-extras`.
         default_root_dir: the folder for logs and checkpoints. Default: the current folder. If this
             is a URL, checkpoints without a `dirpath` go to its subfolder `checkpoints`, and logs go
             to the current folder.
@@ -197,6 +199,7 @@ class Trainer(TrainerAttributes):
         overfit_batches: int | float = 0.0,
         reload_dataloaders_every_n_epochs: int = 0,
         profiler: Profiler | str | None = None,
+        weights: Any = None,
         default_root_dir: str | Path | None = None,
     ) -> None:
         policy: Any = type(self).policy
@@ -210,6 +213,10 @@ class Trainer(TrainerAttributes):
         max_seconds = seconds(max_time)
         if max_epochs is None:
             max_epochs = 1000 if max_steps == -1 and max_seconds is None else -1
+        if weights is not None:
+            from stratagem.checkpoint import PretrainedWeights
+
+            weights = PretrainedWeights.of(weights)
         options = TrainerOptions(
             max_epochs=max_epochs,
             min_epochs=min_epochs or 0,
@@ -243,6 +250,7 @@ class Trainer(TrainerAttributes):
             overfit_batches=overfit,
             reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs,
             default_root_dir=root_folder(default_root_dir),
+            weights=weights,
         )
         quick = check_switch("fast_dev_run", fast_dev_run, unit="batches", on=1)
         self.options = options.for_quick_run(quick) if quick else options

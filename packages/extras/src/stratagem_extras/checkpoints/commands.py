@@ -16,10 +16,12 @@ _CONSOLIDATE = """Make one file of a checkpoint that is a directory, or is in a 
 The checkpoint is checked first. The exit code is 1 if it is damaged, or the file is there already.
 """
 
-_CONVERT = """Write the weights in a checkpoint as a safetensors file, or a whole one for Lightning.
+_CONVERT = """Write the weights in a checkpoint as safetensors, or a whole checkpoint for Lightning.
 
-A safetensors file contains nothing but the weights. The source is checked first. The target appears
-whole or not at all. The exit code is 1 if the source cannot be read or the target not written.
+A safetensors file contains nothing but the weights. A folder for Hugging Face has their names, and
+the configs and the tokenizer of another folder (--like). The source is checked first. The target
+appears whole or not at all. The exit code is 1 if the source cannot be read or the target not
+written.
 """
 
 _AVERAGE = """Write a checkpoint whose weights are the mean of those of others.
@@ -48,13 +50,36 @@ def convert(arguments: Sequence[str]) -> int:
         "--to",
         metavar="FORM",
         default="safetensors",
-        help="safetensors (the default), or lightning: a Trainer's, for Lightning 2.x",
+        help="safetensors (the default); huggingface: a folder of them with an index; or "
+        "lightning: a Trainer's, for Lightning 2.x",
+    )
+    parser.add_argument(
+        "--like",
+        metavar="FOLDER",
+        type=Path,
+        help="for huggingface: the model's folder, with its names, configs and tokenizer",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="for huggingface: the most bytes of a file (the default: 5GB)",
+    )
+    parser.add_argument(
+        "--dtype",
+        metavar="NAME",
+        help="for huggingface: of floating-point tensors: bfloat16",
     )
     parser.add_argument(
         "--format", metavar="NAME", default="", help="of the source; the one that loads it"
     )
     options = parser.parse_args(arguments)
-    return _do("convert", options.source, options.target, options.key, options.to, options.format)
+    layout = {
+        name: value
+        for name in ("like", "max_shard_size", "dtype")
+        if (value := getattr(options, name)) is not None
+    }
+    source, target = options.source, options.target
+    return _do("convert", source, target, options.key, options.to, options.format, layout)
 
 
 def average(arguments: Sequence[str]) -> int:

@@ -14,6 +14,7 @@ from stratagem import __version__
 from stratagem.checkpoint import (
     FORMAT_VERSION,
     CheckpointIO,
+    LazyTensor,
     check_trainer_checkpoint,
     consolidate_checkpoint,
 )
@@ -56,26 +57,39 @@ def consolidate(source: Path, target: Path) -> str:
 
 
 def convert(
-    source: Path, target: Path, key: str | None = None, to: str = "safetensors", form: str = ""
+    source: Path,
+    target: Path,
+    key: str | None = None,
+    to: str = "safetensors",
+    form: str = "",
+    layout: Mapping[str, Any] | None = None,
 ) -> str:
-    """Write a checkpoint's weights as a safetensors file; return a description of the result.
+    """Write a checkpoint's weights as safetensors; return a description of the result.
 
     Args:
         source: a checkpoint of any format, Lightning's among them.
         target: the new file.
         key: which entry of the checkpoint are the weights; None: the one that can be.
-        to: "safetensors"; or "lightning": all of a Trainer's checkpoint, in Lightning's form.
+        to: "safetensors"; "huggingface": a folder of them; or "lightning": all of a Trainer's
+            checkpoint, in Lightning's form.
         form: the name of the source's format; "": the installed one that can load it.
+        layout: options of a folder: see `convert_to_folder`.
 
     Raises:
         ConfigurationError: the target is there already, or is not to be a safetensors file.
         MissingPackageError: the library safetensors is not installed.
         CheckpointError: the source cannot be read or has no weights, or the target not be written.
     """
+    if layout and to != "huggingface":
+        raise ConfigurationError(
+            f"{', '.join(layout)}: expected to='huggingface' with it, received to={to!r}"
+        )
     if to == "lightning":
         return _to_lightning(source, target, form)
+    if to == "huggingface":
+        return _to_huggingface(source, target, key, form, layout or {})
     if to != "safetensors":
-        raise ConfigurationError(f"to={to!r}: expected 'safetensors' or 'lightning'")
+        raise ConfigurationError(f"to={to!r}: expected 'safetensors', 'huggingface' or 'lightning'")
     if target.suffix != ".safetensors":
         raise ConfigurationError(
             f"convert writes safetensors files: expected a target that ends in .safetensors, "
@@ -151,6 +165,26 @@ def _unsupported(path: Path, name: str, tensor: Tensor) -> CheckpointContentErro
         f"cannot write {str(path)!r}: {name} is a tensor of {tensor.dtype} ({tensor.layout}); a "
         "safetensors file stores dense tensors of the usual dtypes: leave it out or convert it"
     )
+
+
+def _to_huggingface(
+    source: Path, target: Path, key: str | None, form: str, layout: Mapping[str, Any]
+) -> str:
+    """Write a folder; the tensors of a checkpoint that is a directory are read one by one."""
+    from stratagem_extras.pretrained.convert import convert_to_folder
+
+    _refuse_existing(target)
+    try:
+        checkpoint = _io().open_checkpoint(source) if not form else _read(source, form)
+    except CheckpointCorruptError as error:
+        checkpoint = _read_another(source, error)[1]
+    state = checkpoint[_entry(checkpoint, source, key)]
+    tensors = {n: value for n, value in state.items() if isinstance(value, (Tensor, LazyTensor))}
+    options = {"like": None, "dtype": None, "max_shard_size": "5GB", **layout}
+    summary = convert_to_folder(tensors, target, **options)
+    if left_out := [name for name in state if name not in tensors]:
+        summary += f"; left out, since they are no tensors: {', '.join(left_out)}"
+    return summary
 
 
 def _to_lightning(source: Path, target: Path, form: str) -> str:

@@ -1,0 +1,172 @@
+"""PretrainedWeights: a folder of weights, read into a model as its strategy holds it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from stratagem.errors import CheckpointMismatchError, ConfigurationError, StratagemError, naming
+from stratagem.strategies import PreparedModel, Strategy, user_module
+from stratagem_extras.pretrained.folder import StoredTensor, open_folder
+from stratagem_extras.pretrained.names import (
+    adapters_of,
+    check_names,
+    match_names,
+    tensors_of,
+    ties_of,
+)
+
+
+@dataclass(frozen=True)
+class PretrainedWeights:
+    """A folder of safetensors in Hugging Face's layout, to load a model from.
+
+    Each rank reads its shards of each tensor. The memory of a rank grows by one tensor at most.
+
+    Args:
+        folder: a local folder with "model.safetensors", or with several files and
+            "model.safetensors.index.json"; or one file.
+        part: the submodule that the folder describes, such as "policy"; "": the one with the most
+            names of the folder.
+        allow_missing: patterns of names of the model that the folder may lack, such as
+            "model.score.*". PEFT's adapters may be missing anyway.
+        allow_unexpected: patterns of names of the folder that the model may lack.
+
+    Raises:
+        CheckpointNotFoundError: the folder does not exist.
+        CheckpointError: the folder lacks a file, or its index.
+        ConfigurationError: an argument has another type.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from stratagem import Lite
+        >>> from stratagem.checkpoint import PretrainedWeights, save_pretrained
+        >>> lite = Lite(accelerator="cpu")
+        >>> model = lite.setup(torch.nn.Linear(2, 1))
+        >>> folder = tempfile.mkdtemp() + "/linear"
+        >>> save_pretrained(model, folder)
+        >>> other = lite.setup(torch.nn.Linear(2, 1))
+        >>> lite.load_weights(other, PretrainedWeights(folder))
+        >>> bool((other.weight == model.weight).all())
+        True
+    """
+
+    folder: str | os.PathLike[str]
+    part: str = ""
+    allow_missing: Sequence[str] = ()
+    allow_unexpected: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        """Check the arguments and the folder."""
+        if not isinstance(self.folder, (str, os.PathLike)):
+            raise ConfigurationError(
+                f"weights={self.folder!r}: expected a folder of safetensors, or "
+                "PretrainedWeights(folder)"
+            )
+        for name in ("allow_missing", "allow_unexpected"):
+            if isinstance(getattr(self, name), str):
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)!r}: expected a list of patterns"
+                )
+        open_folder(self.folder)
+        object.__setattr__(self, "folder", Path(self.folder).expanduser().absolute())
+
+    @classmethod
+    def of(cls, weights: Any) -> PretrainedWeights:
+        """Return the weights that an argument means: a folder, or a PretrainedWeights."""
+        return weights if isinstance(weights, PretrainedWeights) else cls(weights)
+
+    def load(self, strategy: Strategy, prepared: PreparedModel) -> None:
+        """Load a prepared model; called on every rank.
+
+        Args:
+            strategy: the strategy that prepared the model.
+            prepared: the model.
+
+        Raises:
+            CheckpointMismatchError: on every rank, before a parameter is changed: names or shapes
+                differ. The error lists them with the nearest ones.
+            ConfigurationError: the model makes its parameters of several tensors.
+        """
+        prepared.reshard()
+        own = prepared.original.state_dict(keep_vars=True)
+        found: tuple[dict[str, str], dict[str, StoredTensor]] | None = None
+        error: StratagemError | None = None
+        try:
+            found = self._find(strategy, prepared, own)
+        except StratagemError as raised:
+            error = raised
+        failures = strategy.ranks.gather_objects("" if error is None else str(error))
+        if error is not None:
+            raise error
+        for rank, text in enumerate(failures):
+            if text:
+                raise CheckpointMismatchError(f"rank {rank}: {text}")
+        assert found is not None
+        sources, stored = found
+        in_shards = strategy.capabilities.sharded_state
+        limit = max((stored[source].nbytes for source in sources.values()), default=0)
+        for group in _groups(sources, own, limit):
+            state: dict[str, Any] = {name: stored[sources[name]] for name in group}
+            if not in_shards:
+                state = {name: value.whole() for name, value in state.items()}
+            strategy.load_model_state(prepared, state, strict=False)
+
+    def _find(
+        self, strategy: Strategy, prepared: PreparedModel, own: Mapping[str, Any]
+    ) -> tuple[dict[str, str], dict[str, StoredTensor]]:
+        """Return which tensor of the folder each name of the model reads, and the tensors."""
+        if strategy.capabilities.parameters == "divided":
+            raise ConfigurationError(
+                f"weights={str(self.folder)!r}: {type(strategy).__name__} gives ranks different "
+                "parameters, and a folder of weights is read into equal models: load a checkpoint "
+                "of another strategy with ckpt_path"
+            )
+        module = user_module(prepared.original)
+        stored = open_folder(self.folder)
+        shapes, ties = tensors_of(own), ties_of(own)
+        with naming(self.folder):
+            names = match_names(list(shapes), list(stored), module, self.part)
+            check_names(
+                names,
+                shapes,
+                {name: tensor.shape for name, tensor in stored.items()},
+                ties,
+                allow_missing=[*self.allow_missing, *adapters_of(module)],
+                allow_unexpected=self.allow_unexpected,
+            )
+        first: dict[str, str] = {}
+        for name in names.sources:
+            first.setdefault(ties[name], name)
+        return {name: names.sources[name] for name in first.values()}, stored
+
+
+def _groups(sources: Mapping[str, str], own: Mapping[str, Any], limit: int) -> Iterator[list[str]]:
+    """Yield names whose tensors take no more memory on this rank together than the largest one.
+
+    A strategy checks the names of its model in each call, so a call takes several tensors.
+    """
+    group: list[str] = []
+    room = limit
+    for name in sources:
+        value = own[name]
+        # A parameter that an engine has cut is empty here, and read in ranges by its strategy.
+        size = value.to_local().nbytes if isinstance(value, DTensor) else _nbytes(value)
+        if group and size > room:
+            yield group
+            group, room = [], limit
+        group.append(name)
+        room -= size
+    if group:
+        yield group
+
+
+def _nbytes(value: Tensor) -> int:
+    return value.numel() * value.element_size()

@@ -1,0 +1,279 @@
+"""save_pretrained: a folder of weights, written from the shards of a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stratagem.checkpoint import CheckpointIO, Shards
+from stratagem.errors import (
+    CheckpointContentError,
+    CheckpointError,
+    CheckpointMismatchError,
+    ConfigurationError,
+    format_names,
+)
+from stratagem.strategies import PreparedModel, Ranks, Strategy, user_module
+from stratagem_extras.pretrained.folder import open_folder
+from stratagem_extras.pretrained.names import (
+    adapters_of,
+    match_names,
+    part_of_transformers,
+    prefix_to_drop,
+    ties_of,
+)
+from stratagem_extras.pretrained.writer import Description, NewFolder
+
+
+def save_pretrained(
+    source: Any,
+    folder: str | os.PathLike[str],
+    *,
+    like: str | os.PathLike[str] | None = None,
+    part: str = "",
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write the weights of a model as a folder of safetensors; called on every rank.
+
+    Rank 0 writes one tensor after the other, which it gathers from the shards of the others. The
+    folder appears whole or not at all. Of tied parameters one name is written.
+
+    Args:
+        source: a Trainer, during or after a run, or a model that `lite.setup` returned.
+        folder: the new folder.
+        like: a folder of the same model, such as the one that it was loaded from. The names are
+            those of this folder, and its configs and tokenizer are copied. None: the names are
+            those of the model of transformers in the module, with its config, or the module's own.
+        part: the submodule to write; "": the model of transformers, or all of it.
+        dtype: the dtype of floating-point tensors, such as "bfloat16"; None: as in the model.
+        max_shard_size: the most bytes of a file, such as "5GB".
+
+    Raises:
+        ConfigurationError: the folder exists, or an argument has another form.
+        CheckpointContentError: the model has adapters, or a tensor has an unknown dtype.
+        CheckpointSaveError: the folder cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from stratagem import Lite
+        >>> from stratagem.checkpoint import save_pretrained
+        >>> model = Lite(accelerator="cpu").setup(torch.nn.Linear(2, 1))
+        >>> folder = tempfile.mkdtemp() + "/linear"
+        >>> save_pretrained(model, folder, dtype="bfloat16")
+        >>> from safetensors.torch import load_file
+        >>> load_file(f"{folder}/model.safetensors")["weight"].dtype
+        torch.bfloat16
+    """
+    strategy, prepared = _prepared(source)
+    ranks = strategy.ranks
+    prepared.reshard()
+    own = prepared.original.state_dict(keep_vars=True)
+    module = user_module(prepared.original)
+    with _in_shards(strategy):
+        state = strategy.model_state(prepared)
+    described = _described(ranks, state)
+    places = _places(ranks, state)
+
+    options = {"dtype": dtype, "max_shard_size": max_shard_size}
+    with _on_rank_zero(ranks) as attempt:
+        begun = attempt(
+            partial(_begin, folder, described, ties_of(own), like, module, part, options)
+        )
+        target, names = (None, {}) if begun is None else begun
+        for name, new in ranks.broadcast(names).items():
+            whole = _gathered(ranks, state.get(name), places.get(name), described[name])
+            if target is not None:
+                attempt(partial(target.write, new, whole))
+        if target is not None:
+            attempt(target.commit)
+    ranks.barrier("save_pretrained")
+
+
+def _begin(
+    folder: str | os.PathLike[str],
+    described: Mapping[str, Description],
+    ties: Mapping[str, str],
+    like: str | os.PathLike[str] | None,
+    module: nn.Module,
+    part: str,
+    options: Mapping[str, Any],
+) -> tuple[NewFolder, dict[str, str]]:
+    """Return the new folder with its configs, and the name to write of each tensor."""
+    if adapters_of(module):
+        raise CheckpointContentError(
+            f"cannot write {str(folder)!r}: the model has adapters of PEFT, which the layout has "
+            "no place for: save them with the adapter's own save_pretrained, or merge them first "
+            "(merge_and_unload)"
+        )
+    names = names_to_write(described, ties, like, module, part)
+    target = NewFolder(folder, {new: described[n] for n, new in names.items()}, **options)
+    model = part_of_transformers(module, prefix_to_drop(list(described), module, part))
+    target.add_files(like, None if like is not None else model)
+    return target, names
+
+
+def _prepared(source: Any) -> tuple[Strategy, PreparedModel]:
+    """Return the strategy and the prepared model of a Trainer, or of a model of Lite."""
+    prepared = getattr(source, "prepared", None)
+    if isinstance(prepared, PreparedModel):
+        return source.__dict__["_strategy"], prepared
+    if hasattr(source, "run") and hasattr(source, "fit"):
+        return source.strategy, source.run.require_prepared()
+    raise ConfigurationError(
+        f"save_pretrained() received a {type(source).__name__}; expected a Trainer that has run, "
+        "or a model that lite.setup() returned"
+    )
+
+
+# -- the names
+
+
+def names_to_write(
+    own: Iterable[str],
+    ties: Mapping[str, str],
+    like: str | os.PathLike[str] | None,
+    module: torch.nn.Module | None,
+    part: str,
+) -> dict[str, str]:
+    """Return the name to write of each tensor of a model, once for tied ones.
+
+    Raises:
+        CheckpointMismatchError: the model lacks names of the folder that it is to be like.
+    """
+    own = list(own)
+    if like is None:
+        drop = prefix_to_drop(own, module, part)
+        firsts: dict[str, str] = {}
+        for name in own:
+            if name.startswith(drop):
+                firsts.setdefault(ties.get(name, name), name)
+        return {name: name.removeprefix(drop) for name in firsts.values()}
+    known = match_names(own, list(open_folder(like)), module, part)
+    if known.unexpected:
+        raise CheckpointMismatchError(
+            f"{str(like)!r} has {format_names(known.unexpected)}, which the model lacks: write it "
+            "like the folder that the model was loaded from, or without `like`",
+            unexpected=known.unexpected,
+        )
+    written = {ties.get(name, name) for name in known.sources}
+    names = {name: known.sources[name] for name in own if name in known.sources}
+    for name in known.missing:  # a new head
+        if ties.get(name, name) not in written:
+            names[name] = known.lacks + name.removeprefix(known.into)
+    return names
+
+
+# -- the tensors
+
+
+@contextmanager
+def _in_shards(strategy: Strategy) -> Iterator[None]:
+    """Let a strategy return shards on every rank, whatever the format of its checkpoints."""
+    with_shards = SimpleNamespace(supports_shards=True)
+    own, strategy.checkpoint_io = strategy.checkpoint_io, cast("CheckpointIO", with_shards)
+    try:
+        yield
+    finally:
+        strategy.checkpoint_io = own
+
+
+def _described(ranks: Ranks, state: Mapping[str, Any]) -> dict[str, Description]:
+    """Return shapes and dtypes by name; a rank without a chunk may not know the dtype."""
+    own = {
+        name: [list(value.shape), str(value.dtype).removeprefix("torch.")]
+        for name, value in state.items()
+        if isinstance(value, Tensor) or (isinstance(value, Shards) and value.chunks)
+    }
+    everyone: dict[str, Any] = {}
+    for of_rank in ranks.gather_objects(own):
+        everyone = {**of_rank, **everyone}
+    return {
+        name: (tuple(everyone[name][0]), getattr(torch, everyone[name][1]))
+        for name in dict.fromkeys((*state, *everyone))
+        if name in everyone
+    }
+
+
+def _places(ranks: Ranks, state: Mapping[str, Any]) -> dict[str, dict[int, list[Any]]]:
+    """Return the chunks that each rank sends to rank 0, by name and rank; rank 0 has the others."""
+    own = {
+        name: [[list(offsets), list(chunk.shape)] for offsets, chunk in value.chunks]
+        for name, value in state.items()
+        if isinstance(value, Shards)
+    }
+    places: dict[str, dict[int, list[Any]]] = {}
+    for rank, of_rank in enumerate(ranks.gather_objects(own)):
+        for name, chunks in of_rank.items():
+            held = places.setdefault(name, {})
+            known = [chunk for others in held.values() for chunk in others]
+            held[rank] = [chunk for chunk in chunks if chunk not in known]
+    if ranks.world_size > 1 and places and not dist.is_initialized():
+        raise ConfigurationError(
+            "save_pretrained() gathers shards by torch.distributed, which this strategy does not "
+            "use: save a checkpoint, and write the folder with `stratagem checkpoint convert "
+            "CKPT DIR --to huggingface`"
+        )
+    return places
+
+
+def _gathered(
+    ranks: Ranks, value: Any, places: Mapping[int, list[Any]] | None, description: Description
+) -> Tensor | None:
+    """Return a whole tensor on rank 0, and None on the others."""
+    if places is None:
+        return cast("Tensor", value) if ranks.is_global_zero else None
+    own: dict[tuple[int, ...], Tensor] = {tuple(offsets): chunk for offsets, chunk in value.chunks}
+    if not ranks.is_global_zero:
+        for offsets, _ in places.get(ranks.global_rank, ()):
+            chunk = own[tuple(offsets)].detach().to(ranks.device).contiguous()
+            dist.send(chunk.reshape(-1).view(torch.uint8), 0)
+        return None
+    shape, dtype = description
+    if list(places) and places.get(0) and places[0][0][1] == list(shape):
+        return next(iter(own.values()))
+    whole = torch.empty(shape, dtype=dtype)
+    for rank, chunks in places.items():
+        for offsets, sizes in chunks:
+            if rank == 0:
+                chunk = own[tuple(offsets)]
+            else:
+                chunk = torch.empty(sizes, dtype=dtype, device=ranks.device)
+                dist.recv(chunk.view(-1).view(torch.uint8), rank)
+            region = tuple(slice(o, o + size) for o, size in zip(offsets, sizes, strict=True))
+            whole[region].copy_(chunk)
+    return whole
+
+
+@contextmanager
+def _on_rank_zero(ranks: Ranks) -> Iterator[Callable[[Callable[[], Any]], Any]]:
+    """Yield a function that runs others on rank 0 and returns their result, or None.
+
+    After an error the rest is left out, and all ranks raise at the end. The other ranks go on sending meanwhile, so that no rank waits for another.
+    """
+    errors: list[Exception] = []
+
+    def attempt(function: Callable[[], Any]) -> Any:
+        if not ranks.is_global_zero or errors:
+            return None
+        try:
+            return function()
+        except Exception as error:
+            errors.append(error)
+        return None
+
+    yield attempt
+    text = ranks.broadcast(str(errors[0]) if errors else "")
+    if errors:
+        raise errors[0]
+    if text:
+        raise CheckpointError(f"rank 0: {text}")
