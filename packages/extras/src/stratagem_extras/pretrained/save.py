@@ -258,7 +258,8 @@ def _gathered(
 def _on_rank_zero(ranks: Ranks) -> Iterator[Callable[[Callable[[], Any]], Any]]:
     """Yield a function that runs others on rank 0 and returns their result, or None.
 
-    After an error the rest is left out, and all ranks raise at the end. The other ranks go on sending meanwhile, so that no rank waits for another.
+    After an error the rest is left out, and all ranks raise at the end. The other ranks go on
+    sending meanwhile, so that no rank waits for another.
     """
     errors: list[Exception] = []
 
