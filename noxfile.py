@@ -485,12 +485,12 @@ def accelerate(session: nox.Session) -> None:
 
 @nox.session
 def huggingface(session: nox.Session) -> None:
-    """Conversions of scripts of transformers.Trainer, its models on meshes; not in CI."""
+    """Conversions of scripts of transformers.Trainer, its models and their weights; not in CI."""
     install_everything(session)
     session.install(TRANSFORMERS, PEFT, PEERS[1])
     mesh = [f"packages/mesh/tests/{room}" for room in ("check", "context", "tensor")]
-    language = "packages/extras/tests/language"
-    files = ("tests/test_from_huggingface.py", "tests/test_examples.py", language, *mesh)
+    extras = [f"packages/extras/tests/{name}" for name in ("language", "test_pretrained_transformers.py")]
+    files = ("tests/test_from_huggingface.py", "tests/test_examples.py", *extras, *mesh)
     session.run("pytest", *files, *session.posargs)
 
 

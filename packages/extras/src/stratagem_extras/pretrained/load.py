@@ -10,7 +10,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from stratagem.checkpoint import Shards
 from stratagem.errors import CheckpointMismatchError, ConfigurationError, StratagemError, naming
 from stratagem.strategies import PreparedModel, Strategy, user_module
 from stratagem_extras.pretrained.folder import StoredTensor, open_folder
@@ -111,6 +113,7 @@ class PretrainedWeights:
                 raise CheckpointMismatchError(f"rank {rank}: {text}")
         assert found is not None
         sources, stored = found
+        _read_in_place(strategy, sources, stored, own)
         in_shards = strategy.capabilities.sharded_state
         limit = max((stored[source].nbytes for source in sources.values()), default=0)
         for group in _groups(sources, own, limit):
@@ -146,6 +149,28 @@ class PretrainedWeights:
         for name in names.sources:
             first.setdefault(ties[name], name)
         return {name: names.sources[name] for name in first.values()}, stored
+
+
+def _read_in_place(
+    strategy: Strategy,
+    sources: dict[str, str],
+    stored: Mapping[str, StoredTensor],
+    own: Mapping[str, Any],
+) -> None:
+    """Read shards into the memory of the parameters, and remove their names from `sources`.
+
+    A strategy of another distribution may keep copies of its shards, so it loads them itself.
+    """
+    if not type(strategy).load_model_state.__module__.startswith("stratagem_torch."):
+        return
+    for name in list(sources):
+        local = own[name].to_local() if isinstance(own[name], DTensor) else None
+        if type(local) is Tensor:
+            _, offsets = compute_local_shape_and_global_offset(
+                own[name].shape, own[name].device_mesh, own[name].placements
+            )
+            source = stored[sources.pop(name)]
+            source.read_into(Shards(source.shape, source.dtype, [(tuple(offsets), local.detach())]))
 
 
 def _groups(sources: Mapping[str, str], own: Mapping[str, Any], limit: int) -> Iterator[list[str]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -44,8 +45,8 @@ def save_pretrained(
 ) -> None:
     """Write the weights of a model as a folder of safetensors; called on every rank.
 
-    Rank 0 writes one tensor after the other, which it gathers from the shards of the others. The
-    folder appears whole or not at all. Of tied parameters one name is written.
+    Rank 0 writes one shard of a tensor after the other, which the other ranks send. The folder
+    appears whole or not at all. Of tied parameters one name is written.
 
     Args:
         source: a Trainer, during or after a run, or a model that `lite.setup` returned.
@@ -90,10 +91,13 @@ def save_pretrained(
             partial(_begin, folder, described, ties_of(own), like, module, part, options)
         )
         target, names = (None, {}) if begun is None else begun
-        for name, new in ranks.broadcast(names).items():
-            whole = _gathered(ranks, state.get(name), places.get(name), described[name])
-            if target is not None:
-                attempt(partial(target.write, new, whole))
+        names = ranks.broadcast(names)
+        buffer = _buffer(ranks, [(places.get(name, {}), described[name]) for name in names])
+        for name, new in names.items():
+            pieces = _pieces(ranks, state.get(name), places.get(name), described[name], buffer)
+            for first, values in pieces:
+                if target is not None:
+                    attempt(partial(target.write, new, values, first))
         if target is not None:
             attempt(target.commit)
     ranks.barrier("save_pretrained")
@@ -226,32 +230,81 @@ def _places(ranks: Ranks, state: Mapping[str, Any]) -> dict[str, dict[int, list[
     return places
 
 
-def _gathered(
-    ranks: Ranks, value: Any, places: Mapping[int, list[Any]] | None, description: Description
-) -> Tensor | None:
-    """Return a whole tensor on rank 0, and None on the others."""
+def _buffer(ranks: Ranks, tensors: Iterable[tuple[Mapping[int, list[Any]], Description]]) -> Tensor:
+    """Return memory on rank 0 for the largest chunk of another rank."""
+    sizes = [
+        prod(shape) * dtype.itemsize
+        for places, (_, dtype) in tensors
+        for rank, chunks in places.items()
+        for _, shape in chunks
+        if rank and ranks.is_global_zero
+    ]
+    return torch.empty(max(sizes, default=0), dtype=torch.uint8, device=ranks.device)
+
+
+def _pieces(
+    ranks: Ranks,
+    value: Any,
+    places: Mapping[int, list[Any]] | None,
+    description: Description,
+    buffer: Tensor,
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield ranges of a tensor on rank 0, each with the number of its first element.
+
+    A chunk that is no range of elements, such as columns of a matrix, is put into the whole tensor
+    first.
+
+    Args:
+        ranks: the ranks; the others send their chunks.
+        value: this rank's tensor or chunks.
+        places: the chunks of each rank; None: rank 0 has the whole tensor.
+        description: the shape and dtype of the whole tensor.
+        buffer: memory of rank 0 for a chunk of another rank, in bytes.
+    """
     if places is None:
-        return cast("Tensor", value) if ranks.is_global_zero else None
+        if ranks.is_global_zero:
+            yield 0, value
+        return
     own: dict[tuple[int, ...], Tensor] = {tuple(offsets): chunk for offsets, chunk in value.chunks}
     if not ranks.is_global_zero:
         for offsets, _ in places.get(ranks.global_rank, ()):
             chunk = own[tuple(offsets)].detach().to(ranks.device).contiguous()
             dist.send(chunk.reshape(-1).view(torch.uint8), 0)
-        return None
+        return
     shape, dtype = description
-    if list(places) and places.get(0) and places[0][0][1] == list(shape):
-        return next(iter(own.values()))
-    whole = torch.empty(shape, dtype=dtype)
+    whole: Tensor | None = None
     for rank, chunks in places.items():
         for offsets, sizes in chunks:
             if rank == 0:
                 chunk = own[tuple(offsets)]
             else:
-                chunk = torch.empty(sizes, dtype=dtype, device=ranks.device)
-                dist.recv(chunk.view(-1).view(torch.uint8), rank)
+                received = buffer[: prod(sizes) * dtype.itemsize]
+                dist.recv(received, rank)
+                chunk = received.view(dtype).view(sizes)
+            first = _first_element(shape, offsets, sizes)
+            if first is not None:
+                yield first, chunk
+                continue
+            whole = torch.empty(shape, dtype=dtype) if whole is None else whole
             region = tuple(slice(o, o + size) for o, size in zip(offsets, sizes, strict=True))
             whole[region].copy_(chunk)
-    return whole
+    if whole is not None:
+        yield 0, whole
+
+
+def _first_element(
+    shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
+) -> int | None:
+    """Return where a chunk begins in a flattened tensor; None: it is no range of elements.
+
+    Example:
+        >>> _first_element((4, 3), (2, 0), (2, 3)), _first_element((4, 3), (0, 1), (4, 2))
+        (6, None)
+    """
+    dim = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))
+    if tuple(sizes[dim + 1 :]) != tuple(shape[dim + 1 :]):
+        return None
+    return sum(offset * prod(shape[dim + 1 :]) for dim, offset in enumerate(offsets))
 
 
 @contextmanager

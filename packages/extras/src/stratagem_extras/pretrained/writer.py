@@ -91,11 +91,11 @@ class FolderWriter:
         file.truncate(8 + len(text) + end)
         self._places |= {name: (file, 8 + len(text) + place) for name, place in places.items()}
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor of the announced shape, in the announced dtype."""
+    def write(self, name: str, tensor: Tensor, first: int = 0) -> None:
+        """Write elements of a tensor, from the number `first` on, in the announced dtype."""
         file, place = self._places[name]
-        file.seek(place)
         dtype = self._tensors[name][1]
+        file.seek(place + first * dtype.itemsize)
         flat = tensor.detach().reshape(-1)
         at_once = _BLOCK // dtype.itemsize
         for begin in range(0, len(flat), at_once):
@@ -220,10 +220,10 @@ class NewFolder:
         entries[key] = str(kinds.pop()).removeprefix("torch.")
         config.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n")
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor."""
+    def write(self, name: str, tensor: Tensor, first: int = 0) -> None:
+        """Write elements of a tensor, from the number `first` on."""
         with self._or_nothing():
-            self._writer.write(name, tensor)
+            self._writer.write(name, tensor, first)
 
     def commit(self) -> None:
         """Let the folder appear."""
