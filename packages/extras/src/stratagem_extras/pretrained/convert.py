@@ -24,7 +24,7 @@ def convert_to_folder(
     dtype: str | None,
     max_shard_size: str,
 ) -> str:
-    """Write the weights of a checkpoint as a folder, one by one; return a description of it.
+    """Write the weights of a checkpoint as a folder, one by one; return a description.
 
     Args:
         tensors: the weights by name, which may lie in the checkpoint.
@@ -54,7 +54,7 @@ def convert_to_folder(
 
 
 def _ties_in(tensors: Mapping[str, Tensor | LazyTensor]) -> dict[str, str]:
-    """Return the first name of each tensor; those that share all of their memory are one."""
+    """Return the first name of each tensor; tensors that share their memory are tied."""
     first: dict[Any, str] = {}
     return {
         name: first.setdefault(

@@ -147,7 +147,7 @@ def prefix_to_drop(own: Sequence[str], module: nn.Module | None = None, part: st
 
 
 def part_of_transformers(module: nn.Module, prefix: str) -> Any:
-    """Return the model of transformers at a prefix; None: it is another module."""
+    """Return the model of transformers at a prefix; None: another module is there."""
     return _parts_of_transformers(module).get(prefix)
 
 
@@ -285,7 +285,7 @@ def _has_adapters(part: nn.Module) -> bool:
 
 
 def adapters_of(module: nn.Module) -> list[str]:
-    """Return patterns of the parameters that PEFT's adapters add, except those of base weights."""
+    """Return patterns of the parameters that PEFT's adapters add, without magnitudes of DoRA."""
     layers = {
         name
         for part in module.modules()
@@ -311,7 +311,7 @@ def _parts_of_transformers(module: nn.Module) -> dict[str, Any]:
 
 
 def _not_ignored(model: Any, kind: str, names: list[str], prefix: str) -> list[str]:
-    """Return names without those that a model of transformers ignores by its own rules."""
+    """Return names that a model of transformers does not ignore by its own rules."""
     patterns = getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or ()
     return [
         name

@@ -51,10 +51,10 @@ def save_pretrained(
     Args:
         source: a Trainer, during or after a run, or a model that `lite.setup` returned.
         folder: the new folder.
-        like: a folder of the same model, such as the one that it was loaded from. The names are
-            those of this folder, and its configs and tokenizer are copied. None: the names are
-            those of the model of transformers in the module, with its config, or the module's own.
-        part: the submodule to write; "": the model of transformers, or all of it.
+        like: a folder of the same model, such as the folder that was loaded. The tensors get the
+            names in this folder, and its configs and tokenizer are copied. None: the tensors get
+            the names in the model of transformers, with its config, or in the module.
+        part: the submodule to write; "": the model of transformers, or the whole module.
         dtype: the dtype of floating-point tensors, such as "bfloat16"; None: as in the model.
         max_shard_size: the most bytes of a file, such as "5GB".
 
@@ -152,7 +152,7 @@ def names_to_write(
     """Return the name to write of each tensor of a model, once for tied ones.
 
     Raises:
-        CheckpointMismatchError: the model lacks names of the folder that it is to be like.
+        CheckpointMismatchError: the model lacks names of the folder `like`.
     """
     own = list(own)
     if like is None:
@@ -295,7 +295,7 @@ def _pieces(
 def _first_element(
     shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
 ) -> int | None:
-    """Return where a chunk begins in a flattened tensor; None: it is no range of elements.
+    """Return where a chunk begins in a flattened tensor; None: the chunk is no range.
 
     Example:
         >>> _first_element((4, 3), (2, 0), (2, 3)), _first_element((4, 3), (0, 1), (4, 2))

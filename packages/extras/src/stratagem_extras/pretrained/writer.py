@@ -187,7 +187,7 @@ class NewFolder:
 
     @contextmanager
     def _or_nothing(self) -> Iterator[None]:
-        """Remove what was written if the block fails."""
+        """Remove the new folder if the block fails."""
         try:
             with self._saving():
                 yield
