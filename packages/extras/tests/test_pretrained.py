@@ -49,7 +49,7 @@ def write(folder: Path, *files: dict[str, Tensor], index: bool = True, **beside:
     if len(files) == 1 and index:
         save_file(files[0], folder / "model.safetensors")
         return folder
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, tensors in enumerate(files, 1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors"
         save_file(tensors, folder / name)
@@ -335,12 +335,12 @@ def test_differences_are_listed_and_nothing_is_loaded(tmp_path: Path) -> None:
 
 
 def test_new_and_superfluous_names_are_allowed_by_patterns(tmp_path: Path) -> None:
-    model = nn.Sequential(OrderedDict(body=nn.Linear(2, 3), score=nn.Linear(3, 1)))
+    model: Any = nn.Sequential(OrderedDict(body=nn.Linear(2, 3), score=nn.Linear(3, 1)))
     weights = {"body.weight": torch.ones(3, 2), "body.bias": torch.ones(3), "head": torch.ones(1)}
     folder = write(tmp_path / "in", weights)
     before = model.score.weight.clone()
     lite = Lite(accelerator="cpu")
-    allowed = {"allow_missing": ["score.*"], "allow_unexpected": ["head"]}
+    allowed: dict[str, Any] = {"allow_missing": ["score.*"], "allow_unexpected": ["head"]}
     lite.load_weights(lite.setup(model), PretrainedWeights(folder, **allowed))
     assert torch.equal(model.body.weight, torch.ones(3, 2))
     assert torch.equal(model.score.weight, before)
@@ -365,8 +365,8 @@ class Net(Module):
 
 
 def trainer(folder: Path | PretrainedWeights, root: Path, **options: Any) -> Trainer:
-    plain = {"logger": False, "enable_progress_bar": False, "default_root_dir": root}
-    return Trainer(accelerator="cpu", strategy="single_device", weights=folder, **(plain | options))
+    options |= {"logger": False, "enable_progress_bar": False, "default_root_dir": root}
+    return Trainer(accelerator="cpu", strategy="single_device", weights=folder, **options)
 
 
 def test_a_trainer_starts_from_weights_once(tmp_path: Path) -> None:
@@ -414,13 +414,14 @@ def test_a_trainer_writes_its_weights_during_and_after_a_run(tmp_path: Path) -> 
 def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
     model = Lite(accelerator="cpu").setup(nn.Linear(2, 1))
     (tmp_path / "taken").mkdir()
-    for options, text in (
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"folder": tmp_path / "taken"}, "is there already; expected a new path"),
         ({"dtype": "int8"}, "dtype='int8': expected a floating-point dtype"),
         ({"dtype": "brain"}, "dtype='brain': expected a floating-point dtype"),
         ({"max_shard_size": "big"}, "max_shard_size='big': expected bytes"),
         ({"like": tmp_path / "absent"}, "is no folder on this machine"),
-    ):
+    ]
+    for options, text in wrong:
         with pytest.raises((ConfigurationError, CheckpointError), match=text):
             save_pretrained(model, **{"folder": tmp_path / "out", **options})
     with pytest.raises(ConfigurationError, match="received a Linear; expected a Trainer that has"):
@@ -498,7 +499,7 @@ def test_ranks_read_their_shards_and_write_them_bit_for_bit(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("form", [SingleFileCheckpointIO, DirectoryCheckpointIO])
 def test_convert_writes_a_folder_like_another(form: Any, tmp_path: Path) -> None:
-    model = tied()
+    model: Any = tied()
     model.add_module("head", nn.Linear(6, 7, bias=False))
     model.head.weight = model.table.weight
     state = {f"net.{name}": value for name, value in model.state_dict().items()}

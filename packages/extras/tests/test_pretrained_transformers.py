@@ -84,8 +84,7 @@ def test_a_base_model_and_a_new_head(tmp_path: Path) -> None:
     base = lite.setup(transformers.LlamaModel(config))
     with pytest.raises(CheckpointMismatchError, match=r"it has lm_head\.weight .64, 32."):
         lite.load_weights(base, tmp_path / "lm")
-    allowed = {"allow_unexpected": ["lm_head.*"]}
-    lite.load_weights(base, PretrainedWeights(tmp_path / "lm", **allowed))
+    lite.load_weights(base, PretrainedWeights(tmp_path / "lm", allow_unexpected=["lm_head.*"]))
     assert torch.equal(base.norm.weight, whole.model.norm.weight)
     assert torch.equal(base.embed_tokens.weight, whole.model.embed_tokens.weight)
     other = lite.setup(transformers.LlamaForSequenceClassification(config))

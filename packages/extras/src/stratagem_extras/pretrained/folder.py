@@ -59,9 +59,12 @@ _OTHER_FORMS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf
 def bytes_in(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU, which may be written to.
 
+    The memory is valid as long as the tensor lives.
+
     Example:
         >>> import torch
-        >>> bytes_in(torch.tensor([1, 2], dtype=torch.uint8)).tolist()
+        >>> tensor = torch.tensor([1, 2], dtype=torch.uint8)
+        >>> bytes_in(tensor).tolist()
         [1, 2]
     """
     # Not by way of numpy, without which torch may be installed, and which lacks dtypes.
