@@ -260,6 +260,18 @@ def test_a_url_and_other_arguments_are_refused(tmp_path: Path) -> None:
         PretrainedWeights(tmp_path, allow_missing="a")
 
 
+def test_weights_without_this_distribution_name_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from stratagem import Trainer\n"
+        "try:\n    Trainer(accelerator='cpu', weights='folder')\n"
+        "except ImportError as error:\n    print(error)\n"
+    )
+    environment = {"STRATAGEM_DISABLE_PLUGINS": "extras", "PYTHONWARNINGS": "ignore"}
+    said = run_file(script, folder=tmp_path, env=environment).stdout
+    assert "'stratagem.checkpoint' has no 'PretrainedWeights'. stratagem-extras" in said
+
+
 # ---------------------------------------------------------------- names
 
 

@@ -303,8 +303,10 @@ def _parts_of_transformers(module: nn.Module) -> dict[str, Any]:
     """Return the outermost models of transformers in a module, by the prefix of their names."""
     found: dict[str, Any] = {}
     for path, part in module.named_modules():
-        is_model = hasattr(part, "base_model_prefix") and isinstance(part, nn.Module)
-        is_model = is_model and hasattr(part, "config") and not hasattr(part, "peft_config")
+        is_model = hasattr(part, "base_model_prefix")
+        # A wrapper of PEFT passes on the attributes of its model.
+        wraps = any(base.__module__.startswith("peft.") for base in type(part).__mro__)
+        is_model = is_model and hasattr(part, "config") and not wraps
         if is_model and not any(_dotted(path).startswith(outer) for outer in found):
             found[_dotted(path)] = part
     return found
@@ -360,7 +362,7 @@ def _classes_of_transformers(model: nn.Module) -> Iterator[None]:
     """Let classes that FSDP has derived have the names that the rules are looked up by."""
     changed: dict[type, tuple[str, str]] = {}
     for part in model.modules():
-        kind, base = type(part), type(part).__mro__[-1]
+        kind = type(part)
         if not kind.__name__.startswith("FSDP") or kind in changed:
             continue
         base = next((b for b in kind.__mro__[1:] if f"FSDP{b.__name__}" == kind.__name__), kind)
