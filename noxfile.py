@@ -489,7 +489,9 @@ def huggingface(session: nox.Session) -> None:
     install_everything(session)
     session.install(TRANSFORMERS, PEFT, PEERS[1])
     mesh = [f"packages/mesh/tests/{room}" for room in ("check", "context", "tensor")]
-    extras = [f"packages/extras/tests/{name}" for name in ("language", "test_pretrained_transformers.py")]
+    extras = [
+        f"packages/extras/tests/{name}" for name in ("language", "test_pretrained_transformers.py")
+    ]
     files = ("tests/test_from_huggingface.py", "tests/test_examples.py", *extras, *mesh)
     session.run("pytest", *files, *session.posargs)
 
