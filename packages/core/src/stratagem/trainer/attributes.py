@@ -138,6 +138,7 @@ class TrainerAttributes(FrontEnd):
     overfit_batches = Option[Limit]()
     reload_dataloaders_every_n_epochs = Option[int]()
     default_root_dir = Option[Location]()
+    weights = Option[Any]()
 
     @property
     def accumulate_grad_batches(self) -> int:
