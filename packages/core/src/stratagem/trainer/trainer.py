@@ -73,8 +73,8 @@ class Trainer(TrainerAttributes):
         plugins: CheckpointIO, ClusterEnvironment, Launcher or Precision objects, or their names.
         logger: a Logger or its name ("tensorboard", ...), or a list of several. True: a CSVLogger.
             False: no logger.
-        callbacks: a Callback, the name of an installed callback, or a list of several. They are
-            called in this order, each ModelCheckpoint after the others.
+        callbacks: a Callback, the name of an installed callback, or a list of several. A run calls
+            them in this order, each ModelCheckpoint after the others.
         max_epochs: the number of epochs to train; -1: no limit. Default: 1000, or no limit if
             `max_steps` or `max_time` is set.
         min_epochs, min_steps: the least number of epochs and optimizer steps to train;
