@@ -9,7 +9,11 @@ import pytest
 from docstring_examples import failures_of, modules_of, public_names, why_no_example
 
 ROOMS = ("stratagem.callbacks", "stratagem.loggers", "stratagem.profilers")
-OWN_ROOMS = ("stratagem_extras.language", "stratagem_extras.tuner")
+OWN_ROOMS = (
+    "stratagem_extras.language",
+    "stratagem_extras.parameter_groups",
+    "stratagem_extras.tuner",
+)
 PUBLIC = public_names((*ROOMS, *OWN_ROOMS), "stratagem_extras")
 NEEDS_JSONARGPARSE = () if find_spec("jsonargparse") else ("stratagem_extras.cli",)
 
