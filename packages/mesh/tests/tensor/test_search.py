@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -52,6 +53,38 @@ class Bias(Heads):
         return self.out((self.v(x).view(len(x), -1, 2) + self.bias).flatten(1))  # type: ignore[no-any-return]
 
 
+@dataclass
+class Features:
+    """Features that a model returns."""
+
+    last: Tensor
+    inner: dict[str, Any]
+    cycle: Features | None = None
+
+
+class Leaving(nn.Module):
+    """Inner features that leave the model in some way, and buffers that count calls."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.up, self.down, self.way = nn.Linear(8, 16), nn.Linear(16, 8), way
+        self.kept: list[Any] = []
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(1))
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls.add_(1)
+        hidden = self.up(self.norm(x)).relu()
+        if self.way == "attribute":
+            self.hidden = hidden
+        if self.way == "list":
+            self.kept.append({"hidden": hidden})
+        output = Features(self.down(hidden), {"hidden": hidden if self.way == "dataclass" else 0})
+        output.cycle = output
+        return output
+
+
 def pair(*between: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), *between, nn.Linear(16, 8))
 
@@ -89,6 +122,32 @@ def test_a_search_leaves_the_model_as_it_was() -> None:
     assert model.seen.tolist() == [0.0]
     assert not model.up._forward_hooks
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [
+        ("dataclass", "the model returns it"),
+        ("attribute", "the model keeps it in an attribute"),
+        ("list", "the model keeps it in an attribute"),
+        ("", None),
+    ],
+)
+def test_features_that_leave_the_model_stay_whole(way: str, reason: str | None) -> None:
+    model = Leaving(way)
+    assert find_layers(model, 2, torch.zeros(2, 8)).whole.get("up") == reason
+    assert model.calls.item() == 0
+    assert model.norm.num_batches_tracked == 0
+    assert not hasattr(model, "hidden")
+    assert model.kept == []
+
+
+def test_frozen_parameters_between_divided_layers_are_divided_as_trained_ones() -> None:
+    model = pair(nn.Unflatten(1, (-1, 4)), nn.LayerNorm(4), nn.Flatten(1, 2))
+    model[2].requires_grad_(False)  # type: ignore[index]
+    found = find_layers(model, 2, torch.zeros(2, 8))
+    assert found.styles["2"] == "replicated_with_grad_allreduce"
+    assert [p.requires_grad for p in model.parameters()] == [True, True, False, False, True, True]
 
 
 def test_the_example_of_the_model_is_taken() -> None:

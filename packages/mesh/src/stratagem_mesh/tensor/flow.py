@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ _ALIASES = "detach", "alias", "clone"
 """Operations that depend on references and strides, which are not compared."""
 
 _NAMES = dict.fromkeys(VIEWS, "view")
+_LEAVES = type(None), str, bytes, int, float, complex, nn.Module, type, FunctionType, ModuleType
 _VALUES = {"_local_scalar_dense": 0, "is_nonzero": False, "equal": False}
 
 
@@ -149,6 +152,7 @@ class Flow(Watch):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module, ranks: int, packs: Mapping[str, int]) -> None:
         super().__init__(model, ranks)
         self.roles = Roles()
+        self._model = model
         self._packs = packs
         self._marks: dict[int, Mark] = {}
         self._alive: list[Any] = []  # so that no two tensors have one id
@@ -164,11 +168,15 @@ class Flow(Watch):  # type: ignore[no-untyped-call]
         }
 
     def end(self, output: Any) -> None:
-        """Note that the outputs of the model have to be whole."""
-        for value in tree_leaves(_plain(output)):
-            mark = self._find(value) if isinstance(value, Tensor) else None
-            if mark is not None:
-                self._refuse(mark.layers, "the model returns it")
+        """Note that the outputs of the model, and what its modules keep, have to be whole."""
+        attributes = [value for part in self._model.modules() for value in vars(part).values()]
+        leaving = {
+            "the model returns it": _tensors(output, in_objects=True),
+            "the model keeps it in an attribute": _tensors(attributes, in_objects=False),
+        }
+        for reason, tensors in leaving.items():
+            for mark in filter(None, map(self._find, tensors)):
+                self._refuse(mark.layers, reason)
         for owner, names in self.roles.partial.items():
             if owner in self._plain_uses:
                 self._refuse(names, f"{owner} is also used for whole features")
@@ -431,13 +439,70 @@ def constants_of(name: str, args: Any) -> tuple[Any, ...]:
     return tuple(value for value in tree_leaves(args) if isinstance(value, (int, float)))
 
 
-def _plain(output: Any) -> Any:
-    """Return an output of transformers, and objects in it, as containers that can be walked."""
-    if isinstance(output, Mapping):
-        return {key: _plain(value) for key, value in output.items()}
-    if isinstance(output, (list, tuple)):
-        return [_plain(value) for value in output]
-    return output
+def _tensors(value: Any, *, in_objects: bool, seen: set[int] | None = None) -> list[Tensor]:
+    """Return the tensors in containers, and in objects such as dataclasses."""
+    seen = set() if seen is None else seen
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, _LEAVES) or id(value) in seen:
+        return []
+    seen.add(id(value))
+    inside: list[Any] = []
+    if isinstance(value, Mapping):
+        inside += value.values()
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        inside += value
+    if in_objects:
+        inside += getattr(value, "__dict__", {}).values()
+        slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
+        inside += [getattr(value, name, None) for name in slots]
+    return [t for one in inside for t in _tensors(one, in_objects=in_objects, seen=seen)]
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+class _Saved:
+    """The attributes of a model's modules, and the values of its buffers.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._attributes = [(part, dict(vars(part))) for part in model.modules()]
+        self._containers: list[tuple[Any, Any]] = []
+        self._values: dict[int, tuple[Tensor, Tensor]] = {}
+        for part, attributes in self._attributes:
+            for value in (*attributes.values(), *part._buffers.values()):
+                if type(value) in (dict, list):
+                    self._containers.append((value, value.copy()))
+                if isinstance(value, Tensor) and not value.is_meta:
+                    self._values[id(value)] = value, value.detach().clone()
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
+
+    def train(self) -> None:
+        """Let all parameters have gradients, as frozen ones may have later."""
+        for parameter in self._frozen:
+            if parameter.is_floating_point() or parameter.is_complex():
+                parameter.requires_grad_(True)
+
+    def restore(self) -> None:
+        """Give the model its attributes and values."""
+        for part, attributes in self._attributes:
+            vars(part).clear()
+            vars(part).update(attributes)
+        for container, content in self._containers:
+            container.clear()
+            container.extend(content) if isinstance(container, list) else container.update(content)
+        with torch.no_grad():
+            for tensor, values in self._values.values():
+                if not torch.equal(tensor, values):
+                    tensor.copy_(values)
+        for parameter in self._frozen:
+            parameter.requires_grad_(False)
 
 
 def run_without_values(model: nn.Module, args: Any, kwargs: Any, mode: Flow | Proof) -> None:
@@ -452,18 +517,15 @@ def run_without_values(model: nn.Module, args: Any, kwargs: Any, mode: Flow | Pr
     was_disabled, log.disabled = log.disabled, True  # errors are raised as well
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it would not call layers
-    before = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
+    saved = _Saved(model)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
+        saved.train()
         with torch.enable_grad(), fake, mode.watching():
             output = model(*args, **kwargs)
-            if isinstance(mode, Flow):
-                mode.end(output)
+        if isinstance(mode, Flow):
+            mode.end(output)
     finally:
         log.disabled = was_disabled
         torch.backends.mha.set_fastpath_enabled(fast_path)
-        for part, attributes, buffers in before:
-            vars(part).clear()
-            vars(part).update(attributes)
-            part._buffers.clear()
-            part._buffers.update(buffers)
+        saved.restore()
