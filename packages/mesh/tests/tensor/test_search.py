@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem_mesh import MeshStrategy
 from stratagem_mesh.context.attention import refuse_weights
 from stratagem_mesh.context.call import Call, begin, end
+from stratagem_mesh.tensor.region import Region
 from stratagem_mesh.tensor.search import find_layers
+from stratagem_mesh.tensor.styles import STYLES
 
 
 class Twice(nn.Module):
@@ -85,6 +88,29 @@ class Leaving(nn.Module):
         return output
 
 
+class Asking(nn.Module):
+    """Reads a value, and computes something else by the answer."""
+
+    def __init__(self, question: str) -> None:
+        super().__init__()
+        self.up, self.down, self.question = nn.Linear(8, 16), nn.Linear(16, 8), question
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        if self.question == "reduces" and (x > 0).any():
+            hidden = hidden / hidden.norm(dim=-1, keepdim=True)
+        if self.question == "norm" and (x > 0).any():
+            hidden = self.norm(hidden.view(len(x), -1, 4)).flatten(1)
+        if self.question == "features" and hidden[0, 0] > 0:
+            return x
+        if self.question == "raises" and (x > 0).any():
+            raise ValueError
+        if self.question == "scales":
+            hidden = hidden * (1 if (x > 0).any() else 2)
+        return self.down(hidden)  # type: ignore[no-any-return]
+
+
 def pair(*between: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), *between, nn.Linear(16, 8))
 
@@ -140,6 +166,49 @@ def test_features_that_leave_the_model_stay_whole(way: str, reason: str | None) 
     assert model.norm.num_batches_tracked == 0
     assert not hasattr(model, "hidden")
     assert model.kept == []
+
+
+@pytest.mark.parametrize(
+    ("question", "reason"),
+    [
+        ("reduces", "an operation reduces divided features"),
+        ("norm", "its use depends on values that the model reads"),
+        ("features", "one of the divided features is taken"),
+        ("raises", None),
+        ("scales", None),
+    ],
+)
+def test_layers_are_divided_if_both_answers_to_a_condition_allow_it(
+    question: str, reason: str | None
+) -> None:
+    found = find_layers(Asking(question), 2, torch.zeros(2, 8))
+    assert found.whole.get("up") == reason
+    assert bool(found.styles) == (reason is None)
+
+
+@pytest.mark.parametrize(
+    ("compute", "part"),
+    [
+        (parametrizations.weight_norm, "weight"),
+        (parametrizations.spectral_norm, "weight"),
+        (lambda layer: parametrizations.weight_norm(layer, "bias", 0), "bias"),
+        (nn.utils.weight_norm, "weight"),
+        (nn.utils.spectral_norm, "weight"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_layers_with_computed_weights_stay_whole(compute: Any, part: str) -> None:
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8))
+    compute(model[1])
+    reason = f"its {part} is computed from other parameters"
+    assert find_layers(model, 2, torch.zeros(2, 8)).whole["1"] == reason
+    style = STYLES["colwise"](Region(cast(Any, None), draws=False))
+    message = (
+        rf"up\.{part} is computed from other parameters, such as by weight_norm or spectral_norm, "
+        "and ranks divide parameters: expected a tensor_plan without this layer, or torch.nn"
+    )
+    with pytest.raises(ConfigurationError, match=message):
+        style.check("up", model[1])
 
 
 def test_frozen_parameters_between_divided_layers_are_divided_as_trained_ones() -> None:

@@ -40,7 +40,7 @@ _ALIASES = "detach", "alias", "clone"
 
 _NAMES = dict.fromkeys(VIEWS, "view")
 _LEAVES = type(None), str, bytes, int, float, complex, nn.Module, type, FunctionType, ModuleType
-_VALUES = {"_local_scalar_dense": 0, "is_nonzero": False, "equal": False}
+_VALUES = "_local_scalar_dense", "is_nonzero", "equal"
 
 
 @dataclass
@@ -73,6 +73,7 @@ class Roles:
         whole: layers that must stay whole, and why.
         operations: all operations.
         sizes: the sizes of dimensions that are divided, by source.
+        answer: what the model got where it read a value.
     """
 
     sources: list[str] = field(default_factory=list)
@@ -81,6 +82,7 @@ class Roles:
     whole: dict[str, str] = field(default_factory=dict)
     operations: list[Operation] = field(default_factory=list)
     sizes: dict[str, set[int]] = field(default_factory=dict)
+    answer: bool = False
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -89,11 +91,16 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         model: the model that runs.
         ranks: the number of ranks that share a layer.
+        answer: what a model gets that reads a value, such as in a condition: False (0) or True (1).
+
+    Attributes:
+        has_answered: whether the model has read a value.
     """
 
-    def __init__(self, model: nn.Module, ranks: int) -> None:
+    def __init__(self, model: nn.Module, ranks: int, *, answer: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._ranks = ranks
+        self.has_answered = False
+        self._ranks, self._answer = ranks, answer
         self._paused = False
         # Divided or whole as one: the operations in it are not seen.
         self._attention = {n: part for n, part in model.named_modules() if is_attention(part)}
@@ -131,6 +138,16 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _attended(self, part: nn.Module, args: Any, output: Any) -> None:
         self._paused = False
 
+    def _computed(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return the outputs of an operation; the answer where a model reads a missing value."""
+        try:
+            return func(*args, **kwargs)
+        except DataDependentOutputException:
+            if name not in _VALUES:
+                raise
+            self.has_answered = True
+            return int(self._answer) if name == _VALUES[0] else self._answer
+
     @abstractmethod
     def _before(self, name: str) -> Any:
         """Return the hook before a layer of this name."""
@@ -147,11 +164,14 @@ class Flow(Watch):  # type: ignore[no-untyped-call]
         model: the model that runs.
         ranks: the number of ranks that share a layer.
         packs: the number of layers that are packed in one, for layers that may be divided.
+        answer: what a model gets that reads a value.
     """
 
-    def __init__(self, model: nn.Module, ranks: int, packs: Mapping[str, int]) -> None:
-        super().__init__(model, ranks)
-        self.roles = Roles()
+    def __init__(
+        self, model: nn.Module, ranks: int, packs: Mapping[str, int], *, answer: bool = False
+    ) -> None:
+        super().__init__(model, ranks, answer=answer)
+        self.roles = Roles(answer=answer)
         self._model = model
         self._packs = packs
         self._marks: dict[int, Mark] = {}
@@ -233,7 +253,7 @@ class Flow(Watch):  # type: ignore[no-untyped-call]
     ) -> Any:
         name = func.overloadpacket.__name__
         kwargs = kwargs or {}
-        output = _computed(func, name, args, kwargs)
+        output = self._computed(func, name, args, kwargs)
         if self._paused or func.namespace == "prim":
             return output
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -367,7 +387,7 @@ class Proof(Watch):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, model: nn.Module, ranks: int, roles: Roles) -> None:
-        super().__init__(model, ranks)
+        super().__init__(model, ranks, answer=roles.answer)
         self.count = 0
         self._roles = roles
 
@@ -396,7 +416,7 @@ class Proof(Watch):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        output = _computed(func, name, args, kwargs or {})
+        output = self._computed(func, name, args, kwargs or {})
         if self._paused or func.namespace == "prim" or name in _ALIASES:
             return output
         shapes = [tuple(t.shape) for t in tree_leaves(output) if isinstance(t, Tensor)]
@@ -420,16 +440,6 @@ class Proof(Watch):  # type: ignore[no-untyped-call]
             return shape
         dim = mark.dim
         return *shape[:dim], shape[dim] // self._ranks, *shape[dim + 1 :]
-
-
-def _computed(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the outputs of an operation; zero where a model reads a value that is not there."""
-    try:
-        return func(*args, **kwargs)
-    except DataDependentOutputException:
-        if name not in _VALUES:
-            raise
-        return _VALUES[name]
 
 
 def constants_of(name: str, args: Any) -> tuple[Any, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
+from types import CodeType
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stratagem_mesh.randomness import OwnStream, generators_of
 from stratagem_mesh.tensor.collectives import copy_to_ranks
+
+_RANDOM = {
+    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
+    *("bernoulli", "bernoulli_", "uniform_", "normal_", "normal", "multinomial"),
+    *("rrelu", "gumbel_softmax"),
+}
+"""Functions and methods that draw random numbers, besides those of dropout."""
 
 
 class Region:
@@ -94,13 +103,45 @@ def _seed(common: int, rank: int) -> int:
 
 
 def draws_numbers(model: nn.Module) -> bool:
+    """Whether a module may draw random numbers in its forward pass.
+
+    Attributes tell it that are probabilities of dropping values, and the names of functions that
+    its forward method calls.
+    """
+    return any(_drops(part) or _calls_random(part) for part in model.modules())
+
+
+def _drops(part: nn.Module) -> bool:
     """Whether a module has a probability of dropping values, by the names of its attributes."""
     return any(
         isinstance(value, (int, float)) and value > 0
-        for part in model.modules()
         for name, value in _options(part)
         if "drop" in name or (name == "p" and "Drop" in type(part).__name__)
     )
+
+
+def _calls_random(part: nn.Module) -> bool:
+    """Whether the code of a module's forward names a function that draws numbers.
+
+    A name that is an attribute of the module too is its own probability or layer.
+    """
+    own = isinstance(part, nn.modules.dropout._DropoutNd)
+    names = set() if own else _names(type(part), "forward", set())
+    return any("drop" in name or name in _RANDOM for name in names if not hasattr(part, name))
+
+
+def _names(kind: type, method: str, seen: set[str]) -> set[str]:
+    """Return the names in the code of a method, and of the methods that it calls."""
+    seen.add(method)
+    function = inspect.unwrap(getattr(kind, method))
+    codes = [code] if (code := getattr(function, "__code__", None)) is not None else []
+    for code in codes:
+        codes += [value for value in code.co_consts if isinstance(value, CodeType)]
+    names = {name for code in codes for name in code.co_names}
+    own = {n for n in names - seen if inspect.isfunction(getattr(kind, n, None))}
+    for name in own - set(vars(nn.Module)):
+        names |= _names(kind, name, seen)
+    return names
 
 
 def _options(part: nn.Module) -> Iterable[tuple[str, object]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from stratagem.errors import ConfigurationError
 from stratagem_mesh.tensor.flow import Flow, Proof, Roles, run_without_values
 from stratagem_mesh.tensor.multihead import STYLE, is_attention
-from stratagem_mesh.tensor.styles import features, is_linear
+from stratagem_mesh.tensor.styles import computed, features, is_linear
 
 _PACKS = 1, 3, 2
 """What is tried for a layer: one layer; queries, keys and values in one; two in one."""
@@ -126,17 +127,25 @@ class _Search:
             for n, p in model.named_modules()
             if is_linear(p) and _is_own(p, model) and n.rpartition(".")[0] not in attention
         }
-        self._tries = dict.fromkeys(self._layers, 0)
         self._levels: dict[str, int] = {}
-        self._why: dict[str, str] = {}
+        self._why = {
+            name: f"its {keys[0]} is computed from other parameters"
+            for name, layer in self._layers.items()
+            if (keys := computed(layer))
+        }
+        for name in self._why:
+            del self._layers[name]
+        self._tries = dict.fromkeys(self._layers, 0)
         for name, part in attention.items():
             if not all(_is_own(each, model) for each in part.modules()):
                 self._keep_whole(name, "another module has a parameter of it")
+            if any("parametrizations" in each._modules for each in part.modules()):
+                self._keep_whole(name, "a parameter of it is computed from other parameters")
 
     def run(self) -> Found:
         """Return the layers to divide."""
         while True:
-            roles = self._follow()
+            roles, *others = self._follow()
             groups = _groups(roles)
             numbers = {
                 owner: names
@@ -144,7 +153,8 @@ class _Search:
                 if (owner := _owner(group)) is not None
                 and (names := self._numbers(owner, roles, group))
             }
-            error = self._prove(roles, numbers)
+            proofs = (self._prove(one, numbers) for one in (roles, *others))
+            error = next(filter(None, proofs), None)
             if error is None or not groups:
                 break
             layers, reason = error
@@ -154,22 +164,44 @@ class _Search:
                 self._raise_level(group, reason)
         return self._result(roles, numbers)
 
-    def _follow(self) -> Roles:
-        """Run with whole shapes until no layer that is divided has to be whole."""
+    def _follow(self) -> list[Roles]:
+        """Run with whole shapes until no layer that is divided has to be whole.
+
+        A model that reads values runs twice, with both answers, and may have two lists of
+        operations.
+        """
         while True:
             packs = {n: p for n in self._layers if (p := self._packs(n))}
-            flow = Flow(self.model, self.ranks, packs)
-            run_without_values(self.model, self._args, self._kwargs, flow)
-            for name in self._attention & set(flow.roles.whole):
-                self._keep_whole(name, flow.roles.whole[name])
-            refused = {name: why for name, why in flow.roles.whole.items() if name in packs}
-            if not refused:
-                used = frozenset().union(*flow.roles.sinks.values())
-                flow.roles.sources = [name for name in flow.roles.sources if name in used]
-                return flow.roles
+            runs = self._runs(packs)
+            refused = {n: why for one in runs for n, why in one.whole.items() if n in packs}
+            for name in self._attention & {name for one in runs for name in one.whole}:
+                self._keep_whole(name, next(one.whole[name] for one in runs if name in one.whole))
             for name, why in refused.items():
                 self._why.setdefault(name, why.partition("\n")[0])
                 self._tries[name] += 1
+            if refused:
+                continue
+            changing = _changing(runs)
+            for name in changing:
+                self._why.setdefault(name, "its use depends on values that the model reads")
+                self._tries[name] = len(_PACKS)
+            if not changing:
+                return runs
+
+    def _runs(self, packs: Mapping[str, int]) -> list[Roles]:
+        """Return the roles in a run, and if the model reads values in a run with other answers."""
+        flow = Flow(self.model, self.ranks, packs)
+        run_without_values(self.model, self._args, self._kwargs, flow)
+        found = [flow.roles]
+        if flow.has_answered:
+            other = Flow(self.model, self.ranks, packs, answer=True)
+            with suppress(Exception):  # the answers may fit to no input
+                run_without_values(self.model, self._args, self._kwargs, other)
+                found.append(other.roles)
+        for roles in found:
+            used = frozenset().union(*roles.sinks.values())
+            roles.sources = [name for name in roles.sources if name in used]
+        return found
 
     def _keep_whole(self, attention: str, reason: str) -> None:
         self._attention.discard(attention)
@@ -259,6 +291,19 @@ def divide_numbers(part: nn.Module, names: list[str], ranks: int) -> None:
     """Divide attributes of a module that count heads or features, as a rank has a part of them."""
     for name in names:
         setattr(part, name, getattr(part, name) // ranks)
+
+
+def _changing(runs: list[Roles]) -> set[str]:
+    """Return the divided layers whose roles differ between runs."""
+    divided: set[str] = set()
+    roles = []
+    for one in runs:
+        used = frozenset(one.sources)
+        divided |= used | set(one.sinks)
+        inner = {(owner, names & used) for owner, names in one.partial.items() if names & used}
+        roles.append({(name, used & {name}) for name in used} | set(one.sinks.items()) | inner)
+    differing = {pair for one in roles for other in roles for pair in one ^ other}
+    return divided & {layer for name, sources in differing for layer in (name, *sources)}
 
 
 def _groups(roles: Roles) -> list[frozenset[str]]:

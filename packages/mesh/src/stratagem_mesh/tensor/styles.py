@@ -50,6 +50,12 @@ def has_parameters(layer: nn.Module) -> bool:
     return any(parameter is not None for parameter in layer._parameters.values())
 
 
+def computed(layer: nn.Module) -> list[str]:
+    """Return which of weight and bias are no parameters, as a parametrization computes them."""
+    own = layer._parameters
+    return [key for key in ("weight", "bias") if key not in own and hasattr(layer, key)]
+
+
 class Style(ABC):
     """Divides a layer; its own forward runs with the parameters of this rank.
 
@@ -96,6 +102,13 @@ class Style(ABC):
             raise ConfigurationError(
                 f"{name!r} is a {type(layer).__name__}, which {type(self).__name__.lower()} does "
                 f"not divide: expected {self.kinds}"
+            )
+        if keys := computed(layer):
+            raise ConfigurationError(
+                f"{name}.{keys[0]} is computed from other parameters, such as by weight_norm or "
+                "spectral_norm, and ranks divide parameters: expected a tensor_plan without this "
+                "layer, or torch.nn.utils.parametrize.remove_parametrizations"
+                f"(layer, {keys[0]!r}) before training"
             )
         size = self.mesh.size() * self.packs
         for key, placement in self.placements(layer).items():
