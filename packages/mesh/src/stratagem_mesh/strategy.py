@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, StratagemError, UserCodeError
 from stratagem.precision import TruePrecision
-from stratagem.strategies import Axis, ModelParallelStrategy, user_module
+from stratagem.strategies import Axis, ModelParallelStrategy, PreparedModel, user_module
 from stratagem_mesh.check.before_training import LAYERS, check_model
 from stratagem_mesh.context.regions import ContextRegions
 from stratagem_mesh.plugin import MESH
+from stratagem_mesh.tensor.heads import STYLE as VOCABULARY
 from stratagem_mesh.tensor.layers import (
     LossOptions,
     SequenceOptions,
@@ -271,6 +272,19 @@ class MeshStrategy(ModelParallelStrategy):
             )
         if self._regions is not None:
             self._regions.divide(model, self.context_modules)
+
+    def explain(self, prepared: PreparedModel, error: RuntimeError) -> StratagemError | None:
+        """Return a clearer error where code met shards, or parts of logits."""
+        found = super().explain(prepared, error)
+        heads = [name for name, style in self.tensor_layers.items() if style == VOCABULARY]
+        if found is None or not heads or self.loss_parallel:
+            return found
+        return UserCodeError(
+            f"a DTensor was used where a whole tensor is needed. In training the outputs of "
+            f"{heads[0]!r} are parts of logits ({VOCABULARY}): compute their loss by "
+            "stratagem_mesh.cross_entropy(logits, target), or gather them by logits.full_tensor()."
+            f" Otherwise {found}"
+        )
 
 
 def _has_values() -> bool:

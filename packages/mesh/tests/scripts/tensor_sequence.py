@@ -198,6 +198,8 @@ def messages(mesh: DeviceMesh) -> dict[str, str]:
     again.body.between = lambda x: x.repeat(1, 2, 1)
     shared = Text()
     shared.norm = shared.body.blocks[0].norm  # type: ignore[assignment]
+    repeated = Text()
+    repeated.body.blocks[2] = repeated.body.blocks[0]
     gathering = {**PLAN, "up": "colwise_gather_output"}
     alone = {name: style for name, style in PLAN.items() if name != "down"}
     return {
@@ -210,6 +212,7 @@ def messages(mesh: DeviceMesh) -> dict[str, str]:
         ),
         "style": message(lambda: divided(Text(), mesh, gathering)),
         "no pair": message(lambda: divided(Text(), mesh, alone)),
+        "repeated": message(lambda: divided(repeated, mesh)),
         "shared": message(lambda: divided(shared, mesh)),
         "context": message(lambda: divided(Text(), mesh, regions=["body.blocks.*"])),
         "positions": message(lambda: divided(with_part(Positions()), mesh)(tokens(12))),

@@ -14,7 +14,7 @@ from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem_mesh import MeshStrategy
 from stratagem_mesh.context.attention import refuse_weights
 from stratagem_mesh.context.call import Call, begin, end
-from stratagem_mesh.tensor.region import Region
+from stratagem_mesh.tensor.region import Region, draws_numbers
 from stratagem_mesh.tensor.search import find_layers
 from stratagem_mesh.tensor.styles import STYLES
 
@@ -200,8 +200,10 @@ def test_layers_are_divided_if_both_answers_to_a_condition_allow_it(
 def test_layers_with_computed_weights_stay_whole(compute: Any, part: str) -> None:
     model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8))
     compute(model[1])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     reason = f"its {part} is computed from other parameters"
     assert find_layers(model, 2, torch.zeros(2, 8)).whole["1"] == reason
+    assert not draws_numbers(model)
     style = STYLES["colwise"](Region(cast(Any, None), draws=False))
     message = (
         rf"up\.{part} is computed from other parameters, such as by weight_norm or spectral_norm, "
@@ -209,6 +211,22 @@ def test_layers_with_computed_weights_stay_whole(compute: Any, part: str) -> Non
     )
     with pytest.raises(ConfigurationError, match=message):
         style.check("up", model[1])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_an_operation_on_parts_of_logits_is_explained() -> None:
+    strategy = MeshStrategy(tensor=2)
+    error = RuntimeError("aten.nll_loss_forward.default got mixed torch.Tensor and DTensor")
+    strategy.tensor_layers = {"up": "colwise"}
+    assert str(strategy.explain(cast(Any, None), error)).startswith("a sharded parameter")
+    strategy.tensor_layers = {"up": "colwise", "head": "colwise_vocabulary"}
+    message = str(strategy.explain(cast(Any, None), error))
+    assert message.startswith(
+        "a DTensor was used where a whole tensor is needed. In training the outputs of 'head' are "
+        "parts of logits (colwise_vocabulary): compute their loss by stratagem_mesh.cross_entropy("
+        "logits, target), or gather them by logits.full_tensor(). Otherwise a sharded parameter"
+    )
+    assert strategy.explain(cast(Any, None), RuntimeError("another")) is None
 
 
 def test_frozen_parameters_between_divided_layers_are_divided_as_trained_ones() -> None:

@@ -29,6 +29,8 @@ MESSAGES = {
     "'colwise_gather_output': expected pairs of 'colwise' and 'rowwise' there.",
     "no pair": "sequence_parallel=True, and 'body.blocks.0.up' in a block is not part of a pair of "
     "divided layers ('colwise', then 'rowwise'): choose another tensor_plan",
+    "repeated": "sequence_parallel=True, and 'body.blocks' has the block 'body.blocks.0' 2 times, "
+    "at 0, 2: the first and the last block of a sequence need to be called once. Expected separate",
     "shared": "sequence_parallel=True, and 'body.blocks.0.norm' in a block shares a parameter with "
     "a module outside of the blocks: pass sequence_parallel=False",
     "context": "context_modules has 'body.blocks.0', and with sequence_parallel=True the context "

@@ -93,6 +93,7 @@ def _checked(
         ConfigurationError: names the layer that cannot compute a part of a sequence.
     """
     containers: set[str] = set()
+    _refuse_repeated(model, name, blocks)
     for block in blocks:
         own = {n: style for n, style in styles.items() if n.startswith(f"{block}.")}
         for layer, style in own.items():
@@ -112,6 +113,23 @@ def _checked(
     if isinstance(owner, nn.ModuleList):
         owner = model.get_submodule(name.rpartition(".")[0])
     return Found(name, owner, blocks, [model.get_submodule(one) for one in sorted(containers)])
+
+
+def _refuse_repeated(model: nn.Module, name: str, blocks: Mapping[str, nn.Module]) -> None:
+    """Refuse blocks that stand several times in a list.
+
+    Raises:
+        ConfigurationError: names the block and its places.
+    """
+    places = list(model.get_submodule(name)._modules.items())
+    for block, part in blocks.items():
+        keys = [key for key, one in places if one is part]
+        if len(keys) > 1 and any(True for _ in part.parameters()):
+            raise ConfigurationError(
+                f"sequence_parallel=True, and {name!r} has the block {block!r} {len(keys)} times, "
+                f"at {', '.join(keys)}: the first and the last block of a sequence need to be "
+                "called once. Expected separate blocks, or sequence_parallel=False"
+            )
 
 
 def _containers(block: str, styles: Mapping[str, Any]) -> set[str]:

@@ -127,7 +127,8 @@ def _calls_random(part: nn.Module) -> bool:
     """
     own = isinstance(part, nn.modules.dropout._DropoutNd)
     names = set() if own else _names(type(part), "forward", set())
-    return any("drop" in name or name in _RANDOM for name in names if not hasattr(part, name))
+    random = {name for name in names if "drop" in name or name in _RANDOM}
+    return any(not hasattr(part, name) for name in random)
 
 
 def _names(kind: type, method: str, seen: set[str]) -> set[str]:

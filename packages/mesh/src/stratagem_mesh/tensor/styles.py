@@ -51,9 +51,13 @@ def has_parameters(layer: nn.Module) -> bool:
 
 
 def computed(layer: nn.Module) -> list[str]:
-    """Return which of weight and bias are no parameters, as a parametrization computes them."""
-    own = layer._parameters
-    return [key for key in ("weight", "bias") if key not in own and hasattr(layer, key)]
+    """Return which of weight and bias are no parameters, as a parametrization computes them.
+
+    They are not read, since spectral_norm changes its state at each access.
+    """
+    found = layer._modules.get("parametrizations")
+    others = {*vars(layer), *layer._buffers, *(found if isinstance(found, nn.ModuleDict) else ())}
+    return [k for k in ("weight", "bias") if k not in layer._parameters and k in others]
 
 
 class Style(ABC):
