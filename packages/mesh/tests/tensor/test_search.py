@@ -14,6 +14,7 @@ from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem_mesh import MeshStrategy
 from stratagem_mesh.context.attention import refuse_weights
 from stratagem_mesh.context.call import Call, begin, end
+from stratagem_mesh.tensor.planned import INNER, refuse_wrong
 from stratagem_mesh.tensor.region import Region, draws_numbers
 from stratagem_mesh.tensor.search import find_layers
 from stratagem_mesh.tensor.styles import STYLES
@@ -247,6 +248,65 @@ def test_the_example_takes_the_dtype_of_the_model() -> None:
     model = pair(nn.GELU()).to(torch.bfloat16)
     found = find_layers(model, 2, torch.zeros(2, 8))
     assert found.styles == {"0": "colwise", "2": "rowwise"}
+
+
+class Gated(nn.Module):
+    """A gate and features in one layer, and a norm or a scale of them."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.up, self.down, self.kind = nn.Linear(8, 32), nn.Linear(16, 8), kind
+        self.norm, self.gate = nn.LayerNorm(4), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.up(x).chunk(2, -1)
+        hidden = left * right.sigmoid()
+        if self.kind == "reduced":
+            hidden = hidden / hidden.norm(dim=-1, keepdim=True)
+        if self.kind == "measured":
+            with torch.no_grad():
+                self.size = float(hidden.norm())
+        if self.kind == "normed":
+            hidden = self.norm(hidden.unflatten(-1, (-1, 4))).flatten(-2)
+        if self.kind == "scaled":
+            hidden = hidden * self.gate(x)
+        return self.down(hidden)  # type: ignore[no-any-return]
+
+
+PACKED = {"up": "colwise_packed_2", "down": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "message"),
+    [
+        ("", PACKED | {"up": "colwise"}, "'up' by 'colwise', .* divided features are cut: ranks"),
+        ("reduced", PACKED, "'up' by 'colwise_packed_2', .* an operation reduces divided features"),
+        ("scaled", PACKED, "'up' by 'colwise_packed_2', .* whole features that are trained meet"),
+        ("normed", PACKED, f"'up', and each rank uses the parameters of 'norm' .* '{INNER}' in"),
+        ("normed", PACKED | {"norm": INNER}, None),
+        ("measured", PACKED, None),
+        ("", PACKED, None),
+        ("", {"up": "colwise_gather_output", "down": "rowwise"}, None),
+    ],
+)
+def test_a_plan_that_computes_something_else_is_refused(
+    kind: str, plan: dict[str, str], message: str | None
+) -> None:
+    example = torch.zeros(2, 8)
+    model: nn.Module = Gated(kind)
+    if message is None:
+        refuse_wrong(model, 2, example, plan, in_blocks=False)
+        return
+    with pytest.raises(ConfigurationError, match=f"tensor_plan divides {message}"):
+        refuse_wrong(model, 2, example, plan, in_blocks=False)
+    refuse_wrong(model, 2, None, plan, in_blocks=False)
+    refuse_wrong(model, 2, torch.zeros(2, 7), plan, in_blocks=False)
+
+
+def test_frozen_features_meet_divided_ones_in_a_plan() -> None:
+    model = Gated("scaled")
+    model.gate.requires_grad_(False)
+    refuse_wrong(model, 2, torch.zeros(2, 8), PACKED, in_blocks=False)
 
 
 @pytest.mark.parametrize(

@@ -515,13 +515,16 @@ class _Saved:
             parameter.requires_grad_(False)
 
 
-def run_without_values(model: nn.Module, args: Any, kwargs: Any, mode: Flow | Proof) -> None:
+def run_without_values(
+    model: nn.Module, args: Any, kwargs: Any, mode: Flow | Proof, *, trains_all: bool = True
+) -> None:
     """Run a model on tensors without values, and leave it as it was.
 
     Args:
         model: the model.
         args, kwargs: the arguments of the call.
         mode: a Flow or a Proof.
+        trains_all: whether frozen parameters have gradients too.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, log.disabled = log.disabled, True  # errors are raised as well
@@ -530,7 +533,8 @@ def run_without_values(model: nn.Module, args: Any, kwargs: Any, mode: Flow | Pr
     saved = _Saved(model)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        saved.train()
+        if trains_all:
+            saved.train()
         with torch.enable_grad(), fake, mode.watching():
             output = model(*args, **kwargs)
         if isinstance(mode, Flow):

@@ -27,6 +27,7 @@ from stratagem_mesh.tensor.multihead import (
     why_whole,
     with_projections,
 )
+from stratagem_mesh.tensor.planned import refuse_wrong
 from stratagem_mesh.tensor.region import Region, draws_numbers
 from stratagem_mesh.tensor.search import divide_numbers, find_layers
 from stratagem_mesh.tensor.sequence import Blocks, refuse_states
@@ -155,7 +156,11 @@ def divide_layers(
     region = Region(mesh, draws=draws_numbers(model))
     apply = partial(_apply, model, region, sequence=sequence, loss=loss)
     if plan is not None:
-        return apply(_expand(model, plan))
+        styles = _expand(model, plan)
+        with without_adapters(model):
+            tied = _with_tied(model, styles)
+            refuse_wrong(model, mesh.size(), example, tied, in_blocks=sequence is not None)
+        return apply(styles)
     styles = _plan_of_model(model, mesh.size())
     if styles:
         return apply(styles)

@@ -48,7 +48,7 @@ def find_layers(model: nn.Module, ranks: int, example: Any) -> Found:
         ConfigurationError: the model has no example of an input, or the run fails.
     """
     found = Found()
-    for name, part, args, kwargs in _inputs(model, example):
+    for name, part, args, kwargs in inputs_of(model, example):
         prefix = f"{name}." if name else ""
         try:
             part_found = _Search(part, ranks, args, kwargs).run()
@@ -64,7 +64,9 @@ def find_layers(model: nn.Module, ranks: int, example: Any) -> Found:
     return found
 
 
-def _inputs(model: Any, example: Any) -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
+def inputs_of(
+    model: Any, example: Any
+) -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
     """Yield modules to run, with their names and arguments."""
     given = example if example is not None else getattr(model, "example_input_array", None)
     if given is not None:
@@ -117,11 +119,9 @@ class _Search:
         self, model: nn.Module, ranks: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.model, self.ranks = model, ranks
-        like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-        self._args = tuple(_alike(like, value) for value in args)
-        self._kwargs = {key: _alike(like, value) for key, value in kwargs.items()}
         attention = {n: p for n, p in model.named_modules() if is_attention(p)}
         self._attention = set(attention)
+        self._args, self._kwargs = alike(model, args, kwargs)
         self._layers = {
             n: p
             for n, p in model.named_modules()
@@ -336,6 +336,15 @@ def _is_own(layer: nn.Module, model: nn.Module) -> bool:
     own = {id(p) for p in layer._parameters.values() if p is not None}
     others = (part for part in model.modules() if part is not layer)
     return not any(id(p) in own for part in others for p in part._parameters.values())
+
+
+def alike(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments on the device of a model and in its dtype."""
+    like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    given = {key: _alike(like, value) for key, value in kwargs.items()}
+    return tuple(_alike(like, value) for value in args), given
 
 
 def _alike(parameter: Tensor, value: Any) -> Any:
