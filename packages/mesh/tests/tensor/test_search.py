@@ -14,10 +14,10 @@ from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem_mesh import MeshStrategy
 from stratagem_mesh.context.attention import refuse_weights
 from stratagem_mesh.context.call import Call, begin, end
+from stratagem_mesh.tensor.layers import STYLES
 from stratagem_mesh.tensor.planned import INNER, refuse_wrong
 from stratagem_mesh.tensor.region import Region, draws_numbers
 from stratagem_mesh.tensor.search import find_layers
-from stratagem_mesh.tensor.styles import STYLES
 
 
 class Twice(nn.Module):

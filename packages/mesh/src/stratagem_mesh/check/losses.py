@@ -99,7 +99,7 @@ def example_calls(model: nn.Module, example: Any, device: torch.device) -> list[
         return tensor.to(device, torch.float64)
 
     calls = []
-    for _, part, args, kwargs in search._inputs(model, example):
+    for _, part, args, kwargs in search.inputs_of(model, example):
         takes = signature(part.forward).parameters if is_own else {}
         if "labels" in takes and _PREDICTS_WORDS.search(type(part).__name__):
             words = kwargs.get("decoder_input_ids", kwargs.get("input_ids"))
