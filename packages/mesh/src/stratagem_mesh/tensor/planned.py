@@ -14,9 +14,10 @@ from stratagem_mesh.tensor.search import alike, inputs_of
 
 _PACKS = {"colwise": 1, "colwise_packed_2": 2, "colwise_packed_3": 3}
 INNER = "replicated_with_grad_allreduce"
+_CUT = "divided features are cut"
 _WRONG = (
+    _CUT,
     "an operation reduces divided features",
-    "divided features are cut",
     "divided features are repeated",
     "one of the divided features is taken",
     "operands are divided in different ways",
@@ -83,11 +84,12 @@ def refuse_wrong(
         return
     for name, reason in flow.roles.whole.items():
         if name in linear and reason in _WRONG:
+            is_cut = reason == _CUT and linear[name] == "colwise"
+            packed = "'colwise_packed_2' for two layers packed in one, or " if is_cut else ""
             raise ConfigurationError(
                 f"tensor_plan divides {name!r} by {linear[name]!r}, and in a run on the example "
                 f"input {reason}: ranks would compute something else than one process. Expected "
-                "'colwise_packed_2' or 'colwise_packed_3' for layers that are packed in one, or a "
-                "tensor_plan without this layer and those that read its features"
+                f"{packed}a tensor_plan without this layer and those that read its features"
             )
     used = frozenset().union(*flow.roles.sinks.values())
     for owner, names in flow.roles.partial.items():
