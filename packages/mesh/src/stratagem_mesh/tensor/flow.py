@@ -484,13 +484,13 @@ class _Saved:
     def __init__(self, model: nn.Module) -> None:
         self._attributes = [(part, dict(vars(part))) for part in model.modules()]
         self._containers: list[tuple[Any, Any]] = []
-        self._values: dict[int, tuple[Tensor, Tensor]] = {}
+        self._values: dict[int, tuple[Tensor, int, Tensor]] = {}
         for part, attributes in self._attributes:
             for value in (*attributes.values(), *part._buffers.values()):
                 if type(value) in (dict, list):
                     self._containers.append((value, value.copy()))
-                if isinstance(value, Tensor) and not value.is_meta:
-                    self._values[id(value)] = value, value.detach().clone()
+                if isinstance(value, Tensor) and not (value.is_meta or value.is_inference()):
+                    self._values[id(value)] = value, value._version, value.detach().clone()
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
 
     def train(self) -> None:
@@ -508,8 +508,8 @@ class _Saved:
             container.clear()
             container.extend(content) if isinstance(container, list) else container.update(content)
         with torch.no_grad():
-            for tensor, values in self._values.values():
-                if not torch.equal(tensor, values):
+            for tensor, version, values in self._values.values():
+                if tensor._version != version:
                     tensor.copy_(values)
         for parameter in self._frozen:
             parameter.requires_grad_(False)
