@@ -73,7 +73,7 @@ class Roles:
         whole: layers that must stay whole, and why.
         operations: all operations.
         sizes: the sizes of dimensions that are divided, by source.
-        answer: what the model got where it read a value.
+        answer: the answer to questions about values.
     """
 
     sources: list[str] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         model: the model that runs.
         ranks: the number of ranks that share a layer.
-        answer: what a model gets that reads a value, such as in a condition: False (0) or True (1).
+        answer: the answer to questions about values, such as conditions: False (0) or True (1).
 
     Attributes:
         has_answered: whether the model has read a value.
@@ -164,7 +164,7 @@ class Flow(Watch):  # type: ignore[no-untyped-call]
         model: the model that runs.
         ranks: the number of ranks that share a layer.
         packs: the number of layers that are packed in one, for layers that may be divided.
-        answer: what a model gets that reads a value.
+        answer: the answer to questions about values.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class Flow(Watch):  # type: ignore[no-untyped-call]
         }
 
     def end(self, output: Any) -> None:
-        """Note that the outputs of the model, and what its modules keep, have to be whole."""
+        """Note that outputs of the model, and tensors in attributes, have to be whole."""
         attributes = [value for part in self._model.modules() for value in vars(part).values()]
         leaving = {
             "the model returns it": _tensors(output, in_objects=True),

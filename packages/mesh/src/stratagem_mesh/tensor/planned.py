@@ -58,16 +58,16 @@ class _Planned(Flow):  # type: ignore[no-untyped-call]
 def refuse_wrong(
     model: nn.Module, ranks: int, example: Any, styles: Mapping[str, Any], *, in_blocks: bool
 ) -> None:
-    """Refuse a plan by which ranks would compute something else than one process.
+    """Refuse a plan by which ranks would differ from one process.
 
     A model without an example, or whose run fails, is not checked.
 
     Args:
         model: the whole model.
         ranks: the number of ranks that share a layer.
-        example: the example of an input, or None.
+        example: an input of the model, if it has one.
         styles: the style of each module.
-        in_blocks: whether blocks hold parts of a sequence, and sum gradients of their parameters.
+        in_blocks: whether blocks hold parts of sequences, and sum gradients of their parameters.
 
     Raises:
         ConfigurationError: names the layer, and the operation or module that reads its features.
