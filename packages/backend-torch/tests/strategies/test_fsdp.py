@@ -513,8 +513,8 @@ def request(devices: int = 2, precision: Any = "32-true", **options: Any) -> Lit
             "was passed to the strategy and precision='bf16-mixed' as well: give one of the two",
         ),
         (
-            {"activation_checkpointing": "Block"},
-            "activation_checkpointing='Block': expected True, a class of modules",
+            {"activation_checkpointing": 3},
+            "activation_checkpointing=3: expected True, names of modules",
         ),
         ({"auto_wrap_policy": "Block"}, "auto_wrap_policy='Block': expected a class of modules"),
         ({"auto_wrap_policy": 0}, "auto_wrap_policy=0: expected a class of modules"),
