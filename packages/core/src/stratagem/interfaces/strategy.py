@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from stratagem.compile import check_compilation
 from stratagem.discovery.capabilities import Capabilities
 from stratagem.discovery.former import check_former_values, with_former_names
+from stratagem.discovery.specs import load_target
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.checkpoint_io import CheckpointIO
@@ -40,6 +41,8 @@ from stratagem.interfaces.stepping import Stepping
 from stratagem.interfaces.user_names import UserNames
 from stratagem.plan.memory import StepMemory
 from stratagem.state.state_dict import load_named_state, load_weights, named_state
+
+_CHECKPOINTING, _WHAT = "stratagem.strategies", "activation checkpointing"
 
 
 @with_former_names
@@ -296,9 +299,7 @@ class Strategy(Stepping, UserNames, ABC):
             ConfigurationError: the strategy cannot compute activations again, or the choice has no
                 accepted form.
         """
-        from stratagem.strategies import check_activation_checkpointing
-
-        check_activation_checkpointing(choice)
+        load_target(f"{_CHECKPOINTING}:check_activation_checkpointing", what=_WHAT)(choice)
 
     def checkpoint_activations(self, module: nn.Module, choice: Any) -> None:
         """Make modules of a model compute their activations again in backward, in place.
@@ -309,9 +310,8 @@ class Strategy(Stepping, UserNames, ABC):
             module: a `StepModule` around the user's module.
             choice: the `activation_checkpointing` of the step options.
         """
-        from stratagem.strategies import apply_activation_checkpointing
-
-        apply_activation_checkpointing(user_module(module), choice)
+        apply = load_target(f"{_CHECKPOINTING}:apply_activation_checkpointing", what=_WHAT)
+        apply(user_module(module), choice)
 
     def prepare(
         self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True
