@@ -18,7 +18,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from stratagem.data import map_tensors
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.rng import SEED_VARIABLE
 from stratagem.strategies import Axis, PreparedModel, TrainStep, user_module
 from stratagem_torch.distributed.activation_checkpointing import (
     ActivationCheckpointing,
@@ -31,6 +30,9 @@ from stratagem_torch.sharding.reductions import Reductions
 from stratagem_torch.sharding.shard_model import give_values
 from stratagem_torch.sharding.wrap_policy import WrapPolicy, check_policy, find_groups
 from stratagem_torch.strategies.sharded import ShardedStrategy
+
+_SEED = "STRATAGEM_SEED"
+"""The environment variable that `seed_everything` sets."""
 
 Size = int | Literal["auto"]
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module | None]
@@ -132,7 +134,7 @@ class ModelParallelStrategy(ShardedStrategy):
         mixed or augmented by their numbers would differ.
         """
         super().setup_environment()
-        if self.ranks.world_size > 1 and SEED_VARIABLE not in os.environ:
+        if self.ranks.world_size > 1 and _SEED not in os.environ:
             drawn = self.ranks.gather_objects(random.getrandbits(32))[0]
             seed = self.ranks.seed(drawn)
             random.seed(seed)

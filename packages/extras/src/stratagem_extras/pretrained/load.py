@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from stratagem.checkpoint import Shards
-from stratagem.errors import CheckpointMismatchError, ConfigurationError, StratagemError, naming
+from stratagem.errors import CheckpointMismatchError, ConfigurationError, StratagemError
 from stratagem.strategies import PreparedModel, Strategy, user_module
 from stratagem_extras.pretrained.folder import StoredTensor, open_folder
 from stratagem_extras.pretrained.names import (
@@ -135,7 +135,7 @@ class PretrainedWeights:
         module = user_module(prepared.original)
         stored = open_folder(self.folder)
         shapes, ties = tensors_of(own), ties_of(own)
-        with naming(self.folder):
+        try:
             names = match_names(list(shapes), list(stored), module, self.part)
             check_names(
                 names,
@@ -145,6 +145,9 @@ class PretrainedWeights:
                 allow_missing=[*self.allow_missing, *adapters_of(module)],
                 allow_unexpected=self.allow_unexpected,
             )
+        except CheckpointMismatchError as error:
+            message = f"{str(self.folder)!r}: {error}"
+            raise CheckpointMismatchError(message, error.missing, error.unexpected) from error
         first: dict[str, str] = {}
         for name in names.sources:
             first.setdefault(ties[name], name)
