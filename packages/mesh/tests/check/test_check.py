@@ -43,7 +43,7 @@ def test_a_model_has_the_numbers_of_one_process() -> None:
     first, *_, last = done.stdout.splitlines()
     assert first == "mesh_subjects:Net on shard 2 x tensor 2, float64 on the CPU"
     assert last == "The numbers of one process."
-    assert "weights read back in one process  0.0e+00" in done.stdout
+    assert "weights read back      0.0e+00" in done.stdout
 
 
 @pytest.mark.slow

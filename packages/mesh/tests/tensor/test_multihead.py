@@ -110,6 +110,6 @@ def test_steps_on_meshes_equal_one_process_and_load_there(tmp_path: Path) -> Non
     run_file(script, "found.json", folder=tmp_path, timeout=600)
     found = json.loads((tmp_path / "found.json").read_text())
     assert len(found) == 9
-    assert {row["weights read back in one process"] for row in found.values()} == {0.0}
+    assert {row["weights read back"] for row in found.values()} == {0.0}
     errors = {name: max(row.values()) for name, row in found.items()}
     assert {name: error for name, error in errors.items() if not error < 1e-10} == {}

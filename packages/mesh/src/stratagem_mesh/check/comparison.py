@@ -147,7 +147,7 @@ def _read_back(lite: Lite, subject: Subject, folder: Path, ranks: int) -> list[R
         model, optimizer, _ = _model(lite, subject, zeros)
         lite.load(folder / "saved.ckpt", {"model": model, "optimizer": optimizer})
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    what = "weights read back in one process"
+    what = "weights read back"
     return [compare_saved(what, folder, "weights", ranks, weights)]
 
 
