@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -124,6 +127,21 @@ def test_chunk_loss_changes_no_number(options: dict[str, Any]) -> None:
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
     for own, expected in zip(chunked.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(own.grad, expected.grad)
+
+
+@pytest.mark.parametrize("copied", [deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_computes_its_own_loss(copied: Callable[[Model], Model]) -> None:
+    """As averaged weights and launchers that pickle the model make one."""
+    model = Model()
+    chunk_loss(model, chunk_size=5)
+    copy = copied(model)
+    with torch.no_grad():
+        model.head.weight.zero_()
+    loss = copy(IDS, LABELS).loss
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(float(Model()(IDS, LABELS).loss.detach()))
+    assert copy.head.weight.grad is not None
+    assert torch.equal(copy(IDS).logits, Model()(IDS).logits)
 
 
 def test_evaluation_and_calls_without_labels_have_their_logits() -> None:

@@ -307,10 +307,15 @@ def test_a_plan_that_computes_something_else_is_refused(
     refuse_wrong(model, 2, torch.zeros(2, 7), plan, in_blocks=False)
 
 
-def test_frozen_features_meet_divided_ones_in_a_plan() -> None:
+def test_a_plan_may_let_frozen_features_meet_divided_ones() -> None:
+    """The same plan is refused where these features are trained."""
     model = Gated("scaled")
+    example = torch.zeros(2, 8)
+    with pytest.raises(ConfigurationError, match="whole features that are trained meet it"):
+        refuse_wrong(model, 2, example, PACKED, in_blocks=False)
     model.gate.requires_grad_(False)
-    refuse_wrong(model, 2, torch.zeros(2, 8), PACKED, in_blocks=False)
+    refuse_wrong(model, 2, example, PACKED, in_blocks=False)
+    assert not any(parameter.requires_grad for parameter in model.gate.parameters())
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,7 @@ class _Checkpointed:
 
 
 class _Both(AbstractContextManager[None]):
-    """Two contexts, entered in order."""
+    """Two contexts, entered in order; a second backward pass enters them again."""
 
     def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
         self._contexts = contexts

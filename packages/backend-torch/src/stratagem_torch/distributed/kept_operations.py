@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -43,11 +44,16 @@ def check_keep(keep: Any) -> None:
 def keeps(keep: Keep) -> Callable[[Any], bool]:
     """Return a function that tells whether the outputs of an operation are kept."""
     if isinstance(keep, str):
-        return lambda operation: bool(_MATMUL.match(operation.name().partition(".")[0]))
+        return _is_matmul
     if callable(keep) and not isinstance(keep, _OPERATIONS):
         return keep
     kept = {keep} if isinstance(keep, _OPERATIONS) else set(keep or ())
     return lambda operation: operation in kept or operation.overloadpacket in kept
+
+
+@cache
+def _is_matmul(operation: Any) -> bool:
+    return bool(_MATMUL.match(operation.name().partition(".")[0]))
 
 
 class KeptOutputs:

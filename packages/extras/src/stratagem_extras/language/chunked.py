@@ -142,7 +142,8 @@ class _ChunkedLoss:
         self._model = model
         self._chunk_size = chunk_size
         self._head = model.get_output_embeddings()
-        self._logits_of = self._head.forward
+        # Of the instance alone: a pickled method would be found as the one that replaces it.
+        self._replaced = vars(self._head).get("forward")
         self._original = model.loss_function
         self._is_asked = False
         self._rows: Tensor | None = None
@@ -162,8 +163,9 @@ class _ChunkedLoss:
 
     def _forward(self, rows: Tensor) -> Tensor:
         if not self._is_asked or self._rows is not None:
-            logits: Tensor = self._logits_of(rows)
-            return logits
+            if self._replaced is not None:
+                return self._replaced(rows)  # type: ignore[no-any-return]
+            return type(self._head).forward(self._head, rows)  # type: ignore[no-any-return]
         self._rows, self._place = rows, _memory(rows)
         return rows
 
