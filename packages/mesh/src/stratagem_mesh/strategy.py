@@ -274,7 +274,14 @@ class MeshStrategy(ModelParallelStrategy):
             self._regions.divide(model, self.context_modules)
 
     def explain(self, prepared: PreparedModel, error: RuntimeError) -> StratagemError | None:
-        """Return a clearer error where code met shards, or parts of logits."""
+        """Return a clearer error for shards, parts of logits, and gradients of gradients."""
+        if self.context > 1 and "once_differentiable" in str(error):
+            return UserCodeError(
+                f"context={self.context}: a loss has gradients of gradients through a module whose "
+                "sequence is divided, and its exchanges between ranks are differentiable once: "
+                "leave the module out of context_modules, leave create_graph=True out, or pass "
+                "context=1"
+            )
         found = super().explain(prepared, error)
         heads = [name for name, style in self.tensor_layers.items() if style == VOCABULARY]
         if found is None or not heads or self.loss_parallel:
