@@ -6,6 +6,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,5 +197,14 @@ with torch.device("meta"):
     on_meta = Network()
 strategy: Any = lite.strategy
 parallelize(on_meta, strategy.device_mesh)
-out["messages"].update(messages({"meta": lambda: lite.setup(on_meta.blocks)}))
+other = lite.setup(Network())
+inputs = {"of a loop": torch.full((2, 8), float(rank)), "other shapes": torch.ones(2 + rank, 8)}
+out["messages"].update(
+    messages(
+        {
+            "meta": lambda: lite.setup(on_meta.blocks),
+            **{name: partial(other, given) for name, given in inputs.items()},
+        }
+    )
+)
 Path(f"out{rank}.json").write_text(json.dumps(out))

@@ -6,9 +6,11 @@ from math import prod
 from typing import Any
 
 import pytest
+from torch import nn
 
 from stratagem import Trainer
 from stratagem.errors import ConfigurationError
+from stratagem.strategies import PreparedModel
 from stratagem_mesh import MeshStrategy
 
 
@@ -66,6 +68,44 @@ def test_sizes_with_another_product_are_refused() -> None:
         "rank(s), received 4 (4 device(s), 1 node(s)): expected sizes whose product is the number "
         "of ranks"
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"data_parallel_size": 2},
+            "MeshStrategy(data_parallel_size=2) is an argument of ModelParallelStrategy: write "
+            "shard=, the number of ranks that read different batches",
+        ),
+        ({"tensor_parallel_size": 2}, "write tensor=, the number of ranks that share a layer"),
+        ({"parallelize_fn": print}, "write tensor_plan=, which is called as tensor_plan(model, "),
+        ({"sequence_parallel": "yes"}, "sequence_parallel='yes': expected True or False"),
+        ({"loss_parallel": "no"}, "loss_parallel='no': expected True or False"),
+        ({"check": 1}, "check=1: expected True or False"),
+        ({"example_input": "abc"}, "example_input='abc': expected a tensor, a tuple of arguments"),
+        ({"context_modules": "encoder"}, "context_modules='encoder': expected a list of names of "),
+        ({"reshard_after_forward": "no"}, "reshard_after_forward='no': expected True, False, None"),
+    ],
+)
+def test_an_argument_of_another_form_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        MeshStrategy(**given)
+    assert message in str(raised.value)
+
+
+def test_an_error_of_sizes_names_the_plan() -> None:
+    strategy = MeshStrategy(tensor=2, tensor_plan={"up": "colwise", "down": "rowwise"})
+    strategy.tensor_layers = {"up": "colwise", "down": "rowwise"}
+    prepared = PreparedModel(nn.Identity(), nn.Identity(), [], nn.Identity())
+    error = RuntimeError("running_mean should contain 8 elements not 16")
+    assert str(strategy.explain(prepared, error)) == (
+        "running_mean should contain 8 elements not 16. The tensor_plan divides 'up', 'down': "
+        "between a colwise layer and its rowwise one a rank has 1/2 of the features, and something "
+        "there expects all of them. Leave both layers out of the plan, or divide what lies between "
+        "them too"
+    )
+    assert strategy.explain(prepared, RuntimeError("out of memory")) is None
 
 
 @pytest.mark.parametrize("size", [0, True, 1.5, "2"])

@@ -697,6 +697,13 @@ def test_an_unknown_name_gives_the_one_that_was_meant(name: str, meant: str) -> 
     )
 
 
+def test_a_name_with_arguments_leads_to_the_class() -> None:
+    assert unknown(discover(CORE, TORCH), "DDP(static_graph=True)") == (
+        "unknown strategy 'DDP(static_graph=True)'. Did you mean 'ddp'? "
+        "A name takes no arguments: pass an instance of its class."
+    )
+
+
 def test_unknown_name_lists_the_installed_names() -> None:
     text = unknown(discover(CORE, TORCH), "galactic")
     assert text.startswith("unknown strategy 'galactic'. Installed: ddp, ddp_fork, ")

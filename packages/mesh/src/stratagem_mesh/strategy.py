@@ -10,7 +10,7 @@ from math import prod
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stratagem.errors import ConfigurationError, StratagemError, UserCodeError
@@ -33,7 +33,14 @@ AXES = ("replicate", "shard", "context", "tensor")
 
 Size = int | Literal["auto"]
 
+_FORMER_NAMES = {
+    "data_parallel_size": "shard=, the number of ranks that read different batches",
+    "tensor_parallel_size": "tensor=, the number of ranks that share a layer",
+    "parallelize_fn": "tensor_plan=, which is called as tensor_plan(model, mesh) with the mesh of "
+    "the tensor axis alone",
+}
 _MOST_CANDIDATES = 12
+_SIZES = re.compile("size|shape|elements|dimension")
 _NUMBER = re.compile(r"(^|\.)\d+(\.|$)")
 
 
@@ -122,6 +129,7 @@ class MeshStrategy(ModelParallelStrategy):
         gather_logits: bool = False,
         **components: Any,
     ) -> None:
+        _refuse_former_names(components)
         super().__init__(**components)
         self.replicate = _checked("replicate", replicate)
         self.shard_size: Size = shard if shard == "auto" else _checked("shard", shard)
@@ -129,14 +137,14 @@ class MeshStrategy(ModelParallelStrategy):
         self.tensor = _checked("tensor", tensor)
         check_plan(tensor_plan)
         self.tensor_plan = tensor_plan
-        self.sequence_parallel = sequence_parallel
-        self.loss_parallel = loss_parallel
-        self.example_input = example_input
+        self.sequence_parallel = _checked_flag("sequence_parallel", sequence_parallel)
+        self.loss_parallel = _checked_flag("loss_parallel", loss_parallel)
+        self.example_input = _checked_input(example_input)
         self.tensor_layers: dict[str, str] = {}
-        self.context_modules = context_modules
-        self.check_context = check_context
-        self.check = check
-        self.gather_logits = gather_logits
+        self.context_modules = _checked_names(context_modules)
+        self.check_context = _checked_flag("check_context", check_context)
+        self.check = _checked_flag("check", check)
+        self.gather_logits = _checked_flag("gather_logits", gather_logits)
         self._regions: ContextRegions | None = None
 
     @classmethod
@@ -283,6 +291,13 @@ class MeshStrategy(ModelParallelStrategy):
                 "context=1"
             )
         found = super().explain(prepared, error)
+        if found is None and isinstance(self.tensor_plan, Mapping) and _SIZES.search(str(error)):
+            return UserCodeError(
+                f"{error}. The tensor_plan divides {', '.join(map(repr, self.tensor_layers))}: "
+                f"between a colwise layer and its rowwise one a rank has 1/{self.tensor} of the "
+                "features, and something there expects all of them. Leave both layers out of the "
+                "plan, or divide what lies between them too"
+            )
         heads = [name for name, style in self.tensor_layers.items() if style == VOCABULARY]
         if found is None or not heads or self.loss_parallel:
             return found
@@ -297,6 +312,41 @@ class MeshStrategy(ModelParallelStrategy):
 def _has_values() -> bool:
     """Whether ranks exchange values; those of a plan do not."""
     return dist.get_backend() != "fake"
+
+
+def _refuse_former_names(given: Mapping[str, Any]) -> None:
+    """Refuse arguments of `ModelParallelStrategy` that have another name here."""
+    for name in given:
+        if name in _FORMER_NAMES:
+            raise ConfigurationError(
+                f"MeshStrategy({name}={given[name]!r}) is an argument of ModelParallelStrategy: "
+                f"write {_FORMER_NAMES[name]}"
+            )
+
+
+def _checked_flag(option: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{option}={value!r}: expected True or False")
+    return value
+
+
+def _checked_input(value: Any) -> Any:
+    if value is not None and not isinstance(value, (Tensor, tuple, Mapping)):
+        raise ConfigurationError(
+            f"example_input={value!r}: expected a tensor, a tuple of arguments of forward, or a "
+            "dict of them"
+        )
+    return value
+
+
+def _checked_names(value: Any) -> Sequence[str] | None:
+    names = None if value is None or isinstance(value, str) else list(value)
+    if value is not None and not (names and all(isinstance(name, str) for name in names)):
+        raise ConfigurationError(
+            f"context_modules={value!r}: expected a list of names of modules, such as "
+            "['encoder.layers.*']"
+        )
+    return names
 
 
 def _checked(option: str, size: Any) -> int:

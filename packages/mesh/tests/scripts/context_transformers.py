@@ -175,6 +175,7 @@ def messages() -> dict[str, str]:
                 inputs["input_ids"], output_router_logits=True
             )
         ),
+        "one dimension": message(lambda: llama(inputs["input_ids"][0])),
         "mask function": message(lambda: with_mask_function(llama, inputs)),
         "logits": message(lambda: llama(**inputs).logits.shape),
         "two sequences": message(
@@ -231,7 +232,14 @@ def others() -> dict[str, Any]:
         "hidden states": max(relative(b, a) for a, b in zip(*states, strict=True)),
         "logits": relative(logits[1], logits[0]),
         "images": relative(images[1], images[0]),
+        "a loss of no label": loss_of_no_label(),
     }
+
+
+def loss_of_no_label() -> float:
+    inputs, model = batch("Llama", "ragged labels"), build("Llama")
+    ContextRegions(group()).divide(model, None)
+    return float(model(**{**inputs, "labels": torch.full_like(inputs["labels"], -100)}).loss)
 
 
 def run(rank: int, ranks: int, port: str) -> None:

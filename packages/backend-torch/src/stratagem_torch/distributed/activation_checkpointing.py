@@ -234,7 +234,8 @@ def _named(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
         expression = re.escape(pattern).replace(r"\*", r"\d+")
         ids = {id(part) for name, part in named if re.fullmatch(rf"(.+\.)?{expression}", name)}
         if not ids:
-            known = sorted({_NUMBER.sub("*", name) for name, _ in named})
+            names = [name.removeprefix("module.") for name, _ in named if name != "module"]
+            known = sorted({_NUMBER.sub("*", name) for name in names})
             near = get_close_matches(pattern, known, 3, 0.4) or known[:8]
             raise ConfigurationError(
                 f"activation_checkpointing has {pattern!r}, which names no module: expected names "

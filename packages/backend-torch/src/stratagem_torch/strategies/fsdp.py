@@ -30,7 +30,7 @@ from stratagem_torch.plugin import FSDP
 from stratagem_torch.sharding.parts import find_roots
 from stratagem_torch.sharding.reductions import Reductions
 from stratagem_torch.sharding.wrap_policy import WrapPolicy, check_policy, find_groups
-from stratagem_torch.strategies.sharded import ShardedStrategy
+from stratagem_torch.strategies.sharded import ShardedStrategy, check_reshard_after_forward
 
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST")
@@ -316,9 +316,4 @@ def _checked_reshard(given: bool | int | None, sharding_strategy: str) -> bool |
                 f"reshard_after_forward={given!r}: leave it out, or take 'FULL_SHARD'"
             )
         return False
-    if not isinstance(given, bool | None) and not (isinstance(given, int) and given >= 2):
-        raise ConfigurationError(
-            f"reshard_after_forward={given!r}: expected True, False, None, or a number of ranks "
-            "from 2 that divides the number of shards"
-        )
-    return given
+    return check_reshard_after_forward(given)

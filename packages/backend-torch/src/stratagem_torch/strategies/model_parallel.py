@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from stratagem.data import map_tensors
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.strategies import Axis, PreparedModel, TrainStep, user_module
+from stratagem.strategies import Axis, user_module
 from stratagem_torch.distributed.activation_checkpointing import (
     ActivationCheckpointing,
     apply_activation_checkpointing,
@@ -29,7 +29,7 @@ from stratagem_torch.sharding.deferred import DeferredBuild
 from stratagem_torch.sharding.reductions import Reductions
 from stratagem_torch.sharding.shard_model import give_values
 from stratagem_torch.sharding.wrap_policy import WrapPolicy, check_policy, find_groups
-from stratagem_torch.strategies.sharded import ShardedStrategy
+from stratagem_torch.strategies.sharded import ShardedStrategy, check_reshard_after_forward
 
 _SEED = "STRATAGEM_SEED"
 """The environment variable that `seed_everything` sets."""
@@ -101,8 +101,7 @@ class ModelParallelStrategy(ShardedStrategy):
         self.parallelize_fn = parallelize_fn
         check_policy(auto_wrap_policy)
         self.auto_wrap_policy = auto_wrap_policy
-        self.reshard_after_forward = reshard_after_forward
-        self._batches = 0
+        self.reshard_after_forward = check_reshard_after_forward(reshard_after_forward)
 
     def mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Return (data_parallel_size, tensor_parallel_size)."""
@@ -146,23 +145,28 @@ class ModelParallelStrategy(ShardedStrategy):
         (groups, ranks), _ = self.mesh_shape()
         return Axis("data", groups), Axis("tensor", ranks, batches="same")
 
-    def accumulate(
-        self, prepared: PreparedModel, step: TrainStep, micro_batch: Any, count: int
-    ) -> bool:
-        """Run forward and backward; compare batches 1, 2, 4, 8 and so on between ranks before.
+    def _compare_inputs(self, module: nn.Module) -> None:
+        """Compare the inputs of training calls 1, 2, 4, 8 and so on between ranks."""
+        calls = 0
+
+        def compare(module: nn.Module, args: Any, kwargs: Any) -> None:
+            nonlocal calls
+            if not (module.training and torch.is_grad_enabled()):
+                return
+            calls += 1
+            if calls & (calls - 1) == 0:
+                self._compare([args, kwargs])
+
+        module.register_forward_pre_hook(compare, with_kwargs=True)
+
+    def _compare(self, inputs: Any) -> None:
+        """Refuse different inputs on ranks that share a model, which would train on nonsense.
 
         Raises:
             UserCodeError: ranks of one part of the data have read different batches.
         """
-        self._batches += 1
-        if self._batches & (self._batches - 1) == 0:
-            self._compare(micro_batch)
-        return super().accumulate(prepared, step, micro_batch, count)
-
-    def _compare(self, batch: Any) -> None:
-        """Refuse different batches on ranks that share a model, which would train on nonsense."""
         contents: list[str] = []
-        map_tensors(lambda tensor: contents.append(_digest(tensor)), batch)
+        map_tensors(lambda tensor: contents.append(_digest(tensor)), inputs)
         of_ranks = self.ranks.gather_objects(contents)
         for group in self.ranks.data_groups:
             if any(of_ranks[rank] != of_ranks[group[0]] for rank in group):
@@ -170,8 +174,8 @@ class ModelParallelStrategy(ShardedStrategy):
                 raise UserCodeError(
                     f"ranks {', '.join(map(str, group))}{place and f' ({place})'} read different "
                     "batches; they share a model, so expected the same batch on each. Let a "
-                    "sampler divide the data, or, in an IterableDataset, divide it by "
-                    "trainer.ranks.data_split, not by rank"
+                    "sampler divide the data, as in lite.setup_dataloaders(loader), or divide it "
+                    "by data_split of trainer.ranks or lite.ranks, not by rank"
                 )
 
     def shard(self, module: nn.Module) -> None:
@@ -193,6 +197,8 @@ class ModelParallelStrategy(ShardedStrategy):
         }
         self.shard_groups(module, groups, partial(fully_shard, **arguments))
         _check_elements(module)
+        if self.ranks.world_size > len(self.ranks.data_groups):
+            self._compare_inputs(module)
         shards = self.data_mesh.get_group(self.data_mesh.ndim - 1)
         Reductions(self.device, shards).watch(module)
 

@@ -517,3 +517,17 @@ def _check_still_sharded(root: nn.Module) -> None:
 def _fits(own: Any, value: Any) -> bool:
     kinds = Tensor, LazyTensor
     return isinstance(own, Tensor) and isinstance(value, kinds) and own.shape == value.shape
+
+
+def check_reshard_after_forward(given: Any) -> bool | int | None:
+    """Return the choice of what modules do with gathered parameters after forward.
+
+    Raises:
+        ConfigurationError: the choice does not have an accepted form.
+    """
+    if not isinstance(given, bool | None) and not (isinstance(given, int) and given >= 2):
+        raise ConfigurationError(
+            f"reshard_after_forward={given!r}: expected True, False, None, or a number of ranks "
+            "from 2 that divides the number of shards"
+        )
+    return given

@@ -400,7 +400,8 @@ class Registry:
             parts, providers = [installation_hint(plain, kind, what)], providers[1:]
         else:
             meant = _MEANT if kind == "precision" else {}
-            near = nearest_of(plain.casefold(), self.names(kind)) or meant.get(plain.casefold(), "")
+            bare = plain.casefold().partition("(")[0]  # "mesh" of "mesh(tensor=2)"
+            near = nearest_of(bare, self.names(kind)) or meant.get(bare, "")
         if near:
             parts.append(f"Did you mean {near!r}?")
             if self.has(kind, near) and self._owner(kind, near) == provider:
@@ -412,10 +413,13 @@ class Registry:
                 f"accelerator=DeviceAccelerator({plain!r}) (from stratagem.accelerators)."
             )
         if near and kind == "strategy":
-            parts.append("`stratagem strategies` lists all that there are.")
+            more = "A name takes no arguments: pass an instance of its class."
+            parts.append(
+                more if "(" in name else "`stratagem strategies` lists all that there are."
+            )
         else:
-            candidates = self.candidates(kind)
-            shown = sorted({c.spec.name for c in candidates if not says_its_preset(c.spec)})
+            specs = [candidate.spec for candidate in self.candidates(kind)]
+            shown = sorted({spec.name for spec in specs if not says_its_preset(spec)})
             parts.append(f"Installed: {', '.join(shown) or 'none'}.")
         return " ".join(parts)
 
@@ -456,20 +460,18 @@ class Registry:
         ]
         if suspects:
             return suspects
-        for report in self.reports:
-            if report.distribution == provider:
-                return [
-                    f"{provider} {report.version} is installed and provides no such name; if a "
-                    f"later release does: pip install --upgrade {provider}."
-                ]
-        hint = installation_hint(name, kind)
+        if held := [report.version for report in self.reports if report.distribution == provider]:
+            return [
+                f"{provider} {held[0]} is installed and provides no such name; if a later release "
+                f"does: pip install --upgrade {provider}."
+            ]
         failed = [
             f"{report.distribution} {report.version} is {report.status}, and nothing that it "
             f"provides is known: {report.reason}."
             for report in self.reports
             if report.status in ("broken", "incompatible")
         ]
-        return [*([hint] if hint else failed), *self.misplaced()]
+        return [*([hint] if (hint := installation_hint(name, kind)) else failed), *self.misplaced()]
 
     def names(self, kind: str) -> list[str]:
         """Return the names of a kind's components, without aliases, sorted."""
@@ -548,16 +550,14 @@ class Registry:
         Raises:
             UnknownNameError: no component was registered under that name in this process.
         """
-        key = (kind, name.casefold())
-        holders = self._candidates.get(key, [])
+        holders = self._candidates.get((kind, name.casefold()), [])
         if not holders or holders[0].distribution != RUN_TIME:
             raise UnknownNameError(
                 f"the {kind} {name!r} was not registered in this process, so it cannot be removed; "
                 "an installed plugin is switched off with STRATAGEM_DISABLE_PLUGINS"
             )
         spec = holders[0].spec
-        for its_name in (spec.name, *spec.aliases):
-            its_key = (kind, its_name.casefold())
+        for its_key in ((kind, its_name.casefold()) for its_name in (spec.name, *spec.aliases)):
             left = [h for h in self._candidates[its_key] if h.spec is not spec]
             if left:
                 self._candidates[its_key] = left

@@ -101,7 +101,14 @@ class TransformersModel:
         """See Kind; with a cache (`generate`) each rank computes all."""
         inputs = {k: v for k, v in bind(self._model, args, kwargs).items() if v is not None}
         whole = inputs.get("input_ids", inputs.get("inputs_embeds"))
-        if whole is None or self._has_cache(inputs) or not divides(whole.shape[1], group):
+        if whole is None or self._has_cache(inputs):
+            return None
+        if whole.ndim < 2:
+            raise UserCodeError(
+                f"{self._name} received input_ids of shape {tuple(whole.shape)}, and context "
+                "parallelism divides its sequence: expected (batch, sequence)"
+            )
+        if not divides(whole.shape[1], group):
             return None
         self._refuse(inputs)
         call = Call(self._name, group, whole.shape[1])
