@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from tensor_models import CASES, Adapted, Case, adapted
@@ -123,16 +123,6 @@ def adapter_masks(mesh: DeviceMesh) -> list[Any]:
     return [*kept, torch.rand(1).item()]
 
 
-class Planned(nn.Module):
-    """Brings a plan with a style that the mesh does not know."""
-
-    _tp_plan: ClassVar = {"up": "moe_tp_experts"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 8)
-
-
 BAD: dict[str, Any] = {
     "pattern": {"attention.quaries": "colwise"},
     "kind": {"norm": "colwise"},
@@ -158,7 +148,6 @@ def messages(mesh: DeviceMesh) -> dict[str, str]:
         ("features", nn.Sequential(nn.Linear(8, 7)), {"0": "colwise"}, None),
         ("no example", nn.Sequential(nn.Linear(8, 8)), None, None),
         ("bad example", nn.Sequential(nn.Linear(8, 8)), None, torch.ones(1, 7)),
-        ("style of the model", Planned(), None, None),
         ("one layer", nn.Sequential(nn.Linear(8, 8)), None, torch.ones(1, 8)),
     ):
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -159,6 +159,27 @@ def adapted() -> nn.Sequential:
     return nn.Sequential(up, nn.ReLU(), down, Adapted(nn.Linear(8, 8)))
 
 
+class Experts(nn.Module):
+    """Brings a plan with styles that the mesh does not know, of parameters and modules."""
+
+    _tp_plan: ClassVar = {
+        **{"feed.up": "colwise", "feed.down": "rowwise", "experts.*": "moe_tp_experts"},
+        **{"outs.weights": "packed_colwise", "outs.0": "colwise", "missing.layer": "colwise"},
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feed = Feed()
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.outs = nn.Sequential(nn.Linear(16, 16))
+        self.outs.weights = nn.Parameter(torch.randn(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.feed(x)
+        chosen = sum(expert(x) for expert in self.experts)
+        return self.outs(chosen) * self.outs.weights  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, its input, and a plan if it has one."""
@@ -190,5 +211,6 @@ CASES = {
         repeated, ROWS, {"0": "colwise", "2": "rowwise", "3": "colwise", "5": "rowwise"}
     ),
     "found with adapters": Case(adapted, ROWS),
+    "experts": Case(Experts, SEQUENCE),
     "adapted": Case(adapted, ROWS, {"0": "colwise", "2": "rowwise", "3": "colwise_gather_output"}),
 }

@@ -28,6 +28,7 @@ DIVIDED = {
     "adapted": ["0", "2", "3"],
     "repeated": ["0", "2"],
     "found with adapters": ["0", "2"],
+    "experts": ["feed.down", "feed.up"],
 }
 MESSAGES = {
     "pattern": "tensor_plan has 'attention.quaries', which names no module of Language: expected "
@@ -39,8 +40,8 @@ MESSAGES = {
     "whole heads. Choose a size of the tensor axis that divides them",
     "features": "0.weight has 7 features, which do not divide between 2 ranks: choose another "
     "size of the tensor axis",
-    "no example": "Sequential has no plan of layers to divide, and no example of an input to find "
-    "them by: pass MeshStrategy(tensor_plan=",
+    "no example": "Sequential has no plan that the mesh can use, and no example of an input to "
+    "find layers by: pass MeshStrategy(tensor_plan=",
     "bad example": "Sequential was run on tensors without values, to find the layers to divide, "
     "and raised RuntimeError: a and b must have same reduction dim",
     "one layer": "tensor=2, but no layer of Sequential is divided",
@@ -48,8 +49,6 @@ MESSAGES = {
     "axis does not divide: expected LoRA without variants, target_modules without divided layers",
     "style of LoRA": "tensor_plan divides '0' by ColwiseParallel, and it has a LoRA adapter: "
     "expected the name of a style, such as 'colwise', which divides the adapter too",
-    "style of the model": "the plan of Planned divides 'up' by 'moe_tp_experts', which the mesh "
-    "does not know: pass a tensor_plan",
 }
 Ranks = list[dict[str, Any]]
 

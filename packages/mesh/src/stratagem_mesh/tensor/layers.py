@@ -161,8 +161,9 @@ def divide_layers(
             tied = _with_tied(model, styles)
             refuse_wrong(model, mesh.size(), example, tied, in_blocks=sequence is not None)
         return apply(styles)
-    styles = _plan_of_model(model, mesh.size())
+    styles, whole = _plan_of_model(model, mesh.size())
     if styles:
+        _say_whole(model, mesh.size(), whole)
         return apply(styles)
     with without_adapters(model):
         found = find_layers(model, mesh.size(), example)
@@ -174,15 +175,20 @@ def divide_layers(
     styles = apply(found.styles, is_proved=True)
     for name, numbers in found.numbers.items():
         divide_numbers(model.get_submodule(name), numbers, mesh.size())
-    if found.whole:
+    _say_whole(model, mesh.size(), found.whole)
+    return styles
+
+
+def _say_whole(model: nn.Module, size: int, whole: Mapping[str, str]) -> None:
+    """Log the layers that stay whole."""
+    if whole:
         rank_zero_info(
             "tensor=%d divides the linear layers of %s, except %s: pass a tensor_plan to divide "
             "others",
-            mesh.size(),
+            size,
             type(model).__name__,
-            _in_words(found.whole),
+            _in_words(whole),
         )
-    return styles
 
 
 def _in_words(whole: Mapping[str, str]) -> str:
@@ -204,8 +210,16 @@ def _divided_by_hand(model: nn.Module) -> dict[str, str]:
 # -- what is divided
 
 
-def _expand(model: nn.Module, plan: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _expand(
+    model: nn.Module, plan: Mapping[str, Any], prefix: str = "", *, is_own: bool = False
+) -> dict[str, Any]:
     """Return the style of each module that a pattern names, by its whole name or its end.
+
+    Args:
+        model: has the modules.
+        plan: styles by patterns.
+        prefix: begins each pattern.
+        is_own: whether the plan is the model's own, which may name what the model lacks.
 
     Raises:
         ConfigurationError: a pattern names no module.
@@ -218,7 +232,7 @@ def _expand(model: nn.Module, plan: Mapping[str, Any], prefix: str = "") -> dict
         found = [name for name in names if re.fullmatch(expression, name)]
         if not found:
             found = [name for name in names if re.fullmatch(rf".+\.{expression}", name)]
-        if not found and not prefix:
+        if not found and not is_own:
             patterns = sorted({_NUMBER.sub("*", name) for name in names})
             near = get_close_matches(pattern, patterns, 3, 0.4) or patterns[:8]
             raise ConfigurationError(
@@ -231,29 +245,41 @@ def _expand(model: nn.Module, plan: Mapping[str, Any], prefix: str = "") -> dict
     return {name: s for name, s in styles.items() if first[model.get_submodule(name)] == name}
 
 
-def _plan_of_model(model: nn.Module, size: int) -> dict[str, str]:
+def _plan_of_model(model: nn.Module, size: int) -> tuple[dict[str, str], dict[str, str]]:
     """Return the styles of the plans of modules, such as models of transformers.
 
-    Raises:
-        ConfigurationError: a plan has a style that is not known, or heads do not divide.
+    Layers beside one whose style is not known stay whole, such as experts.
+
+    Returns:
+        The styles, and why other modules of the plans stay whole, by name.
     """
     styles: dict[str, str] = {}
+    whole: dict[str, str] = {}
     for name, part in _with_plans(model):
         plan = {
             pattern: style
             for pattern, style in part._tp_plan.items()
             if not (style in _VOCABULARY and _vocabulary_of(part) % size)
         }
-        found = _expand(model, plan, f"{name}." if name else "")
-        for layer, style in found.items():
-            if style not in STYLES:
-                raise ConfigurationError(
-                    f"the plan of {type(part).__name__} divides {layer!r} by {style!r}, which the "
-                    "mesh does not know: pass a tensor_plan of the layers to divide, by "
-                    f"{', '.join(map(repr, STYLES))}"
-                )
-        styles.update(found)
-    return styles
+        known = _expand(model, plan, f"{name}." if name else "", is_own=True)
+        unknown = {n: style for n, style in known.items() if style not in STYLES}
+        unknown.update(dict.fromkeys(_parameters_in(model, plan, name), "a style of a parameter"))
+        groups = {n.rpartition(".")[0]: style for n, style in unknown.items()}
+        for layer, style in known.items():
+            group = layer.rpartition(".")[0]
+            if group in groups:
+                whole[layer] = f"the model's plan has {groups[group]!r} there"
+            else:
+                styles[layer] = style
+    return styles, whole
+
+
+def _parameters_in(model: nn.Module, plan: Mapping[str, Any], name: str) -> Iterator[str]:
+    """Yield the parameters that the plan of a module names."""
+    prefix = f"{name}." if name else ""
+    for pattern in plan:
+        expression = re.escape(prefix + pattern).replace(r"\*", r"\d+")
+        yield from (n for n, _ in model.named_parameters() if re.fullmatch(expression, n))
 
 
 def _with_plans(model: nn.Module) -> Iterator[tuple[str, Any]]:

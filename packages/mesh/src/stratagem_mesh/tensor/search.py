@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -53,10 +54,12 @@ def find_layers(model: nn.Module, ranks: int, example: Any) -> Found:
         try:
             part_found = _Search(part, ranks, args, kwargs).run()
         except Exception as error:
+            is_dummy = hasattr(part, "dummy_inputs") and set(kwargs) >= set(part.dummy_inputs)
+            whose = " (its dummy_inputs)" if is_dummy else ""
             raise ConfigurationError(
-                f"{type(part).__name__} was run on tensors without values, to find the layers to "
-                f"divide, and raised {type(error).__name__}: {error}\nPass a tensor_plan of the "
-                "layers, or another example_input"
+                f"{type(part).__name__} was run on tensors without values{whose}, to find the "
+                f"layers to divide, and raised {type(error).__name__}: {error}\nPass a tensor_plan "
+                "of the layers, or another example_input"
             ) from error
         for key in ("styles", "numbers", "whole"):
             own = {prefix + layer: value for layer, value in getattr(part_found, key).items()}
@@ -82,8 +85,8 @@ def inputs_of(
         yield name, part, (), _dummy_inputs(part)
     if not inside:
         raise ConfigurationError(
-            f"{type(model).__name__} has no plan of layers to divide, and no example of an input "
-            "to find them by: pass MeshStrategy(tensor_plan={'layers.*.up': 'colwise', ...}), or "
+            f"{type(model).__name__} has no plan that the mesh can use, and no example of an input "
+            "to find layers by: pass MeshStrategy(tensor_plan={'layers.*.up': 'colwise', ...}), or "
             "example_input= (or set example_input_array of the model) to what forward takes"
         )
 
@@ -92,10 +95,13 @@ def _dummy_inputs(part: Any) -> dict[str, Any]:
     """Return the inputs that a model of transformers brings for a run."""
     config = part.config
     inputs = dict(part.dummy_inputs)
+    images = getattr(config, "vision_config", config)
     if part.main_input_name == "pixel_values":
-        size = config.image_size
+        inputs = {}
+    if "pixel_values" in signature(part.forward).parameters and hasattr(images, "image_size"):
+        size = images.image_size
         height, width = size if isinstance(size, (tuple, list)) else (size, size)
-        inputs = {"pixel_values": torch.zeros(2, config.num_channels, height, width)}
+        inputs["pixel_values"] = torch.zeros(2, images.num_channels, height, width)
     if part.main_input_name == "input_features" and hasattr(config, "max_source_positions"):
         length = 2 * config.max_source_positions
         inputs.pop("input_ids", None)
