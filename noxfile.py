@@ -85,6 +85,7 @@ TWO_AT_ONCE = ("-n", "2", "--dist", "loadfile")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 TRANSFORMERS = "transformers==5.23.0"
 PEFT = "peft==0.21.2"
+TRL = ["trl==1.16.0", "datasets==5.2.0"]
 # What builds the site of the documentation, and what its pages train beside.
 SITE = [
     "furo==2025.12.19",
@@ -487,7 +488,7 @@ def accelerate(session: nox.Session) -> None:
 def huggingface(session: nox.Session) -> None:
     """Conversions of scripts of transformers.Trainer, its models and their weights; not in CI."""
     install_everything(session)
-    session.install(TRANSFORMERS, PEFT, PEERS[1])
+    session.install(TRANSFORMERS, PEFT, PEERS[1], *TRL)
     mesh = [f"packages/mesh/tests/{room}" for room in ("check", "context", "tensor")]
     extras = [
         f"packages/extras/tests/{name}" for name in ("language", "test_pretrained_transformers.py")
