@@ -200,6 +200,8 @@ def messages(mesh: DeviceMesh) -> dict[str, str]:
     shared.norm = shared.body.blocks[0].norm  # type: ignore[assignment]
     repeated = Text()
     repeated.body.blocks[2] = repeated.body.blocks[0]
+    depth: Any = Text()
+    depth.body.layerdrop = 0.5
     gathering = {**PLAN, "up": "colwise_gather_output"}
     alone = {name: style for name, style in PLAN.items() if name != "down"}
     return {
@@ -214,6 +216,7 @@ def messages(mesh: DeviceMesh) -> dict[str, str]:
         "no pair": message(lambda: divided(Text(), mesh, alone)),
         "repeated": message(lambda: divided(repeated, mesh)),
         "shared": message(lambda: divided(shared, mesh)),
+        "depth": message(lambda: divided(depth, mesh)),
         "context": message(lambda: divided(Text(), mesh, regions=["body.blocks.*"])),
         "positions": message(lambda: divided(with_part(Positions()), mesh)(tokens(12))),
         "last block": message(lambda: skipping(tokens(12))),

@@ -152,7 +152,7 @@ def refuse_layers(name: str, module: nn.Module) -> None:
                 "positions: name in context_modules the modules without such layers, or pass "
                 "context=1"
             )
-        option = _random_depth(part)
+        option = random_depth(part)
         if option is not None:
             path = ".".join(filter(None, (name, inner))) or type(part).__name__
             raise ConfigurationError(
@@ -162,7 +162,7 @@ def refuse_layers(name: str, module: nn.Module) -> None:
             )
 
 
-def _random_depth(part: nn.Module) -> str | None:
+def random_depth(part: nn.Module) -> str | None:
     """Return the option by which a module leaves out layers or samples at random."""
     settings = {**vars(getattr(part, "config", None) or object), **vars(part)}
     kind = type(part).__name__

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from stratagem.errors import ConfigurationError
 from stratagem.launch import rank_zero_info
-from stratagem_mesh.context.regions import named_regions
+from stratagem_mesh.context.regions import named_regions, random_depth
 from stratagem_mesh.tensor.adapters import watch_dropout, with_adapters, without_adapters
 from stratagem_mesh.tensor.blocks import find_blocks
 from stratagem_mesh.tensor.heads import attach_losses, with_heads
@@ -385,7 +385,19 @@ def _divide_sequence(
     made: dict[str, Any],
     options: SequenceOptions,
 ) -> None:
-    """Let blocks hold parts of the sequence; add the styles of other modules in them."""
+    """Let blocks hold parts of the sequence; add the styles of other modules in them.
+
+    Raises:
+        ConfigurationError: the model leaves out layers or samples at random.
+    """
+    for name, part in model.named_modules():
+        option = random_depth(part)
+        if option is not None:
+            raise ConfigurationError(
+                f"sequence_parallel=True, and {name or type(part).__name__} has {option}: each "
+                f"rank would drop other layers or samples of its part of the sequence. Set "
+                f"{option.partition('=')[0]} to 0, or pass sequence_parallel=False"
+            )
     regions = () if options.regions is None else named_regions(model, list(options.regions))
     for found in find_blocks(model, styles):
         blocks = Blocks(found, region, check=options.check)
