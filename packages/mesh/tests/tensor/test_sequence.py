@@ -21,8 +21,9 @@ MESSAGES = {
     "reads several positions and has no pair of divided layers: pass sequence_parallel=False",
     "attention": "sequence_parallel=True, and 'body.blocks.1.norm' in a block is a "
     "MultiheadAttention, which reads several positions",
-    "depth": "sequence_parallel=True, and body has layerdrop=0.5: each rank would drop other layers "
-    "or samples of its part of the sequence. Set layerdrop to 0, or pass sequence_parallel=False",
+    "depth": "sequence_parallel=True, and body has layerdrop=0.5: each rank would drop other "
+    "layers or samples of its part of the sequence. Set layerdrop to 0, or pass "
+    "sequence_parallel=False",
     "two passes": "activation checkpointing recomputes a block over 6 positions of a rank, and "
     "there are 2 forward passes that it may belong to: expected one backward pass after each",
     "dropout": "sequence_parallel=True, and 'body.blocks.1.up.base_layer' in a block has an "
