@@ -116,22 +116,22 @@ REFUSED = {
         "loss_parallel=False",
     ),
     "a Module with manual optimization": (
-        ("Manual",),
+        ("Manual", "--shard", "2"),
         "Manual sets automatic_optimization=False, so that its training_step returns no loss to "
         "compare: pass --loss module:function",
     ),
     "a model without a loss": (
-        ("Text",),
+        ("Text", "--shard", "2"),
         "the model returned an object of type str, which has no loss: pass --loss module:function, "
         "a function (model, batch) that returns a scalar",
     ),
     "a missing model": (
-        ("Missing",),
+        ("Missing", "--shard", "2"),
         "cannot import the model 'mesh_subjects:Missing': AttributeError: module 'mesh_subjects' "
         "has no attribute 'Missing'. Expected module:name, found from this folder or installed",
     ),
     "a batch that raises": (
-        ("Net", "--batch", "mesh_subjects:no_batch"),
+        ("Net", "--shard", "2", "--batch", "mesh_subjects:no_batch"),
         f"ValueError: no data ({SUBJECTS / 'mesh_subjects.py'}:LINE in no_batch)",
     ),
     "a loss that raises on one rank": (
@@ -153,6 +153,12 @@ REFUSED = {
 }
 
 
+def test_a_check_of_one_rank_is_refused() -> None:
+    done = check("Net")
+    assert done.returncode == 2
+    assert "expected the size of an axis above 1, such as --tensor 2 --context 2" in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refusal_is_one_line_without_a_traceback(name: str) -> None:
@@ -169,6 +175,6 @@ def test_a_refusal_is_one_line_without_a_traceback(name: str) -> None:
 @pytest.mark.slow
 def test_full_tracebacks_show_the_frames_of_the_user() -> None:
     variables = {"STRATAGEM_FULL_TRACEBACKS": "1"}
-    done = check("Net", "--batch", "mesh_subjects:no_batch", environment=variables)
+    done = check("Net", "--shard", "2", "--batch", "mesh_subjects:no_batch", environment=variables)
     assert done.returncode == 1
     assert 'raise ValueError("no data")' in done.stderr

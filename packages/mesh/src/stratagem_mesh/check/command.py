@@ -26,6 +26,7 @@ two layers of each kind, whose values are drawn anew. The exit code is 1 if more
 differs, and 2 if the mesh refuses the model or a function raises an error.
 """
 
+_AXES = "replicate", "shard", "context", "tensor"
 _OPTIONS = "sequence_parallel", "loss_parallel", "context_modules"
 
 
@@ -35,7 +36,10 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         SystemExit: the arguments are wrong (exit code 2), or ask for help.
     """
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if all(getattr(options, axis) == 1 for axis in _AXES):
+        parser.error("expected the size of an axis above 1, such as --tensor 2 --context 2")
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m` does
     try:
         return _compare(options)
@@ -47,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    sizes = {axis: getattr(options, axis) for axis in ("replicate", "shard", "context", "tensor")}
+    sizes = {axis: getattr(options, axis) for axis in _AXES}
     use_huge_pages()
     # By name: the program does without torch, and this command cannot.
     comparison = "stratagem_mesh.check.comparison"
@@ -66,7 +70,7 @@ def _compare(options: argparse.Namespace) -> int:
     )
     rows = compare(subject, prod(sizes.values()))
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
-    print(f"{options.model} on {mesh or 'one rank'}, float64 on the CPU\n")
+    print(f"{options.model} on {mesh}, float64 on the CPU\n")
     print_table(("compared", "largest difference", "in"), [_cells(row) for row in rows])
     wrong = [row for row in rows if not row.is_equal]
     for row in wrong:
@@ -91,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a function (model, batch) that returns the loss; training_step, or the model's own",
     )
     add("--plan", metavar="MODULE:NAME", help="the tensor_plan; that of the model otherwise")
-    for axis in ("replicate", "shard", "context", "tensor"):
+    for axis in _AXES:
         add(f"--{axis}", metavar="N", type=at_least(1), default=1, help="the size of the axis; 1")
     add(
         "--layers",
