@@ -95,6 +95,21 @@ def test_accumulate_averages_the_gradients_of_a_window() -> None:
     assert model.weight.grad == 1.0, "outside of a block nothing is divided"
 
 
+def test_only_the_last_block_of_a_window_clips() -> None:
+    lite, model, optimizer, loader = set_up(accumulate_grad_batches=2)
+    norms, gradients = [], []
+    for batch in loader:
+        with lite.accumulate(model):
+            lite.backward(model(batch.float()).sum())
+            norms.append(lite.clip_gradients(model, optimizer, max_norm=0.25))
+            gradients.append(model.weight.grad.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [norm is not None for norm in norms] == [False, True, False, True, True]
+    clipped = 0.25 / 2**0.5  # the bias has the same gradient
+    assert gradients == pytest.approx([0.5, clipped, 0.5, clipped, clipped], rel=1e-5)
+
+
 def test_error_within_accumulate_restores_the_optimizer() -> None:
     lite, model, optimizer, _ = set_up(accumulate_grad_batches=2)
     with pytest.raises(ZeroDivisionError), lite.accumulate(model):

@@ -56,6 +56,7 @@ def test_a_model_has_the_numbers_of_one_process() -> None:
             "gradients: differs by 1.0e+00 in first.bias, and 1 more\n",
             "outputs of modules:",
         ),
+        ("WrongBuffer", "buffers: differs by 1.0e+00 in calls\n", "weights:"),
     ],
 )
 def test_a_mistake_is_found_and_its_place_named(model: str, said: str, right: str) -> None:
@@ -124,6 +125,20 @@ REFUSED = {
         ("Text", "--shard", "2"),
         "the model returned an object of type str, which has no loss: pass --loss module:function, "
         "a function (model, batch) that returns a scalar",
+    ),
+    "a model that is no module": (
+        ("NoModule", "--tensor", "2"),
+        "the model is an object of type NoModule: expected an nn.Module, or a function that "
+        "returns one",
+    ),
+    "a loss that is not finite": (
+        ("NoLoss", "--tensor", "2", "--plan", "mesh_subjects:PLAN"),
+        "the loss of batch 0 is nan: expected a finite loss, since nothing can be compared with "
+        "others",
+    ),
+    "a plan without a name": (
+        ("Net", "--tensor", "2", "--plan", "mesh_subjects"),
+        "--plan is 'mesh_subjects': expected module:name, found from this folder or installed",
     ),
     "a missing model": (
         ("Missing", "--shard", "2"),

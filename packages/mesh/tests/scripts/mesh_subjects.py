@@ -1,4 +1,4 @@
-# Models for `stratagem mesh check`, run by check/test_check.py; two of them have a mistake.
+# Models for `stratagem mesh check`, run by check/test_check.py; some of them have a mistake.
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -48,6 +48,26 @@ class WrongGradient(Net):
         if is_mesh() and hidden.requires_grad:
             hidden.register_hook(lambda gradient: gradient + gradient)
         return super().forward(hidden)
+
+
+class WrongBuffer(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 2 if is_mesh() else 1
+        return super().forward(x)
+
+
+class NoLoss(Net):
+    def forward(self, x):
+        return super().forward(x) * float("nan")
+
+
+class NoModule:
+    pass
 
 
 class Block(nn.Module):

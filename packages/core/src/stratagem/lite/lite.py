@@ -610,7 +610,7 @@ class Lite(FrontEnd):
             )
         self._check_before_backward()
         clips = clip_val is not None or max_norm is not None
-        clip = self._gradient_clip(clip_val, max_norm) if clips else None
+        clip = self._gradient_clip(clip_val, max_norm, 2.0, True) if clips else None
         if self._joins_uneven and count > 1:
             raise ConfigurationError(
                 f"step() within lite.join_uneven_inputs() received {count} micro-batches, and each "
@@ -658,6 +658,8 @@ class Lite(FrontEnd):
     ) -> Tensor | None:
         """Clip the gradients of an optimizer's parameters, between backward and step.
 
+        Within `accumulate`, only the block that steps clips.
+
         Args:
             module, optimizer: the model and the optimizer, as returned by `setup`.
             clip_val: the largest absolute value of an element.
@@ -670,17 +672,15 @@ class Lite(FrontEnd):
             The norm before clipping, if `max_norm` was given.
         """
         clip = self._gradient_clip(clip_val, max_norm, norm_type, error_if_nonfinite)
+        if isinstance(optimizer, LiteOptimizer) and optimizer.is_held:
+            return None
         inner = optimizer.optimizer if isinstance(optimizer, LiteOptimizer) else optimizer
         if self.strategy.precision.scales_loss:
             self.strategy.precision.unscale_gradients(inner)
         return self.strategy.clip_gradients(module.prepared, inner, clip)
 
     def _gradient_clip(
-        self,
-        clip_val: float | None,
-        max_norm: float | None,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
+        self, clip_val: float | None, max_norm: float | None, norm_type: float, raises: bool
     ) -> GradientClip:
         if (clip_val is None) == (max_norm is None):
             raise ConfigurationError(
@@ -695,8 +695,8 @@ class Lite(FrontEnd):
         if clip_val is not None:
             return GradientClip(clip_val, "value")
         # A scaled step whose gradients overflow is skipped.
-        error_if_nonfinite &= not self.strategy.precision.scales_loss
-        return GradientClip(max_norm or 0.0, "norm", norm_type, error_if_nonfinite)
+        raises &= not self.strategy.precision.scales_loss
+        return GradientClip(max_norm or 0.0, "norm", norm_type, raises)
 
     def loss_factors(self, weights: Sequence[float]) -> list[float | Tensor]:
         """Return factors that make a step exact if its losses are means over different numbers.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from stratagem import Lite, Module, seed_everything
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.launch import rank_zero_info
 from stratagem_mesh.check.losses import brings_example, default_loss
 from stratagem_mesh.check.reduction import (
@@ -42,9 +42,13 @@ from stratagem_mesh.strategy import MeshStrategy
 
 QUANTITIES = (
     OUTPUTS,
-    *("loss", "gradients", "gradient norm", "weights", "loss of an evaluation"),
+    *("loss", "gradients", "gradient norm", "weights", "buffers", "loss of an evaluation"),
 )
-"""The compared values of a step, in the order in which it computes them."""
+"""The compared values of a step, in the order in which it computes them.
+
+Buffers are compared on meshes whose ranks all read the same batches, since statistics of batches
+differ between others, and only if the model has some.
+"""
 
 Keep = Callable[[str, Mapping[str, Tensor]], None]
 
@@ -138,7 +142,7 @@ def _alone(lite: Lite, subject: Subject, folder: Path, ranks: int) -> list[Row]:
             rows[what] = compare_outputs(on_mesh[what], of_one)
         else:
             rows[what] = Row(what, difference(on_mesh[what], of_one))
-    return [rows[what] for what in QUANTITIES]
+    return [rows[what] for what in QUANTITIES if what in rows]
 
 
 def _read_back(lite: Lite, subject: Subject, folder: Path, ranks: int) -> list[Row]:
@@ -164,6 +168,11 @@ def _step(
         loss = subject.loss(model, batch)
         if position == 0:
             outputs.close()
+        if not bool(torch.isfinite(loss)):
+            raise UserCodeError(
+                f"the loss of batch {position} is {loss.item()}: expected a finite loss, since "
+                "nothing can be compared with others"
+            )
         lite.backward(loss / len(own))
         losses.append(loss.detach())
     trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -175,6 +184,9 @@ def _step(
     with torch.no_grad():
         evaluated = torch.stack([subject.loss(model, batch) for batch in own]).mean()
     keep("weights", dict(model.named_parameters()))
+    buffers = {n: b.double() for n, b in model.named_buffers() if not b.is_complex()}
+    if buffers and count == 1:
+        keep("buffers", buffers)
     return {
         OUTPUTS: dict(outputs),
         "loss": lite.all_reduce(torch.stack(losses).mean()),
@@ -195,6 +207,11 @@ def _model(
         model = _built_without_values(subject)
         kept = reduce_layers(model, subject.layers)
         give_values(model, values)
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(
+            f"the model is an object of type {type(model).__name__}: expected an nn.Module, or a "
+            "function that returns one"
+        )
     without_dropout(model)
     if not isinstance(model, Module) and not brings_example(model):
         _give_example(lite.strategy, subject)

@@ -28,6 +28,10 @@ def imported(target: str, what: str) -> Any:
         ConfigurationError: the module cannot be imported, or has no such name.
     """
     module, _, attribute = target.partition(":")
+    if not attribute:
+        raise ConfigurationError(
+            f"{what} is {target!r}: expected module:name, found from this folder or installed"
+        )
     try:
         return getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:
