@@ -74,10 +74,11 @@ def check_elementwise(optimizer: Optimizer, config: Mapping[str, Any]) -> None:
     kind = type(optimizer)
     if stage_of(config) == 0 or UNTESTED in config:
         return
-    if kind.__module__.startswith("torch.optim"):
+    if kind.__module__.startswith(("torch.optim", "stratagem_extras.")):
         if kind.__name__ in _WHOLE_TENSORS:
+            library = "torch.optim" if kind.__module__.startswith("torch.") else "stratagem_extras"
             raise ConfigurationError(
-                f"torch.optim.{kind.__name__} steps whole tensors, and DeepSpeed steps flat slices "
+                f"{library}.{kind.__name__} steps whole tensors, and DeepSpeed steps flat slices "
                 "of them: use an optimizer that treats each element by itself (AdamW, SGD, ...), "
                 "or strategy='ddp'"
             )
