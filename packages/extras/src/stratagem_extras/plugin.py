@@ -31,8 +31,14 @@ CALLBACKS = (
         "on_exception_checkpoint:OnExceptionCheckpoint",
         "save a checkpoint when training fails",
     ),
+    (
+        "optimizer_in_backward",
+        "optimizer_in_backward:OptimizerInBackward",
+        "step each parameter within the backward pass",
+    ),
     ("pruning", "pruning:ModelPruning", "prune weights while training"),
     ("rich_progress_bar", "progress_bar_names:RichProgressBar", "the bar under Rich's name"),
+    ("schedule_free", "schedule_free:ScheduleFree", "the modes of schedule-free optimizers"),
     (
         "swa",
         "stochastic_weight_averaging:StochasticWeightAveraging",

@@ -19,7 +19,7 @@ STRATEGIES: dict[str, Any] = {
     "ddp": lambda: "ddp",
     "ddp_sharded": lambda: "ddp_sharded",
     "fsdp": lambda: "fsdp",
-    "hybrid": lambda: FSDPStrategy(sharding_strategy="HYBRID_SHARD", replicas=2),
+    "hybrid": lambda: FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)),
     "mesh": lambda: MeshStrategy(),
     "tensor": lambda: MeshStrategy(
         tensor=2, tensor_plan={"layers.up": "colwise", "layers.down": "rowwise"}
