@@ -86,7 +86,9 @@ def test_four_ranks_have_the_numbers_of_one_process(
 
 def test_deepspeed_refuses_it_by_name(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    shown = run_file(SCRIPTS / "muon_strategies.py", str(tmp_path), "deepspeed", folder=tmp_path).stdout
+    shown = run_file(
+        SCRIPTS / "muon_strategies.py", str(tmp_path), "deepspeed", folder=tmp_path
+    ).stdout
     assert "Muon steps whole tensors, and DeepSpeed steps flat slices of them" in shown
 
 
@@ -164,7 +166,7 @@ def test_owners_have_about_the_same_work() -> None:
         ),
         (
             lambda: Muon([{"params": [nn.Parameter(torch.ones(2))], "muon": True}]),
-            "of shape (2,) and torch.float32 in a group with \"muon\": True; expected a real matrix",
+            'of shape (2,) and torch.float32 in a group with "muon": True; expected a real matrix',
         ),
         (lambda: Muon(Tied(), lr=-1), "Muon(lr=-1): expected a number from 0 on"),
         (lambda: Muon(Tied(), ns_steps=100), "Muon(ns_steps=100): expected 0 to 99 steps"),
@@ -191,3 +193,12 @@ def test_a_matrix_and_a_batch_of_one_are_orthogonalized_alike() -> None:
     options: Any = ((3.4445, -4.775, 2.0315), 5, 1e-7)
     alone = muon.orthogonalize(matrix, *options)
     torch.testing.assert_close(muon.orthogonalize(matrix[None], *options)[0], alone)
+
+
+def test_ranks_with_other_gradients_or_matrices_are_refused(tmp_path: Path) -> None:
+    shown = run_file(SCRIPTS / "muon_refusals.py", folder=tmp_path).stdout
+    # Noted where another rank has stepped the matrix, before the step that follows.
+    assert "step 2" in shown
+    assert "and the gradients of the ranks differ: expected gradients that are averaged" in shown
+    assert "Muon expected the same matrices on each rank, in one order and with gradients" in shown
+    assert "Muon(distributed=False): the parameters are sharded over ranks" in shown

@@ -41,7 +41,13 @@ def test_numbers_and_state_are_those_of_a_fit_without_it(
     torch.testing.assert_close(within["state_dict"], whole["state_dict"], atol=0, rtol=0)
     for part in ("optimizer_states", "lr_schedulers"):
         assert tree_leaves(within[part]), part
-        same = tree_map(lambda one, other: bool((one == other) if not isinstance(one, torch.Tensor) else torch.equal(one, other)), within[part], whole[part])
+        same = tree_map(
+            lambda one, other: bool(
+                (one == other) if not isinstance(one, torch.Tensor) else torch.equal(one, other)
+            ),
+            within[part],
+            whole[part],
+        )
         assert all(tree_leaves(same)), part
     assert within["global_step"] == whole["global_step"] == 5
     # Under shards, the scale has no dimension and stays whole: it is stepped after backward.

@@ -77,7 +77,10 @@ def fit(name: str, ranks: int, folder: Path, *callbacks: Any) -> int:
         enable_progress_bar=False,
     )
     data: Any = torch.randint(0, 8, (40,), generator=torch.Generator().manual_seed(3))
-    trainer.fit(Net([1.0] if name == "deepspeed" else 1.0), DataLoader(data, 8 // (1 if name == "tensor" else ranks)))
+    trainer.fit(
+        Net([1.0] if name == "deepspeed" else 1.0),
+        DataLoader(data, 8 // (1 if name == "tensor" else ranks)),
+    )
     trainer.save_checkpoint(folder)
     return held.most
 

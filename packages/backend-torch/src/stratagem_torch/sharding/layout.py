@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, reduce
 from typing import Any
@@ -159,10 +160,12 @@ def check_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> None
 
     Raises:
         ConfigurationError: some parameters do not belong to the model (the message has their
-            number); or a kernel would step sharded and unsharded parameters together.
+            number); a kernel would step sharded and unsharded parameters together; or the
+            optimizer's state cannot be sharded.
     """
     own = {id(p) for p in module.parameters()}
     for optimizer in optimizers:
+        _check_state_is_sharded(optimizer)
         held = [p for group in optimizer.param_groups for p in group["params"]]
         strangers = sum(id(p) not in own for p in held)
         if strangers:
@@ -182,6 +185,26 @@ def check_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> None
                     "(they have no dimension or elements, or are in no layer) and the others are: "
                     f"leave {joint[0]} out, or give them a group of their own"
                 )
+
+
+_PACKED = re.compile(r"torchao\.optim\..*(4bit|8bit|Fp8)|bitsandbytes\.optim\..*")
+"""Optimizers whose kernels take no shards, or whose shards of state no checkpoint can hold."""
+
+
+def _check_state_is_sharded(optimizer: Optimizer) -> None:
+    """Raise for an optimizer of which a shard of the state cannot be stepped or saved.
+
+    Raises:
+        ConfigurationError: the message has the name of the optimizer.
+    """
+    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(optimizer).__mro__]
+    if packed := next(filter(_PACKED.fullmatch, names), None):
+        library, _, kind = packed.partition(".optim.")
+        raise ConfigurationError(
+            f"{library}.optim.{kind.rpartition('.')[2]} packs its state in a form that cannot be "
+            "divided over ranks and saved: use strategy='ddp', where each rank has the whole "
+            "state, or an optimizer of torch.optim, whose state is sharded here"
+        )
 
 
 _WHOLE = "_stratagem_whole"

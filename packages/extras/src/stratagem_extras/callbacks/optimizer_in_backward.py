@@ -38,8 +38,8 @@ class OptimizerInBackward(Callback):
     One device, and strategies that shard parameters in backward (fsdp, a mesh), step a parameter
     when its gradient is complete. What makes a step depend on all gradients, or on a later moment,
     is refused when a fit begins: accumulation, gradient clipping, loss scaling (16-mixed), manual
-    optimization (and with it several optimizers), hooks that read gradients, and strategies whose gradients are
-    averaged after backward (ddp) or whose engine takes the steps (DeepSpeed).
+    optimization (and with it several optimizers), hooks that read gradients, and strategies whose
+    gradients are averaged after backward (ddp) or whose engine takes the steps (DeepSpeed).
 
     Raises:
         ConfigurationError: when a fit begins, for such an option; the message names it.

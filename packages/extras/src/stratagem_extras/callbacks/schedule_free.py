@@ -28,8 +28,8 @@ class ScheduleFree(Callback):
     the run that was not interrupted.
 
     Raises:
-        ConfigurationError: when a fit begins, if no optimizer has both modes, or an engine steps the
-            optimizer.
+        ConfigurationError: when a fit begins, if no optimizer has both modes, or an engine steps
+            the optimizer.
 
     Example:
         >>> from stratagem import Trainer

@@ -90,6 +90,8 @@ class Exchange:
                 f"one step, received {[len(kind) for kind in kinds]} matrices, which differ: give "
                 "the parameters in the order of the model, or pass distributed=False"
             )
+        if self.is_local:
+            return
         self.shapes = [shape for shape, _, _ in own]
         self.is_plain = [not isinstance(p, DTensor) for p in parameters]
         self.regions = [[of_rank[i][1] for of_rank in everyone] for i in range(len(own))]
@@ -219,9 +221,9 @@ class Exchange:
         difference, self._difference = self._difference, None
         if difference is not None and bool(difference):
             raise ConfigurationError(
-                "Muon steps each matrix on one rank, and the gradients of the ranks differ: expected "
-                "gradients that are averaged over ranks before the step. Pass distributed=False, so "
-                "that each rank steps all matrices"
+                "Muon steps each matrix on one rank, and the gradients of the ranks differ: "
+                "expected gradients that are averaged over ranks before the step. Pass "
+                "distributed=False, so that each rank steps all matrices"
             )
 
     def _send(

@@ -130,6 +130,8 @@ class Muon(Optimizer):
                 groups.append({"params": members, "names": names, "muon": is_muon, **of_group})
         self.distributed = distributed
         self._exchanges: dict[tuple[int, ...], Exchange] = {}
+        self._steps_own = False
+        """Whether ranks have different parameters (ddp_sharded), and never meet in a step."""
         super().__init__(
             groups,
             {
@@ -153,6 +155,7 @@ class Muon(Optimizer):
             **super().__getstate__(),
             "distributed": self.distributed,
             "_exchanges": {},
+            "_steps_own": False,
         }
 
     @torch.no_grad()
@@ -173,7 +176,7 @@ class Muon(Optimizer):
                 matrices += [(p, group) for p in held]
             else:
                 self._step_adamw(group, held)
-        if matrices:
+        if matrices or any(group["muon"] for group in self.param_groups):
             self._step_matrices(matrices)
         return loss
 
@@ -207,7 +210,7 @@ class Muon(Optimizer):
             own.mul_(1 - lr * group["weight_decay"])
             own.add_(updated, alpha=-lr * _factor(group["adjust_lr_fn"], parameter.shape))
 
-        if exchange is None or exchange.is_local:
+        if exchange is None:
             for index in range(len(matrices)):
                 apply(index, update(index, momentum(index)))
             return
@@ -226,18 +229,20 @@ class Muon(Optimizer):
             ConfigurationError: `distributed` is False, and parameters are sharded.
         """
         is_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if not is_group or not self.distributed:
+        if not is_group or not self.distributed or self._steps_own:
             if any(local_of(p).shape != p.shape for p in parameters):
                 raise ConfigurationError(
-                    "Muon(distributed=False): the parameters are sharded over ranks, and a matrix is "
-                    "orthogonalized whole: leave distributed=False out"
+                    "Muon(distributed=False): the parameters are sharded over ranks, and a matrix "
+                    "is orthogonalized whole: leave distributed=False out"
                 )
             return None
         key = tuple(id(p) for p in parameters)
         if key not in self._exchanges:
             assert dist.group.WORLD is not None
             self._exchanges[key] = Exchange(parameters, gradients, dist.group.WORLD)
-        return self._exchanges[key]
+        exchange = self._exchanges[key]
+        self._steps_own = exchange.is_local
+        return None if exchange.is_local else exchange
 
     def _step_adamw(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         """Step parameters by AdamW, which treats each element of a shard by itself."""
@@ -324,8 +329,8 @@ def _gradient(parameter: Tensor) -> Tensor:
     assert gradient is not None
     if gradient.is_sparse or gradient.is_complex():
         raise ConfigurationError(
-            f"Muon received a gradient of {gradient.dtype} and {gradient.layout}; expected a dense, "
-            "real one: give this parameter to another optimizer"
+            f"Muon received a gradient of {gradient.dtype} and {gradient.layout}; expected a "
+            "dense, real one: give this parameter to another optimizer"
         )
     placements = getattr(parameter, "placements", None)
     if placements is not None and getattr(gradient, "placements", None) != placements:
@@ -349,8 +354,8 @@ def _groups(params: Any, adamw_names: Sequence[str]) -> list[dict[str, Any]]:
     if not given or not all(isinstance(group, dict) for group in given):
         raise ConfigurationError(
             "Muon expected a model, its named_parameters(), or groups with names, received "
-            f"{'no parameters' if not given else 'parameters without names'}: names tell embeddings "
-            "and heads from hidden layers. Pass Muon(model, ...)"
+            f"{'no parameters' if not given else 'parameters without names'}: names tell "
+            "embeddings and heads from hidden layers. Pass Muon(model, ...)"
         )
     return [_divided(dict(group), adamw_names, special) for group in given]
 
@@ -367,7 +372,7 @@ def _divided(
         names = group.get("names") or group.get("param_names")
         if names is None and "muon" not in group:
             raise ConfigurationError(
-                "Muon received a group without names: expected \"names\", as parameter_groups() "
+                'Muon received a group without names: expected "names", as parameter_groups() '
                 'gives them, or "muon": True or False, which decides for the whole group'
             )
         named = list(zip(names or [""] * len(members), members, strict=True))
@@ -384,8 +389,8 @@ def _divided(
         if is_muon and (parameter.ndim not in (2, 3) or parameter.is_complex()):
             raise ConfigurationError(
                 f"Muon received the parameter {name!r} of shape {tuple(parameter.shape)} and "
-                f"{parameter.dtype} in a group with \"muon\": True; expected a real matrix, or a "
-                "batch of matrices with three dimensions: put it into a group with \"muon\": False"
+                f'{parameter.dtype} in a group with "muon": True; expected a real matrix, or a '
+                'batch of matrices with three dimensions: put it into a group with "muon": False'
             )
         divided[bool(is_muon)].append((name, parameter))
     return {**group, "muon": divided}

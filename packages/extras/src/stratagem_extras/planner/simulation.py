@@ -38,6 +38,7 @@ from stratagem.strategies import (
     Components,
     ParallelStrategy,
     PreparedModel,
+    Recompute,
     StepMemory,
     StepModule,
     Strategy,
@@ -205,10 +206,12 @@ class SimulatedModel:
             raise ConfigurationError(
                 "the model has no parameter with requires_grad=True, so nothing is trained"
             )
+        # A share of the layers makes equal layers differ in memory.
+        is_even = not isinstance(checkpointing, Recompute) or checkpointing.share == 1
         self.stacks = {
             name: len(list(part.children()))
             for name, part in _outermost_lists(self.model)
-            if _has_equal_layers(part)
+            if is_even and _has_equal_layers(part)
         }
         """The number of layers of each outermost list of equal layers, by its name."""
 
