@@ -140,7 +140,7 @@ def recompute_within(
     layers = "" if all_layers else " The model has no ModuleList or Sequential of layers."
     raise ConfigurationError(
         f"the budget {budget!r} cannot be met under strategy={strategy!r}: a step holds at least "
-        f"{format_size(least)}, which takes a budget of {format_size(_budget_of(least))}.{layers} "
+        f"{format_size(least)}, which takes a budget of {_budget_of(least)} bytes.{layers} "
         f"Take {ways}"
     )
 
