@@ -29,7 +29,11 @@ from stratagem_extras.planner.meter import MemoryMeter
 def layers(width: int, count: int) -> nn.Module:
     """Return matrices of a decoder's shapes."""
     pairs = (
-        (nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False))
+        (
+            nn.Linear(width, 4 * width, bias=False),
+            nn.GELU(),
+            nn.Linear(4 * width, width, bias=False),
+        )
         for _ in range(count)
     )
     return nn.Sequential(*(nn.Sequential(*pair) for pair in pairs))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,15 +20,13 @@ from stratagem_extras.optimizers.exchange import balanced
 from stratagem_extras.parameter_groups import parameter_groups
 
 SCRIPTS = Path(__file__).parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-from muon_strategies import Net, batches  # noqa: E402 - found by the line above
+NAMES: Any = SimpleNamespace(**runpy.run_path(str(SCRIPTS / "muon_strategies.py")))
 
 
 def expected_weights(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     """Return the weights of torch's Muon in float32 and AdamW after four steps."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
-    model = Net()
+    model = NAMES.Net()
     experts = [nn.Parameter(one.clone()) for one in model.experts.detach()]
     hidden = [model.layers["up"].weight, model.layers["down"].weight, model.square.weight]
     ids = {*map(id, hidden), id(model.experts)}
@@ -38,12 +37,11 @@ def expected_weights(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]
             [p for p in model.parameters() if id(p) not in ids], lr=0.01, weight_decay=0.1
         ),
     ]
-    for inputs, labels in batches(0, 4):
+    for inputs, labels in NAMES.batches(0, 4):
         model.zero_grad()
-        nn.functional.cross_entropy(model(inputs), labels).backward()
-        gradient = model.experts.grad
-        assert gradient is not None
-        for expert, of_expert in zip(experts, gradient, strict=True):
+        loss: Any = nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()
+        for expert, of_expert in zip(experts, model.experts.grad, strict=True):
             expert.grad = of_expert.clone()
         for optimizer in optimizers:
             optimizer.step()
@@ -104,7 +102,7 @@ def test_one_process_has_the_bits_of_torchs_muon(
     draw = torch.Generator().manual_seed(0)
     weight = nn.Parameter(torch.randn(shape, generator=draw))
     other = nn.Parameter(weight.detach().clone())
-    mine = Muon([{"params": [weight], "muon": True}], lr=0.02, **options)
+    mine: Any = Muon([{"params": [weight], "muon": True}], lr=0.02, **options)
     torchs = torch.optim.Muon([other], lr=0.02, **options)
     for _ in range(3):
         gradient = torch.randn(shape, generator=draw)

@@ -121,8 +121,8 @@ def fit(module: Module, path: Path, *callbacks: Any, **options: Any) -> Any:
         enable_checkpointing=False,
         **options,
     )
-    loader: Any = DataLoader(torch.ones(12, 2), 2)
-    trainer.fit(module, loader)
+    data: Any = torch.ones(12, 2)
+    trainer.fit(module, DataLoader(data, 2))
     return trainer
 
 

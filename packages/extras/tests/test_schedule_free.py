@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from stratagem import Module, Trainer
-from stratagem.callbacks import ScheduleFree
 from stratagem.checkpoint import DirectoryCheckpointIO
 from stratagem.errors import ConfigurationError
+from stratagem_extras.callbacks.schedule_free import ScheduleFree
 
-pytest.importorskip("schedulefree")
+schedulefree: Any = pytest.importorskip("schedulefree")
 
 SCRIPT = Path(__file__).parent / "scripts" / "schedule_free.py"
 
@@ -75,8 +75,6 @@ def trainer(*callbacks: Any, steps: int = 2, path: Path) -> Trainer:
 
 
 def test_a_checkpoint_between_steps_has_the_weights_of_evaluation(tmp_path: Path) -> None:
-    import schedulefree
-
     saved: dict[str, Any] = {}
 
     class Save(ScheduleFree):
@@ -90,7 +88,8 @@ def test_a_checkpoint_between_steps_has_the_weights_of_evaluation(tmp_path: Path
                 saved["evaluation"] = module.net.weight.detach().clone()
                 optimizer.train()
 
-    loader: Any = DataLoader(torch.ones(16, 2), 2)
+    data: Any = torch.ones(16, 2)
+    loader: Any = DataLoader(data, 2)
     trainer(Save(), steps=4, path=tmp_path).fit(Net(schedulefree.SGDScheduleFree), loader)
     found = torch.load(tmp_path / "third.ckpt", weights_only=True)
     assert torch.equal(found["state_dict"]["net.weight"], saved["evaluation"])
@@ -99,14 +98,14 @@ def test_a_checkpoint_between_steps_has_the_weights_of_evaluation(tmp_path: Path
 
 
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
-    loader: Any = DataLoader(torch.ones(4, 2), 2)
+    data: Any = torch.ones(4, 2)
+    loader: Any = DataLoader(data, 2)
     with pytest.raises(ConfigurationError, match=r"expected an optimizer with train\(\) and eval"):
         trainer(ScheduleFree(), path=tmp_path).fit(Net(torch.optim.SGD), loader)
 
 
 def test_without_the_callback_the_optimizer_raises(tmp_path: Path) -> None:
-    import schedulefree
-
-    loader: Any = DataLoader(torch.ones(4, 2), 2)
+    data: Any = torch.ones(4, 2)
+    loader: Any = DataLoader(data, 2)
     with pytest.raises(Exception, match="not in train mode when step is called"):
         trainer(path=tmp_path).fit(Net(schedulefree.AdamWScheduleFree), loader)

@@ -191,19 +191,25 @@ _PACKED = re.compile(r"torchao\.optim\..*(4bit|8bit|Fp8)|bitsandbytes\.optim\..*
 """Optimizers whose kernels take no shards, or whose shards of state no checkpoint can hold."""
 
 
+def packed_state_of(optimizer: Optimizer) -> str:
+    """Return the name of an optimizer of torchao or bitsandbytes that packs its state; or ""."""
+    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(optimizer).__mro__]
+    packed = next(filter(_PACKED.fullmatch, names), "")
+    library, _, kind = packed.partition(".optim.")
+    return packed and f"{library}.optim.{kind.rpartition('.')[2]}"
+
+
 def _check_state_is_sharded(optimizer: Optimizer) -> None:
     """Raise for an optimizer of which a shard of the state cannot be stepped or saved.
 
     Raises:
         ConfigurationError: the message has the name of the optimizer.
     """
-    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(optimizer).__mro__]
-    if packed := next(filter(_PACKED.fullmatch, names), None):
-        library, _, kind = packed.partition(".optim.")
+    if packed := packed_state_of(optimizer):
         raise ConfigurationError(
-            f"{library}.optim.{kind.rpartition('.')[2]} packs its state in a form that cannot be "
-            "divided over ranks and saved: use strategy='ddp', where each rank has the whole "
-            "state, or an optimizer of torch.optim, whose state is sharded here"
+            f"{packed} packs its state in a form that cannot be divided over ranks and saved: use "
+            "strategy='ddp', where each rank has the whole state, or an optimizer of torch.optim, "
+            "whose state is sharded here"
         )
 
 

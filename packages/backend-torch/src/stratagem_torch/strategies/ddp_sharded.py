@@ -19,6 +19,7 @@ from stratagem.state import (
     per_parameter_state,
 )
 from stratagem.strategies import Optimizers, PreparedModel, make_optimizers
+from stratagem_torch.sharding.layout import packed_state_of
 from stratagem_torch.strategies.ddp import DDPStrategy
 
 with warnings.catch_warnings():
@@ -177,8 +178,8 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         parameters_as_bucket_view: see torch's `ZeroRedundancyOptimizer`.
 
     Raises:
-        ConfigurationError: the optimizer is LBFGS, which needs all parameters together, or has
-            parameters of several dtypes.
+        ConfigurationError: the optimizer is LBFGS, which needs all parameters together, packs its
+            state in tensors of torchao, or has parameters of several dtypes.
     """
 
     def __init__(self, source: Optimizer, *, parameters_as_bucket_view: bool = False) -> None:
@@ -186,6 +187,11 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
             raise ConfigurationError(
                 "strategy='ddp_sharded' steps each parameter on one rank, and LBFGS needs all of "
                 "them together: use strategy='ddp'"
+            )
+        if (packed := packed_state_of(source)).startswith("torchao."):
+            raise ConfigurationError(
+                f"{packed} packs its state in a form that ranks cannot send, and "
+                "strategy='ddp_sharded' gathers states for a checkpoint: use strategy='ddp'"
             )
         kinds = {p.dtype for group in source.param_groups for p in group["params"]}
         if len(kinds) > 1:
