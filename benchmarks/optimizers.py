@@ -1,10 +1,10 @@
 """Measures Muon's step on several ranks, and the memory of steps within backward.
 
-    python benchmarks/optimizers.py muon --strategy fsdp --ranks 2     # ours, and torch's
-    python benchmarks/optimizers.py memory                             # with the callback, and without
+    python benchmarks/optimizers.py muon --strategy fsdp --ranks 2
+    python benchmarks/optimizers.py memory
 
-`muon` prints the median time of a step of rank 0. `memory` prints the bytes of tensors at the
-maximum of a step, counted by the meter of `stratagem plan`.
+`muon` prints the median time of a step of rank 0, beside torch's Muon. `memory` prints the bytes of
+tensors at the maximum of a step, with the callback and without, by the meter of `stratagem plan`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,11 @@ from stratagem_extras.planner.meter import MemoryMeter
 
 def layers(width: int, count: int) -> nn.Module:
     """Return matrices of a decoder's shapes."""
-    pairs = (
-        (
-            nn.Linear(width, 4 * width, bias=False),
-            nn.GELU(),
-            nn.Linear(4 * width, width, bias=False),
-        )
-        for _ in range(count)
-    )
-    return nn.Sequential(*(nn.Sequential(*pair) for pair in pairs))
+    parts: list[nn.Module] = []
+    for _ in range(count):
+        parts += [nn.Linear(width, 4 * width, bias=False), nn.GELU()]
+        parts += [nn.Linear(4 * width, width, bias=False)]
+    return nn.Sequential(*parts)
 
 
 def time_muon(options: argparse.Namespace) -> None:

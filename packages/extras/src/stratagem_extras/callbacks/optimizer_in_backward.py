@@ -30,16 +30,16 @@ _HOOKS_OF_GRADIENTS = (
 
 
 class OptimizerInBackward(Callback):
-    """Steps each parameter within the backward pass, and frees its gradient at once.
+    """Steps each parameter within the backward pass, and then frees its gradient.
 
     The gradients of the whole model are not held together. The numbers, the optimizer's state and
-    its checkpoints are those of a fit without the callback, and schedulers work as usual.
+    its checkpoints equal a fit without the callback, and schedulers work as usual.
 
     One device, and strategies that shard parameters in backward (fsdp, a mesh), step a parameter
-    when its gradient is complete. What makes a step depend on all gradients, or on a later moment,
-    is refused when a fit begins: accumulation, gradient clipping, loss scaling (16-mixed), manual
-    optimization (and with it several optimizers), hooks that read gradients, and strategies whose
-    gradients are averaged after backward (ddp) or whose engine takes the steps (DeepSpeed).
+    when its gradient is complete. Options by which a step depends on all gradients, or on a later
+    moment, are refused when a fit begins: accumulation, gradient clipping, loss scaling (16-mixed),
+    manual optimization (and with it several optimizers), hooks that read gradients, ddp, which
+    averages gradients after backward, and DeepSpeed, which takes the steps in its engine.
 
     Raises:
         ConfigurationError: when a fit begins, for such an option; the message names it.

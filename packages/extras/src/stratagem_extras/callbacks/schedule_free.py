@@ -19,7 +19,7 @@ class ScheduleFree(Callback):
     """Puts schedule-free optimizers into the mode of training or of evaluation.
 
     Optimizers of the package `schedulefree` keep two points of the weights. Gradients are computed
-    at one of them (`optimizer.train()`), and the other is the result (`optimizer.eval()`). Training
+    at one point (`optimizer.train()`), and the other is the result (`optimizer.eval()`). Training
     runs in the mode of training. Validation runs in the mode of evaluation, and after a fit the
     model has the weights of evaluation.
 

@@ -33,14 +33,14 @@ _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 class Muon(Optimizer):
     """Muon for the matrices of hidden layers, and AdamW for all other parameters.
 
-    One optimizer steps the whole model. The numbers are those of `torch.optim.Muon` for matrices,
-    and of `torch.optim.AdamW` for the others: biases, norms, embeddings and heads.
+    One optimizer steps the whole model. Matrices have the numbers of `torch.optim.Muon`, and
+    other parameters have the numbers of `torch.optim.AdamW`: biases, norms, embeddings and heads.
 
     On several ranks each matrix has one rank that orthogonalizes it. If parameters are sharded
     (fsdp, a mesh), the shards of a matrix go to this rank and the shards of its update come back.
     If each rank holds all parameters (ddp), only updates are sent. The momentum stays in shards.
 
-    Matrices are parameters with two dimensions whose names no pattern in `adamw_names` matches. A
+    Matrices are parameters with two dimensions, unless a pattern in `adamw_names` matches a name. A
     group with `"muon": True` takes all of its parameters as matrices, and a parameter of shape
     (n, rows, columns) in it as n matrices, such as the weights of experts. A group with
     `"muon": False` leaves all of its parameters to AdamW.
@@ -61,7 +61,7 @@ class Muon(Optimizer):
             differs in its last bit can change an update by 0.4 percent. Runs on different numbers
             of ranks agree to 1e-6 with float32.
         adamw_names: patterns of the names of matrices that AdamW steps. Given a model, weights of
-            `nn.Embedding` and of `get_output_embeddings()` are among them whatever their names.
+            `nn.Embedding` and of `get_output_embeddings()` are added, under any name.
         adamw_lr: the learning rate of AdamW; by default `lr`.
         adamw_weight_decay: the weight decay of AdamW; by default `weight_decay`.
         adamw_betas: the two coefficients of AdamW's averages.
@@ -160,7 +160,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; return what the closure returns.
+        """Take a step; return the result of the closure.
 
         Raises:
             ConfigurationError: ranks hold different matrices, or different gradients of one.
@@ -323,7 +323,7 @@ def _gradient(parameter: Tensor) -> Tensor:
     """Return the gradient, sharded as its parameter is.
 
     Raises:
-        ConfigurationError: it is sparse or complex.
+        ConfigurationError: the gradient is sparse or complex.
     """
     gradient = parameter.grad
     assert gradient is not None

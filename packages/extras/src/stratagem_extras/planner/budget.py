@@ -19,15 +19,15 @@ from stratagem_extras.planner.simulation import SimulatedModel
 
 @dataclass(frozen=True)
 class RecomputePlan:
-    """The choice of `recompute_within`, and what was planned with it.
+    """The choice of `recompute_within`, with its plan.
 
     Attributes:
-        choice: the argument of `Trainer(activation_checkpointing=...)`; None: everything fits.
+        choice: the argument of `Trainer(activation_checkpointing=...)`; None: no recomputation.
         layers: the number of layers that compute their activations again.
         all_layers: the number of layers.
         peak: the planned bytes of a rank at its peak.
         without: the planned bytes without recomputation.
-        flops: the floating-point operations of a step that are computed again, over those of a step
+        flops: the floating-point operations of a step that are computed again, over all operations of a step
             without recomputation. Operations between matrix products count as 0.
     """
 
@@ -60,9 +60,9 @@ def recompute_within(
     enough in all layers, whole layers are computed again, also as few as possible.
 
     Args:
-        model: a function that builds the model, or the model; it is planned, and not run.
+        model: a function that builds the model, or the model; no step is run.
         batch: a micro-batch of one rank; see `plan_memory`.
-        budget: the memory of a device, in bytes or as "12GB". As in a plan, 90% of it is used.
+        budget: the memory of a device, in bytes or as "12GB". As in a plan, 90% is used.
         strategy: the name of the strategy; sizes of a mesh are written "mesh(tensor=2)".
         devices: the number of devices on each node.
         num_nodes: the number of nodes.
