@@ -27,8 +27,8 @@ class RecomputePlan:
         all_layers: the number of layers.
         peak: the planned bytes of a rank at its peak.
         without: the planned bytes without recomputation.
-        flops: the floating-point operations of a step that are computed again, over all operations of a step
-            without recomputation. Operations between matrix products count as 0.
+        flops: the floating-point operations that are computed again in a step, over all operations
+            of a step without recomputation. Operations between matrix products count as 0.
     """
 
     choice: Recompute | None
