@@ -81,7 +81,7 @@ def recompute_within(
         ...     layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
         ...               for _ in range(4)]
         ...     return nn.Sequential(*layers)
-        >>> plan = recompute_within(build, torch.zeros(4096, 64), "30MB")
+        >>> plan = recompute_within(build, torch.zeros(4096, 64), "44MB")
         >>> plan.choice, plan.layers, plan.all_layers
         (Recompute(modules=True, keep='matmul', offload=False, share=0.75), 3, 4)
     """
