@@ -103,7 +103,7 @@ def test_one_process_has_the_bits_of_torchs_muon(
     weight = nn.Parameter(torch.randn(shape, generator=draw))
     other = nn.Parameter(weight.detach().clone())
     mine: Any = Muon([{"params": [weight], "muon": True}], lr=0.02, **options)
-    torchs = torch.optim.Muon([other], lr=0.02, **options)
+    torchs: Any = torch.optim.Muon([other], lr=0.02, **options)
     for _ in range(3):
         gradient = torch.randn(shape, generator=draw)
         weight.grad, other.grad = gradient, gradient.clone()

@@ -106,8 +106,12 @@ class DDPShardedStrategy(DDPStrategy):
             prepared.original,
             {
                 "state": {name: entry for name, entry in state["state"].items() if name in own},
+                # Groups without a parameter of this rank are alike, but for the lists of names.
                 "param_groups": [
-                    {**group, "params": [name for name in group["params"] if name in own]}
+                    {
+                        **{option: value for option, value in group.items() if option != "names"},
+                        "params": [name for name in group["params"] if name in own],
+                    }
                     for group in state["param_groups"]
                 ],
             },
