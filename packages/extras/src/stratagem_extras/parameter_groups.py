@@ -34,7 +34,7 @@ def parameter_groups(
         layer_decay: the factor of the learning rate from a layer to the one before it. Layers are
             counted by the first number in a name. Parameters before the first layer, such as
             embeddings, have one factor more than that layer. Parameters after the last layer have
-            none. A rule's own "lr" takes the place of `lr`.
+            no factor. A rule's own "lr" takes the place of `lr`.
 
     Returns:
         Groups with "params", "names" (a list) and their options, in the order of the model.

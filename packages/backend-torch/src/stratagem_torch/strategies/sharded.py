@@ -520,7 +520,7 @@ def _fits(own: Any, value: Any) -> bool:
 
 
 def check_reshard_after_forward(given: Any) -> bool | int | None:
-    """Return the choice of what modules do with gathered parameters after forward.
+    """Return the choice for gathered parameters after forward.
 
     Raises:
         ConfigurationError: the choice does not have an accepted form.
