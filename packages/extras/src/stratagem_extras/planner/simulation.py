@@ -222,8 +222,8 @@ class SimulatedModel:
 
         The strategy's own code runs, on fake tensors. Collectives return immediately. Code that
         reads a value of a tensor reads 1. Only some of many equal layers run: each further layer
-        adds the same amount to the maximum of each phase of the step. A strategy with an engine that
-        communicates or gathers a limited number of parameters at a time declares the limits in
+        adds the same amount to the maximum of each phase of the step. A strategy with an engine
+        that communicates or gathers a limited number of parameters at a time declares the limits in
         `parameter_limits`, a collection of numbers, so that enough layers run.
 
         Args:
