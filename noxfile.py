@@ -75,10 +75,10 @@ TEST_TOOLS = [
     "moto[s3]==5.2.5",
     "s3fs==2026.9.0",
 ]
-# float8 emulated on the CPU, and 4 and 8 bits by CPU kernels; neither says which torch it needs.
-LOW_PRECISIONS = ["bitsandbytes==0.50.2", "torchao==0.18.0"]
+# float8 emulated on the CPU, 4 and 8 bits by CPU kernels, and optimizers; installed without dependencies.
+LOW_PRECISIONS = ["bitsandbytes==0.50.2", "schedulefree==1.4.1", "torchao==0.18.0"]
 # The last torchao for torch 2.9.
-LOW_PRECISIONS_2_9 = ["bitsandbytes==0.50.2", "torchao==0.17.0"]
+LOW_PRECISIONS_2_9 = ["bitsandbytes==0.50.2", "schedulefree==1.4.1", "torchao==0.17.0"]
 # One file of tests on each of two processes.
 TWO_AT_ONCE = ("-n", "2", "--dist", "loadfile")
 # Small models wait for their threads most of the time.
