@@ -75,7 +75,7 @@ TEST_TOOLS = [
     "moto[s3]==5.2.5",
     "s3fs==2026.9.0",
 ]
-# float8 emulated on the CPU, 4 and 8 bits by CPU kernels, and optimizers; installed without dependencies.
+# Installed without their dependencies: float8, 4 and 8 bits on the CPU, and optimizers.
 LOW_PRECISIONS = ["bitsandbytes==0.50.2", "schedulefree==1.4.1", "torchao==0.18.0"]
 # The last torchao for torch 2.9.
 LOW_PRECISIONS_2_9 = ["bitsandbytes==0.50.2", "schedulefree==1.4.1", "torchao==0.17.0"]
