@@ -491,7 +491,8 @@ def huggingface(session: nox.Session) -> None:
     session.install(TRANSFORMERS, PEFT, PEERS[1], *TRL)
     mesh = [f"packages/mesh/tests/{room}" for room in ("check", "context", "tensor")]
     extras = [
-        f"packages/extras/tests/{name}" for name in ("language", "test_pretrained_transformers.py")
+        f"packages/extras/tests/{name}"
+        for name in ("language", "test_adapters_transformers.py", "test_pretrained_transformers.py")
     ]
     files = ("tests/test_from_huggingface.py", "tests/test_examples.py", *extras, *mesh)
     session.run("pytest", *files, *session.posargs)

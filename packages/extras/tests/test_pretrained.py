@@ -552,7 +552,7 @@ def test_convert_refuses_what_a_folder_cannot_hold(tmp_path: Path) -> None:
     weight = torch.ones(1)
     SingleFileCheckpointIO().save_checkpoint({"state_dict": {"a.lora_A.x": weight}}, source)
     said = stratagem("convert", source, target, "--to", "huggingface", code=1)
-    assert "the checkpoint has adapters (a.lora_A.x), which the layout has no place for" in said
+    assert "the checkpoint has adapters of PEFT, and not their config: pass --like FOLDER" in said
     said = stratagem("convert", source, target, "--dtype", "float16", code=1)
     assert said == "dtype: expected to='huggingface' with it, received to='safetensors'"
     said = stratagem("convert", source, target, "--to", "gguf", code=1)

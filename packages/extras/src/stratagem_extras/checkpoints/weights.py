@@ -181,7 +181,10 @@ def _to_huggingface(
     state = checkpoint[_entry(checkpoint, source, key)]
     tensors = {n: value for n, value in state.items() if isinstance(value, (Tensor, LazyTensor))}
     options = {"like": None, "dtype": None, "max_shard_size": "5GB", **layout}
-    summary = convert_to_folder(tensors, target, **options)
+    adapters = checkpoint.get("adapters")
+    if not isinstance(adapters, dict) or any("peft_type" not in one for one in adapters.values()):
+        adapters = {}
+    summary = convert_to_folder(tensors, target, **options, adapters=adapters)
     if left_out := [name for name in state if name not in tensors]:
         summary += f"; left out, since they are no tensors: {', '.join(left_out)}"
     return summary

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from stratagem import Module
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem_extras.language.packing import check_packing
+from stratagem_extras.pretrained.adapters import configs_of
 
 _IGNORED = -100
 
@@ -127,6 +128,11 @@ class LanguageModule(Module):
             return optimizer
         scheduler = {"scheduler": self._scheduler(optimizer), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the configs of PEFT's adapters, so that a checkpoint can become their folder."""
+        if configs := configs_of(self.model):
+            checkpoint["adapters"] = configs
 
     def _evaluate(self, name: str, batch: Any) -> None:
         count = int(self.loss_weight(batch))

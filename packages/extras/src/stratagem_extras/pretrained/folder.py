@@ -175,7 +175,7 @@ def open_folder(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     if [file.name for file in files] == ["adapter_model.safetensors"]:
         raise CheckpointError(
             f"{str(folder)!r} has the weights of an adapter, and not of a model: pass the folder "
-            "of the base model, and load the adapter with PeftModel.from_pretrained"
+            "of the base model; to load the adapter, copy its adapter_config.json too"
         )
     if len(files) == 1:
         return read_header(files[0])

@@ -15,6 +15,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from stratagem.checkpoint import Shards
 from stratagem.errors import CheckpointMismatchError, ConfigurationError, StratagemError
 from stratagem.strategies import PreparedModel, Strategy, user_module
+from stratagem_extras.pretrained.adapters import (
+    CONFIG,
+    check_initialization,
+    is_adapter,
+    open_adapter,
+    sources_of_adapter,
+)
 from stratagem_extras.pretrained.folder import StoredTensor, open_folder
 from stratagem_extras.pretrained.names import (
     adapters_of,
@@ -39,6 +46,8 @@ class PretrainedWeights:
         allow_missing: patterns of names of the model that the folder may lack, such as
             "model.score.*". PEFT's adapters may be missing anyway.
         allow_unexpected: patterns of names of the folder that the model may lack.
+        adapter: the folder of an adapter of PEFT, read after the base model. `folder` itself may be
+            an adapter's folder, too: the base model then keeps its weights.
 
     Raises:
         CheckpointNotFoundError: the folder does not exist.
@@ -64,6 +73,7 @@ class PretrainedWeights:
     part: str = ""
     allow_missing: Sequence[str] = ()
     allow_unexpected: Sequence[str] = ()
+    adapter: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         """Check the arguments and the folder."""
@@ -77,8 +87,22 @@ class PretrainedWeights:
                 raise ConfigurationError(
                     f"{name}={getattr(self, name)!r}: expected a list of patterns"
                 )
-        open_folder(self.folder)
-        object.__setattr__(self, "folder", Path(self.folder).expanduser().absolute())
+        folder = Path(self.folder).expanduser().absolute()
+        if is_adapter(folder):
+            open_adapter(folder)
+        else:
+            open_folder(self.folder)
+        object.__setattr__(self, "folder", folder)
+        if self.adapter is None:
+            return
+        adapter = Path(self.adapter).expanduser().absolute()
+        if is_adapter(folder) or not is_adapter(adapter):
+            raise ConfigurationError(
+                f"PretrainedWeights({str(folder)!r}, adapter={str(adapter)!r}): expected the "
+                f"folder of a base model, and one of an adapter, which has {CONFIG}"
+            )
+        open_adapter(adapter)
+        object.__setattr__(self, "adapter", adapter)
 
     @classmethod
     def of(cls, weights: Any) -> PretrainedWeights:
@@ -99,10 +123,10 @@ class PretrainedWeights:
         """
         prepared.reshard()
         own = prepared.original.state_dict(keep_vars=True)
-        found: tuple[dict[str, str], dict[str, StoredTensor]] | None = None
+        sources: dict[str, StoredTensor] = {}
         error: StratagemError | None = None
         try:
-            found = self._find(strategy, prepared, own)
+            sources = self._find(strategy, prepared, own)
         except StratagemError as raised:
             error = raised
         failures = strategy.ranks.gather_objects("" if error is None else str(error))
@@ -111,21 +135,19 @@ class PretrainedWeights:
         for rank, text in enumerate(failures):
             if text:
                 raise CheckpointMismatchError(f"rank {rank}: {text}")
-        assert found is not None
-        sources, stored = found
-        _read_in_place(strategy, sources, stored, own)
+        _read_in_place(strategy, sources, own)
         in_shards = strategy.capabilities.sharded_state
-        limit = max((stored[source].nbytes for source in sources.values()), default=0)
+        limit = max((source.nbytes for source in sources.values()), default=0)
         for group in _groups(sources, own, limit):
-            state: dict[str, Any] = {name: stored[sources[name]] for name in group}
+            state: dict[str, Any] = {name: sources[name] for name in group}
             if not in_shards:
                 state = {name: value.whole() for name, value in state.items()}
             strategy.load_model_state(prepared, state, strict=False)
 
     def _find(
         self, strategy: Strategy, prepared: PreparedModel, own: Mapping[str, Any]
-    ) -> tuple[dict[str, str], dict[str, StoredTensor]]:
-        """Return which tensor of the folder each name of the model reads, and the tensors."""
+    ) -> dict[str, StoredTensor]:
+        """Return the stored tensor that each name of the model reads."""
         if strategy.capabilities.parameters == "divided":
             raise ConfigurationError(
                 f"weights={str(self.folder)!r}: {type(strategy).__name__} gives ranks different "
@@ -133,8 +155,17 @@ class PretrainedWeights:
                 "of another strategy with ckpt_path"
             )
         module = user_module(prepared.original)
-        stored = open_folder(self.folder)
         shapes, ties = tensors_of(own), ties_of(own)
+        folder = Path(self.folder)
+        adapter = folder if is_adapter(folder) else self.adapter
+        of_adapter: dict[str, StoredTensor] = {}
+        if adapter is not None:
+            described = {name: (shape, own[name].dtype) for name, shape in shapes.items()}
+            of_adapter = sources_of_adapter(Path(adapter), module, self.part, described)
+        if adapter is folder:
+            return of_adapter
+        check_initialization(module, folder)
+        stored = open_folder(folder)
         try:
             names = match_names(list(shapes), list(stored), module, self.part)
             check_names(
@@ -142,7 +173,7 @@ class PretrainedWeights:
                 shapes,
                 {name: tensor.shape for name, tensor in stored.items()},
                 ties,
-                allow_missing=[*self.allow_missing, *adapters_of(module)],
+                allow_missing=[*self.allow_missing, *adapters_of(module), *of_adapter],
                 allow_unexpected=self.allow_unexpected,
             )
         except CheckpointMismatchError as error:
@@ -151,13 +182,13 @@ class PretrainedWeights:
         first: dict[str, str] = {}
         for name in names.sources:
             first.setdefault(ties[name], name)
-        return {name: names.sources[name] for name in first.values()}, stored
+        found = {name: stored[names.sources[name]] for name in first.values()}
+        return {**found, **of_adapter}
 
 
 def _read_in_place(
     strategy: Strategy,
-    sources: dict[str, str],
-    stored: Mapping[str, StoredTensor],
+    sources: dict[str, StoredTensor],
     own: Mapping[str, Any],
 ) -> None:
     """Read shards into the memory of the parameters, and remove their names from `sources`.
@@ -172,11 +203,13 @@ def _read_in_place(
             _, offsets = compute_local_shape_and_global_offset(
                 own[name].shape, own[name].device_mesh, own[name].placements
             )
-            source = stored[sources.pop(name)]
+            source = sources.pop(name)
             source.read_into(Shards(source.shape, source.dtype, [(tuple(offsets), local.detach())]))
 
 
-def _groups(sources: Mapping[str, str], own: Mapping[str, Any], limit: int) -> Iterator[list[str]]:
+def _groups(
+    sources: Mapping[str, StoredTensor], own: Mapping[str, Any], limit: int
+) -> Iterator[list[str]]:
     """Yield names whose tensors take no more memory on this rank together than the largest one.
 
     A strategy checks the names of its model in each call, so a call takes several tensors.

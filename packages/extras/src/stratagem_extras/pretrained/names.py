@@ -24,6 +24,7 @@ from stratagem.errors import (
 
 Shape = tuple[int, ...]
 _SHOWN = 5
+_OF_PEFT = re.compile(r"\.(base_layer|original_module|token_adapter|modules_to_save\.[^.]+)(?=\.)")
 
 
 @dataclass
@@ -183,12 +184,10 @@ def check_names(
     ]
     problems, advice = [], ["Build the model from the config.json of the folder"]
     if missing:
-        problems.append(f"it lacks {_with_nearest(missing, shapes, stored)}")
+        problems.append(f"it lacks {with_nearest(missing, shapes, stored)}")
         advice.append(f"name new parameters in allow_missing=[{missing[0]!r}]")
     if unexpected:
-        problems.append(
-            f"it has {_with_nearest(unexpected, stored, shapes)}, which the model lacks"
-        )
+        problems.append(f"it has {with_nearest(unexpected, stored, shapes)}, which the model lacks")
         advice.append(f"name tensors to leave out in allow_unexpected=[{unexpected[0]!r}]")
     if differing:
         problems.append(f"these have another shape: {format_names(differing, _SHOWN)}")
@@ -212,7 +211,7 @@ def _without(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     return [n for n in names if not any(fnmatchcase(n, pattern) for pattern in patterns)]
 
 
-def _with_nearest(
+def with_nearest(
     names: Sequence[str], shapes: Mapping[str, Shape], others: Mapping[str, Shape]
 ) -> str:
     """Return a list of names with their shapes, each with the most similar other name."""
@@ -275,7 +274,7 @@ def _plain_names(own: Sequence[str], module: nn.Module | None) -> dict[str, list
         return {name: [name] for name in own}
     plain: dict[str, list[str]] = {}
     for name in own:
-        without = re.sub(r"\.(base_layer|original_module|modules_to_save\.[^.]+)\.", ".", name)
+        without = _OF_PEFT.sub("", name)
         plain.setdefault(without, []).append(name)
     return plain
 
@@ -289,11 +288,17 @@ def adapters_of(module: nn.Module) -> list[str]:
     layers = {
         name
         for part in module.modules()
-        for name in getattr(part, "adapter_layer_names", ())
+        for name in (*getattr(part, "adapter_layer_names", ()), *_projections(part))
         if "magnitude" not in name  # DoRA computes it from the weights
     }
     prompts = any(hasattr(part, "prompt_encoder") for part in module.modules())
     return [f"*.{name}.*" for name in sorted(layers)] + ["*prompt_encoder.*"] * prompts
+
+
+def _projections(part: nn.Module) -> list[str]:
+    """Return names of other tensors that a layer of PEFT holds, such as random projections."""
+    names = getattr(part, "other_param_names", ())
+    return [name for name in names if isinstance(getattr(part, name, None), nn.Module)]
 
 
 # -- transformers

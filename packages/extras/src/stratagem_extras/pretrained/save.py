@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from types import SimpleNamespace
@@ -16,16 +17,22 @@ from torch import Tensor, nn
 
 from stratagem.checkpoint import CheckpointIO, Shards
 from stratagem.errors import (
-    CheckpointContentError,
     CheckpointError,
     CheckpointMismatchError,
     ConfigurationError,
     format_names,
 )
 from stratagem.strategies import PreparedModel, Ranks, Strategy, user_module
+from stratagem_extras.pretrained.adapters import (
+    CONFIG,
+    WEIGHTS,
+    Adapted,
+    Merge,
+    find_adapted,
+    merges,
+)
 from stratagem_extras.pretrained.folder import open_folder
 from stratagem_extras.pretrained.names import (
-    adapters_of,
     match_names,
     part_of_transformers,
     prefix_to_drop,
@@ -42,25 +49,35 @@ def save_pretrained(
     part: str = "",
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
+    adapter: str = "",
+    merged: bool = False,
 ) -> None:
     """Write the weights of a model as a folder of safetensors; called on every rank.
 
     Rank 0 writes one shard of a tensor after the other, which the other ranks send. The folder
     appears whole or not at all. Of tied parameters one name is written.
 
+    Of a model with adapters of PEFT, the adapter alone is written, in PEFT's format:
+    "adapter_config.json" and "adapter_model.safetensors".
+
     Args:
         source: a Trainer, during or after a run, or a model that `lite.setup` returned.
         folder: the new folder.
         like: a folder of the same model, such as the folder that was loaded. The tensors get the
             names in this folder, and its configs and tokenizer are copied. None: the tensors get
-            the names in the model of transformers, with its config, or in the module.
+            the names in the model of transformers, with its config, or in the module. For an
+            adapter alone: the folder of its base model, which its config names.
         part: the submodule to write; "": the model of transformers, or the whole module.
         dtype: the dtype of floating-point tensors, such as "bfloat16"; None: as in the model.
         max_shard_size: the most bytes of a file, such as "5GB".
+        adapter: the name of the adapter to write; "": the active one.
+        merged: whether to write the base model with its active adapters merged, layer by layer,
+            instead of the adapter.
 
     Raises:
         ConfigurationError: the folder exists, or an argument has another form.
-        CheckpointContentError: the model has adapters, or a tensor has an unknown dtype.
+        CheckpointContentError: adapters cannot be written or merged, or a tensor has an unknown
+            dtype.
         CheckpointSaveError: the folder cannot be written.
 
     Example:
@@ -85,45 +102,115 @@ def save_pretrained(
     described = _described(ranks, state)
     places = _places(ranks, state)
 
-    options = {"dtype": dtype, "max_shard_size": max_shard_size}
+    request = _Request(folder, like, part, dtype, max_shard_size, adapter, merged)
     with _on_rank_zero(ranks) as attempt:
-        begun = attempt(
-            partial(_begin, folder, described, ties_of(own), like, module, part, options)
-        )
-        target, names = (None, {}) if begun is None else begun
-        names = ranks.broadcast(names)
+        begun: _Begun | None = attempt(partial(_begin, request, described, ties_of(own), module))
+        groups = ranks.broadcast([] if begun is None else [one.sources for one in begun.groups])
+        names = [name for group in groups for name in group]
         buffer = _buffer(ranks, [(places.get(name, {}), described[name]) for name in names])
-        for name, new in names.items():
-            pieces = _pieces(ranks, state.get(name), places.get(name), described[name], buffer)
-            for first, values in pieces:
-                if target is not None:
-                    attempt(partial(target.write, new, values, first))
-        if target is not None:
-            attempt(target.commit)
+        for number, group in enumerate(groups):
+            whole: dict[str, Tensor] = {}
+            for name in group:
+                pieces = _pieces(ranks, state.get(name), places.get(name), described[name], buffer)
+                if begun is None:
+                    for _ in pieces:
+                        pass
+                elif begun.groups[number].merge is None:
+                    for first, values in pieces:
+                        new = begun.groups[number].target
+                        attempt(partial(begun.folder.write, new, values, first))
+                else:
+                    whole[name] = _whole(ranks, pieces, described[name])
+            if begun is not None and begun.groups[number].merge is not None:
+                attempt(partial(begun.merge, number, whole))
+        if begun is not None:
+            attempt(begun.folder.commit)
     ranks.barrier("save_pretrained")
 
 
+@dataclass
+class _Request:
+    """The arguments of `save_pretrained`."""
+
+    folder: str | os.PathLike[str]
+    like: str | os.PathLike[str] | None
+    part: str
+    dtype: torch.dtype | str | None
+    max_shard_size: int | str
+    adapter: str
+    merged: bool
+
+
+@dataclass
+class _Group:
+    """Tensors that are written together: one as it is, or those of a layer that is merged."""
+
+    sources: list[str]
+    target: str = ""
+    merge: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
+
+
+@dataclass
+class _Begun:
+    """A folder that is being written; on rank 0."""
+
+    folder: NewFolder
+    groups: list[_Group]
+    names: dict[str, str]
+
+    def merge(self, number: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write the tensors of a layer, merged."""
+        function = self.groups[number].merge
+        assert function is not None
+        for name, value in function(tensors).items():
+            if name in self.names:
+                self.folder.write(self.names[name], value)
+
+
 def _begin(
-    folder: str | os.PathLike[str],
+    request: _Request,
     described: Mapping[str, Description],
     ties: Mapping[str, str],
-    like: str | os.PathLike[str] | None,
     module: nn.Module,
-    part: str,
-    options: Mapping[str, Any],
-) -> tuple[NewFolder, dict[str, str]]:
-    """Return the new folder with its configs, and the name to write of each tensor."""
-    if adapters_of(module):
-        raise CheckpointContentError(
-            f"cannot write {str(folder)!r}: the model has adapters of PEFT, which the layout has "
-            "no place for: save them with the adapter's own save_pretrained, or merge them first "
-            "(merge_and_unload)"
-        )
-    names = names_to_write(described, ties, like, module, part)
-    target = NewFolder(folder, {new: described[n] for n, new in names.items()}, **options)
-    model = part_of_transformers(module, prefix_to_drop(list(described), module, part))
+) -> _Begun:
+    """Return the new folder with its configs, and what to write into it."""
+    adapted = find_adapted(module, request.part)
+    if adapted is None and (request.merged or request.adapter):
+        argument = "merged=True" if request.merged else f"adapter={request.adapter!r}"
+        raise ConfigurationError(f"{argument}: the model has no adapters of PEFT: leave it out")
+    if adapted is not None and not request.merged:
+        return _begin_adapter(request, described, adapted)
+    options = (request.dtype, request.max_shard_size)
+    like, part = request.like, request.part
+    kept = {name: name for name in described}
+    layers: list[Merge] = []
+    if adapted is not None:
+        kept, layers = merges(adapted, described, ties)
+        part = adapted.base[:-1]
+    firsts = {name: ties.get(name, name) for name in kept}
+    plain_ties = {new: kept.get(firsts[name], new) for name, new in kept.items()}
+    plain = names_to_write(kept.values(), plain_ties, like, module, part)
+    names = {name: plain[new] for name, new in kept.items() if new in plain}
+    target = NewFolder(request.folder, {new: described[n] for n, new in names.items()}, *options)
+    model = part_of_transformers(module, prefix_to_drop(list(kept.values()), module, part))
     target.add_files(like, None if like is not None else model)
-    return target, names
+    chosen = [request.adapter] if request.adapter else None
+    groups = [_Group(one.sources, merge=partial(one.apply, chosen)) for one in layers]
+    changed = {name for one in layers for name in one.results.values()}
+    groups += [_Group([name], new) for name, new in names.items() if name not in changed]
+    return _Begun(target, groups, names)
+
+
+def _begin_adapter(
+    request: _Request, described: Mapping[str, Description], adapted: Adapted
+) -> _Begun:
+    """Return the folder of an adapter alone."""
+    adapter = adapted.chosen(request.adapter)
+    names = adapted.names(described, adapter)
+    tensors = {new: described[name] for name, new in names.items()}
+    target = NewFolder(request.folder, tensors, request.dtype, None, single=WEIGHTS)
+    target.add_json(CONFIG, adapted.config(adapter, request.like))
+    return _Begun(target, [_Group([name], new) for name, new in names.items()], names)
 
 
 def _prepared(source: Any) -> tuple[Strategy, PreparedModel]:
@@ -290,6 +377,16 @@ def _pieces(
             whole[region].copy_(chunk)
     if whole is not None:
         yield 0, whole
+
+
+def _whole(ranks: Ranks, pieces: Iterable[tuple[int, Tensor]], description: Description) -> Tensor:
+    """Return a tensor on rank 0, of its ranges."""
+    shape, dtype = description
+    whole = torch.empty(shape, dtype=dtype, device=ranks.device)
+    for first, values in pieces:
+        flat = values.detach().reshape(-1)
+        whole.view(-1)[first : first + len(flat)] = flat
+    return whole
 
 
 def _first_element(

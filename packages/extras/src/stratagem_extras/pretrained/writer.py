@@ -38,26 +38,29 @@ class FolderWriter:
     Args:
         folder: an existing folder.
         tensors: the shape and dtype of each tensor, by name.
-        max_shard_size: the most bytes of a file, except of a file with one tensor.
+        max_shard_size: the most bytes of a file, except of a file with one tensor; None: one file.
+        single: the name of a single file.
     """
 
     def __init__(
         self,
         folder: Path,
         tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-        max_shard_size: int,
+        max_shard_size: int | None,
+        single: str = SINGLE,
     ) -> None:
         sizes = {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in tensors.items()}
         self.total = sum(sizes.values())
         files: list[list[str]] = [[]]
-        room = max_shard_size
+        most = self.total if max_shard_size is None else max_shard_size
+        room = most
         for name, size in sizes.items():
             if files[-1] and size > room:
                 files.append([])
-                room = max_shard_size
+                room = most
             files[-1].append(name)
             room -= size
-        self.names = [SINGLE]
+        self.names = [single]
         if len(files) > 1:
             count = len(files)
             self.names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
@@ -126,7 +129,8 @@ class NewFolder:
         path: the new folder.
         tensors: the shape and dtype of each tensor, by the name to write.
         dtype: the dtype of floating-point tensors; None: their own.
-        max_shard_size: the most bytes of a file.
+        max_shard_size: the most bytes of a file; None: one file.
+        single: the name of a single file.
     """
 
     def __init__(
@@ -134,11 +138,12 @@ class NewFolder:
         path: str | os.PathLike[str],
         tensors: Mapping[str, Description],
         dtype: torch.dtype | str | None,
-        max_shard_size: int | str,
+        max_shard_size: int | str | None,
+        single: str = SINGLE,
     ) -> None:
         self.path = Path(path).expanduser().absolute()
         self.dtype = parse_dtype(dtype)
-        size = parse_size(max_shard_size)
+        size = None if max_shard_size is None else parse_size(max_shard_size)
         for name, (_, own) in tensors.items():
             if own not in DTYPES.values():
                 raise CheckpointContentError(
@@ -157,7 +162,7 @@ class NewFolder:
         with self._saving():
             self._directory = DurableDirectory(self.path)
             try:
-                self._writer = FolderWriter(self._directory.temporary, self._tensors, size)
+                self._writer = FolderWriter(self._directory.temporary, self._tensors, size, single)
             except BaseException:
                 self._directory.close()
                 raise
@@ -209,6 +214,12 @@ class NewFolder:
                 if hasattr(config, "save_pretrained"):
                     config.save_pretrained(folder)
             self._set_dtype(folder / "config.json")
+
+    def add_json(self, name: str, content: Any) -> None:
+        """Write a file of JSON, as PEFT does."""
+        with self._or_nothing():
+            text = json.dumps(content, indent=2, sort_keys=True)
+            (self._directory.temporary / name).write_text(text)
 
     def _set_dtype(self, config: Path) -> None:
         """Let a config name the dtype of the weights, in which a reader loads them."""
