@@ -46,6 +46,11 @@ CALLBACKS = (
     ),
     ("throughput", "throughput:ThroughputMonitor", "log samples and batches per second"),
     ("timer", "timer:Timer", "end training after a time"),
+    (
+        "trained_weights_only",
+        "trained_weights_only:TrainedWeightsOnly",
+        "leave frozen weights out of checkpoints",
+    ),
     ("tqdm_progress_bar", "progress_bar_names:TQDMProgressBar", "the bar under tqdm's name"),
     ("weight_averaging", "weight_averaging:WeightAveraging", "average the weights"),
 )

@@ -97,7 +97,7 @@ def save_pretrained(
     prepared.reshard()
     own = prepared.original.state_dict(keep_vars=True)
     module = user_module(prepared.original)
-    with _in_shards(strategy):
+    with in_shards(strategy):
         state = strategy.model_state(prepared)
     described = _described(ranks, state)
     places = _places(ranks, state)
@@ -268,7 +268,7 @@ def names_to_write(
 
 
 @contextmanager
-def _in_shards(strategy: Strategy) -> Iterator[None]:
+def in_shards(strategy: Strategy) -> Iterator[None]:
     """Let a strategy return shards on every rank, whatever the format of its checkpoints."""
     with_shards = SimpleNamespace(supports_shards=True)
     own, strategy.checkpoint_io = strategy.checkpoint_io, cast("CheckpointIO", with_shards)
