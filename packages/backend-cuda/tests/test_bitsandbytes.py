@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from stratagem import Lite, Module, Trainer
 from stratagem.errors import CheckpointMismatchError, ConfigurationError, UserCodeError
+from stratagem.strategies import FSDPStrategy
 from stratagem_cuda.precision import BitsandbytesPrecision
 
 needs_bitsandbytes = pytest.mark.skipif(
@@ -335,13 +336,24 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 @needs_bitsandbytes
-@pytest.mark.parametrize("given", ["nf4", BitsandbytesPrecision("int8")])
-def test_a_strategy_that_divides_parameters_is_refused(given: Any) -> None:
-    option = {"precision": given} if isinstance(given, str) else {"plugins": given}
-    name = given if isinstance(given, str) else given.name
-    with pytest.raises(ConfigurationError) as caught:
-        Trainer(accelerator="cpu", strategy="fsdp", devices=2, logger=False, **option)
-    assert str(caught.value) == (
-        "the strategy 'fsdp' divides parameters between ranks, which those of "
-        f"precision={name!r} cannot be: pass strategy='ddp', or another precision"
-    )
+def test_gathered_weights_are_not_converted_to_another_dtype() -> None:
+    strategy = FSDPStrategy(mixed_precision=torch.bfloat16)
+    with pytest.raises(ConfigurationError, match=r"mixed_precision=.* and precision='nf4' as well"):
+        Trainer(accelerator="cpu", strategy=strategy, devices=2, precision="nf4", logger=False)
+
+
+@needs_bitsandbytes
+def test_weights_without_values_are_refused() -> None:
+    with torch.device("meta"):
+        net = Adapted()
+    with pytest.raises(ConfigurationError, match="a linear layer of the model is on the meta devi"):
+        BitsandbytesPrecision("nf4").convert_module(net)
+
+
+@needs_bitsandbytes
+def test_a_strategy_that_takes_few_precisions_names_them() -> None:
+    pytest.importorskip("deepspeed")
+    with pytest.raises(
+        ConfigurationError, match=r"takes the precisions .*, received precision='nf"
+    ):
+        Trainer(accelerator="cpu", strategy="deepspeed_stage_3", devices=2, precision="nf4")

@@ -34,6 +34,11 @@ def test_ddp_and_fsdp_compute_alike_and_load_one_anothers_checkpoints(tmp_path: 
     assert out["ddp to fsdp"] == pytest.approx(out["fsdp to fsdp"], rel=1e-6)
     assert out["ddp to fsdp"][0] < out["ddp"][0]
     assert out["nf4 alike"]
+    assert out["nf4 fsdp"] == pytest.approx(out["nf4 ddp"], rel=1e-6)
+    assert out["nf4 fsdp bytes"] * 2 == out["nf4 ddp bytes"] == 32 * 32 // 2
+    assert out["nf4 ddp to fsdp"] == pytest.approx(out["nf4 fsdp to fsdp"], rel=1e-6)
+    assert out["nf4 ddp to fsdp"][0] < out["nf4 ddp"][0]
+    assert out["nf4 built in shards"]
 
 
 def test_quantised_weights_come_back_from_new_processes(tmp_path: Path) -> None:

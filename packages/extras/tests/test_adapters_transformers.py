@@ -338,6 +338,45 @@ def test_a_checkpoint_of_which_the_adapter_cannot_be_told(tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
+# -- a base in 4 bits
+
+FOUR_BITS = Path(__file__).parent / "scripts" / "adapters_4bit.py"
+
+
+def train(folder: Path, strategy: str, ranks: int, form: str, what: str) -> dict[str, Any]:
+    arguments = (str(folder), strategy, str(ranks), "nf4", form, what)
+    environment = {"PYTHONWARNINGS": "ignore"}
+    run_file(FOUR_BITS, *arguments, folder=folder, env=environment)
+    found: dict[str, Any] = json.loads((folder / f"{what}.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def in_4_bits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The losses and bytes of one process."""
+    pytest.importorskip("bitsandbytes", reason="`nox -s huggingface` runs this")
+    folder = tmp_path_factory.mktemp("four_bits")
+    return train(folder, "single_device", 1, "single_file", "plain")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "form"),
+    [("ddp", "single_file"), ("fsdp", "single_file"), ("fsdp", "directory"), ("mesh", "directory")],
+)
+def test_a_base_in_4_bits_trains_as_in_one_process_and_resumes_exactly(
+    strategy: str, form: str, in_4_bits: dict[str, Any], tmp_path: Path
+) -> None:
+    found = train(tmp_path, strategy, 2, form, "plain")
+    assert found["losses"] == pytest.approx(in_4_bits["losses"], rel=1e-6)
+    assert found["bytes"] == in_4_bits["bytes"] // (1 if strategy == "ddp" else 2)
+    assert len(read(tmp_path / "adapter")) == 8
+    whole, first, second = (
+        train(tmp_path, strategy, 2, form, what)["losses"] for what in ("whole", "first", "second")
+    )
+    assert len(first) == 5
+    assert first + second == whole
+
+
 # -- strategies
 
 

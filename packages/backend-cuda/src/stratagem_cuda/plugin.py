@@ -60,7 +60,6 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
                 api_version=2,
                 summary=f"linear layers have {what} (bitsandbytes)",
                 init_args={"mode": mode},
-                shardable=False,
                 requires=(str(BITSANDBYTES),),
                 incompatible_because="stratagem_cuda.precision.objections:bitsandbytes",
             )

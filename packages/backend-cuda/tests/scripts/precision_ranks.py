@@ -1,10 +1,12 @@
 """float8 and nf4 on two ranks, under ddp and fsdp: `python precision_ranks.py`; JSON to its end."""
 
+import contextlib
 import json
 import sys
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 
 from stratagem import Lite
@@ -63,20 +65,54 @@ with lite.init_module():
 model, optimizer = lite.setup(net, torch.optim.Adam(net.parameters(), lr=1e-2))
 out["fsdp built in shards"] = steps(lite, model, optimizer)
 
-# Quantised weights are frozen, and those of rank 0 like any others.
-lite = Lite(
-    accelerator="cpu",
-    devices=2,
-    strategy="ddp",
-    plugins=BitsandbytesPrecision("nf4-dq", ignore_modules={"3"}),
-)
+
+
+def trained(lite, net):
+    model = lite.setup(net)
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    return model, lite.setup_optimizers(torch.optim.SGD(weights, lr=1e-2))
+
+
+# Quantised weights are frozen, and those of rank 0 like any others; fsdp divides them.
+strategies = {"ddp": DDPStrategy(), "fsdp": FSDPStrategy(auto_wrap_policy=nn.Sequential)}
+for name, strategy in strategies.items():
+    precision = BitsandbytesPrecision("nf4-dq", dtype=torch.float32, ignore_modules={"3"})
+    lite = Lite(accelerator="cpu", devices=2, strategy=strategy, plugins=precision)
+    lite.launch()
+    net = network(lite.global_rank)
+    model, optimizer = trained(lite, net)
+    packed = net[0].weight
+    local = packed.to_local() if isinstance(packed, DTensor) else packed
+    out[f"nf4 {name} bytes"] = local.nbytes
+    out[f"nf4 {name}"] = steps(lite, model, optimizer)
+    if name == "ddp":
+        sums = torch.stack([value.double().sum() for value in model.state_dict().values()])
+        out["nf4 alike"] = bool((lite.all_gather(sums) == sums).all())
+    lite.save(f"nf4 {name}.ckpt", {"model": model})
+for name in strategies:
+    model, optimizer = trained(lite, network(7))
+    lite.load(f"nf4 {name}.ckpt", {"model": model})
+    out[f"nf4 {name} to fsdp"] = steps(lite, model, optimizer)
+
+
+def large():
+    torch.manual_seed(3)
+    hidden = nn.ModuleList(nn.Sequential(nn.Linear(2048, 2048), nn.ReLU()) for _ in range(5))
+    return nn.Sequential(*hidden, nn.Linear(2048, 8))
+
+
+# A weight that a build has put away is whole while it is quantised.
+precision = BitsandbytesPrecision("nf4", dtype=torch.float32, ignore_modules={"5"})
+lite = Lite(accelerator="cpu", devices=2, strategy=FSDPStrategy(), plugins=precision)
 lite.launch()
-net = network(lite.global_rank)
-first = {name: value.clone() for name, value in net.state_dict().items()}
-model, optimizer = lite.setup(net, torch.optim.SGD(net.parameters(), lr=1e-2))
-out["nf4"] = steps(lite, model, optimizer)
-sums = torch.stack([value.double().sum() for value in model.state_dict().values()])
-out["nf4 alike"] = bool((lite.all_gather(sums) == sums).all())
+outputs = []
+for context in (contextlib.nullcontext(), lite.init_module()):
+    with context:
+        net = large()
+    model = lite.setup(net)
+    with torch.no_grad():
+        outputs.append(model(torch.ones(2, 2048)))
+out["nf4 built in shards"] = torch.equal(*outputs) and bool(outputs[0].isfinite().all())
 if lite.is_global_zero:
     print(json.dumps(out))
     sys.stdout.flush()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from stratagem.accelerators import Accelerator
 from stratagem.errors import ConfigurationError
@@ -51,8 +56,6 @@ class BitsandbytesPrecision(TruePrecision):
         torch.bfloat16
     """
 
-    shardable = False
-
     def __init__(
         self,
         mode: str = "nf4",
@@ -84,6 +87,7 @@ class BitsandbytesPrecision(TruePrecision):
         """Look for bitsandbytes."""
         BITSANDBYTES.check(self.name)
         super().bind(accelerator)
+        self._accelerator = accelerator
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Quantise the weights of linear layers in place, and convert everything else."""
@@ -94,13 +98,35 @@ class BitsandbytesPrecision(TruePrecision):
         for part in module.modules():
             for parameter in part._parameters.values():
                 owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-        for layer in self._layers_to_quantize(module):
-            if owners[id(layer.weight)] == 1:
+        layers = [x for x in self._layers_to_quantize(module) if owners[id(x.weight)] == 1]
+        with self._whole_weights(layers):
+            for layer in layers:
                 quantize(layer, self.mode)
         warn_unless_converted(
             module, self.name, lambda part: isinstance(part, QuantizedLinear), "torch.nn.Linear"
         )
         return super().convert_module(module)
+
+    def _whole_weights(self, layers: list[nn.Linear]) -> AbstractContextManager[Any]:
+        """Return a context in which weights that a build has divided are whole when they are read.
+
+        Raises:
+            ConfigurationError: a weight is a shard, or has no values yet.
+        """
+        for layer in layers:
+            if isinstance(layer.weight, DTensor) or layer.weight.is_meta:
+                where = "on the meta device" if layer.weight.is_meta else "divided between ranks"
+                raise ConfigurationError(
+                    f"precision={self.name!r}: a linear layer of the model is {where} before its "
+                    "weights are quantised; expected values: build the model in __init__ or in "
+                    "configure_model, and load its weights there"
+                )
+        if not dist.is_initialized() or not layers:
+            return nullcontext()
+        from stratagem_torch.sharding import DeferredBuild
+
+        # Each weight is freed when it was quantised, so that none has to be put away again.
+        return DeferredBuild(self._accelerator, layers[0].weight.device, whole_bytes=sys.maxsize)
 
     def _layers_to_quantize(self, module: nn.Module) -> list[nn.Linear]:
         """Return the linear layers of a model, without those that the user lets train."""

@@ -35,8 +35,10 @@ def is_transposed(layer: nn.Module) -> bool:
 
 
 def is_linear(layer: nn.Module) -> bool:
-    """Whether a layer maps features to features by a matrix."""
-    return isinstance(layer, nn.Linear) or is_transposed(layer)
+    """Whether a layer maps features to features by a matrix; packed bits are none."""
+    weight = layer._parameters.get("weight")
+    is_packed = weight is not None and not weight.is_floating_point()
+    return (isinstance(layer, nn.Linear) and not is_packed) or is_transposed(layer)
 
 
 def features(layer: nn.Module) -> tuple[int, int]:
