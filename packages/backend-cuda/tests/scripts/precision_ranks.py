@@ -66,7 +66,6 @@ model, optimizer = lite.setup(net, torch.optim.Adam(net.parameters(), lr=1e-2))
 out["fsdp built in shards"] = steps(lite, model, optimizer)
 
 
-
 def trained(lite, net):
     model = lite.setup(net)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
@@ -93,6 +92,13 @@ for name in strategies:
     model, optimizer = trained(lite, network(7))
     lite.load(f"nf4 {name}.ckpt", {"model": model})
     out[f"nf4 {name} to fsdp"] = steps(lite, model, optimizer)
+
+for mode in ("fp4", "int8", "int8-training"):
+    for name in ("ddp", "fsdp"):
+        precision = BitsandbytesPrecision(mode, ignore_modules={"3"})
+        lite = Lite(accelerator="cpu", devices=2, strategy=name, plugins=precision)
+        lite.launch()
+        out[f"{mode} {name}"] = steps(lite, *trained(lite, network(0)))
 
 
 def large():

@@ -19,9 +19,9 @@ The checkpoint is checked first. The exit code is 1 if it is damaged, or the fil
 _CONVERT = """Write the weights in a checkpoint as safetensors, or a whole checkpoint for Lightning.
 
 A safetensors file contains nothing but the weights. A folder for Hugging Face has their names, and
-the configs and the tokenizer of another folder (--like). The source is checked first. The target
-appears whole or not at all. The exit code is 1 if the source cannot be read or the target not
-written.
+the configs and the tokenizer of another folder (--like). Of a model with adapters of PEFT, it is
+the adapter's folder. The source is checked first. The target appears whole or not at all. The exit
+code is 1 if the source cannot be read or the target not written.
 """
 
 _AVERAGE = """Write a checkpoint whose weights are the mean of those of others.
@@ -57,7 +57,8 @@ def convert(arguments: Sequence[str]) -> int:
         "--like",
         metavar="FOLDER",
         type=Path,
-        help="for huggingface: the model's folder, with its names, configs and tokenizer",
+        help="for huggingface: the model's folder, with its names, configs and tokenizer; or an "
+        "adapter's, with its config",
     )
     parser.add_argument(
         "--max-shard-size",
