@@ -40,7 +40,8 @@ def test_ddp_and_fsdp_compute_alike_and_load_one_anothers_checkpoints(tmp_path: 
     assert out["nf4 ddp to fsdp"][0] < out["nf4 ddp"][0]
     assert out["nf4 built in shards"]
     for mode in ("fp4", "int8", "int8-training"):
-        assert out[f"{mode} fsdp"] == pytest.approx(out[f"{mode} ddp"], rel=1e-6)
+        # Gradients are summed in 16 bits, in another order.
+        assert out[f"{mode} fsdp"] == pytest.approx(out[f"{mode} ddp"], rel=1e-4)
 
 
 def test_quantised_weights_come_back_from_new_processes(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ class BitsandbytesPrecision(TruePrecision):
         return super().convert_module(module)
 
     def _whole_weights(self, layers: list[nn.Linear]) -> AbstractContextManager[Any]:
-        """Return a context in which weights that a build has divided are whole when they are read.
+        """Return a context in which weights that a build has divided are whole at a read.
 
         Raises:
             ConfigurationError: a weight is a shard, or has no values yet.

@@ -171,11 +171,11 @@ def _own_fingerprints(trainer: Trainer, names: Iterable[str]) -> dict[str, str]:
 def fingerprints(strategy: Strategy, tensors: Mapping[str, Any]) -> dict[str, str]:
     """Return a text for each tensor that tells its dtype, shape and values; on every rank.
 
-    It does not depend on how a tensor is divided into shards: it is a sum over the elements.
+    The text does not depend on the division into shards: a sum over the elements is in it.
 
     Args:
         strategy: its ranks make the call together.
-        tensors: whole tensors, of which those on rank 0 count, or shards.
+        tensors: whole tensors, which count on rank 0, or shards.
 
     Example:
         >>> import torch

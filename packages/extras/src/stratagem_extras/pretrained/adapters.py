@@ -58,7 +58,7 @@ class Adapted:
     Attributes:
         prefix: the prefix of its names in the module.
         model: the PeftModel, or a model into which PEFT has injected layers.
-        is_wrapped: whether it is a PeftModel.
+        is_wrapped: whether the model is a PeftModel.
     """
 
     prefix: str
@@ -82,7 +82,7 @@ class Adapted:
         """Return the name of an adapter; "": the active one.
 
         Raises:
-            ConfigurationError: there is no such adapter, or several are active.
+            ConfigurationError: the model lacks the adapter, or several are active.
         """
         names = [adapter] if adapter else self.active
         if len(names) != 1 or names[0] not in self.model.peft_config:
@@ -106,7 +106,7 @@ class Adapted:
             embeddings: `save_embedding_layers` of PEFT.
 
         Raises:
-            CheckpointContentError: what PEFT stores is computed from the model's tensors.
+            CheckpointContentError: PEFT stores tensors that it computes from the model's.
         """
         from peft import get_peft_model_state_dict
 
@@ -280,7 +280,7 @@ def sources_of_adapter(
 
 
 def check_initialization(module: nn.Module, folder: Path) -> None:
-    """Refuse base weights for adapters whose initialization has changed the base weights.
+    """Refuse base weights if the initialization of an adapter has changed them before.
 
     Raises:
         ConfigurationError: such an adapter, with its name.
@@ -387,7 +387,7 @@ class Merge:
     """Tensors that are written together, since adapters change them.
 
     Attributes:
-        sources: the names in the module of what the layer holds.
+        sources: the names in the module of the layer's tensors.
         results: the names in the module of the base layer's tensors, by their names in the layer.
         path: the layer's prefix in the module.
         layer: the layer.
@@ -420,7 +420,7 @@ def merges(
 
     Returns:
         The name without adapters, within the module, of each tensor that the base model keeps; and
-        what has to be merged.
+        the layers to merge.
 
     Raises:
         CheckpointContentError: an adapter cannot be merged.

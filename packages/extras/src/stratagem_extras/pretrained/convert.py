@@ -41,7 +41,7 @@ def convert_to_folder(
     Args:
         tensors: the weights by name, which may lie in the checkpoint.
         adapters: the configs of adapters by name, as in the checkpoint of a `LanguageModule`; {}:
-            they are unknown, so that `like` has to have one.
+            unknown ones, so that `like` has to have a config.
         folder, like, dtype, max_shard_size: as in `save_pretrained`.
 
     Raises:
