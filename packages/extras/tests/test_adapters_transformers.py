@@ -288,7 +288,7 @@ def test_adapters_that_cannot_be_written(tmp_path: Path) -> None:
 
 def trained(model: Any, folder: Path) -> Path:
     """The path of a checkpoint of a LanguageModule with a model."""
-    rows = [{"input_ids": IDS[0], "labels": IDS[0]}] * 4
+    rows: Any = [{"input_ids": IDS[0], "labels": IDS[0]}] * 4
     trainer = Trainer(
         accelerator="cpu",
         devices=1,

@@ -58,7 +58,8 @@ def trainer(*callbacks: Any, **options: Any) -> Trainer:
 
 
 def loader() -> Any:
-    return DataLoader(torch.randn(16, 2, generator=torch.Generator().manual_seed(1)), 4)
+    data: Any = torch.randn(16, 2, generator=torch.Generator().manual_seed(1))
+    return DataLoader(data, 4)
 
 
 def saved(folder: Path, net: Module, **options: Any) -> Path:

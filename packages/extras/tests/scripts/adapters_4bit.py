@@ -48,7 +48,7 @@ def model(dropout: float) -> Any:
     return get_peft_model(base, config)
 
 
-def rows() -> list[dict[str, torch.Tensor]]:
+def rows() -> Any:
     draw = torch.Generator().manual_seed(2)
     ids = torch.randint(0, 96, (32, 12), generator=draw)
     return [{"input_ids": row, "labels": row} for row in ids]

@@ -68,7 +68,7 @@ def main(folder: Path, strategy: str, ranks: int, form: str, what: str) -> None:
     )
     seed_everything(3)
     net = Net(7 if what == "other" else 0)
-    data = torch.randn(64, 8, generator=torch.Generator().manual_seed(5))
+    data: Any = torch.randn(64, 8, generator=torch.Generator().manual_seed(5))
     path = folder / "saved/last.ckpt" if what in ("second", "other") else None
     error = ""
     try:
