@@ -23,8 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from stratagem import Callback, Trainer
 from stratagem.checkpoint import PretrainedWeights, save_pretrained
-from stratagem.strategies import MeshStrategy
 from stratagem_extras.language import LanguageModule
+from stratagem_mesh import MeshStrategy
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}

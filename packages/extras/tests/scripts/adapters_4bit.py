@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from stratagem import Callback, Trainer, seed_everything
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.checkpoint import save_pretrained
-from stratagem.precision import BitsandbytesPrecision
+from stratagem_cuda.precision import BitsandbytesPrecision
 from stratagem_extras.language import LanguageModule
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 96}
