@@ -125,7 +125,7 @@ class BitsandbytesPrecision(TruePrecision):
             return nullcontext()
         from stratagem_torch.sharding import DeferredBuild
 
-        # Each weight is freed when it was quantised, so that none has to be put away again.
+        # Each weight is freed when it was quantised, so the build never has to divide it again.
         return DeferredBuild(self._accelerator, layers[0].weight.device, whole_bytes=sys.maxsize)
 
     def _layers_to_quantize(self, module: nn.Module) -> list[nn.Linear]:

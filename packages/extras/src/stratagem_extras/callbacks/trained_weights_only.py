@@ -42,10 +42,26 @@ class TrainedWeightsOnly(Callback):
         CheckpointMismatchError: a checkpoint was saved over another base model.
 
     Example:
+        >>> import tempfile
         >>> import torch
-        >>> from stratagem.callbacks import ModelCheckpoint, TrainedWeightsOnly
-        >>> from stratagem import Trainer
-        >>> trainer = Trainer(callbacks=[TrainedWeightsOnly(), ModelCheckpoint("runs")])
+        >>> from stratagem import Module, Trainer
+        >>> from stratagem.callbacks import TrainedWeightsOnly
+        >>> class Net(Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.base = torch.nn.Linear(2, 2).requires_grad_(False)
+        ...         self.head = torch.nn.Linear(2, 1)
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self.head(self.base(batch)).square().mean()
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.head.parameters(), lr=0.1)
+        >>> options = {"logger": False, "enable_checkpointing": False, "max_steps": 1}
+        >>> trainer = Trainer(accelerator="cpu", callbacks=TrainedWeightsOnly(), **options)
+        >>> trainer.fit(Net(), torch.utils.data.DataLoader(torch.ones(4, 2), 2))
+        >>> path = tempfile.mkdtemp() + "/trained.ckpt"
+        >>> trainer.save_checkpoint(path)
+        >>> list(torch.load(path)["state_dict"])
+        ['head.weight', 'head.bias']
     """
 
     def __init__(self) -> None:

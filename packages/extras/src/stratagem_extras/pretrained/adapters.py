@@ -32,7 +32,7 @@ from stratagem_extras.pretrained.writer import Description
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BASE = "base_model.model."
-# Entries of a config that do not change what the adapter computes, or that names decide.
+# Entries of a config that leave the computation unchanged, or that names decide.
 _FREE = frozenset(
     {
         *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
