@@ -116,7 +116,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_files_of_an_adapter_are_those_that_peft_writes(kind: str, tmp_path: Path) -> None:
+def test_the_files_of_an_adapter_equal_the_files_of_peft(kind: str, tmp_path: Path) -> None:
     model = adapted(KINDS[kind]())
     model.save_pretrained(tmp_path / "peft")
     save_pretrained(prepared(model)[1], tmp_path / "own")
@@ -141,7 +141,7 @@ def test_a_base_and_an_adapter_are_read_into_a_new_model(kind: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_merged_weights_are_those_of_merge_and_unload(kind: str, tmp_path: Path) -> None:
+def test_merged_weights_equal_merge_and_unload(kind: str, tmp_path: Path) -> None:
     base().save_pretrained(tmp_path / "base")
     model = adapted(KINDS[kind]())
     before = logits(model)

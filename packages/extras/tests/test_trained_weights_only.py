@@ -73,7 +73,7 @@ def contents(path: Path) -> dict[str, Any]:
     return SingleFileCheckpointIO().load_checkpoint(path)
 
 
-def test_a_checkpoint_has_what_trains_and_buffers(tmp_path: Path) -> None:
+def test_a_checkpoint_has_trained_weights_and_buffers(tmp_path: Path) -> None:
     net = Net()
     checkpoint = contents(saved(tmp_path, net))
     assert set(checkpoint["state_dict"]) == set(net.state_dict()) - FROZEN
@@ -157,7 +157,7 @@ def test_the_base_is_read_from_the_weights_of_the_trainer(tmp_path: Path) -> Non
     assert torch.equal(other.base.weight, Net().base.weight)
 
 
-def test_what_it_cannot_be_used_with(tmp_path: Path) -> None:
+def test_averages_of_weights_are_refused(tmp_path: Path) -> None:
     for averaging in (EMAWeightAveraging(), StochasticWeightAveraging(0.1)):
         with pytest.raises(ConfigurationError, match=r"both change the weights of a checkpoint"):
             trainer(TrainedWeightsOnly(), averaging).fit(Net(), loader())
