@@ -23,6 +23,7 @@ CALLBACKS = (
         "gradient_accumulation:GradientAccumulationScheduler",
         "change the number of accumulated batches by epoch",
     ),
+    ("goodput", "goodput:Goodput", "measure which part of the time trained"),
     ("lambda", "lambda_callback:LambdaCallback", "call functions at events"),
     ("lr_monitor", "lr_monitor:LearningRateMonitor", "log the learning rates"),
     ("model_summary", "model_summary:ModelSummary", "print the layers"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,40 +21,34 @@ class Profiling:
     Args:
         profiler: the Trainer's profiler. None: functions are returned unchanged.
         strategy: the class name of the strategy, for names of actions.
+
+    Attributes:
+        watches: functions by the name of an action. Each takes and returns the action's function,
+            or the iterator whose reads are the action. Add them in `on_fit_start` or before.
     """
 
     def __init__(self, profiler: Profiler | None, strategy: str) -> None:
         self._profiler = profiler
         self._strategy = strategy
-        self._watch: Callable[[Iterator[Any]], Iterator[Any]] | None = None
-
-    def watch_reads(self, watch: Callable[[Iterator[Any]], Iterator[Any]] | None) -> None:
-        """Pass the training batches of the epochs that begin from now on through a function.
-
-        Args:
-            watch: takes the iterator of an epoch's batches, and returns the iterator to read from.
-                None: the iterator is used unchanged.
-        """
-        self._watch = watch
+        self.watches: dict[str, list[Callable[[Any], Any]]] = defaultdict(list)
 
     def wrap(self, action: str, function: Function) -> Function:
-        """Return a function whose calls are profiled as an action."""
-        if self._profiler is None:
-            return function
-        wrapped: Any = self._profiler.wrap(action, function)
-        return wrapped  # type: ignore[no-any-return]
+        """Return a function whose calls are watched, and profiled as an action."""
+        wrapped: Any = function
+        for watch in self.watches.get(action, ()):
+            wrapped = watch(wrapped)
+        return wrapped if self._profiler is None else self._profiler.wrap(action, wrapped)  # type: ignore[return-value]
 
     def of_strategy(self, name: str, function: Function) -> Function:
         """Return a function whose calls are profiled as an action of the strategy."""
         return self.wrap(f"[Strategy]{self._strategy}.{name}", function)
 
     def reads(self, action: str, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return an iterator whose reads are profiled, and watched if it is that of training."""
-        if self._watch is not None and action == "train_dataloader_next":
-            batches = self._watch(batches)
-        if self._profiler is None:
-            return batches
-        return self._profiler.profile_iterable(batches, action)
+        """Return an iterator whose reads are watched and profiled."""
+        for watch in self.watches.get(action, ()):
+            batches = watch(batches)
+        profiler = self._profiler
+        return batches if profiler is None else profiler.profile_iterable(batches, action)
 
     def watch(self, step: Step) -> None:
         """Profile the backward passes and the updates of a step."""

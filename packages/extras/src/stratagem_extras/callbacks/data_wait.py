@@ -31,6 +31,7 @@ class DataWait:
 
     Attributes:
         waited: the seconds of waiting.
+        waited_before: the value of `waited` before the last read.
         batches: the number of batches.
 
     Example:
@@ -42,7 +43,7 @@ class DataWait:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.waited = 0.0
+        self.waited = self.waited_before = 0.0
         self.batches = 0
         self._events = None if device.type == "cpu" else _IdleTime(device)
         self._first = self._last = 0.0
@@ -71,7 +72,7 @@ class DataWait:
             idle: the idle time of the device in seconds. None: the duration of the read is the
                 wait.
         """
-        self._last = ended
+        self._last, self.waited_before = ended, self.waited
         self.batches += 1
         if self.batches == 1:
             self._first = ended

@@ -99,7 +99,8 @@ class RunHints(Callback):
                 self._check_length(trainer, config)
         self._check_order("val_dataloaders", trainer.val_dataloaders)
         self._check_cores(trainer)
-        self._begin_wait(trainer)
+        self._wait = DataWait(trainer.strategy.device)
+        trainer.run.profiling.watches["train_dataloader_next"].append(self._reads)
 
     def _check_length(self, trainer: Trainer, config: SchedulerConfig) -> None:
         """Hint at a scheduler that is made for the steps of a fit, and is stepped by epochs."""
@@ -172,9 +173,8 @@ class RunHints(Callback):
             optimizers = trainer.run.require_prepared().optimizers
             self._gradients = _Gradients(module, optimizers, self._say)
 
-    def _begin_wait(self, trainer: Trainer) -> None:
-        self._wait = DataWait(trainer.strategy.device)
-        trainer.run.profiling.watch_reads(self._wait.reads)
+    def _reads(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return batches if self._wait is None else self._wait.reads(batches)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
         """Say what the epoch has shown."""
@@ -204,11 +204,8 @@ class RunHints(Callback):
                 f"seconds for training batches: {_faster_reads(loader, trainer)}"
             )
         self._epochs_left -= 1
-        if wait.is_most or not self._epochs_left:
-            self._wait = None
-            trainer.run.profiling.watch_reads(None)
-        else:
-            self._begin_wait(trainer)
+        is_done = wait.is_most or not self._epochs_left
+        self._wait = None if is_done else DataWait(trainer.strategy.device)
 
     def _check_modes(self, monitors: Sequence[_Monitor], logged: Mapping[str, Tensor]) -> None:
         for name in {one.monitor for one in monitors} & logged.keys():
@@ -237,7 +234,6 @@ class RunHints(Callback):
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
         """Say which monitored values were never logged; their callbacks have had no effect."""
-        trainer.run.profiling.watch_reads(None)
         logged = trainer.callback_metrics
         for who in _monitors(trainer) if trainer.run.state.has_ended_epoch else ():
             if who.monitor not in logged and not trainer.run.monitor.is_pending(who.monitor):

@@ -24,6 +24,7 @@ _GROUPS = (
     ("Step times by rank", r"rank.?\d+.*(time|second|_s\b|_ms\b)|(time|second).*rank.?\d+"),
     ("Learning rates", r"^lr\b|^lr-|learning_rate|momentum|weight_decay"),
     ("Memory", r"bytes|memory|_mem\b"),
+    ("Goodput", r"^goodput"),
     ("Throughput", r"per_sec|per_second|/mfu|throughput|it/s|samples/s"),
     ("Validation and test", r"^(val|valid|validation|test)[_/]"),
     ("Losses", r"loss|perplexity|nll"),
@@ -82,7 +83,7 @@ def grouped(runs: Sequence[Run]) -> dict[str, list[Chart]]:
             if title == _GROUPS[0][0]:
                 line_look = len(chart.lines)
             chart.lines.append(Line(label, line_look, series))
-    order = (4, 5, 1, 3, 2, 0, 6)
+    order = (5, 6, 1, 4, 3, 2, 0, 7)
     titles = [_GROUPS[each][0] for each in order]
     return {title: list(charts[title].values()) for title in titles if charts[title]}
 

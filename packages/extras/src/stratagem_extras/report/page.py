@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from math import isfinite
 
+from stratagem_extras.callbacks.time_ledger import KINDS
 from stratagem_extras.page import color, table, whole_page
 from stratagem_extras.report.charts import draw, grouped, short
 from stratagem_extras.report.logs import Run
@@ -74,6 +75,8 @@ def write_page(runs: Sequence[Run]) -> str:
         body = f'<div class="charts">{drawn}</div>{more if len(some) > _MOST_CHARTS else ""}'
         # Up to three charts stand side by side, also in small groups.
         sections.append((title, {1: "one", 2: "two"}.get(len(some), "whole"), body))
+    if any("goodput" in run.series for run in runs):
+        sections.append(("Where the time went", "whole", _times(runs)))
     if any(run.hyperparameters for run in runs):
         sections.append(("Hyperparameters", "whole", _hyperparameters(runs)))
     if any(run.series for run in runs):
@@ -117,6 +120,30 @@ def _runs(runs: Sequence[Run]) -> str:
         f"<li>{escape(run.name)}: {escape(note)}</li>" for run in runs for note in run.notes
     )
     return table(heads, rows) + (f"<ul>{notes}</ul>" if notes else "")
+
+
+def _times(runs: Sequence[Run]) -> str:
+    """Return the table of the seconds that each run has spent, by activity."""
+    rows = [["goodput", *(f"<b>{_last(run, 'goodput', 1.0, '{:.1%}')}</b>" for run in runs)]]
+    for kind, text in KINDS.items():
+        cells = []
+        for run in runs:
+            values = [run.series[name].values[-1] for name in _kinds(run)]
+            whole = sum(values) or 1.0
+            cell = _last(run, f"goodput/{kind}", 1.0, "{:,.1f} s")
+            cells.append(f"{cell} ({_last(run, f'goodput/{kind}', whole, '{:.1%}')})")
+        rows.append([escape(text), *cells])
+    rows.append(["restarts", *(_last(run, "goodput/restarts", 1.0, "{:.0f}") for run in runs)])
+    return table(("time", *(run.name for run in runs)), rows)
+
+
+def _kinds(run: Run) -> list[str]:
+    return [name for kind in KINDS if (name := f"goodput/{kind}") in run.series]
+
+
+def _last(run: Run, name: str, divisor: float, form: str) -> str:
+    """Return the last value of a metric as text; "-" without one."""
+    return form.format(run.series[name].values[-1] / divisor) if name in run.series else "-"
 
 
 def _hyperparameters(runs: Sequence[Run]) -> str:

@@ -43,6 +43,7 @@ def ending(trainer: Trainer) -> list[str]:
         if path:
             best = "" if score is None else f" ({saver.monitor} {score:.4g})"
             lines.append(f"{'best' if best else 'newest'} checkpoint{best}: {relative(path)}")
+    lines += filter(None, (getattr(c, "ending", "") for c in trainer.callbacks))
     logs = [one.log_dir for one in trainer.loggers if one.log_dir]
     if logs and Path(logs[0], "metrics.csv").exists() and version_of("stratagem-extras"):
         lines.append(f"to see its logs: stratagem report {relative(logs[0])!r}")

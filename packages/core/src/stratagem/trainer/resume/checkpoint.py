@@ -137,15 +137,17 @@ class Saves:
             self.deferred.append(path)
             return
         contents = self._contents()
-        # A run that resumes from this checkpoint does not write these rows again.
-        contents.rows.flush()
-        weights = weights or self.weights()
-        checkpoint = collect_checkpoint(contents, weights, weights_only=weights_only)
-        write = contents.trainer.checkpoint_writer.save
-        contents.profiling.wrap("save_checkpoint", write)(checkpoint, path)
+        save = contents.profiling.wrap("save_checkpoint", self._save)
+        save(contents, path, weights_only, weights or self.weights())
         restarts = contents.resume_point.restarts
         if restarts is not None and not weights_only:
             contents.strategy.checkpoint_io.when_durable(lambda: restarts.saved(path))
+
+    def _save(self, contents: Contents, path: paths.Location, only: bool, weights: Weights) -> None:
+        # A run that resumes from this checkpoint does not write these rows again.
+        contents.rows.flush()
+        checkpoint = collect_checkpoint(contents, weights, weights_only=only)
+        contents.trainer.checkpoint_writer.save(checkpoint, path)
 
     def weights(self) -> Weights:
         """Return the model's state for a checkpoint; called on every rank."""
