@@ -1,4 +1,4 @@
-"""A Module as TorchScript and as ONNX."""
+"""A Module as a program of torch.export, as TorchScript and as ONNX."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures import run_file
 from torch import Tensor, nn
 
 from stratagem import Module, Trainer
 from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem_extras.export import to_exported
+
+SCRIPT = Path(__file__).parent / "scripts" / "exported.py"
 
 # torch recommends torch.export in its place.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
@@ -98,3 +102,102 @@ def test_to_onnx_exports_the_model_in_eval_mode(
     assert model.to_onnx(tmp_path / "m.onnx", opset_version=18) == "program"
     assert seen == [(False, False, (inputs,), tmp_path / "m.onnx", {"opset_version": 18})]
     assert model.training
+
+
+# -- torch.export
+
+
+def fitted() -> Net:
+    torch.manual_seed(1)
+    model = Net()
+    Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    ).fit(model, [torch.ones(2, 3)])
+    return model
+
+
+def test_an_exported_program_runs_other_batches_with_equal_numbers(tmp_path: Path) -> None:
+    model = fitted()
+    program = to_exported(model, tmp_path / "net.pt2", torch.ones(2, 3))
+    assert model.training
+    loaded = torch.export.load(tmp_path / "net.pt2")
+    model.eval()
+    for size in (1, 2, 5):
+        inputs = torch.randn(size, 3)
+        for one in (program, loaded):
+            assert torch.equal(one.module()(inputs), model(inputs))
+    assert [path.name for path in tmp_path.iterdir()] == ["net.pt2"]
+    model.example_input_array = torch.ones(4, 3)
+    assert torch.equal(to_exported(model).module()(inputs), model(inputs))
+    fixed = to_exported(model, dynamic_shapes=None)
+    with pytest.raises(AssertionError, match="Guard failed"):
+        fixed.module()(torch.ones(5, 3))
+
+
+class Several(nn.Module):
+    def forward(self, one: Tensor, *, other: list[Tensor]) -> dict[str, Tensor]:
+        return {"sum": one + other[0], "product": one * other[1]}
+
+
+def test_keyword_arguments_and_dynamic_shapes_of_torch_are_exported() -> None:
+    inputs = {"one": torch.ones(2, 3), "other": [torch.ones(2, 3), torch.ones(2, 3)]}
+    program = to_exported(Several(), inputs=inputs)
+    other = torch.randn(5, 3)
+    assert torch.equal(program.module()(one=other, other=[other, other])["sum"], 2 * other)
+    size = torch.export.Dim("size", min=2, max=8)
+    program = to_exported(nn.ReLU(), inputs=torch.ones(3, 4), dynamic_shapes=({1: size},))
+    assert program.module()(torch.ones(3, 7)).shape == (3, 7)
+
+
+class ByValue(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs if inputs.sum() > 0 else -inputs
+
+
+class OfTwo(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.view(2, 3)
+
+
+class Draws(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + torch.randn_like(inputs)
+
+
+def test_an_export_that_cannot_be_made_says_why(tmp_path: Path) -> None:
+    inputs = torch.ones(2, 3)
+    with pytest.raises(UserCodeError, match=r"cannot export ByValue \(.*test_export.py:\d+"):
+        to_exported(ByValue(), inputs=inputs)
+    with pytest.raises(UserCodeError, match=r"cannot export OfTwo .*batch"):
+        to_exported(OfTwo(), inputs=inputs)
+    with pytest.raises(UserCodeError, match=r"Draws computes something else .* pass check=False"):
+        to_exported(Draws(), inputs=inputs)
+    to_exported(Draws(), inputs=inputs, check=False)
+    with pytest.raises(UserCodeError, match=r"Net.to_exported\(\) needs inputs to run forward"):
+        to_exported(Net())
+    with pytest.raises(ConfigurationError, match=r"sizes of the inputs are \[1\]: expected one"):
+        to_exported(Net(), inputs=torch.ones(1, 3))
+    with pytest.raises(ConfigurationError, match=r"expected a path that ends in .pt2"):
+        to_exported(Net(), tmp_path / "net.onnx", inputs)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "mesh", "deepspeed_stage_3"])
+def test_a_trained_model_is_exported_whole_or_from_its_checkpoint(
+    strategy: str, tmp_path: Path
+) -> None:
+    if strategy.startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+    run_file(SCRIPT, strategy, folder=tmp_path, env={"PYTHONWARNINGS": "ignore"})
+    said = (tmp_path / "said").read_text()
+    refusal = "expected a whole model. Save a checkpoint, and export Net.load_from_checkpoint"
+    assert (refusal in said) is (strategy != "ddp")
+    program = torch.export.load(tmp_path / "net.pt2")
+    weights = torch.load(tmp_path / "weights.pt")
+    hidden = torch.relu(torch.ones(5, 4) @ weights["up.weight"].T + weights["up.bias"])
+    expected = hidden @ weights["down.weight"].T + weights["down.bias"]
+    assert torch.allclose(program.module()(torch.ones(5, 4)), expected, atol=1e-6)

@@ -1,4 +1,4 @@
-"""A model as a file that other programs run: TorchScript and ONNX, by torch's own exporters."""
+"""A model as a file for other programs, by torch.export, ONNX and TorchScript."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
 
-from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.data import map_tensors
+from stratagem.errors import ConfigurationError, UserCodeError, format_text
+from stratagem.launch import line_in_traceback
+from stratagem.storage import durable_replace
 
 
 def to_torchscript(
@@ -47,6 +51,124 @@ def to_onnx(model: nn.Module, file_path: Any, input_sample: Any, options: dict[s
         inputs = _given(model, input_sample, "to_onnx()")
         inputs = inputs if isinstance(inputs, tuple) else (inputs,)
         return torch.onnx.export(model, inputs, file_path, **options)
+
+
+def to_exported(
+    model: nn.Module,
+    file_path: str | Path | None = None,
+    inputs: Any = None,
+    *,
+    dynamic_shapes: Any = "batch",
+    check: bool = True,
+) -> ExportedProgram:
+    """Export the forward pass of a model in evaluation mode by `torch.export`.
+
+    The program needs no code of the model: `torch.export.load(path).module()` runs it. With several
+    ranks, call this on one of them.
+
+    Args:
+        model: the model, such as a trained Module, whole on this rank.
+        file_path: the path of a new file, which ends in ".pt2". Default: only return the program.
+        inputs: inputs of `forward`: a tensor, a tuple of arguments or a dict of keyword arguments.
+            Default: `example_input_array`.
+        dynamic_shapes: the sizes that may differ from the inputs, as `torch.export.export` takes
+            them. "batch": the first size of each tensor, alike for all. `None`: no size.
+        check: compare the program with the model on the inputs.
+
+    Raises:
+        ConfigurationError: the parameters are sharded, or an argument does not fit.
+        UserCodeError: torch cannot export the model; the message has torch's reason. Or the program
+            computes something else.
+
+    Example:
+        >>> import torch
+        >>> from stratagem_extras.export import to_exported
+        >>> program = to_exported(torch.nn.Linear(2, 1), inputs=torch.ones(4, 2))
+        >>> program.module()(torch.ones(7, 2)).shape
+        torch.Size([7, 1])
+    """
+    _check_whole(model)
+    if file_path is not None and Path(file_path).suffix != ".pt2":
+        raise ConfigurationError(
+            f"to_exported(file_path={str(file_path)!r}): expected a path that ends in .pt2"
+        )
+    inputs = getattr(model, "example_input_array", None) if inputs is None else inputs
+    given = _given(model, inputs, "to_exported()")
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    given = map_tensors(lambda tensor: tensor.to(device), given)
+    if not isinstance(given, (tuple, dict)):
+        given = (given,)
+    if dynamic_shapes == "batch":
+        dynamic_shapes = _batches(given)
+    args, kwargs = ((), given) if isinstance(given, dict) else (given, {})
+    with _evaluation(model):
+        try:
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
+        except Exception as error:
+            raise UserCodeError(
+                f"torch.export cannot export {type(model).__name__} ({line_in_traceback(error)}): "
+                f"{type(error).__name__}: {format_text(str(error), 1500)}"
+            ) from error
+        if check:
+            _compare(model, program, args, kwargs)
+    if file_path is not None:
+        with durable_replace(file_path) as new, new.open("wb") as file:
+            torch.export.save(program, file)
+    return program
+
+
+def _check_whole(model: nn.Module) -> None:
+    """Refuse a model of which this rank has a part."""
+    for name, parameter in model.named_parameters():
+        # Parameters of DeepSpeed's stage 3 have a shape of their own.
+        if hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_shape"):
+            raise ConfigurationError(
+                f"to_exported() received a {type(model).__name__} whose parameters are sharded "
+                f"({name}): expected a whole model. Save a checkpoint, and export "
+                f"{type(model).__name__}.load_from_checkpoint(path) in one process"
+            )
+    if any(type(part).__module__.startswith("stratagem_mesh.") for part in model.modules()):
+        raise ConfigurationError(
+            f"to_exported() received a {type(model).__name__} that is divided over a mesh: "
+            "expected a whole model. Save a checkpoint, and export "
+            f"{type(model).__name__}.load_from_checkpoint(path) in one process"
+        )
+
+
+def _batches(inputs: Any) -> Any:
+    """Return dynamic shapes in which the first size of each tensor is the batch."""
+    batch = Dim("batch")
+    sizes: set[int] = set()
+
+    def shape_of(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            sizes.update(value.shape[:1])
+            return {0: batch} if value.ndim else None
+        if isinstance(value, dict):
+            return {name: shape_of(one) for name, one in value.items()}
+        return type(value)(map(shape_of, value)) if isinstance(value, (tuple, list)) else None
+
+    shapes = shape_of(inputs)
+    if len(sizes) != 1 or min(sizes) < 2:
+        raise ConfigurationError(
+            f"to_exported(dynamic_shapes='batch'): the first sizes of the inputs are "
+            f"{sorted(sizes)}: expected one size of at least 2 in all of them, since torch takes "
+            "a size of 1 as fixed. For other inputs pass the dynamic_shapes of torch.export, or "
+            "None"
+        )
+    return shapes
+
+
+def _compare(model: nn.Module, program: ExportedProgram, args: Any, kwargs: Any) -> None:
+    """Compare a program with its model."""
+    try:
+        torch.testing.assert_close(program.module()(*args, **kwargs), model(*args, **kwargs))
+    except (AssertionError, TypeError) as error:
+        raise UserCodeError(
+            f"the exported program of {type(model).__name__} computes something else than the "
+            f"model: {format_text(str(error), 500)}. A forward pass that draws random numbers "
+            "differs in each call: pass check=False then"
+        ) from error
 
 
 def _given(model: nn.Module, inputs: Any, who: str) -> Any:
