@@ -86,6 +86,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 TRANSFORMERS = "transformers==5.23.0"
 PEFT = "peft==0.21.2"
 TRL = ["trl==1.16.0", "datasets==5.2.0"]
+LM_EVAL = "lm-eval==0.4.13"
 # What builds the site of the documentation, and what its pages train beside.
 SITE = [
     "furo==2025.12.19",
@@ -488,11 +489,14 @@ def accelerate(session: nox.Session) -> None:
 def huggingface(session: nox.Session) -> None:
     """Conversions of scripts of transformers.Trainer, its models and their weights; not in CI."""
     install_everything(session)
-    session.install(TRANSFORMERS, PEFT, PEERS[1], *TRL)
+    session.install(TRANSFORMERS, PEFT, LM_EVAL, PEERS[1], *TRL)
     mesh = [f"packages/mesh/tests/{room}" for room in ("check", "context", "tensor")]
     extras = [
         f"packages/extras/tests/{name}"
-        for name in ("language", "test_adapters_transformers.py", "test_pretrained_transformers.py")
+        for name in (
+            *("language", "test_adapters_transformers.py", "test_evaluate.py"),
+            "test_pretrained_transformers.py",
+        )
     ]
     files = ("tests/test_from_huggingface.py", "tests/test_examples.py", *extras, *mesh)
     session.run("pytest", *files, *session.posargs)

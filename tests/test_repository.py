@@ -48,6 +48,7 @@ EXTRAS_OF_CORE = {
             "comet",
             "neptune",
             "safetensors",
+            "evaluate",
         )
     },
 }

@@ -46,11 +46,15 @@ class SlowRows(TensorDataset):
 
     def __getitem__(self, index: Any) -> Any:
         time.sleep(0.01)
-        return super().__getitem__(index)
+        return super().__getitem__(index)  # type: ignore[no-untyped-call]
 
 
 def slow_loader() -> DataLoader[Any]:
     return DataLoader(SlowRows(*loader().dataset.tensors), 4)  # type: ignore[attr-defined]
+
+
+def rows_of(count: int) -> Any:
+    return torch.randn(count, 64)
 
 
 class SlowSave(Callback):
@@ -199,7 +203,7 @@ def test_mfu_counts_the_operations_of_a_step_once(tmp_path: Path) -> None:
             super().__init__()
             self.layer = nn.Linear(64, 64, bias=False)
 
-        def training_step(self, batch: Any) -> Any:
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
             time.sleep(0.01)
             return self.layer(batch).square().mean()
 
@@ -210,7 +214,7 @@ def test_mfu_counts_the_operations_of_a_step_once(tmp_path: Path) -> None:
     one = trainer(
         goodput, logger=logger, max_epochs=1, log_every_n_steps=5, accumulate_grad_batches=2
     )
-    one.fit(Wide(), DataLoader(torch.randn(240, 64), 4))
+    one.fit(Wide(), DataLoader(rows_of(240), 4))
     # Two micro-batches: forward, and the gradient of the weight.
     flops = 2 * 2 * (2 * 4 * 64 * 64)
     trained = goodput.ledger.seconds["training"] + goodput.ledger.seconds["data"]
@@ -219,7 +223,7 @@ def test_mfu_counts_the_operations_of_a_step_once(tmp_path: Path) -> None:
     logged = [float(row["goodput/mfu"]) for row in rows(logger) if row.get("goodput/mfu")]
     assert logged[-1] == pytest.approx(goodput.mfu, rel=0.01)
     unknown = Goodput()
-    trainer(unknown, max_epochs=1).fit(Wide(), DataLoader(torch.randn(40, 64), 4))
+    trainer(unknown, max_epochs=1).fit(Wide(), DataLoader(rows_of(40), 4))
     assert unknown.mfu is None
     assert "MFU" not in unknown.ending
 
@@ -227,7 +231,7 @@ def test_mfu_counts_the_operations_of_a_step_once(tmp_path: Path) -> None:
 def test_recomputed_operations_do_not_count_as_the_models() -> None:
     layer, inputs = nn.Linear(8, 8, bias=False), torch.randn(4, 8)
     with StepFlops() as plain:
-        layer(torch.relu(layer(inputs))).sum().backward()
+        torch.autograd.backward([layer(torch.relu(layer(inputs))).sum()])
     with StepFlops() as again:
         hidden = checkpoint(lambda x: torch.relu(layer(x)), inputs, use_reentrant=False)
         layer(hidden).sum().backward()
@@ -244,7 +248,8 @@ def test_attention_counts_and_an_unknown_operation_is_named(
 
     query = torch.randn(1, 2, 8, 4, requires_grad=True)
     with counting() as flops:
-        nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
+        attended = nn.functional.scaled_dot_product_attention(query, query, query)
+        torch.autograd.backward([attended.sum()])
     products = 2 * (2 * 8 * 8 * 4)  # of two heads
     assert flops.model == (2 + 5) * products
     assert flops.missed == set()

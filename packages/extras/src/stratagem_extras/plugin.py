@@ -135,6 +135,7 @@ NAMES = (
 COMMANDS = (
     ("explain", "commands.explain:explain", "Show what a request would use, and why."),
     ("plan", "planner.command:plan", "Show which strategies a model would fit with."),
+    ("evaluate", "commands.evaluate:evaluate", "Run tasks of lm-eval on a language model."),
     ("report", "report.command:report", "Draw the logs of one or several runs as one HTML file."),
     ("fit", "cli.commands:fit", "Train a model that a config file describes."),
     ("validate", "cli.commands:validate", "Validate a model that a config file describes."),

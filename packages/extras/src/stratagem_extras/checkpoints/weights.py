@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -174,20 +174,46 @@ def _to_huggingface(
     from stratagem_extras.pretrained.convert import convert_to_folder
 
     _refuse_existing(target)
+    stored = open_weights(source, key, form)
+    options = {"like": None, "dtype": None, "max_shard_size": "5GB", **layout}
+    summary = convert_to_folder(stored.tensors, target, **options, adapters=stored.adapters)
+    if stored.left_out:
+        summary += f"; left out, since they are no tensors: {', '.join(stored.left_out)}"
+    return summary
+
+
+class StoredWeights(NamedTuple):
+    """The weights in a checkpoint."""
+
+    tensors: dict[str, Tensor | LazyTensor]
+    """By name; those of a checkpoint that is a directory stay there until they are read."""
+    left_out: list[str]
+    """The names of values that are no tensors."""
+    adapters: dict[str, Any]
+    """The config of each adapter of PEFT, by its name."""
+
+
+def open_weights(source: Path, key: str | None = None, form: str = "") -> StoredWeights:
+    """Return the weights of a checkpoint of any format.
+
+    Args:
+        source: the checkpoint.
+        key: the entry with the weights. Default: the only possible entry.
+        form: the name of the format. Default: the installed format that can load it.
+
+    Raises:
+        CheckpointError: the source cannot be read, or has no weights.
+    """
     try:
         checkpoint = _io().open_checkpoint(source) if not form else _read(source, form)
     except CheckpointCorruptError as error:
         checkpoint = _read_another(source, error)[1]
     state = checkpoint[_entry(checkpoint, source, key)]
     tensors = {n: value for n, value in state.items() if isinstance(value, (Tensor, LazyTensor))}
-    options = {"like": None, "dtype": None, "max_shard_size": "5GB", **layout}
     adapters = checkpoint.get("adapters")
     if not isinstance(adapters, dict) or any("peft_type" not in one for one in adapters.values()):
         adapters = {}
-    summary = convert_to_folder(tensors, target, **options, adapters=adapters)
-    if left_out := [name for name in state if name not in tensors]:
-        summary += f"; left out, since they are no tensors: {', '.join(left_out)}"
-    return summary
+    return StoredWeights(tensors, [name for name in state if name not in tensors], adapters)
 
 
 def _to_lightning(source: Path, target: Path, form: str) -> str:
