@@ -64,7 +64,7 @@ def to_exported(
     """Export the forward pass of a model in evaluation mode by `torch.export`.
 
     The program needs no code of the model: `torch.export.load(path).module()` runs it. With several
-    ranks, call this on one of them.
+    ranks, call this on rank 0.
 
     Args:
         model: the model, such as a trained Module, whole on this rank.

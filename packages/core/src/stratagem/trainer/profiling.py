@@ -24,7 +24,7 @@ class Profiling:
 
     Attributes:
         watches: functions by the name of an action. Each takes and returns the action's function,
-            or the iterator whose reads are the action. Add them in `on_fit_start` or before.
+            or the iterator of an action of reads. Add them in `on_fit_start` or before.
     """
 
     def __init__(self, profiler: Profiler | None, strategy: str) -> None:
