@@ -42,7 +42,7 @@ class MLFlowLogger(SDKLogger):
             `mlflow.db` in `save_dir`, which needs sqlalchemy and alembic.
         tags: tags of the run.
         save_dir: the local folder.
-        log_model: checkpoints as artifacts: "all": each checkpoint when it is saved; True: the kept
+        log_model: checkpoints as artifacts: "all": each checkpoint after its save; True: the kept
             checkpoints, at the end of training; False: no checkpoints. Local checkpoints only.
         prefix: prepended to each name, with a "-".
         artifact_location: the location of artifacts of a new experiment; None: the location of the

@@ -30,7 +30,7 @@ class Uploads:
     """Knows which saved checkpoints have not been sent in their present state.
 
     Args:
-        log_model: "all": each checkpoint when it is saved; True: the kept checkpoints, at the end
+        log_model: "all": each checkpoint after its save; True: the kept checkpoints, at the end
             of training (when saved, if all are kept); False: no checkpoints.
         send: sends a checkpoint.
     """

@@ -38,7 +38,7 @@ class WandbLogger(SDKLogger):
         dir: another name for `save_dir`.
         id: another name for `version`.
         project: None: WANDB_PROJECT, or else "stratagem_logs".
-        log_model: checkpoints as artifacts: "all": each checkpoint when it is saved; True: the kept
+        log_model: checkpoints as artifacts: "all": each checkpoint after its save; True: the kept
             checkpoints, at the end of training; False: no checkpoints. Local checkpoints only.
         experiment: an existing run object.
         prefix: prepended to each name, with a "-".
