@@ -92,14 +92,13 @@ def test_goodput_divides_the_time_of_a_fit(tmp_path: Path) -> None:
     one.fit(Slow(), slow_loader(), loader())
     took = time.perf_counter() - began
     seconds = goodput.ledger.seconds
-    assert sum(seconds.values()) == pytest.approx(took, abs=0.3)
+    assert sum(seconds.values()) == pytest.approx(took, abs=0.5)
     # 18 steps, of which 2 belong to the start; 3 validations of 6 batches; 3 saves.
-    assert seconds["training"] == pytest.approx(16 * 0.02, rel=0.5)
     assert seconds["training"] >= 16 * 0.02
     assert seconds["data"] >= 16 * 0.04
-    assert seconds["data"] == pytest.approx(16 * 0.04, rel=0.5)
-    assert seconds["validation"] == pytest.approx(18 * 0.03, rel=0.5)
+    assert seconds["validation"] >= 18 * 0.03
     assert seconds["saving"] >= 3 * 0.1
+    assert seconds["starting"] >= 2 * 0.02
     assert seconds["repeated"] == seconds["down"] == 0
     logged = [row for row in rows(logger) if row.get("goodput")]
     last = {name: float(value) for name, value in logged[-1].items() if value}
@@ -128,11 +127,16 @@ def test_goodput_counts_what_restarts_have_cost(tmp_path: Path) -> None:
     assert before["ended"] == "failed"
     time.sleep(0.5)
     (path,) = (tmp_path / "saved").glob("*step=6*")
+    saved = torch.load(path, weights_only=True)["callbacks"]["Goodput"]["seconds"]
+    down = time.time() - before["at"]
     goodput = fit(path=path)
     seconds = goodput.ledger.seconds
     # Steps 7 to 11 are trained again. Their first time does not count.
-    assert seconds["repeated"] == pytest.approx(4.5 * 0.02, abs=0.06)
-    assert 0.5 <= seconds["down"] < 1.5
+    lost = before["seconds"]["training"] - saved["training"]
+    assert lost >= 4 * 0.02
+    assert seconds["repeated"] == pytest.approx(lost)
+    assert seconds["training"] >= saved["training"] + 4 * 0.02
+    assert down <= seconds["down"] < down + 0.5
     assert seconds["starting"] > before["seconds"]["starting"]
     assert goodput.ledger.restarts == 1
     assert ", with 1 restart: " in goodput.ending
@@ -158,8 +162,11 @@ def test_goodput_continues_from_a_checkpoint_alone(tmp_path: Path) -> None:
     for file in tmp_path.rglob("goodput.json"):
         file.write_text("{")
     second = fit("second", tmp_path / "first" / "last.ckpt", 2)
-    trained = first.ledger.seconds["training"]
-    assert second.ledger.seconds["training"] == pytest.approx(trained + 4 * 0.02, abs=0.1)
+    trained = torch.load(tmp_path / "first" / "last.ckpt", weights_only=True)["callbacks"]
+    before = trained["Goodput"]["seconds"]
+    assert first.ledger.seconds["training"] >= before["training"] >= 4 * 0.02
+    assert second.ledger.seconds["training"] >= before["training"] + 4 * 0.02
+    assert second.ledger.restarts == 1
     assert second.ledger.seconds["repeated"] == second.ledger.seconds["down"] == 0
 
 
@@ -168,8 +175,9 @@ def test_a_second_fit_begins_anew() -> None:
     one = trainer(goodput, max_epochs=1)
     one.fit(Slow(), loader())
     time.sleep(0.3)
+    began = time.perf_counter()
     one.fit(Slow(), loader())
-    assert goodput.ledger.whole < 0.3 + 6 * 0.02
+    assert 6 * 0.02 <= goodput.ledger.whole <= time.perf_counter() - began
     assert goodput.ledger.restarts == 0
 
 
@@ -346,11 +354,11 @@ def test_a_slow_rank_is_named(strategy: str, tmp_path: Path) -> None:
     (found,) = re.findall(r"stratagem: rank (\d) \((.*?)\) takes ([\d.]+) times as long", printed)
     assert found[0] == "1"
     assert found[1].startswith("node 0 '")
-    assert 1.5 < float(found[2]) < 6
+    assert float(found[2]) > 1.25
     with (tmp_path / "logs" / "metrics.csv").open() as file:
         last = [row for row in csv.DictReader(file) if row.get("goodput/slowest_rank")][-1]
     assert float(last["goodput/slowest_rank"]) == 1
-    assert float(last["goodput/slowest_rank_over_others"]) > 1.5
+    assert float(last["goodput/slowest_rank_over_others"]) > 1.25
 
 
 def test_ranks_of_equal_speed_are_not_named(tmp_path: Path) -> None:
