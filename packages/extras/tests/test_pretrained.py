@@ -535,6 +535,23 @@ def test_convert_writes_a_folder_like_another(form: Any, tmp_path: Path) -> None
     index = json.loads((target / INDEX).read_text())
     assert index["metadata"] == {"total_size": size}
     assert (target / "tokenizer.json").exists()
+    back = tmp_path / "back.ckpt"
+    said = stratagem("convert", target, back, "--to", "checkpoint", "--like", source)
+    assert said.endswith(f" bytes, {len(state)} tensors, weights only")
+    assert equal(SingleFileCheckpointIO().load_checkpoint(back)["state_dict"], state)
+
+
+def test_convert_makes_a_checkpoint_of_a_folder_or_says_why_not(tmp_path: Path) -> None:
+    folder, target = write(tmp_path / "like", values(tied())), tmp_path / "model.ckpt"
+    stratagem("convert", folder, target, "--to", "checkpoint")
+    assert equal(SingleFileCheckpointIO().load_checkpoint(target)["state_dict"], values(tied()))
+    other = tmp_path / "other.ckpt"
+    weights = {**values(tied()), "head.weight": torch.ones(3, 3)}
+    SingleFileCheckpointIO().save_checkpoint({"state_dict": weights}, other)
+    new = tmp_path / "new.ckpt"
+    said = stratagem("convert", folder, new, "--to", "checkpoint", "--like", other, code=1)
+    assert "head.weight" in said
+    assert not new.exists()
 
 
 def test_convert_drops_the_prefix_that_all_names_have(tmp_path: Path) -> None:
@@ -556,4 +573,4 @@ def test_convert_refuses_what_a_folder_cannot_hold(tmp_path: Path) -> None:
     said = stratagem("convert", source, target, "--dtype", "float16", code=1)
     assert said == "dtype: expected to='huggingface' with it, received to='safetensors'"
     said = stratagem("convert", source, target, "--to", "gguf", code=1)
-    assert said == "to='gguf': expected 'safetensors', 'huggingface' or 'lightning'"
+    assert said == ("to='gguf': expected 'safetensors', 'huggingface', 'lightning' or 'checkpoint'")

@@ -20,8 +20,9 @@ _CONVERT = """Write the weights in a checkpoint as safetensors, or a whole check
 
 A safetensors file contains nothing but the weights. A folder for Hugging Face has their names, and
 the configs and the tokenizer of another folder (--like). Of a model with adapters of PEFT, it is
-the adapter's folder. The source is checked first. The target appears whole or not at all. The exit
-code is 1 if the source cannot be read or the target not written.
+the adapter's folder. --to checkpoint is the way back, from a folder to a checkpoint of weights. The
+source is checked first. The target appears whole or not at all. The exit code is 1 if the source
+cannot be read or the target not written.
 """
 
 _AVERAGE = """Write a checkpoint whose weights are the mean of those of others.
@@ -50,15 +51,15 @@ def convert(arguments: Sequence[str]) -> int:
         "--to",
         metavar="FORM",
         default="safetensors",
-        help="safetensors (the default); huggingface: a folder of them with an index; or "
-        "lightning: a Trainer's, for Lightning 2.x",
+        help="safetensors (the default); huggingface: a folder of them with an index; "
+        "lightning: a Trainer's, for Lightning 2.x; or checkpoint: of a folder of Hugging Face",
     )
     parser.add_argument(
         "--like",
         metavar="FOLDER",
         type=Path,
         help="for huggingface: the model's folder, with its names, configs and tokenizer; or an "
-        "adapter's, with its config",
+        "adapter's, with its config. For checkpoint: a checkpoint of the model, with its names",
     )
     parser.add_argument(
         "--max-shard-size",

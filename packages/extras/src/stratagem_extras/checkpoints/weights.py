@@ -67,19 +67,23 @@ def convert(
     """Write a checkpoint's weights as safetensors; return a description of the result.
 
     Args:
-        source: a checkpoint of any format, Lightning's among them.
+        source: a checkpoint of any format, Lightning's among them; for "checkpoint", a folder of
+            safetensors.
         target: the new file.
         key: which entry of the checkpoint are the weights; None: the one that can be.
-        to: "safetensors"; "huggingface": a folder of them; or "lightning": all of a Trainer's
-            checkpoint, in Lightning's form.
+        to: "safetensors"; "huggingface": a folder of them; "lightning": all of a Trainer's
+            checkpoint, in Lightning's form; or "checkpoint": one of weights, of a folder.
         form: the name of the source's format; "": the installed one that can load it.
-        layout: options of a folder: see `convert_to_folder`.
+        layout: options of a folder: see `convert_to_folder`. For "checkpoint", "like" alone: a
+            checkpoint of the model, whose names the weights get.
 
     Raises:
         ConfigurationError: the target is there already, or is not to be a safetensors file.
         MissingPackageError: the library safetensors is not installed.
         CheckpointError: the source cannot be read or has no weights, or the target not be written.
     """
+    if to == "checkpoint" and set(layout or ()) <= {"like"}:
+        return _from_huggingface(source, target, (layout or {}).get("like"), key)
     if layout and to != "huggingface":
         raise ConfigurationError(
             f"{', '.join(layout)}: expected to='huggingface' with it, received to={to!r}"
@@ -89,7 +93,9 @@ def convert(
     if to == "huggingface":
         return _to_huggingface(source, target, key, form, layout or {})
     if to != "safetensors":
-        raise ConfigurationError(f"to={to!r}: expected 'safetensors', 'huggingface' or 'lightning'")
+        raise ConfigurationError(
+            f"to={to!r}: expected 'safetensors', 'huggingface', 'lightning' or 'checkpoint'"
+        )
     if target.suffix != ".safetensors":
         raise ConfigurationError(
             f"convert writes safetensors files: expected a target that ends in .safetensors, "
@@ -180,6 +186,17 @@ def _to_huggingface(
     if stored.left_out:
         summary += f"; left out, since they are no tensors: {', '.join(stored.left_out)}"
     return summary
+
+
+def _from_huggingface(source: Path, target: Path, like: Path | None, key: str | None) -> str:
+    """Write a checkpoint of the weights in a folder, by the names in another checkpoint."""
+    from stratagem_extras.pretrained.convert import read_folder
+
+    _refuse_existing(target)
+    weights = read_folder(source, None if like is None else open_weights(like, key).tensors)
+    checkpoint = {"stratagem_version": __version__, "format_version": FORMAT_VERSION}
+    _io().save_checkpoint({**checkpoint, _OF_TRAINER: weights}, target)
+    return f"{target}: {target.stat().st_size} bytes, {len(weights)} tensors, weights only"
 
 
 class StoredWeights(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from stratagem_extras.pretrained.adapters import (
     open_adapter,
 )
 from stratagem_extras.pretrained.folder import open_folder
+from stratagem_extras.pretrained.names import check_names, match_names
 from stratagem_extras.pretrained.save import names_to_write
 from stratagem_extras.pretrained.writer import Description, NewFolder
 
@@ -69,6 +70,29 @@ def convert_to_folder(
     return f"{folder}: {len(names)} tensors, {written.total} bytes in {files}"
 
 
+def read_folder(folder: Path, like: Mapping[str, Tensor | LazyTensor] | None) -> dict[str, Tensor]:
+    """Return the weights of a folder, whole, by the names of a model.
+
+    Args:
+        folder: a folder of safetensors, or one file.
+        like: the tensors of a checkpoint of the model; None: the names stay.
+
+    Raises:
+        CheckpointMismatchError: names or shapes differ.
+        CheckpointError: as of `open_folder`.
+    """
+    stored = open_folder(folder)
+    sources = {name: name for name in stored}
+    if like is not None:
+        found = match_names(list(like), list(stored))
+        ties = {name: _copy_of(like, name, found.sources) or name for name in found.missing}
+        shapes = {name: tuple(value.shape) for name, value in like.items()}
+        check_names(found, shapes, {n: value.shape for n, value in stored.items()}, ties)
+        sources = {name: found.sources[ties.get(name, name)] for name in like}
+    whole = {source: stored[source].whole() for source in set(sources.values())}
+    return {name: whole[source] for name, source in sources.items()}
+
+
 def _described(
     tensors: Mapping[str, Tensor | LazyTensor], names: Mapping[str, str]
 ) -> dict[str, Description]:
@@ -93,14 +117,22 @@ def _without_copies(
     tensors: Mapping[str, Tensor | LazyTensor], names: Mapping[str, str], known: set[str]
 ) -> dict[str, str]:
     """Leave out tensors that the folder lacks and that equal one that it has: they are tied."""
-
-    def whole(name: str) -> Tensor:
-        value = tensors[name]
-        return value.whole() if isinstance(value, LazyTensor) else value
-
     kept = {name: new for name, new in names.items() if new in known}
     for name in names.keys() - kept.keys():
-        alike = [n for n in kept if tuple(tensors[n].shape) == tuple(tensors[name].shape)]
-        if not any(torch.equal(whole(name), whole(other)) for other in alike):
+        if _copy_of(tensors, name, kept) is None:
             kept[name] = names[name]
     return {name: new for name, new in names.items() if name in kept}
+
+
+def _copy_of(
+    tensors: Mapping[str, Tensor | LazyTensor], name: str, others: Iterable[str]
+) -> str | None:
+    """Return which of other tensors a tensor equals."""
+
+    def whole(one: str) -> Tensor:
+        value = tensors[one]
+        return value.whole() if isinstance(value, LazyTensor) else value
+
+    shape = tuple(tensors[name].shape)
+    alike = [one for one in others if tuple(tensors[one].shape) == shape]
+    return next((one for one in alike if torch.equal(whole(name), whole(one))), None)
