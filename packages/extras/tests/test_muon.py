@@ -143,6 +143,20 @@ def test_options_of_a_group_hold_for_both_of_its_parts() -> None:
     assert rates["norm.weight"] == 0.2
 
 
+def test_unfrozen_layers_are_divided_as_the_others_are() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[:2].requires_grad_(False)
+    optimizer = Muon(model, lr=0.02, adamw_lr=1e-3)
+    model.requires_grad_(True)
+    optimizer.add_param_group({"params": list(model[:2].parameters()), "lr": 1e-4})
+    assert [(g["muon"], g["names"], g["lr"]) for g in optimizer.param_groups[2:]] == [
+        (True, ["1.weight"], 1e-4),
+        (False, ["0.weight", "1.bias"], 1e-4),
+    ]
+    with pytest.raises(ConfigurationError, match="Muon received a group without names"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+
+
 def test_owners_have_about_the_same_work() -> None:
     owners = balanced([10, 1, 1, 1, 9, 8, 2], 3)
     works = [10, 1, 1, 1, 9, 8, 2]

@@ -66,8 +66,8 @@ class Muon(Optimizer):
         adamw_weight_decay: the weight decay of AdamW; by default `weight_decay`.
         adamw_betas: the two coefficients of AdamW's averages.
         adamw_eps: the term that AdamW adds to the denominator.
-        distributed: whether ranks share the work. With False, each rank steps all matrices, which
-            must not be sharded.
+        distributed: whether ranks share the work, if torch.distributed is initialized. With False,
+            each rank steps all matrices, which must not be sharded.
 
     Raises:
         ConfigurationError: parameters have no names, an option is not accepted, or a parameter of
@@ -113,27 +113,18 @@ class Muon(Optimizer):
             )
         if not 0 <= ns_steps < 100:
             raise ConfigurationError(f"Muon(ns_steps={ns_steps!r}): expected 0 to 99 steps")
-        rates = lr, weight_decay
-        adamw_rates = (
-            lr if adamw_lr is None else adamw_lr,
-            weight_decay if adamw_weight_decay is None else adamw_weight_decay,
-        )
-        groups: list[dict[str, Any]] = []
-        for given in _groups(params, adamw_names):
-            options = {k: v for k, v in given.items() if k not in ("params", "names", "muon")}
-            for is_muon, chosen in given["muon"].items():
-                if not chosen:
-                    continue
-                group_lr, decay = rates if is_muon else adamw_rates
-                of_group = {"lr": group_lr, "weight_decay": decay, **options}
-                names, members = [name for name, _ in chosen], [p for _, p in chosen]
-                groups.append({"params": members, "names": names, "muon": is_muon, **of_group})
+        given, self._names, self._embeddings = _groups(params)
+        self._adamw_names = tuple(adamw_names)
+        self._adamw_rates = {
+            "lr": lr if adamw_lr is None else adamw_lr,
+            "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
+        }
         self.distributed = distributed
         self._exchanges: dict[tuple[int, ...], Exchange] = {}
         self._steps_own = False
         """Whether ranks have different parameters (ddp_sharded), and never meet in a step."""
         super().__init__(
-            groups,
+            given,
             {
                 "lr": lr,
                 "weight_decay": weight_decay,
@@ -154,9 +145,32 @@ class Muon(Optimizer):
         return {
             **super().__getstate__(),
             "distributed": self.distributed,
+            **{name: vars(self)[name] for name in ("_adamw_names", "_adamw_rates")},
+            # Of the parameters of this process.
+            "_names": {},
+            "_embeddings": set(),
             "_exchanges": {},
             "_steps_own": False,
         }
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as one group for Muon and one for AdamW.
+
+        Args:
+            param_group: "params" with "names" or "muon", and options such as "lr". Names are known
+                of parameters that belong to the model, or the named parameters, given at first.
+
+        Raises:
+            ConfigurationError: parameters have no names, or a shape that Muon does not step.
+        """
+        given = dict(param_group)
+        for is_muon, chosen in self._divided(given).items():
+            if chosen:
+                options = {k: v for k, v in given.items() if k not in ("params", "names", "muon")}
+                rates = {} if is_muon else self._adamw_rates
+                names, members = [name for name, _ in chosen], [p for _, p in chosen]
+                group = {"params": members, "names": names, "muon": is_muon, **rates, **options}
+                super().add_param_group(group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -243,6 +257,42 @@ class Muon(Optimizer):
         exchange = self._exchanges[key]
         self._steps_own = exchange.is_local
         return None if exchange.is_local else exchange
+
+    def _divided(self, group: dict[str, Any]) -> dict[bool, list[tuple[str, Tensor]]]:
+        """Return the named parameters of a group for Muon (True) and for AdamW (False)."""
+        members = group["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        if members and isinstance(members[0], tuple):
+            named = members
+        else:
+            names = group.get("names") or group.get("param_names")
+            if names is None and all(id(p) in self._names for p in members):
+                names = [self._names[id(p)] for p in members]
+            if names is None and "muon" not in group:
+                raise ConfigurationError(
+                    'Muon received a group without names: expected "names", as parameter_groups() '
+                    'gives them, or "muon": True or False, which decides for the whole group'
+                )
+            named = list(zip(names or [""] * len(members), members, strict=True))
+        divided: dict[bool, list[tuple[str, Tensor]]] = {True: [], False: []}
+        for name, parameter in named:
+            if not parameter.requires_grad:
+                continue
+            is_hidden = (
+                parameter.ndim == 2
+                and id(parameter) not in self._embeddings
+                and not any(fnmatchcase(name, pattern) for pattern in self._adamw_names)
+            )
+            is_muon = group.get("muon", is_hidden)
+            if is_muon and (parameter.ndim not in (2, 3) or parameter.is_complex()):
+                raise ConfigurationError(
+                    f"Muon received the parameter {name!r} of shape {tuple(parameter.shape)} and "
+                    f'{parameter.dtype} in a group with "muon": True; expected a real matrix, or '
+                    'a batch of matrices with three dimensions: put it into a group with "muon": '
+                    "False"
+                )
+            divided[bool(is_muon)].append((name, parameter))
+        return divided
 
     def _step_adamw(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         """Step parameters by AdamW, which treats each element of a shard by itself."""
@@ -338,62 +388,28 @@ def _gradient(parameter: Tensor) -> Tensor:
     return gradient
 
 
-def _groups(params: Any, adamw_names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return groups in which "muon" has the named parameters of Muon (True) and AdamW (False).
+def _groups(params: Any) -> tuple[list[dict[str, Any]], dict[int, str], set[int]]:
+    """Return groups, the names of parameters by id, and the ids of embeddings and heads.
 
     Raises:
-        ConfigurationError: parameters have no names, or have a shape that Muon does not step.
+        ConfigurationError: parameters have no names.
     """
-    special: set[int] = set()
+    embeddings: set[int] = set()
     if isinstance(params, nn.Module):
-        special = _embeddings(params)
+        embeddings = _embeddings(params)
         params = params.named_parameters()
     given = list(params)
+    known: dict[int, str] = {}
     if given and isinstance(given[0], tuple):
-        given = [{"params": given}]
+        known = {id(parameter): name for name, parameter in given}
+        given = [{"params": [parameter for _, parameter in given]}]
     if not given or not all(isinstance(group, dict) for group in given):
         raise ConfigurationError(
             "Muon expected a model, its named_parameters(), or groups with names, received "
             f"{'no parameters' if not given else 'parameters without names'}: names tell "
             "embeddings and heads from hidden layers. Pass Muon(model, ...)"
         )
-    return [_divided(dict(group), adamw_names, special) for group in given]
-
-
-def _divided(
-    group: dict[str, Any], adamw_names: Sequence[str], special: set[int]
-) -> dict[str, Any]:
-    """Return a group with its parameters divided between Muon and AdamW."""
-    members = group["params"]
-    members = [members] if isinstance(members, Tensor) else list(members)
-    if members and isinstance(members[0], tuple):
-        named = members
-    else:
-        names = group.get("names") or group.get("param_names")
-        if names is None and "muon" not in group:
-            raise ConfigurationError(
-                'Muon received a group without names: expected "names", as parameter_groups() '
-                'gives them, or "muon": True or False, which decides for the whole group'
-            )
-        named = list(zip(names or [""] * len(members), members, strict=True))
-    divided: dict[bool, list[tuple[str, Tensor]]] = {True: [], False: []}
-    for name, parameter in named:
-        if not parameter.requires_grad:
-            continue
-        is_hidden = (
-            parameter.ndim == 2
-            and id(parameter) not in special
-            and not any(fnmatchcase(name, pattern) for pattern in adamw_names)
-        )
-        is_muon = group.get("muon", is_hidden)
-        if is_muon and (parameter.ndim not in (2, 3) or parameter.is_complex()):
-            raise ConfigurationError(
-                f"Muon received the parameter {name!r} of shape {tuple(parameter.shape)} and "
-                f'{parameter.dtype} in a group with "muon": True; expected a real matrix, or a '
-                'batch of matrices with three dimensions: put it into a group with "muon": False'
-            )
-        divided[bool(is_muon)].append((name, parameter))
-    return {**group, "muon": divided}
+    return given, known, embeddings
 
 
 def _embeddings(model: nn.Module) -> set[int]:
