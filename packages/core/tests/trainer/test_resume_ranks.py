@@ -307,6 +307,41 @@ def test_a_stream_that_other_ranks_have_left_begins_at_the_beginning_and_says_so
     assert next(alone.begin(1, 0, 3)[0]).tolist() == [1, 2]
 
 
+class Dealt:
+    """A loader of its own kind, whose state is a position in the data of all ranks."""
+
+    batch_size = 1
+    position, index, count = 0, 0, 1
+
+    def read_part(self, index: int, count: int) -> Dealt:
+        part = Dealt()
+        part.index, part.count = index, count
+        return part
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.position + self.count <= 12:
+            self.position += self.count
+            yield torch.tensor([self.position - self.count + self.index])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def test_a_loader_that_deals_its_data_continues_on_any_number_of_ranks() -> None:
+    first = Ranks(Dealt, 2)
+    first.begin(epoch=0)
+    assert first.read(steps=3) == [0, 1, 2, 3, 4, 5]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        later = Ranks(Dealt, 3).resume(first)
+    later.begin(epoch=0)
+    assert later.batches == 2
+    assert later.read(steps=2) == [6, 7, 8, 9, 10, 11]
+
+
 def test_a_stream_that_takes_over_its_position_late_is_resumed_before_the_last_batch() -> None:
     class Late(Endless):
         loaded = 0

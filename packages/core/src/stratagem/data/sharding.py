@@ -142,7 +142,8 @@ def shard_loader(
 
     The user's DataLoader is copied with another sampler, and keeps its class, workers and collate
     function. A loader that cannot be sharded (with an IterableDataset, or not a DataLoader) or that
-    shards the data itself (its sampler has `num_replicas`) is returned unchanged.
+    shards the data itself (its sampler has `num_replicas`) is returned unchanged. A loader that is
+    not a DataLoader, with `read_part(index, count)`, returns the loader of the part by itself.
 
     Args:
         loader: the user's loader.
@@ -154,7 +155,7 @@ def shard_loader(
         UserCodeError: the loader has a custom batch sampler, which cannot be sharded safely.
     """
     if not isinstance(loader, DataLoader):
-        return loader
+        return loader.read_part(index, count) if hasattr(loader, "read_part") else loader
     is_seeded = isinstance(loader.worker_init_fn, (SeededOnce, WorkerSeed))
     if seeds_workers() and loader.num_workers and not is_seeded:
         loader = copy.copy(loader)
@@ -329,16 +330,16 @@ def knows_length(loader: Any) -> bool:
     return is_torchs and type(sampler) in _COUNTED
 
 
-_COUNTED = (
+TORCH_SAMPLERS: tuple[type, ...] = (
     SequentialSampler,
     RandomSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
     DistributedSampler,
-    list,
-    tuple,
-    range,
 )
+"""Samplers that draw the same in each process, an epoch's indices at once or from a generator."""
+
+_COUNTED = (*TORCH_SAMPLERS, list, tuple, range)
 """Samplers that yield as many indices as their length says."""
 
 

@@ -323,6 +323,9 @@ class SkippingLoader(Resumable):
 class StatefulLoader(SkippingLoader):
     """A loader that resumes from its own state; batches are skipped if the checkpoint has none.
 
+    The state of a loader with `read_part` is a position in the data of all ranks: any number of
+    ranks resumes from it.
+
     Args:
         loader, name, rank, shard: as for `Resumable`.
         stateful: the object with `state_dict` and `load_state_dict`: the loader or its dataset.
@@ -338,6 +341,15 @@ class StatefulLoader(SkippingLoader):
         """The part of a DataLoader's iterator whose `ended` says that the data have ended."""
         self._before_last: Any = None
         """The state before the last batch of an epoch that ends before the data do."""
+
+    def resume(self, states: Sequence[dict[str, Any]], batches: int) -> int:
+        """Load the states of all ranks; see `Resumable`."""
+        first, _ = self._read_states(states)
+        if "own" not in first or not hasattr(self.loader, "read_part"):
+            return super().resume(states, batches)
+        self._resumed = {"own": first["own"]}
+        self._stateful.load_state_dict(first["own"])  # for the next epoch, if this one is over
+        return self._convert(SavedPosition.from_state(first, batches, len(states)))
 
     def _begin(self, resumed: dict[str, Any], done: int, length: float) -> Begun:
         if 0 < length <= done:

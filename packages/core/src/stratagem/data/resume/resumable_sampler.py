@@ -10,17 +10,10 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import BatchSampler
 
 from stratagem.data.index_sequence import IndexSequence, draw_indices, draw_rest, rule_of
-from stratagem.data.sharding import ShardedSampler, is_iterated_by_torch
+from stratagem.data.sharding import TORCH_SAMPLERS, ShardedSampler, is_iterated_by_torch
 from stratagem.rng import (
     generator_states,
     preserve_rng_state,
@@ -200,7 +193,7 @@ class Draw:
         A copy of a user's sampler is drawn from again to check, without changing RNG states.
         Torch's own samplers are known.
         """
-        if type(innermost(self.owner.sampler)) in _KNOWN or not self.is_own:
+        if type(innermost(self.owner.sampler)) in TORCH_SAMPLERS or not self.is_own:
             return ""
         sampler = _copy(self.owner.sampler)
         assert self.start is not None
@@ -240,16 +233,6 @@ class Draw:
             yield [seed, *indices] if self.owner.is_batched else (seed, indices)
 
 
-_KNOWN = (
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
-"""Samplers that draw the same in each process, an epoch's indices at once or from a generator."""
-
-
 def has_exact_length(loader: Any) -> bool:
     """Return whether a loader yields exactly `len(loader)` batches.
 
@@ -261,7 +244,7 @@ def has_exact_length(loader: Any) -> bool:
     if not is_iterated_by_torch(loader):
         return False
     sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    return type(innermost(sampler)) in _KNOWN
+    return type(innermost(sampler)) in TORCH_SAMPLERS
 
 
 def innermost(sampler: Any) -> Any:
