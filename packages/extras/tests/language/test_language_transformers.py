@@ -15,7 +15,18 @@ from torch.utils.data import DataLoader
 
 from stratagem import Trainer
 from stratagem.errors import ConfigurationError
-from stratagem_extras.language import LanguageModule, PackedDataset, check_packing, chunk_loss
+from stratagem_extras.language import (
+    LanguageModule,
+    MixedDataset,
+    PackedDataset,
+    PackedStream,
+    StreamLoader,
+    check_packing,
+    chunk_loss,
+    count_labels,
+    join_documents,
+    pad_documents,
+)
 
 transformers = pytest.importorskip("transformers", reason="`nox -s huggingface` has it")
 
@@ -57,6 +68,52 @@ def test_packed_rows_have_the_loss_of_single_documents(name: str) -> None:
         total += float(model(input_ids=ids, labels=ids).loss.detach()) * (len(document) - 1)
         count += len(document) - 1
     assert float(loss) == pytest.approx(total / count, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_padded_joined_and_packed_documents_have_the_gradients_of_single_ones(name: str) -> None:
+    model = made(name).double()
+    model.config.use_cache = False
+    count = sum(len(document) - 1 for document in documents())
+
+    def gradients(*batches: Any) -> tuple[float, list[torch.Tensor]]:
+        model.zero_grad()
+        total = 0.0
+        for batch in batches:
+            loss = model(**batch).loss * int(count_labels(batch["labels"])) / count
+            loss.backward()
+            total += float(loss.detach())
+        return total, [weight.grad.clone() for weight in model.parameters()]
+
+    alone = [pad_documents([document], multiple=1) for document in documents()]
+    loss, expected = gradients(*alone)
+    for batch in (
+        pad_documents(documents(), multiple=8),
+        join_documents(documents()),
+        next(iter(DataLoader(PackedDataset(documents(), 16), 100))),
+    ):
+        own_loss, own = gradients(batch)
+        assert own_loss == pytest.approx(loss, rel=1e-6)
+        for one, other in zip(own, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+
+def test_a_stream_of_datasets_is_a_source() -> None:
+    datasets = pytest.importorskip("datasets", reason="`nox -s huggingface` has it")
+    rows = [{"input_ids": document} for document in documents()]
+
+    def loader() -> StreamLoader:
+        texts = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
+        mixed = MixedDataset({"texts": (texts, 0.8), "other": (documents(), 0.2)}, repeat=True)
+        return StreamLoader(PackedStream(mixed, 16), 2)
+
+    first, again = loader(), loader()
+    reading = iter(first)
+    for _ in range(20):  # more than all documents
+        next(reading)
+    again.load_state_dict(first.state_dict())
+    for own, expected, _ in zip(again, reading, range(20), strict=False):
+        assert torch.equal(own["input_ids"], expected["input_ids"])
 
 
 def test_attention_that_does_not_follow_positions_is_refused() -> None:

@@ -13,7 +13,13 @@ from torch.utils.data import DataLoader
 
 from stratagem import Trainer
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem_extras.language import LanguageModule, PackedDataset, check_packing
+from stratagem_extras.language import (
+    LanguageModule,
+    PackedDataset,
+    check_packing,
+    join_documents,
+    pad_documents,
+)
 
 
 def test_documents_keep_their_order_and_their_own_labels() -> None:
@@ -142,3 +148,23 @@ def test_a_model_without_trained_weights_is_refused() -> None:
     module = LanguageModule(Model().requires_grad_(False))
     with pytest.raises(ConfigurationError, match="no parameter of Model has requires_grad=True"):
         fit(module, DataLoader(PackedDataset(DOCUMENTS, 8), 4))
+
+
+def test_documents_are_padded_to_a_multiple() -> None:
+    documents = [{"input_ids": [5, 6, 7, 8, 9], "labels": [-100, -100, 7, 8, 9]}, [1, 2]]
+    batch = pad_documents(documents, multiple=4, pad_token_id=50)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 50, 50, 50], [1, 2, *[50] * 6]]
+    assert batch["labels"].tolist() == [[-100, -100, 7, 8, 9, *[-100] * 3], [1, 2, *[-100] * 6]]
+    assert batch["attention_mask"].tolist() == [[1] * 5 + [0] * 3, [1] * 2 + [0] * 6]
+    joined = join_documents(documents)
+    assert joined["input_ids"].tolist() == [[5, 6, 7, 8, 9, 1, 2]]
+    assert joined["labels"].tolist() == [[-100, -100, 7, 8, 9, -100, 2]]
+    assert joined["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1]]
+
+
+def test_batches_that_cannot_be_padded_are_refused() -> None:
+    for collate in (pad_documents, join_documents):
+        with pytest.raises(ConfigurationError, match="document 1 of the batch has 0 tokens: exp"):
+            collate([[1], []])
+    with pytest.raises(ConfigurationError, match="multiple=0: expected a number of tokens from 1"):
+        pad_documents([[1]], multiple=0)

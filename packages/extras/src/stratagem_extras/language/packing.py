@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -57,12 +59,8 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         """The indices of the documents in each row."""
         free = 0
         for index in range(len(documents)):
-            size = len(_tokens(documents[index]))
-            if not size or (size > length and not truncate):
-                raise ConfigurationError(
-                    f"document {index} has {size} tokens: expected 1 to {length}, the length of a "
-                    "row; truncate=True cuts longer ones"
-                )
+            tokens = _tokens(documents[index], f"document {index}", length, truncate=truncate)
+            size = min(len(tokens), length)
             if size > free:
                 self.rows.append([])
                 free = length
@@ -75,26 +73,126 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return "input_ids", "labels" and "position_ids", each of shape (length,)."""
-        ids: list[int] = []
-        labels: list[int] = []
-        positions: list[int] = []
-        for number in self.rows[index]:
-            document = self._documents[number]
-            tokens = [int(token) for token in _tokens(document)][: self._length]
-            given = document.get("labels", tokens) if isinstance(document, Mapping) else tokens
-            ids += tokens
-            labels += [_IGNORED, *(int(label) for label in given[1 : len(tokens)])]
-            positions += range(len(tokens))
-        free = self._length - len(ids)
-        return {
-            "input_ids": torch.tensor(ids + [self._pad] * free),
-            "labels": torch.tensor(labels + [_IGNORED] * free),
-            "position_ids": torch.tensor(positions + [0] * free),
-        }
+        documents = [
+            read_document(self._documents[number], f"document {number}", self._length)
+            for number in self.rows[index]
+        ]
+        return make_row(documents, self._length, self._pad)
 
 
-def _tokens(document: Any) -> Any:
-    return document["input_ids"] if isinstance(document, Mapping) else document
+Document = tuple[list[int], list[int]]
+"""The tokens of a document, and their labels."""
+
+
+def read_document(document: Any, name: str, length: int, *, truncate: bool = True) -> Document:
+    """Return the tokens and labels of a document.
+
+    Args:
+        document: a sequence of token ids, or a mapping with "input_ids" and maybe "labels".
+        name: the document in messages.
+        length: the largest number of tokens.
+        truncate: cut a longer document.
+
+    Raises:
+        ConfigurationError: the document is longer, or has no token.
+    """
+    tokens = _tokens(document, name, length, truncate=truncate)
+    ids = [int(token) for token in islice(tokens, length)]
+    labels = document.get("labels") if isinstance(document, Mapping) else None
+    return ids, ids if labels is None else [int(label) for label in islice(labels, length)]
+
+
+def _tokens(document: Any, name: str, length: int, *, truncate: bool) -> Any:
+    tokens = document["input_ids"] if isinstance(document, Mapping) else document
+    if not len(tokens) or (len(tokens) > length and not truncate):
+        raise ConfigurationError(
+            f"{name} has {len(tokens)} tokens: expected 1 to {length}, the length of a row; "
+            "truncate=True cuts longer ones"
+        )
+    return tokens
+
+
+def make_row(documents: Sequence[Document], length: int, pad_token_id: int) -> dict[str, Tensor]:
+    """Return documents as one row of tokens, with padding up to a length.
+
+    Args:
+        documents: the documents, as of `read_document`.
+        length: the number of tokens with padding.
+        pad_token_id: the token of the padding.
+    """
+    ids = [token for tokens, _ in documents for token in tokens]
+    labels = [label for _, given in documents for label in (_IGNORED, *given[1:])]
+    positions = [position for tokens, _ in documents for position in range(len(tokens))]
+    free = length - len(ids)
+    return {
+        "input_ids": torch.tensor(ids + [pad_token_id] * free),
+        "labels": torch.tensor(labels + [_IGNORED] * free),
+        "position_ids": torch.tensor(positions + [0] * free),
+    }
+
+
+def pad_documents(
+    documents: Sequence[Any], *, multiple: int = 8, pad_token_id: int = 0
+) -> dict[str, Tensor]:
+    """Return a batch with a document in each row, padded at the right; a `collate_fn`.
+
+    Args:
+        documents: each a sequence of token ids, or a mapping with "input_ids" and maybe "labels".
+        multiple: the length of the rows is the least multiple of it that holds each document.
+        pad_token_id: the token of the padding.
+
+    Returns:
+        "input_ids", "labels" with -100 for padding, and "attention_mask".
+
+    Raises:
+        ConfigurationError: a document has no token, or `multiple` is less than 1.
+
+    Example:
+        >>> from stratagem_extras.language import pad_documents
+        >>> batch = pad_documents([[5, 6, 7], [8, 9]], multiple=4)
+        >>> batch["labels"].tolist()
+        [[5, 6, 7, -100], [8, 9, -100, -100]]
+    """
+    if type(multiple) is not int or multiple < 1:
+        raise ConfigurationError(f"multiple={multiple!r}: expected a number of tokens from 1 on")
+    read = _read_documents(documents)
+    length = -(-max(len(tokens) for tokens, _ in read) // multiple) * multiple
+    free = [length - len(tokens) for tokens, _ in read]
+    padded = {
+        "input_ids": [ids + [pad_token_id] * n for (ids, _), n in zip(read, free, strict=True)],
+        "labels": [labels + [_IGNORED] * n for (_, labels), n in zip(read, free, strict=True)],
+        "attention_mask": [[1] * (length - n) + [0] * n for n in free],
+    }
+    return {name: torch.tensor(rows) for name, rows in padded.items()}
+
+
+def join_documents(documents: Sequence[Any]) -> dict[str, Tensor]:
+    """Return a batch with all documents in one row, without padding; a `collate_fn`.
+
+    Labels and position ids are as in `PackedDataset`.
+
+    Args:
+        documents: each a sequence of token ids, or a mapping with "input_ids" and maybe "labels".
+
+    Raises:
+        ConfigurationError: a document has no token.
+
+    Example:
+        >>> from stratagem_extras.language import join_documents
+        >>> batch = join_documents([[5, 6, 7], [8, 9]])
+        >>> batch["input_ids"].tolist(), batch["position_ids"].tolist()
+        ([[5, 6, 7, 8, 9]], [[0, 1, 2, 0, 1]])
+    """
+    read = _read_documents(documents)
+    row = make_row(read, sum(len(tokens) for tokens, _ in read), 0)
+    return {name: values.unsqueeze(0) for name, values in row.items()}
+
+
+def _read_documents(documents: Sequence[Any]) -> list[Document]:
+    return [
+        read_document(document, f"document {index} of the batch", sys.maxsize)
+        for index, document in enumerate(documents)
+    ]
 
 
 def check_packing(model: nn.Module) -> None:
