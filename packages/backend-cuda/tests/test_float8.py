@@ -24,16 +24,25 @@ from stratagem.plan.plan import RunRequest
 from stratagem.plan.resolution import resolve
 from stratagem_cuda import probe
 from stratagem_cuda.accelerator import CUDAAccelerator
-from stratagem_cuda.precision import Float8Precision
-from stratagem_cuda.precision.requirement import BITSANDBYTES, TORCHAO, TRANSFORMER_ENGINE
+from stratagem_cuda.precision import Float8Precision, MXFP8Precision, compute_capability
+from stratagem_cuda.precision.requirement import (
+    BITSANDBYTES,
+    TORCHAO,
+    TORCHAO_MX,
+    TRANSFORMER_ENGINE,
+)
 
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="torchao is not installed"
 )
+needs_mxfp8 = pytest.mark.skipif(
+    bool(TORCHAO_MX.why_not("mxfp8")), reason="torchao is not installed, or too old for MXFP8"
+)
+KINDS = [Float8Precision, pytest.param(MXFP8Precision, marks=needs_mxfp8)]
 
 
 class Classifier(Module):
-    """Three layers on fixed data; the middle one can be float8, the last one (of 5) cannot."""
+    """Three layers on fixed data; the last one (of 5) cannot be in float8 or MXFP8."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,10 +91,11 @@ def fit(
 
 
 @needs_torchao
-def test_float8_losses_are_near_full_precision() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_near_full_precision(kind: Any) -> None:
     _, exact = fit("32-true")
     _, half = fit("bf16-mixed")
-    _, rounded = fit(Float8Precision(emulate=True))
+    _, rounded = fit(kind(emulate=True))
     differences = [abs(a - b) for a, b in zip(exact.losses, rounded.losses, strict=True)]
     # E4M3 has 3 bits of mantissa: a product is off by up to 6 %, and a sum of 64 by less.
     assert 0 < max(differences) < 0.1
@@ -94,8 +104,9 @@ def test_float8_losses_are_near_full_precision() -> None:
 
 
 @needs_torchao
-def test_checkpoints_are_plain_and_load_into_other_precisions(tmp_path: Path) -> None:
-    trainer, module = fit(Float8Precision(emulate=True), epochs=1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoints_are_plain_and_load_into_other_precisions(kind: Any, tmp_path: Path) -> None:
+    trainer, module = fit(kind(emulate=True), epochs=1)
     trainer.save_checkpoint(tmp_path / "float8.ckpt")
     weights = torch.load(tmp_path / "float8.ckpt", weights_only=True)["state_dict"]
     assert weights.keys() == Classifier().state_dict().keys()
@@ -104,10 +115,10 @@ def test_checkpoints_are_plain_and_load_into_other_precisions(tmp_path: Path) ->
     _, plain = fit("32-true", ckpt_path=tmp_path / "float8.ckpt", epochs=2)
     trainer, _ = fit("32-true", epochs=1)
     trainer.save_checkpoint(tmp_path / "plain.ckpt")
-    _, rounded = fit(Float8Precision(emulate=True), ckpt_path=tmp_path / "plain.ckpt", epochs=2)
+    _, rounded = fit(kind(emulate=True), ckpt_path=tmp_path / "plain.ckpt", epochs=2)
     assert len(plain.losses) == len(rounded.losses) == 5
-    _, whole = fit(Float8Precision(emulate=True), epochs=2)
-    _, rest = fit(Float8Precision(emulate=True), ckpt_path=tmp_path / "float8.ckpt", epochs=2)
+    _, whole = fit(kind(emulate=True), epochs=2)
+    _, rest = fit(kind(emulate=True), ckpt_path=tmp_path / "float8.ckpt", epochs=2)
     assert rest.losses == whole.losses[5:]
 
 
@@ -197,7 +208,12 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("precision", "package"),
-    [("float8", "torchao"), ("nf4", "bitsandbytes"), ("int8-training", "bitsandbytes")],
+    [
+        ("float8", "torchao"),
+        ("mxfp8", "torchao"),
+        ("nf4", "bitsandbytes"),
+        ("int8-training", "bitsandbytes"),
+    ],
 )
 def test_missing_precision_library_names_the_pip_command(
     precision: str, package: str, installed: dict[str, str]
@@ -209,7 +225,7 @@ def test_missing_precision_library_names_the_pip_command(
         Trainer(accelerator="cpu", precision=precision, logger=False)
     assert str(planned.value) == str(caught.value)
     assert f"precision={precision!r} needs {package}>=" in str(caught.value)
-    extra = "float8" if package == "torchao" else package
+    extra = precision if package == "torchao" else package
     assert f"is not installed: pip install 'stratagem-backend-cuda[{extra}]'" in str(caught.value)
 
 
@@ -241,7 +257,7 @@ def test_float8_refuses_torchao_for_another_torch(
 
 def test_the_extras_are_the_versions_that_are_looked_for() -> None:
     declared = (Path(__file__).parents[1] / "pyproject.toml").read_text()
-    for needed in (TORCHAO, BITSANDBYTES, TRANSFORMER_ENGINE):
+    for needed in (TORCHAO, TORCHAO_MX, BITSANDBYTES, TRANSFORMER_ENGINE):
         name = needed.distribution
         what = name + ("[pytorch]" if name == "transformer-engine" else "") + needed.versions
         assert f'\n{needed.extra} = ["{what}"]\n' in declared
@@ -331,3 +347,112 @@ def test_a_gpu_with_float8_is_taken_and_the_others_found_on_their_ranks(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
     with pytest.raises(ConfigurationError, match=r"A100 has 8\.0\. Pass precision='bf16-mixed'"):
         precision.convert_module(nn.Linear(16, 16))
+
+
+# -- MXFP8
+
+
+@needs_mxfp8
+@pytest.mark.parametrize("recipe", ["mxfp8_rceil", "mxfp8_rceil_wgrad_with_hp"])
+@pytest.mark.parametrize("rows", [3, 64])
+def test_mxfp8_products_and_gradients_are_near_bfloat16(recipe: str, rows: int) -> None:
+    torch.manual_seed(1)
+    lite = Lite(accelerator="cpu", plugins=MXFP8Precision(recipe=recipe, emulate=True))
+    lite.launch()
+    layer = nn.Linear(64, 96)
+    exact = nn.Linear(64, 96)
+    exact.load_state_dict(layer.state_dict())
+    inputs = torch.randn(2, rows, 64)
+    found: dict[str, list[Tensor]] = {}
+    for name, model in {"mxfp8": lite.setup(layer), "exact": exact}.items():
+        given = inputs.clone().requires_grad_()
+        output = model(given)
+        output.float().square().sum().backward()
+        found[name] = [output, given.grad, *(weight.grad for weight in model.parameters())]  # type: ignore[list-item]
+    assert type(layer).__name__ == "MXFP8Linear"
+    for own, expected in zip(found["mxfp8"], found["exact"], strict=True):
+        # E4M3 rounds by up to 6 %, in both factors.
+        assert 0 < (own.float() - expected).norm() / expected.norm() < 0.1
+
+
+@needs_mxfp8
+def test_mxfp8_converts_layers_of_whole_blocks() -> None:
+    lite = Lite(accelerator="cpu", plugins=MXFP8Precision(emulate=True, ignore_modules={"2"}))
+    lite.launch()
+    net = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 48), nn.Linear(48, 32), nn.Linear(32, 32))
+    lite.setup(net)
+    kinds = [type(layer).__name__ for layer in net]
+    assert kinds == ["MXFP8Linear", "Linear", "Linear", "MXFP8Linear"]
+    lite = Lite(accelerator="cpu", plugins=MXFP8Precision(emulate=True))
+    lite.launch()
+    with pytest.warns(UserWarning, match="'mxfp8' has converted nothing.*are multiples of 32"):
+        lite.setup(nn.Sequential(nn.Linear(16, 16)))
+
+
+def test_wrong_arguments_of_mxfp8_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"recipe='fast'\): expected one of 'mxfp8_rceil"):
+        MXFP8Precision(recipe="fast")
+    with pytest.raises(ConfigurationError, match="expected 'mxfp8'"):
+        MXFP8Precision("nvfp4")
+
+
+def test_mxfp8_needs_torchao_with_its_layers(installed: dict[str, str]) -> None:
+    installed["torchao"] = "0.17.0"
+    with pytest.raises(
+        ConfigurationError, match=r"needs torchao>=0\.18,<1, received torchao 0\.17"
+    ):
+        MXFP8Precision(emulate=True).bind(CUDAAccelerator())
+
+
+def test_a_device_without_mxfp8_kernels_is_refused(installed: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Trainer(accelerator="cpu", precision="mxfp8", logger=False)
+    with pytest.raises(ConfigurationError) as planned:
+        resolve(RunRequest(accelerator="cpu", precision="mxfp8"), get_registry())
+    with pytest.raises(ConfigurationError) as of_object:
+        Trainer(accelerator="cpu", plugins=MXFP8Precision(), logger=False)
+    assert str(caught.value) == str(planned.value) == str(of_object.value)
+    assert str(caught.value) == (
+        "precision='mxfp8': the accelerator 'cpu' has no MXFP8 kernels: pass precision="
+        "'bf16-mixed', or plugins=MXFP8Precision(emulate=True) to try the rounding, slowly"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "is_taken"),
+    [("H200", (9, 0), False), ("B200", (10, 0), True), ("RTX 5090", (12, 0), False)],
+)
+def test_mxfp8_is_for_gpus_that_torchao_has_kernels_for(
+    name: str,
+    capability: tuple[int, int],
+    is_taken: bool,
+    installed: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    play_nvml(monkeypatch, {name: capability})
+    monkeypatch.setattr(CUDAAccelerator, "autocast", lambda self, dtype: torch.autocast("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    if is_taken:
+        MXFP8Precision().bind(CUDAAccelerator())
+        return
+    with pytest.raises(ConfigurationError) as caught:
+        MXFP8Precision().bind(CUDAAccelerator())
+    with pytest.raises(ConfigurationError) as on_rank:
+        MXFP8Precision().convert_module(nn.Linear(32, 32))
+    major, minor = capability
+    assert str(caught.value) == str(on_rank.value)
+    assert str(caught.value) == (
+        "precision='mxfp8' needs a GPU of compute capability 10.0 or 10.3 (B200, GB200, B300), for "
+        f"which torchao has kernels: {name} has {major}.{minor}. Pass precision='float8' on an Ada "
+        "or Hopper GPU, 'bf16-mixed' on others, or plugins=MXFP8Precision(emulate=True)"
+    )
+
+
+def test_mxfp8_on_rocm_is_refused(
+    installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compute_capability, "_has_rocm", lambda: True)
+    with pytest.raises(ConfigurationError, match="has kernels: this is a build of torch for ROCm"):
+        MXFP8Precision().bind(CUDAAccelerator())

@@ -40,7 +40,7 @@ def test_plugin_registers_the_names_of_its_readme() -> None:
         *(
             ("precision", name, ())
             for name in (
-                *("float8", "transformer-engine", "transformer-engine-float16"),
+                *("float8", "mxfp8", "transformer-engine", "transformer-engine-float16"),
                 *("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training"),
             )
         ),
@@ -72,7 +72,15 @@ def test_unknown_precision_lists_the_known_ones() -> None:
     with pytest.raises(UnknownNameError) as caught:
         Trainer(accelerator="cpu", precision="float4", logger=False)
     assert "unknown precision 'float4'" in str(caught.value)
-    for known in ("float8", "nf4", "transformer-engine", "16-mixed", "bf16-mixed", "32-true"):
+    for known in (
+        "float8",
+        "mxfp8",
+        "nf4",
+        "transformer-engine",
+        "16-mixed",
+        "bf16-mixed",
+        "32-true",
+    ):
         assert known in str(caught.value)
 
 

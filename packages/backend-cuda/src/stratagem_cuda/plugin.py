@@ -10,7 +10,12 @@ from stratagem.discovery import (
     torch_build,
 )
 from stratagem.errors import ConfigurationError
-from stratagem_cuda.precision.requirement import BITSANDBYTES, TORCHAO, TRANSFORMER_ENGINE
+from stratagem_cuda.precision.requirement import (
+    BITSANDBYTES,
+    TORCHAO,
+    TORCHAO_MX,
+    TRANSFORMER_ENGINE,
+)
 
 _QUANTIZED = {
     "nf4": "frozen weights in 4 bits, quantiles of a normal distribution",
@@ -52,6 +57,14 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
             summary="linear layers multiply in float8 (torchao), the rest as bf16-mixed",
             requires=(str(TORCHAO),),
             incompatible_because="stratagem_cuda.precision.objections:float8",
+        ),
+        PrecisionSpec(
+            name="mxfp8",
+            target="stratagem_cuda.precision.mxfp8:MXFP8Precision",
+            api_version=2,
+            summary="linear layers multiply in MXFP8 (torchao), the rest as bf16-mixed",
+            requires=(str(TORCHAO_MX),),
+            incompatible_because="stratagem_cuda.precision.objections:mxfp8",
         ),
         *(
             PrecisionSpec(

@@ -1,4 +1,4 @@
-"""float8 and nf4 on two ranks, under ddp and fsdp: `python precision_ranks.py`; JSON to its end."""
+"""float8 or MXFP8, and nf4, on two ranks: `python precision_ranks.py NAME`; JSON to its end."""
 
 import contextlib
 import json
@@ -11,9 +11,10 @@ from torch.nn.functional import mse_loss
 
 from stratagem import Lite
 from stratagem.strategies import DDPStrategy, FSDPStrategy
-from stratagem_cuda.precision import BitsandbytesPrecision, Float8Precision
+from stratagem_cuda.precision import BitsandbytesPrecision, Float8Precision, MXFP8Precision
 
 out = {}
+kind = {"float8": Float8Precision, "mxfp8": MXFP8Precision}[sys.argv[1]]
 
 
 def network(seed):
@@ -37,13 +38,11 @@ def steps(lite, model, optimizer):
 
 strategies = {"ddp": DDPStrategy(), "fsdp": FSDPStrategy(auto_wrap_policy=nn.Sequential)}
 for name, strategy in strategies.items():
-    lite = Lite(
-        accelerator="cpu", devices=2, strategy=strategy, plugins=Float8Precision(emulate=True)
-    )
+    lite = Lite(accelerator="cpu", devices=2, strategy=strategy, plugins=kind(emulate=True))
     lite.launch()
     net = network(lite.global_rank)  # rank 0's weights count
     model, optimizer = lite.setup(net, torch.optim.Adam(net.parameters(), lr=1e-2))
-    out[f"{name} converted"] = sum(hasattr(part, "linear_mm_config") for part in net.modules())
+    out[f"{name} converted"] = sum("8Linear" in type(part).__name__ for part in net.modules())
     out[name] = steps(lite, model, optimizer)
     lite.save(f"{name}.ckpt", {"model": model, "optimizer": optimizer})
     # Rank 0 alone has all of a sharded model's state.

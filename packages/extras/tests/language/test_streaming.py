@@ -15,6 +15,7 @@ import torch
 from fixtures import run_file
 from torch.utils.data import IterableDataset
 
+from stratagem import Lite
 from stratagem.data.resume import make_resumable
 from stratagem.data.sharding import shard_loader
 from stratagem.errors import CheckpointMismatchError, ConfigurationError
@@ -245,6 +246,19 @@ def test_documents_without_packing_are_padded_in_batches() -> None:
     shapes = {tuple(batch["input_ids"].shape) for batch in loader}
     assert (4, 8) in shapes
     assert {columns for _, columns in shapes} == {8}
+
+
+def test_a_loop_of_lite_continues_at_the_next_row(tmp_path: Path) -> None:
+    lite = Lite(accelerator="cpu", devices=1)
+    lite.launch()
+    first = lite.setup_dataloaders(StreamLoader(stream(), 3, num_workers=2))
+    read = rows_of(itertools.islice(first, 5))
+    lite.save_state(tmp_path / "state")
+    lite = Lite(accelerator="cpu", devices=1)
+    lite.launch()
+    again = lite.setup_dataloaders(StreamLoader(stream(), 3))
+    lite.load_state(tmp_path / "state")
+    assert read + rows_of(again) == rows_of(StreamLoader(stream(), 3))
 
 
 STRATEGIES = ["ddp", "fsdp", "mesh"]

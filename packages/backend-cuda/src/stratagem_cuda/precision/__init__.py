@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from stratagem_cuda.precision.bitsandbytes import BitsandbytesPrecision as BitsandbytesPrecision
     from stratagem_cuda.precision.float8 import Float8Precision as Float8Precision
     from stratagem_cuda.precision.float16 import Float16Mixed as Float16Mixed
+    from stratagem_cuda.precision.mxfp8 import MXFP8Precision as MXFP8Precision
     from stratagem_cuda.precision.transformer_engine import (
         TransformerEnginePrecision as TransformerEnginePrecision,
     )
@@ -17,6 +18,7 @@ _MODULES = {
     "BitsandbytesPrecision": "bitsandbytes",
     "Float16Mixed": "float16",
     "Float8Precision": "float8",
+    "MXFP8Precision": "mxfp8",
     "TransformerEnginePrecision": "transformer_engine",
 }
 

@@ -15,6 +15,9 @@ FLOAT8 = (8, 9)
 """The first compute capability with float8 arithmetic: Ada; Hopper is 9.0 (CUDA C++ Programming
 Guide, "Compute Capabilities")."""
 
+MXFP8 = 10
+"""The major compute capability that torchao's MXFP8 kernels are for: Blackwell of data centers."""
+
 
 def visible_capabilities() -> dict[str, tuple[int, int]]:
     """Return the compute capability of each GPU that this process can use, by its name.
@@ -64,14 +67,50 @@ def check_current_float8(precision: str) -> None:
         raise ConfigurationError(_refusal(precision, {torch.cuda.get_device_name(): found}))
 
 
+def why_no_visible_mxfp8(precision: str) -> str:
+    """Return why no visible GPU multiplies in MXFP8, with the GPUs' names, or ""."""
+    if _has_rocm():
+        return _refusal_of_mxfp8(precision, "this is a build of torch for ROCm")
+    found = visible_capabilities()
+    if not found or any(major == MXFP8 for major, _ in found.values()):
+        return ""
+    return _refusal_of_mxfp8(precision, _listed(found))
+
+
+def check_current_mxfp8(precision: str) -> None:
+    """Raise if a precision needs MXFP8 and the GPU of this rank lacks it.
+
+    Raises:
+        ConfigurationError: names the GPU.
+    """
+    import torch  # here, since a request is resolved without it
+
+    found = torch.cuda.get_device_capability()
+    if torch.version.hip is not None or found[0] != MXFP8:
+        raise ConfigurationError(
+            _refusal_of_mxfp8(precision, _listed({torch.cuda.get_device_name(): found}))
+        )
+
+
 def _has_rocm() -> bool:
     build = torch_build()
     return build is not None and build.hip is not None
 
 
+def _listed(found: dict[str, tuple[int, int]]) -> str:
+    return ", ".join(f"{name} has {major}.{minor}" for name, (major, minor) in found.items())
+
+
 def _refusal(precision: str, found: dict[str, tuple[int, int]]) -> str:
-    gpus = ", ".join(f"{name} has {major}.{minor}" for name, (major, minor) in found.items())
     return (
         f"precision={precision!r} needs a GPU with float8 arithmetic, of compute capability "
-        f"8.9 or more (Ada, Hopper, Blackwell): {gpus}. Pass precision='bf16-mixed'"
+        f"8.9 or more (Ada, Hopper, Blackwell): {_listed(found)}. Pass precision='bf16-mixed'"
+    )
+
+
+def _refusal_of_mxfp8(precision: str, found: str) -> str:
+    return (
+        f"precision={precision!r} needs a GPU of compute capability 10.0 or 10.3 (B200, GB200, "
+        f"B300), for which torchao has kernels: {found}. Pass precision='float8' on an Ada or "
+        "Hopper GPU, 'bf16-mixed' on others, or plugins=MXFP8Precision(emulate=True)"
     )

@@ -35,7 +35,8 @@ class Float8Precision(MixedPrecision):
     for large layers, with `torch.compile`; small layers are faster in bfloat16.
 
     Layers with sizes that are not multiples of 16 stay in bfloat16, as do subclasses of
-    `torch.nn.Linear`. Hooks of layers and references to layers remain valid.
+    `torch.nn.Linear`. If a mesh divides layers, the sizes of the parts count. Hooks of layers and
+    references to layers remain valid.
 
     Args:
         name: "float8".
@@ -97,6 +98,8 @@ class Float8Precision(MixedPrecision):
         with TORCHAO.importing(self.name):
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+            from stratagem_cuda.precision.float8_linear import Float8Linear
+
         config = dataclasses.replace(
             Float8LinearConfig.from_recipe_name(self.recipe),
             emulate=self.emulate,
@@ -107,7 +110,7 @@ class Float8Precision(MixedPrecision):
         for layer in find_float8_linear(module, self.ignore_modules):
             # torchao returns another module with the same parameters.
             converted = convert_to_float8_training(layer, config=config)
-            become(layer, type(converted), vars(converted))
+            become(layer, Float8Linear, vars(converted))
             if self.emulate:
                 layer.register_forward_pre_hook(_in_bfloat16)
         warn_unless_converted(

@@ -70,10 +70,22 @@ def find_layers(
 
 def find_float8_linear(module: nn.Module, ignore_modules: Collection[str]) -> list[nn.Linear]:
     """Return a model's linear layers of sizes that float8 kernels take; see `find_layers`."""
+    return find_linear_of(module, ignore_modules, MULTIPLE)
+
+
+def find_linear_of(
+    module: nn.Module, ignore_modules: Collection[str], multiple: int
+) -> list[nn.Linear]:
+    """Return a model's linear layers with sizes that are multiples of a number.
+
+    Args:
+        module, ignore_modules: as for `find_layers`.
+        multiple: the number.
+    """
     return [
         layer
         for layer in find_layers(module, nn.Linear, ignore_modules).values()
-        if layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0
+        if layer.in_features % multiple == layer.out_features % multiple == 0
     ]
 
 

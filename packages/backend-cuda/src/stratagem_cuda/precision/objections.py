@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from stratagem.discovery import torch_build
-from stratagem_cuda.precision.compute_capability import why_no_visible_float8
-from stratagem_cuda.precision.requirement import BITSANDBYTES, TORCHAO, TRANSFORMER_ENGINE
+from stratagem_cuda.precision.compute_capability import why_no_visible_float8, why_no_visible_mxfp8
+from stratagem_cuda.precision.requirement import (
+    BITSANDBYTES,
+    TORCHAO,
+    TORCHAO_MX,
+    TRANSFORMER_ENGINE,
+)
 
 
 def bitsandbytes(plan: Any) -> str:
@@ -20,6 +25,14 @@ def float8(plan: Any) -> str:
     # An accelerator object with another name is checked in the bind() of the precision.
     has_kernels = accelerator.name == "cuda" or accelerator.spec is None
     return why_no_float8(plan.precision.name, accelerator.name, has_kernels=has_kernels)
+
+
+def mxfp8(plan: Any) -> str:
+    """Return why MXFP8 by torchao cannot be used in a plan, or ""."""
+    accelerator = plan.accelerator
+    # An accelerator object with another name is checked in the bind() of the precision.
+    has_kernels = accelerator.name == "cuda" or accelerator.spec is None
+    return why_no_mxfp8(plan.precision.name, accelerator.name, has_kernels=has_kernels)
 
 
 def transformer_engine(plan: Any) -> str:
@@ -50,3 +63,21 @@ def why_no_float8(precision: str, accelerator: str, *, has_kernels: bool) -> str
             "slowly"
         )
     return why_no_visible_float8(precision)
+
+
+def why_no_mxfp8(precision: str, accelerator: str, *, has_kernels: bool) -> str:
+    """Return why torchao has no MXFP8 kernels here, or "".
+
+    Args:
+        precision, accelerator: the names of the components.
+        has_kernels: whether the accelerator is an NVIDIA GPU.
+    """
+    if why := TORCHAO_MX.why_not(precision):
+        return why
+    if not has_kernels:
+        return (
+            f"precision={precision!r}: the accelerator {accelerator!r} has no MXFP8 kernels: pass "
+            "precision='bf16-mixed', or plugins=MXFP8Precision(emulate=True) to try the rounding, "
+            "slowly"
+        )
+    return why_no_visible_mxfp8(precision)

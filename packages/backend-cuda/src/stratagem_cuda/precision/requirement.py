@@ -85,5 +85,6 @@ class Requirement:
 
 
 TORCHAO = Requirement("torchao", ">=0.13,<1", "float8")
+TORCHAO_MX = Requirement("torchao", ">=0.18,<1", "mxfp8")
 BITSANDBYTES = Requirement("bitsandbytes", ">=0.46,<1", "bitsandbytes")
 TRANSFORMER_ENGINE = Requirement("transformer-engine", ">=2.9,<3", "transformer-engine")

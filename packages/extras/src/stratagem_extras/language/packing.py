@@ -138,7 +138,8 @@ def pad_documents(
 
     Args:
         documents: each a sequence of token ids, or a mapping with "input_ids" and maybe "labels".
-        multiple: the length of the rows is the least multiple of it that holds each document.
+        multiple: rows have the least length that holds each document and is a multiple of this
+            number.
         pad_token_id: the token of the padding.
 
     Returns:

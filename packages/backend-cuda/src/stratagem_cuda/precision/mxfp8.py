@@ -1,0 +1,108 @@
+"""MXFP8Precision: linear layers multiply in MXFP8, by torchao."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import nn
+
+from stratagem.accelerators import Accelerator
+from stratagem.errors import ConfigurationError
+from stratagem.precision import MixedPrecision
+from stratagem_cuda.precision.compute_capability import check_current_mxfp8
+from stratagem_cuda.precision.layers import (
+    as_names,
+    become,
+    find_linear_of,
+    warn_unless_converted,
+)
+from stratagem_cuda.precision.objections import why_no_mxfp8
+from stratagem_cuda.precision.requirement import TORCHAO_MX
+
+RECIPES = ("mxfp8_rceil", "mxfp8_rceil_wgrad_with_hp")
+BLOCK = 32
+
+
+class MXFP8Precision(MixedPrecision):
+    """Parameters stay in float32; linear layers multiply in MXFP8, the rest is bfloat16 autocast.
+
+    Inputs, weights and gradients of each `torch.nn.Linear` are rounded to float8 (E4M3), with one
+    scale for 32 numbers, when they are multiplied (Rouhani et al., 2023, "Microscaling Data
+    Formats for Deep Learning"). Scales of 32 numbers round less than scales of tensors, as
+    `Float8Precision` has by default. Parameters, optimizers and checkpoints are as under
+    'bf16-mixed', with the same names.
+
+    Layers with sizes that are not multiples of 32 stay in bfloat16, as do subclasses of
+    `torch.nn.Linear`. If a mesh divides layers, the sizes of the parts count. Hooks of layers and
+    references to layers remain valid.
+
+    Args:
+        name: "mxfp8".
+        recipe: "mxfp8_rceil", or "mxfp8_rceil_wgrad_with_hp" with gradients of weights in bfloat16.
+        emulate: round as MXFP8 does and multiply in full precision, slowly: for devices without
+            its kernels.
+        ignore_modules: names of modules that stay in bfloat16, such as {"lm_head"}.
+
+    Raises:
+        ConfigurationError: an argument is invalid; or, from `bind`, torchao is missing, or no GPU
+            here multiplies in MXFP8.
+
+    Example:
+        >>> from stratagem_cuda.precision import MXFP8Precision
+        >>> MXFP8Precision(emulate=True, ignore_modules={"lm_head"}).name
+        'mxfp8'
+    """
+
+    inference_mode = False  # torchao's tensors are cast by operations that it does not have
+
+    def __init__(
+        self,
+        name: str = "mxfp8",
+        *,
+        recipe: str = "mxfp8_rceil",
+        emulate: bool = False,
+        ignore_modules: Collection[str] = (),
+    ) -> None:
+        if name != "mxfp8":
+            raise ConfigurationError(f"MXFP8Precision(name={name!r}): expected 'mxfp8'")
+        if recipe not in RECIPES:
+            raise ConfigurationError(
+                f"MXFP8Precision(recipe={recipe!r}): expected one of "
+                f"{', '.join(map(repr, RECIPES))}"
+            )
+        super().__init__()
+        self.name = name
+        self.recipe = recipe
+        self.emulate = emulate
+        self.ignore_modules = as_names(ignore_modules)
+
+    def bind(self, accelerator: Accelerator) -> None:
+        """Look for torchao, and for MXFP8 in the GPUs that this process sees."""
+        if self.emulate:
+            why = TORCHAO_MX.why_not(self.name)
+        else:
+            has_kernels = accelerator.device(0).type == "cuda"
+            why = why_no_mxfp8(self.name, accelerator.name, has_kernels=has_kernels)
+        if why:
+            raise ConfigurationError(why)
+        super().bind(accelerator)
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Let linear layers compute in MXFP8, in place; parameters stay the same objects."""
+        if not self.emulate:
+            check_current_mxfp8(self.name)
+        # The import takes seconds, and only ranks need it.
+        with TORCHAO_MX.importing(self.name):
+            from stratagem_cuda.precision.mxfp8_linear import MXFP8Linear
+
+        for layer in find_linear_of(module, self.ignore_modules, BLOCK):
+            converted = become(layer, MXFP8Linear)
+            converted.emulate = self.emulate
+            converted.exact_weight_gradients = self.recipe == RECIPES[1]
+        warn_unless_converted(
+            module,
+            self.name,
+            lambda part: isinstance(part, MXFP8Linear),
+            f"torch.nn.Linear whose two sizes are multiples of {BLOCK}",
+        )
+        return module
