@@ -1,4 +1,4 @@
-"""On a GPU: float8, bitsandbytes, Transformer Engine and TF32 (`nox -s gpu`)."""
+"""On a GPU: float8, MXFP8, bitsandbytes, Transformer Engine and TF32 (`nox -s gpu`)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from stratagem_cuda.accelerator import CUDAAccelerator
 from stratagem_cuda.precision import (
     BitsandbytesPrecision,
     Float8Precision,
+    MXFP8Precision,
     TransformerEnginePrecision,
 )
-from stratagem_cuda.precision.compute_capability import FLOAT8, visible_capabilities
+from stratagem_cuda.precision.compute_capability import FLOAT8, MXFP8, visible_capabilities
+from stratagem_cuda.precision.requirement import TORCHAO_MX
 
 pytestmark = [
     pytest.mark.gpu,
@@ -122,6 +124,45 @@ def test_a_gpu_without_float8_is_refused() -> None:
         pytest.skip("this GPU has float8")
     with pytest.raises(ConfigurationError, match="needs a GPU with float8 arithmetic"):
         launched(Float8Precision()).setup(network())
+
+
+needs_mxfp8 = pytest.mark.skipif(
+    bool(TORCHAO_MX.why_not("mxfp8")), reason="torchao is not installed, or too old for MXFP8"
+)
+
+
+def skip_without_mxfp8() -> None:
+    capability = torch.cuda.get_device_capability()
+    if capability[0] != MXFP8:
+        pytest.skip(f"this GPU has compute capability {capability}, and MXFP8 needs {MXFP8}")
+
+
+@needs_mxfp8
+@pytest.mark.parametrize("recipe", ["mxfp8_rceil", "mxfp8_rceil_wgrad_with_hp"])
+def test_mxfp8_trains_as_bfloat16_does(recipe: str) -> None:
+    skip_without_mxfp8()
+    half, rounded = losses("bf16-mixed"), losses(MXFP8Precision(recipe=recipe))
+    assert rounded[-1] < 0.8 * rounded[0]
+    assert max(abs(a - b) for a, b in zip(half, rounded, strict=True)) < 0.1
+
+
+@needs_mxfp8
+def test_mxfp8_emulation_equals_the_kernels() -> None:
+    skip_without_mxfp8()
+    outputs = []
+    for emulate in (False, True):
+        model = launched(MXFP8Precision(emulate=emulate)).setup(network())
+        with torch.no_grad():
+            outputs.append(model(batches()[0].cuda()))
+    torch.testing.assert_close(*outputs, atol=0.02, rtol=0.02)  # their sums differ in order
+
+
+@needs_mxfp8
+def test_a_gpu_without_mxfp8_is_refused() -> None:
+    if torch.cuda.get_device_capability()[0] == MXFP8:
+        pytest.skip("this GPU has MXFP8")
+    with pytest.raises(ConfigurationError, match="needs a GPU of compute capability 10"):
+        launched(MXFP8Precision())
 
 
 @needs("bitsandbytes")

@@ -59,7 +59,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         """The indices of the documents in each row."""
         free = 0
         for index in range(len(documents)):
-            tokens = _tokens(documents[index], f"document {index}", length, truncate=truncate)
+            tokens = tokens_of(documents[index], f"document {index}", length, truncate=truncate)
             size = min(len(tokens), length)
             if size > free:
                 self.rows.append([])
@@ -96,13 +96,21 @@ def read_document(document: Any, name: str, length: int, *, truncate: bool = Tru
     Raises:
         ConfigurationError: the document is longer, or has no token.
     """
-    tokens = _tokens(document, name, length, truncate=truncate)
+    tokens = tokens_of(document, name, length, truncate=truncate)
     ids = [int(token) for token in islice(tokens, length)]
     labels = document.get("labels") if isinstance(document, Mapping) else None
     return ids, ids if labels is None else [int(label) for label in islice(labels, length)]
 
 
-def _tokens(document: Any, name: str, length: int, *, truncate: bool) -> Any:
+def tokens_of(document: Any, name: str, length: int, *, truncate: bool) -> Any:
+    """Return the tokens of a document, as it has them.
+
+    Args:
+        document, name, length, truncate: as for `read_document`.
+
+    Raises:
+        ConfigurationError: the document is longer, or has no token.
+    """
     tokens = document["input_ids"] if isinstance(document, Mapping) else document
     if not len(tokens) or (len(tokens) > length and not truncate):
         raise ConfigurationError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from stratagem.errors import CheckpointMismatchError, ConfigurationError
-from stratagem_extras.language.packing import Document, make_row, read_document
+from stratagem_extras.language.packing import make_row, read_document, tokens_of
 
 
 class MixedDataset(IterableDataset[Any]):
@@ -181,30 +181,45 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
         self._length = length
         self._pad = pad_token_id
         self._truncate = truncate
-        self._next: Document | None = None
+        self._next: Any = None
         """The document that did not fit into the latest row."""
         self._has_ended = False
         """Whether the latest row was the last one."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Yield the rows after the position."""
+        return map(self.make_row, self.drafts())
+
+    def drafts(self) -> Iterator[list[Any]]:
+        """Yield the documents of each row after the position, for `make_row`."""
         documents = iter(self._documents)
         while not self._has_ended:
             row, self._next = [] if self._next is None else [self._next], None
-            free = self._length - sum(len(tokens) for tokens, _ in row)
-            for given in documents:
-                document = read_document(
-                    given, self._documents.latest, self._length, truncate=self._truncate
-                )
-                free -= len(document[0])
+            free = self._length - sum(map(self._size_of, row))
+            for document in documents:
+                free -= self._size_of(document)
                 if free < 0:
                     self._next = document
                     break
                 row.append(document)
             self._has_ended = self._next is None
             if row:
-                yield make_row(row, self._length, self._pad)
+                yield row
         self._has_ended = False
+
+    def _size_of(self, document: Any) -> int:
+        name = self._documents.latest
+        tokens = tokens_of(document, name, self._length, truncate=self._truncate)
+        return min(len(tokens), self._length)
+
+    def make_row(self, draft: list[Any]) -> dict[str, Tensor]:
+        """Return the row of some documents.
+
+        Args:
+            draft: the documents, as `drafts` yields them.
+        """
+        documents = [read_document(document, "a document", self._length) for document in draft]
+        return make_row(documents, self._length, self._pad)
 
     def __copy__(self) -> PackedStream:
         """Return a stream at the same position, which moves on its own."""
@@ -215,10 +230,14 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the latest row."""
+        waiting = None
+        if self._next is not None:
+            ids, labels = read_document(self._next, "a document", self._length)
+            waiting = {"input_ids": ids, "labels": labels}
         return {
             "length": self._length,
             "documents": self._documents.state_dict(),
-            "next": None if self._next is None else list(self._next),
+            "next": waiting,
             "has_ended": self._has_ended,
         }
 
@@ -234,7 +253,7 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
                 f"now it has length={self._length}: resume with the same length"
             )
         self._documents.load_state_dict(state["documents"])
-        self._next = None if state["next"] is None else tuple(state["next"])
+        self._next = state["next"]
         self._has_ended = state["has_ended"]
 
 
@@ -363,7 +382,10 @@ class _Part(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        rows, batch, has_ended = iter(self._stream), 0, False
+        is_packed = isinstance(self._stream, PackedStream)
+        # Only the rows of this rank and worker become tensors.
+        rows = self._stream.drafts() if is_packed else iter(self._stream)
+        batch, has_ended = 0, False
         while not has_ended:
             own: list[Any] = []
             for _ in range(self._batch_size):
@@ -373,7 +395,8 @@ class _Part(IterableDataset[Any]):
                     break
                 own.append(dealt[self._index])
             if own and batch % workers == number:
-                yield self._collate(own), self._state(has_ended=has_ended)
+                made = list(map(self._stream.make_row, own)) if is_packed else own
+                yield self._collate(made), self._state(has_ended=has_ended)
             batch += 1
         yield None, self._state(has_ended=False)
 
