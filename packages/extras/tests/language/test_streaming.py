@@ -15,7 +15,7 @@ import torch
 from fixtures import run_file
 from torch.utils.data import IterableDataset
 
-from stratagem import Lite
+from stratagem import Lite, Module, Trainer
 from stratagem.data.resume import make_resumable
 from stratagem.data.sharding import shard_loader
 from stratagem.errors import CheckpointMismatchError, ConfigurationError
@@ -259,6 +259,44 @@ def test_a_loop_of_lite_continues_at_the_next_row(tmp_path: Path) -> None:
     again = lite.setup_dataloaders(StreamLoader(stream(), 3))
     lite.load_state(tmp_path / "state")
     assert read + rows_of(again) == rows_of(StreamLoader(stream(), 3))
+
+
+class Evaluated(Module):
+    """Notes the rows of its validations, with the sanity check."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.read: list[list[tuple[int, ...]]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.weight * 2
+
+    def on_validation_start(self) -> None:
+        self.read.append([])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.read[-1] += rows_of([batch])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_each_validation_begins_at_the_beginning() -> None:
+    module = Evaluated()
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        limit_train_batches=2,
+        limit_val_batches=4,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    loader = StreamLoader(stream(), 2)
+    trainer.fit(module, loader, loader)
+    expected = [tuple(row["input_ids"].tolist()) for row in stream()]
+    assert module.read == [expected[:4], expected[:8], expected[:8]]
 
 
 STRATEGIES = ["ddp", "fsdp", "mesh"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -236,6 +237,8 @@ def _batches_within_limit(
 
 
 def _batches_of(loader: Any) -> Iterator[Any]:
+    if hasattr(loader, "read_part"):
+        loader = copy.copy(loader)  # the copy moves on, so that each evaluation reads all
     return loader.batches() if isinstance(loader, CombinedLoader) else iterator_of(loader)
 
 
