@@ -166,5 +166,7 @@ def test_batches_that_cannot_be_padded_are_refused() -> None:
     for collate in (pad_documents, join_documents):
         with pytest.raises(ConfigurationError, match="document 1 of the batch has 0 tokens: exp"):
             collate([[1], []])
+        with pytest.raises(ConfigurationError, match="document 0 of the batch has 1 labels and 2"):
+            collate([{"input_ids": [1, 2], "labels": [1]}])
     with pytest.raises(ConfigurationError, match="multiple=0: expected a number of tokens from 1"):
         pad_documents([[1]], multiple=0)

@@ -94,12 +94,19 @@ def read_document(document: Any, name: str, length: int, *, truncate: bool = Tru
         truncate: cut a longer document.
 
     Raises:
-        ConfigurationError: the document is longer, or has no token.
+        ConfigurationError: the document is longer, or has no token, or another number of labels.
     """
     tokens = tokens_of(document, name, length, truncate=truncate)
     ids = [int(token) for token in islice(tokens, length)]
     labels = document.get("labels") if isinstance(document, Mapping) else None
-    return ids, ids if labels is None else [int(label) for label in islice(labels, length)]
+    if labels is None:
+        return ids, ids
+    if len(labels) != len(tokens):
+        raise ConfigurationError(
+            f"{name} has {len(labels)} labels and {len(tokens)} tokens: expected a label for each "
+            "token, -100 where it does not count"
+        )
+    return ids, [int(label) for label in islice(labels, length)]
 
 
 def tokens_of(document: Any, name: str, length: int, *, truncate: bool) -> Any:
