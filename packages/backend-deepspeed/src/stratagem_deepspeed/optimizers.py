@@ -19,8 +19,8 @@ from stratagem_deepspeed.library import is_simulated, simulated_kernels
 FORCE = "zero_force_ds_cpu_optimizer"
 UNTESTED = "zero_allow_untested_optimizer"
 
-_WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
-"""Optimizers of torch whose step looks at a parameter's shape, at all of them, or at sparsity."""
+_WHOLE_TENSORS = ("Adafactor", "AdamW8bit", "LBFGS", "Muon", "SparseAdam")
+"""Optimizers whose step looks at a parameter's shape, at all of them, or at sparsity."""
 
 _UNSUPPORTED = {
     "amsgrad": False,

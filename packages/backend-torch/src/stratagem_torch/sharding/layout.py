@@ -208,8 +208,8 @@ def _check_state_is_sharded(optimizer: Optimizer) -> None:
     if packed := packed_state_of(optimizer):
         raise ConfigurationError(
             f"{packed} packs its state in a form that cannot be divided over ranks and saved: use "
-            "strategy='ddp', where each rank has the whole state, or an optimizer of torch.optim, "
-            "whose state is sharded here"
+            "stratagem_extras.optimizers.AdamW8bit, whose 8-bit state is sharded here as that of "
+            "torch.optim is, or strategy='ddp', where each rank has the whole state"
         )
 
 

@@ -195,7 +195,8 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         if (packed := packed_state_of(source)).startswith("torchao."):
             raise ConfigurationError(
                 f"{packed} packs its state in a form that ranks cannot send, and "
-                "strategy='ddp_sharded' gathers states for a checkpoint: use strategy='ddp'"
+                "strategy='ddp_sharded' gathers states for a checkpoint: use "
+                "stratagem_extras.optimizers.AdamW8bit, or strategy='ddp'"
             )
         kinds = {p.dtype for group in source.param_groups for p in group["params"]}
         if len(kinds) > 1:

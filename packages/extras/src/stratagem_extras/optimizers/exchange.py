@@ -20,11 +20,6 @@ BUCKET_BYTES = 64 << 20
 _TOLERANCE = 1e-2
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, which shares its memory; a plain tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 @dataclass(frozen=True)
 class Region:
     """A rectangular part of a matrix, which a rank holds."""

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from stratagem.errors import ConfigurationError
-from stratagem_extras.optimizers.exchange import Exchange, local_of
+from stratagem_extras.optimizers.exchange import Exchange
+from stratagem_extras.optimizers.shards import gradient_of, local_of
 
 ADAMW_NAMES = (
     "*embed*",
@@ -196,7 +197,7 @@ class Muon(Optimizer):
 
     def _step_matrices(self, matrices: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
         """Step the matrices, each on its owner."""
-        gradients = [_gradient(p) for p, _ in matrices]
+        gradients = [gradient_of(p, "Muon") for p, _ in matrices]
         exchange = self._exchange([p for p, _ in matrices], gradients)
 
         def momentum(index: int) -> Tensor:
@@ -308,7 +309,7 @@ class Muon(Optimizer):
         beta1, beta2 = group["betas"]
         adamw(
             [local_of(p) for p in parameters],
-            [local_of(_gradient(p)) for p in parameters],
+            [local_of(gradient_of(p, "Muon")) for p in parameters],
             [local_of(state["exp_avg"]) for state in states],
             [local_of(state["exp_avg_sq"]) for state in states],
             [],
@@ -367,25 +368,6 @@ def _factor(adjustment: str | None, shape: Sequence[int]) -> float:
     if adjustment == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1, rows / columns))
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    """Return the gradient, sharded as its parameter is.
-
-    Raises:
-        ConfigurationError: the gradient is sparse or complex.
-    """
-    gradient = parameter.grad
-    assert gradient is not None
-    if gradient.is_sparse or gradient.is_complex():
-        raise ConfigurationError(
-            f"Muon received a gradient of {gradient.dtype} and {gradient.layout}; expected a "
-            "dense, real one: give this parameter to another optimizer"
-        )
-    placements = getattr(parameter, "placements", None)
-    if placements is not None and getattr(gradient, "placements", None) != placements:
-        gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
-    return gradient
 
 
 def _groups(params: Any) -> tuple[list[dict[str, Any]], dict[int, str], set[int]]:
