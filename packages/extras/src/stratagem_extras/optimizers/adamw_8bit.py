@@ -25,20 +25,19 @@ _PACKED = {
 
 
 class AdamW8bit(Optimizer):
-    """AdamW that keeps its averages as 8-bit codes, on one device and in the shards of many.
+    """AdamW with averages in 8-bit codes, on a single device and in the shards of many devices.
 
     A parameter needs about 2 bytes of state for each element, where `torch.optim.AdamW` needs 8.
-    The codes are those of Dettmers et al., 2022, "8-bit Optimizers via Block-wise Quantization":
-    each number is a part of the largest absolute value of its block. A block is a part of a row
-    (of the last dimension), so that ranks that hold different rows hold whole blocks. Under fsdp
-    and a mesh the state is sharded and saved as the parameters are, and loads on other ranks with
-    the same codes.
+    The codes come from Dettmers et al., 2022, "8-bit Optimizers via Block-wise Quantization": each
+    number is a part of the largest absolute value of its block. A block is a part of a row (of the
+    last dimension), so that ranks with different rows hold whole blocks. Under fsdp and a mesh the
+    state is sharded and saved as the parameters are, and loads on other ranks with the same codes.
 
     Parameters with one dimension, such as biases and norms, and parameters with less than
     `min_8bit_size` elements keep their averages in float32.
 
     The state of a parameter has the entries `exp_avg_codes` and `exp_avg_sq_codes` (uint8, of the
-    parameter's shape), and `exp_avg_scales` and `exp_avg_sq_scales` (float32, one for each block).
+    parameter's shape), and `exp_avg_scales` and `exp_avg_sq_scales` (float32, a scale a block).
 
     Args:
         params: parameters, named parameters, or groups, as for every optimizer of torch.
@@ -130,10 +129,10 @@ class AdamW8bit(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state; codes and scales keep their dtypes, whatever that of the parameter is.
+        """Load a state; codes and scales keep their dtypes, whatever the dtype of the parameter.
 
         Raises:
-            ConfigurationError: the state of a parameter is not one of this optimizer.
+            ConfigurationError: the state of a parameter comes from another optimizer.
         """
         # Optimizer.load_state_dict would convert codes to the dtype of the parameter.
         super().load_state_dict({**state_dict, "state": {}})
@@ -265,7 +264,7 @@ def _check_blocks(index: int, parameter: Tensor, group: Mapping[str, Any]) -> No
     """Raise if ranks hold parts of the rows of a parameter that are not whole blocks.
 
     Raises:
-        ConfigurationError: the message has a block size that fits, if there is one.
+        ConfigurationError: the message has a block size that fits.
     """
     parts, columns, block = parts_of_rows(parameter), parameter.shape[-1], group["block_size"]
     if parts == 1 or columns % (parts * block) == 0:

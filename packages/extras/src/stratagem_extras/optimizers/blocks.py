@@ -20,8 +20,8 @@ _EXPONENTS = 7
 def dynamic_map(signed: bool) -> tuple[float, ...]:
     """Return the 256 numbers of the dynamic map, in order: from -1 or 0 to 1.
 
-    The map is that of Dettmers et al., 2022, "8-bit Optimizers via Block-wise Quantization". Each
-    decade below 1 has half of the numbers of the decade above it.
+    The map comes from Dettmers et al., 2022, "8-bit Optimizers via Block-wise Quantization". Each
+    decade below 1 has half of the numbers of the next decade.
 
     Args:
         signed: True for a map with numbers below 0.
