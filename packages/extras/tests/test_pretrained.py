@@ -564,6 +564,45 @@ def test_convert_drops_the_prefix_that_all_names_have(tmp_path: Path) -> None:
     assert equal(read(target), expected)
 
 
+def test_convert_says_where_a_config_may_not_fit(tmp_path: Path) -> None:
+    like = write(tmp_path / "like", values(tied()))
+    source, target = tmp_path / "model.ckpt", tmp_path / "out"
+    weights = {**values(tied()), "score.weight": torch.ones(2)}
+    SingleFileCheckpointIO().save_checkpoint({"state_dict": weights}, source)
+    said = stratagem("convert", source, target, "--to", "huggingface", "--like", like)
+    assert said.endswith(f"; {like} has no score.weight, so that its config may not fit")
+    name = next(iter(values(tied())))
+    weights = {**values(tied()), name: torch.ones(3, 3)}
+    other = tmp_path / "other.ckpt"
+    SingleFileCheckpointIO().save_checkpoint({"state_dict": weights}, other)
+    said = stratagem(
+        "convert", other, tmp_path / "new", "--to", "huggingface", "--like", like, code=1
+    )
+    assert f"{name} has the shape (3, 3), and " in said
+    assert "whose config would describe another model than the weights" in said
+    assert not list(tmp_path.glob("*new*"))
+
+
+def test_a_folder_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    model: Any = tied()
+    model.add_module("head", nn.Linear(6, 7, bias=False))
+    model.head.weight = model.table.weight
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    lite = Lite(accelerator="cpu", devices=1)
+    prepared = lite.setup(model)
+    differing = write(
+        tmp_path / "two", {**state, "head.weight": torch.zeros_like(model.table.weight)}
+    )
+    with pytest.raises(CheckpointMismatchError, match=r"has different values of .*one parameter"):
+        lite.load_weights(prepared, differing)
+    lite.load_weights(prepared, write(tmp_path / "equal", state))
+    codes = {name: value.to(torch.int8) for name, value in state.items()}
+    with pytest.raises(
+        CheckpointMismatchError, match=r"in torch\.int8, as quantised weights have it"
+    ):
+        lite.load_weights(prepared, write(tmp_path / "codes", codes))
+
+
 def test_convert_refuses_what_a_folder_cannot_hold(tmp_path: Path) -> None:
     source, target = tmp_path / "model.ckpt", tmp_path / "out"
     weight = torch.ones(1)

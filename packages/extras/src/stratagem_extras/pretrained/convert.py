@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stratagem.checkpoint import LazyTensor
+from stratagem.errors import format_names
 from stratagem_extras.pretrained.adapters import (
     CONFIG,
     WEIGHTS,
@@ -20,7 +21,7 @@ from stratagem_extras.pretrained.adapters import (
 )
 from stratagem_extras.pretrained.folder import open_folder
 from stratagem_extras.pretrained.names import check_names, match_names
-from stratagem_extras.pretrained.save import names_to_write
+from stratagem_extras.pretrained.save import names_to_write, new_in
 from stratagem_extras.pretrained.writer import Description, NewFolder
 
 _IS_ADAPTER = re.compile(r"(^|\.)base_model\.model\.|\.lora_[^.]+\.")
@@ -49,6 +50,7 @@ def convert_to_folder(
         ConfigurationError, CheckpointError: as in `save_pretrained`.
     """
     of_adapter = like is not None and is_adapter(like)
+    added: list[str] = []
     if adapters or of_adapter or any(map(_IS_ADAPTER.search, tensors)):
         configs = {"": open_adapter(like, weights=False)[0]} if like and of_adapter else adapters
         names, config = names_in_checkpoint(tensors, configs, "the checkpoint")
@@ -60,14 +62,17 @@ def convert_to_folder(
         names = names_to_write(tensors, _ties_in(tensors), like, None, "")
         if like is not None:
             names = _without_copies(tensors, names, set(open_folder(like)))
-        written = NewFolder(folder, _described(tensors, names), dtype, max_shard_size)
+        described = _described(tensors, names)
+        added = [] if like is None else new_in(like, described, has_config=False)
+        written = NewFolder(folder, described, dtype, max_shard_size)
         written.add_files(like)
     for name, new in names.items():
         value = tensors[name]
         written.write(new, value.whole() if isinstance(value, LazyTensor) else value)
     written.commit()
     files = f"{written.files} file" + "s" * (written.files > 1)
-    return f"{folder}: {len(names)} tensors, {written.total} bytes in {files}"
+    more = f"; {like} has no {format_names(added)}, so that its config may not fit" if added else ""
+    return f"{folder}: {len(names)} tensors, {written.total} bytes in {files}{more}"
 
 
 def read_folder(folder: Path, like: Mapping[str, Tensor | LazyTensor] | None) -> dict[str, Tensor]:

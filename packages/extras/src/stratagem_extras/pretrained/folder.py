@@ -103,6 +103,20 @@ class StoredTensor(LazyTensor):
                 if chunk.numel():
                     self._read_chunk(file, offsets, chunk.detach())
 
+    def equals(self, other: StoredTensor) -> bool:
+        """Return whether another stored tensor has equal bytes, read in blocks."""
+        if (self.shape, self.dtype) != (other.shape, other.dtype):
+            return False
+        with self.path.open("rb") as own, other.path.open("rb") as others:
+            own.seek(self.start)
+            others.seek(other.start)
+            left = self.nbytes
+            while left > 0:
+                if own.read(min(left, _BLOCK)) != others.read(min(left, _BLOCK)):
+                    return False
+                left -= _BLOCK
+        return True
+
     def _read_chunk(self, file: BinaryIO, offsets: tuple[int, ...], chunk: Tensor) -> None:
         if not self.shape:
             self._read_rows(file, 0, chunk.view(1))
@@ -203,7 +217,7 @@ def _open_indexed(folder: Path, index: Path) -> dict[str, StoredTensor]:
             raise ValueError("weight_map is empty")
         if not all(type(file) is str and Path(file).name == file for file in weight_map.values()):
             raise ValueError("weight_map has other values than names of files")
-    except (ValueError, KeyError, RecursionError) as error:
+    except (ValueError, KeyError, RecursionError, OSError) as error:
         raise CheckpointCorruptError(
             f"{str(index)!r} is no index of safetensors ({format_text(str(error))}): expected "
             '{"weight_map": {NAME: FILE}}; copy it again'
@@ -240,12 +254,22 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             header.pop("__metadata__", None)
             begin = 8 + length
             tensors = {n: _stored(path, begin, size, entry) for n, entry in header.items()}
+            _check_apart(tensors)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointCorruptError(
                 f"{str(path)!r} is not a whole safetensors file ({format_text(str(error))}): it "
                 "may be truncated, or a pointer of Git LFS; copy it again"
             ) from error
     return tensors
+
+
+def _check_apart(tensors: Mapping[str, StoredTensor]) -> None:
+    """Refuse tensors that share bytes, as the format does."""
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if tensor.start < end:
+            raise ValueError(f"{name} shares bytes with another tensor")
+        end = tensor.start + tensor.nbytes
 
 
 def _stored(path: Path, begin: int, size: int, entry: Mapping[str, Any]) -> StoredTensor:

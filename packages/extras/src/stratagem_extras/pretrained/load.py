@@ -180,10 +180,32 @@ class PretrainedWeights:
             message = f"{str(self.folder)!r}: {error}"
             raise CheckpointMismatchError(message, error.missing, error.unexpected) from error
         first: dict[str, str] = {}
-        for name in names.sources:
-            first.setdefault(ties[name], name)
+        for name, source in names.sources.items():
+            one = names.sources[first.setdefault(ties[name], name)]
+            if one != source and strategy.ranks.global_rank == 0:
+                _check_equal(folder, (one, source), stored)
+            _check_kind(folder, name, own[name], source, stored[source])
         found = {name: stored[names.sources[name]] for name in first.values()}
         return {**found, **of_adapter}
+
+
+def _check_equal(folder: Path, names: tuple[str, str], stored: Mapping[str, StoredTensor]) -> None:
+    """Refuse two names of one parameter with different values."""
+    one, other = (stored[name] for name in names)
+    if not one.equals(other):
+        raise CheckpointMismatchError(
+            f"{str(folder)!r} has different values of {names[0]} and {names[1]}, which are one "
+            "parameter of the model: build the model without the tie (tie_word_embeddings=False)"
+        )
+
+
+def _check_kind(folder: Path, name: str, own: Tensor, source: str, stored: StoredTensor) -> None:
+    """Refuse integers for a parameter of floating-point numbers: weights may be quantised."""
+    if own.is_floating_point() and not stored.dtype.is_floating_point:
+        raise CheckpointMismatchError(
+            f"{str(folder)!r} has {source} in {stored.dtype}, as quantised weights have it, and "
+            f"the model's {name} is {own.dtype}: expected a folder of floating-point weights"
+        )
 
 
 def _read_in_place(

@@ -191,9 +191,11 @@ def _begin(
     plain_ties = {new: kept.get(firsts[name], new) for name, new in kept.items()}
     plain = names_to_write(kept.values(), plain_ties, like, module, part)
     names = {name: plain[new] for name, new in kept.items() if new in plain}
-    target = NewFolder(request.folder, {new: described[n] for n, new in names.items()}, *options)
+    tensors = {new: described[name] for name, new in names.items()}
     model = part_of_transformers(module, prefix_to_drop(list(kept.values()), module, part))
-    target.add_files(like, None if like is not None else model)
+    fits = like is not None and not new_in(like, tensors, has_config=model is not None)
+    target = NewFolder(request.folder, tensors, *options)
+    target.add_files(like, None if fits else model)
     chosen = [request.adapter] if request.adapter else None
     groups = [_Group(one.sources, merge=partial(one.apply, chosen)) for one in layers]
     changed = {name for one in layers for name in one.results.values()}
@@ -262,6 +264,31 @@ def names_to_write(
         if ties.get(name, name) not in written:
             names[name] = known.lacks + name.removeprefix(known.into)
     return names
+
+
+def new_in(
+    like: str | os.PathLike[str], tensors: Mapping[str, Description], *, has_config: bool
+) -> list[str]:
+    """Return the tensors that a folder lacks or has in another shape.
+
+    Args:
+        like: the folder.
+        tensors: those that are written.
+        has_config: whether a model of transformers has a config that describes them.
+
+    Raises:
+        CheckpointMismatchError: a shape differs, and only the folder has a config.
+    """
+    stored = open_folder(like)
+    resized = [n for n, (shape, _) in tensors.items() if n in stored and stored[n].shape != shape]
+    if resized and not has_config:
+        name = resized[0]
+        raise CheckpointMismatchError(
+            f"{name} has the shape {tensors[name][0]}, and {stored[name].shape} in {str(like)!r}, "
+            "whose config would describe another model than the weights: write it without `like`, "
+            "or by save_pretrained(trainer, ...), which knows the model's own config"
+        )
+    return [name for name in tensors if name not in stored or name in resized]
 
 
 # -- the tensors

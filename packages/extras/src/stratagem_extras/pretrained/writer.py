@@ -155,14 +155,14 @@ class NewFolder:
                 f"{str(self.path)!r} is there already; expected a new path: remove it first, or "
                 "write elsewhere"
             )
-        self._tensors = {
+        self.tensors = {
             name: (shape, self.dtype if self.dtype and own.is_floating_point else own)
             for name, (shape, own) in tensors.items()
         }
         with self._saving():
             self._directory = DurableDirectory(self.path)
             try:
-                self._writer = FolderWriter(self._directory.temporary, self._tensors, size, single)
+                self._writer = FolderWriter(self._directory.temporary, self.tensors, size, single)
             except BaseException:
                 self._directory.close()
                 raise
@@ -223,7 +223,7 @@ class NewFolder:
 
     def _set_dtype(self, config: Path) -> None:
         """Let a config name the dtype of the weights, in which a reader loads them."""
-        kinds = {dtype for _, dtype in self._tensors.values() if dtype.is_floating_point}
+        kinds = {dtype for _, dtype in self.tensors.values() if dtype.is_floating_point}
         if not config.exists() or len(kinds) != 1:
             return
         entries = json.loads(config.read_text())
