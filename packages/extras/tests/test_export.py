@@ -10,7 +10,7 @@ import torch
 from fixtures import run_file
 from torch import Tensor, nn
 
-from stratagem import Module, Trainer
+from stratagem import Lite, Module, Trainer
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem_extras.export import to_exported
 
@@ -167,6 +167,38 @@ class OfTwo(nn.Module):
 class Draws(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs + torch.randn_like(inputs)
+
+
+class Named(nn.Linear):
+    """Takes inputs by any name, as LanguageModule does."""
+
+    def forward(self, **named: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(named["x"])
+
+
+class Rows(nn.Linear):
+    def forward(self, *rows: Tensor) -> Tensor:
+        return super().forward(rows[0] + rows[1])
+
+
+def test_any_number_of_inputs_and_a_model_of_lite_are_exported() -> None:
+    x = torch.randn(7, 2)
+    rows = Rows(2, 1)
+    program = to_exported(rows, inputs=(torch.ones(4, 2), torch.ones(4, 2)))
+    torch.testing.assert_close(program.module()(x, x), rows(x, x))
+    set_up = Lite(accelerator="cpu", devices=1).setup(nn.Linear(2, 1))
+    program = to_exported(set_up, inputs=torch.ones(4, 2))
+    torch.testing.assert_close(program.module()(x), set_up(x))
+
+
+def test_inputs_of_any_name_have_no_free_batch() -> None:
+    inputs = {"x": torch.ones(4, 2)}
+    with pytest.raises(
+        ConfigurationError, match=r"takes inputs by any name \(\*\*named\), for which"
+    ):
+        to_exported(Named(2, 1), inputs=inputs)
+    program = to_exported(Named(2, 1), inputs=inputs, dynamic_shapes=None)
+    assert program.module()(**inputs).shape == (4, 1)
 
 
 def test_an_export_that_cannot_be_made_says_why(tmp_path: Path) -> None:

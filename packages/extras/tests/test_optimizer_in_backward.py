@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
-from stratagem import Module, Trainer
+from stratagem import Callback, Module, Trainer
 from stratagem.callbacks import OptimizerInBackward
 from stratagem.checkpoint import DirectoryCheckpointIO
 from stratagem.errors import ConfigurationError
@@ -163,6 +163,18 @@ def test_hooks_are_gone_after_an_error(tmp_path: Path) -> None:
         fit(module, tmp_path, OptimizerInBackward())
     module.training_step(torch.ones(2, 2), 0).backward()
     assert module.net.weight.grad is not None
+
+
+class ReadsNorm(Callback):
+    def on_before_optimizer_step(self, *arguments: Any) -> None:
+        pass
+
+
+def test_callbacks_that_read_gradients_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"ReadsNorm\.on_before_optimizer_step would find no"
+    ):
+        fit(Net(), tmp_path, OptimizerInBackward(), ReadsNorm())
 
 
 @pytest.mark.parametrize(

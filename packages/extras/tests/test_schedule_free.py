@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from stratagem import Module, Trainer
+from stratagem.callbacks import EMAWeightAveraging
 from stratagem.checkpoint import DirectoryCheckpointIO
 from stratagem.errors import ConfigurationError
 from stratagem_extras.callbacks.schedule_free import ScheduleFree
@@ -102,6 +103,16 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     loader: Any = DataLoader(data, 2)
     with pytest.raises(ConfigurationError, match=r"expected an optimizer with train\(\) and eval"):
         trainer(ScheduleFree(), path=tmp_path).fit(Net(torch.optim.SGD), loader)
+
+
+def test_another_average_of_weights_is_refused(tmp_path: Path) -> None:
+    data: Any = torch.ones(4, 2)
+    loader: Any = DataLoader(data, 2)
+    averages = [ScheduleFree(), EMAWeightAveraging(decay=0.9)]
+    with pytest.raises(
+        ConfigurationError, match="ScheduleFree and EMAWeightAveraging both average"
+    ):
+        trainer(*averages, path=tmp_path).fit(Net(schedulefree.SGDScheduleFree), loader)
 
 
 def test_without_the_callback_the_optimizer_raises(tmp_path: Path) -> None:

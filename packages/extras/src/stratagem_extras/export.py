@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.export import Dim, ExportedProgram
 from stratagem.data import map_tensors
 from stratagem.errors import ConfigurationError, UserCodeError, format_text
 from stratagem.launch import line_in_traceback
+from stratagem.lite import LiteModule
 from stratagem.storage import durable_replace
 
 
@@ -88,6 +90,8 @@ def to_exported(
         torch.Size([7, 1])
     """
     _check_whole(model)
+    if isinstance(model, LiteModule):
+        model = model.module
     if file_path is not None and Path(file_path).suffix != ".pt2":
         raise ConfigurationError(
             f"to_exported(file_path={str(file_path)!r}): expected a path that ends in .pt2"
@@ -98,9 +102,9 @@ def to_exported(
     given = map_tensors(lambda tensor: tensor.to(device), given)
     if not isinstance(given, (tuple, dict)):
         given = (given,)
-    if dynamic_shapes == "batch":
-        dynamic_shapes = _batches(given)
     args, kwargs = ((), given) if isinstance(given, dict) else (given, {})
+    if dynamic_shapes == "batch":
+        dynamic_shapes = _batches(_by_argument(model, args, kwargs) or given)
     with _evaluation(model):
         try:
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
@@ -133,6 +137,26 @@ def _check_whole(model: nn.Module) -> None:
             "expected a whole model. Save a checkpoint, and export "
             f"{type(model).__name__}.load_from_checkpoint(path) in one process"
         )
+
+
+def _by_argument(model: nn.Module, args: Any, kwargs: Any) -> dict[str, Any] | None:
+    """Return inputs by the arguments of forward; None: forward takes others.
+
+    Raises:
+        ConfigurationError: forward takes inputs by any name, for which torch has no shapes.
+    """
+    takes = signature(model.forward)
+    for name, parameter in takes.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD and set(kwargs) - set(takes.parameters):
+            raise ConfigurationError(
+                f"to_exported(dynamic_shapes='batch'): forward of {type(model).__name__} takes "
+                f"inputs by any name (**{name}), for which torch has no dynamic shapes: export the "
+                "module that it calls, such as module.model, or pass dynamic_shapes=None"
+            )
+    try:
+        return dict(takes.bind(*args, **kwargs).arguments)
+    except TypeError:  # torch.export says what is missing
+        return None
 
 
 def _batches(inputs: Any) -> Any:

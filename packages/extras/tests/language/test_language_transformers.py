@@ -14,7 +14,7 @@ from fixtures import run_file
 from torch.utils.data import DataLoader
 
 from stratagem import Trainer
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem_extras.language import (
     LanguageModule,
     MixedDataset,
@@ -116,6 +116,30 @@ def test_a_stream_of_datasets_is_a_source() -> None:
         assert torch.equal(own["input_ids"], expected["input_ids"])
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_mask_or_a_cache_that_joins_documents_is_refused(packed: bool) -> None:
+    batch = next(iter(DataLoader(PackedDataset(documents(), 16), 4)))
+    module = LanguageModule(made("llama"), packed=packed)
+    if not packed:
+        with pytest.raises(UserCodeError, match=r"config\.use_cache is True, with which models"):
+            module.validation_step(batch, 0)
+        model: Any = module.model
+        model.config.use_cache = False
+    masked = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+    with pytest.raises(UserCodeError, match=r"has an attention_mask, with which models"):
+        module.validation_step(masked, 0)
+
+
+def test_positions_of_padded_rows_are_no_documents() -> None:
+    module = LanguageModule(made("llama"))
+    ids = torch.tensor([[0, 0, 5, 6, 7]])
+    mask = torch.tensor([[0, 0, 1, 1, 1]])
+    positions = torch.tensor([[1, 1, 0, 1, 2]])
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": mask, "position_ids": positions}
+    module._check_documents(batch)
+    assert module._packed is False
+
+
 def test_attention_that_does_not_follow_positions_is_refused() -> None:
     config = transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=96)
     model = transformers.BloomForCausalLM(config)
@@ -134,6 +158,24 @@ def test_chunked_losses_change_no_number(name: str) -> None:
     assert float(losses[1].detach()) == pytest.approx(float(losses[0].detach()), rel=1e-6)
     for own, expected in zip(chunked.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(own.grad, expected.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_an_adapter_of_the_last_layer_is_refused_in_both_orders() -> None:
+    peft = pytest.importorskip("peft", reason="`nox -s huggingface` has it")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # from peft, of transformers' names
+        adapted = peft.get_peft_model(made("llama"), config)
+        with pytest.raises(
+            ConfigurationError, match=r"has an adapter of PEFT \(Linear\): expected"
+        ):
+            chunk_loss(adapted)
+        plain = made("llama")
+        chunk_loss(plain)
+        late = peft.get_peft_model(plain, config)
+    batch = next(iter(DataLoader(PackedDataset(documents(), 16), 4)))
+    with pytest.raises(UserCodeError, match="the last layer got an adapter after chunk_loss"):
+        late(**batch)
 
 
 def test_a_softcap_after_the_last_layer_is_refused() -> None:

@@ -60,7 +60,7 @@ class Held(Callback):
 
     most = 0
 
-    def on_after_backward(self, trainer: Any, module: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, *arguments: Any) -> None:
         self.most = max(self.most, sum(p.grad is not None for p in module.parameters()))
 
 

@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from stratagem.module import Module
     from stratagem.trainer import Trainer
 
+_HOOKS_OF_CALLBACKS = "on_before_optimizer_step", "on_before_zero_grad", "on_after_backward"
 _HOOKS_OF_GRADIENTS = (
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
-    "on_after_backward",
+    *_HOOKS_OF_CALLBACKS,
     "configure_gradient_clipping",
     "optimizer_step",
     "optimizer_zero_grad",
@@ -145,6 +144,13 @@ def _obstacle(trainer: Trainer, module: Module) -> str:
             f"{type(module).__name__}.{hooks[0]} works on gradients after backward, and they are "
             "freed by then. Leave it or the callback out"
         )
+    for callback in trainer.callbacks:
+        for hook in _HOOKS_OF_CALLBACKS:
+            if getattr(type(callback), hook) is not getattr(Callback, hook):
+                return (
+                    f"{type(callback).__name__}.{hook} would find no gradients, since they are "
+                    "freed by then. Leave it or the callback out"
+                )
     if trainer.world_size > 1 and not any(
         isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]
     ):

@@ -9,6 +9,8 @@ import torch
 from stratagem.callbacks import Callback
 from stratagem.data import map_tensors
 from stratagem.errors import ConfigurationError
+from stratagem_extras.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
+from stratagem_extras.callbacks.weight_averaging import WeightAveraging
 
 if TYPE_CHECKING:
     from stratagem.module import Module
@@ -54,13 +56,19 @@ class ScheduleFree(Callback):
                 optimizer.train() if train else optimizer.eval()
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
-        """Refuse optimizers without modes."""
+        """Refuse optimizers without modes, and other averages."""
         name = trainer.plan.strategy.name
         if trainer.plan.capabilities.engine_steps:
             raise ConfigurationError(
                 f"ScheduleFree changes weights between steps, and the engine of {name!r} keeps "
                 "weights of its own: use strategy='fsdp' or 'ddp'"
             )
+        for callback in trainer.callbacks:
+            if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+                raise ConfigurationError(
+                    f"ScheduleFree and {type(callback).__name__} both average the weights of a "
+                    "run, and would undo one another: leave one out"
+                )
         optimizers = trainer.run.require_prepared().optimizers
         if not self._modes(trainer):
             kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"

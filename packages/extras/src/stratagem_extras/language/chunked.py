@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, pad
 from torch.utils.checkpoint import checkpoint
 
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, UserCodeError
 
 _CAUSAL, _MASKED = "ForCausalLMLoss", "ForMaskedLMLoss"
 _IGNORED = -100
@@ -117,6 +117,12 @@ def chunk_loss(model: nn.Module, chunk_size: int = 512) -> None:
     """
     _check_size(chunk_size)
     found = [part for part in model.modules() if _is_model(part)]
+    if not found and (kind := _adapted_head(model)):
+        raise ConfigurationError(
+            f"chunk_loss: the last layer of {type(model).__name__} has an adapter of PEFT ({kind}):"
+            " expected a linear layer. Leave it out of target_modules; with modules_to_save, call "
+            "chunk_loss before get_peft_model"
+        )
     if not found:
         raise ConfigurationError(
             f"chunk_loss: no part of {type(model).__name__} is a model of transformers that "
@@ -125,6 +131,15 @@ def chunk_loss(model: nn.Module, chunk_size: int = 512) -> None:
         )
     for part in found:
         _ChunkedLoss(part, chunk_size).attach()
+
+
+def _adapted_head(model: nn.Module) -> str:
+    """Return the class of a last layer with an adapter, or ""."""
+    for part in model.modules():
+        head = getattr(type(part), "get_output_embeddings", lambda part: None)(part)
+        if head is not None and type(head).__module__.startswith("peft."):
+            return type(head).__name__
+    return ""
 
 
 def _is_model(part: Any) -> bool:
@@ -160,6 +175,11 @@ class _ChunkedLoss:
         given = signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments
         named = {**given, **given.get("kwargs", {})}
         self._is_asked = torch.is_grad_enabled() and named.get("labels") is not None
+        if self._is_asked and hasattr(model.get_output_embeddings(), "base_layer"):
+            raise UserCodeError(
+                "the last layer got an adapter after chunk_loss, which reads a linear layer: leave "
+                "it out of target_modules, or leave chunk_loss out"
+            )
 
     def _forward(self, rows: Tensor) -> Tensor:
         if not self._is_asked or self._rows is not None:

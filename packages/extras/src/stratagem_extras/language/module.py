@@ -81,6 +81,8 @@ class LanguageModule(Module):
         self._optimizer = optimizer or partial(torch.optim.AdamW, lr=2e-5)
         self._scheduler = scheduler
         self._shifts = _shifts(model) if shift is None else shift
+        self._packed = True if packed else None
+        """Whether rows have several documents; None: the first batch shows it."""
 
     def forward(self, **batch: Any) -> Any:
         """Return the model's output."""
@@ -103,7 +105,7 @@ class LanguageModule(Module):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss, and log it as "loss"."""
-        loss: Tensor = self.model(**batch).loss
+        loss = self._loss(batch)
         self.log("loss", loss, prog_bar=True)
         return loss
 
@@ -137,8 +139,40 @@ class LanguageModule(Module):
     def _evaluate(self, name: str, batch: Any) -> None:
         count = int(self.loss_weight(batch))
         if count:  # the mean over no label is NaN
-            loss = self.model(**batch).loss
-            self.log(name, loss, batch_size=count, prog_bar=True)
+            self.log(name, self._loss(batch), batch_size=count, prog_bar=True)
+
+    def _loss(self, batch: Any) -> Tensor:
+        if "position_ids" in batch:
+            self._check_documents(batch)
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+    def _check_documents(self, batch: Mapping[str, Any]) -> None:
+        """Refuse what lets documents of a row attend to one another.
+
+        Raises:
+            UserCodeError: names it.
+        """
+        mask = batch.get("attention_mask")
+        is_mask = isinstance(mask, Tensor) and mask.ndim == 2
+        if self._packed is None:
+            positions = batch["position_ids"]
+            begins = positions[..., 1:] <= positions[..., :-1]
+            if isinstance(mask, Tensor) and mask.shape == positions.shape:
+                begins = begins & (mask[:, 1:] * mask[:, :-1]).bool()  # padding has no order
+            self._packed = bool(begins.any())
+        if self._packed and is_mask:
+            raise UserCodeError(
+                "a batch of rows with several documents has an attention_mask, with which models "
+                "of transformers let the documents see one another: leave it out of the batch; "
+                "position_ids that begin again separate documents, and labels of -100 mark padding"
+            )
+        if self._packed and getattr(getattr(self.model, "config", None), "use_cache", False):
+            raise UserCodeError(
+                "a batch has rows with several documents, and config.use_cache is True, with which "
+                "models of transformers let the documents see one another: pass packed=True to "
+                "LanguageModule, and leave config.use_cache as it is then"
+            )
 
 
 def _shifts(model: Any) -> bool:
