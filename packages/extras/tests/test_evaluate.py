@@ -143,6 +143,25 @@ def test_a_checkpoint_of_a_strategy_has_the_values_of_lm_eval(
     assert values(folder, capsys, f"{out}.ckpt", *options)["metrics"] == expected
 
 
+def test_a_checkpoint_with_adapters_has_the_values_of_lm_eval(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft", reason="`nox -s huggingface` has it")
+    from evaluated_model import make_adapted
+
+    trained = make_adapted()
+    draw = torch.Generator().manual_seed(5)
+    for name, parameter in trained.named_parameters():
+        if "lora_B" in name:
+            parameter.data = 30 * torch.randn(parameter.shape, generator=draw)
+    state = {f"model.{name}": value for name, value in trained.state_dict().items()}
+    torch.save({"state_dict": state}, tmp_path / "one.ckpt")
+    expected = directly(trained, folder)
+    assert expected != directly(make_adapted(), folder)
+    options = ["--tokenizer", str(folder / "tokenizer"), "--model", "evaluated_model:make_adapted"]
+    assert values(folder, capsys, str(tmp_path / "one.ckpt"), *options)["metrics"] == expected
+
+
 def test_mistakes_are_one_error(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,6 +194,9 @@ def test_mistakes_are_one_error(
     assert "cannot be built: ValueError: no such file. Expected module:function" in failed
     assert "--dtype int8: expected a floating-point dtype" in said(
         *named, *tokenizer, "--dtype", "int8"
+    )
+    assert "--device nowhere: the model cannot be moved there (RuntimeError: " in said(
+        *named, *tokenizer, "--device", "nowhere"
     )
     (model / "config.json").write_text('{"model_type": "unheard-of"}')
     assert "has no language model that transformers can read" in said(str(model))

@@ -571,6 +571,12 @@ def test_convert_says_where_a_config_may_not_fit(tmp_path: Path) -> None:
     SingleFileCheckpointIO().save_checkpoint({"state_dict": weights}, source)
     said = stratagem("convert", source, target, "--to", "huggingface", "--like", like)
     assert said.endswith(f"; {like} has no score.weight, so that its config may not fit")
+    inner = {f"net.{name}": value for name, value in values(tied()).items()}
+    both = {"state_dict": {**inner, "critic.weight": torch.ones(2)}}
+    SingleFileCheckpointIO().save_checkpoint(both, tmp_path / "both.ckpt")
+    options = ("--to", "huggingface", "--like", like)
+    said = stratagem("convert", tmp_path / "both.ckpt", tmp_path / "inner", *options)
+    assert said.endswith(f"; left out, since {like} has no place for them: critic.weight")
     name = next(iter(values(tied())))
     weights = {**values(tied()), name: torch.ones(3, 3)}
     other = tmp_path / "other.ckpt"

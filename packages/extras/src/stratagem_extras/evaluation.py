@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from stratagem.errors import (
     format_text,
 )
 from stratagem_extras.checkpoints.weights import open_weights
-from stratagem_extras.pretrained.names import check_names, match_names, tensors_of, ties_of
+from stratagem_extras.pretrained.names import Names, check_names, match_names, tensors_of, ties_of
 
 _FILES_OF_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -73,7 +73,13 @@ def evaluate_model(
     if dtype is not None:
         built = built.to(_dtype(dtype))
     usual = "cuda" if torch.cuda.is_available() else "cpu"
-    built = built.to(device or usual).eval()
+    try:
+        built = built.to(device or usual).eval()
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigurationError(
+            f"--device {device or usual}: the model cannot be moved there "
+            f"({type(error).__name__}: {format_text(str(error), 200)})"
+        ) from error
     lm = HFLM(
         pretrained=built,
         tokenizer=_read_tokenizer(source, tokenizer, built),
@@ -229,7 +235,7 @@ def _load(model: nn.Module, source: Path, key: str | None, form: str) -> None:
     own = model.state_dict(keep_vars=True)
     shapes = tensors_of(own)
     try:
-        names = match_names(list(shapes), list(stored), model)
+        names = _in_place(list(shapes), stored) or match_names(list(shapes), list(stored), model)
         check_names(
             names, shapes, {n: tuple(value.shape) for n, value in stored.items()}, ties_of(own)
         )
@@ -241,6 +247,17 @@ def _load(model: nn.Module, source: Path, key: str | None, form: str) -> None:
         for name, saved in names.sources.items():
             value: Tensor | LazyTensor = stored[saved]
             own[name].copy_(value.whole() if isinstance(value, LazyTensor) else value)
+
+
+def _in_place(own: Sequence[str], stored: Collection[str]) -> Names | None:
+    """Return the names of a model that a checkpoint has all below one prefix, as they are.
+
+    A model with adapters of PEFT is found so, whose names are not those of a folder.
+    """
+    for prefix in (name.removesuffix(own[0]) for name in stored if name.endswith(own[0])):
+        if all(prefix + name in stored for name in own):
+            return Names({name: prefix + name for name in own}, lacks=prefix)
+    return None
 
 
 def _read_tokenizer(source: Path, given: Path | None, model: Any) -> Any:

@@ -41,3 +41,9 @@ class WithTwo(Module):
 
 def fail():
     raise ValueError("no such file")
+
+
+def make_adapted():
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(make_model(), LoraConfig(r=4, target_modules=["q_proj"]))

@@ -51,6 +51,7 @@ def convert_to_folder(
     """
     of_adapter = like is not None and is_adapter(like)
     added: list[str] = []
+    left_out: list[str] = []
     if adapters or of_adapter or any(map(_IS_ADAPTER.search, tensors)):
         configs = {"": open_adapter(like, weights=False)[0]} if like and of_adapter else adapters
         names, config = names_in_checkpoint(tensors, configs, "the checkpoint")
@@ -62,6 +63,7 @@ def convert_to_folder(
         names = names_to_write(tensors, _ties_in(tensors), like, None, "")
         if like is not None:
             names = _without_copies(tensors, names, set(open_folder(like)))
+            left_out = [n for n in tensors if n not in names and not _copy_of(tensors, n, names)]
         described = _described(tensors, names)
         added = [] if like is None else new_in(like, described, has_config=False)
         written = NewFolder(folder, described, dtype, max_shard_size)
@@ -72,6 +74,8 @@ def convert_to_folder(
     written.commit()
     files = f"{written.files} file" + "s" * (written.files > 1)
     more = f"; {like} has no {format_names(added)}, so that its config may not fit" if added else ""
+    if left_out:
+        more += f"; left out, since {like} has no place for them: {format_names(left_out)}"
     return f"{folder}: {len(names)} tensors, {written.total} bytes in {files}{more}"
 
 
