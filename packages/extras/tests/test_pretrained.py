@@ -402,6 +402,23 @@ def test_a_trainer_starts_from_weights_once(tmp_path: Path) -> None:
     resumed = Net()
     trainer(folder, tmp_path, max_steps=1).fit(resumed, data, ckpt_path=path)
     assert torch.equal(resumed.net.weight, net.net.weight)
+    (found,) = fitted.validate(Net(), data, verbose=False)
+    assert found["weight"] == 7.0, "another model is loaded"
+    (found,) = fitted.validate(net, data, verbose=False)
+    assert found["weight"] == trained, "a trained model is not loaded again after another one"
+
+
+@pytest.mark.slow
+def test_weights_trained_in_other_processes_are_not_loaded_again(tmp_path: Path) -> None:
+    folder = write(tmp_path / "in", {"weight": torch.ones(1, 2), "bias": torch.ones(1)})
+    net, data = Net(), [torch.ones(4, 2)]
+    options: dict[str, Any] = {"logger": False, "default_root_dir": tmp_path, "devices": 2}
+    forked = Trainer(accelerator="cpu", strategy="ddp_fork", weights=folder, max_steps=1, **options)
+    forked.fit(net, data)
+    trained = net.net.weight.sum().item()
+    assert trained < 2.0
+    (found,) = forked.validate(net, data, verbose=False)
+    assert found["weight"] == trained
 
 
 def test_a_trainer_writes_its_weights_during_and_after_a_run(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,26 @@ def test_magnitudes_of_dora_have_to_be_computed_from_the_weights(tmp_path: Path)
     dora = peft.LoraConfig(target_modules=["q_proj"], use_dora=True)
     model = peft.get_peft_model(transformers.LlamaForCausalLM(config), dora)
     lite = Lite(accelerator="cpu")
-    with pytest.raises(CheckpointMismatchError, match="DoRA computes its magnitudes from the"):
-        lite.load_weights(lite.setup(model), tmp_path / "lm")
+    given = PretrainedWeights(tmp_path / "lm", allow_missing=["*magnitude*"])
+    with pytest.raises(ConfigurationError, match="'default' is DoRA, which has computed its magni"):
+        lite.load_weights(lite.setup(model), given)
+
+
+def test_an_adapter_that_names_another_base_is_warned_of(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**SIZES)
+    for name in ("lm", "other"):
+        saved(tmp_path / name, config)
+    base = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "lm")
+    made = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"]))
+    made.save_pretrained(tmp_path / "adapter")
+    lite = Lite(accelerator="cpu")
+    model = lite.setup(made)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lite.load_weights(model, PretrainedWeights(tmp_path / "lm", adapter=tmp_path / "adapter"))
+    other = PretrainedWeights(tmp_path / "other", adapter=tmp_path / "adapter")
+    with pytest.warns(UserWarning, match="an adapter of another base computes something else"):
+        lite.load_weights(model, other)
 
 
 def test_former_names_follow_the_rules_of_transformers(tmp_path: Path) -> None:

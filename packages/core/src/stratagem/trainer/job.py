@@ -178,6 +178,8 @@ def load_result(
         # The converted model may have more entries, such as scales.
         trainer.strategy.precision.convert_module(model)
     model.load_state_dict(outcome["weights"])
+    if trainer.options.weights is not None:
+        trainer.options.weights.mark(model)
     latest.values = dict(outcome["callback_metrics"])
     logged = outcome["logged_metrics"]
     latest.for_loggers = dict.fromkeys(logged)

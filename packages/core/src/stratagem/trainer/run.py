@@ -324,8 +324,8 @@ def prepare_to_train(run: Run) -> tuple[PreparedModel, bool]:
     for optimizer in () if module.automatic_optimization else run.optimizers:
         count_steps(optimizer, run.state)
     path = run.resume_point.path
-    if is_new and path is None and options.weights is not None:
-        options.weights.load(strategy, prepared)
+    if is_new and options.weights is not None:
+        options.weights.start(strategy, prepared, reads=path is None)
     if path is not None:
         restore(run, read_checkpoint(run.runtime.checkpoint_writer, path), path)
     joined = strategy.adopt_peer_state(prepared, run.checkpoint)
@@ -375,8 +375,8 @@ def prepare_to_evaluate(run: Run) -> PreparedModel:
     path, weights = run.resume_point.path, run.trainer.options.weights
     if run.prepared is None:
         run.prepared = prepare(run.strategy, run.module)
-        if path is None and weights is not None:
-            weights.load(run.strategy, run.prepared)
+        if weights is not None:
+            weights.start(run.strategy, run.prepared, reads=path is None)
     show(run.strategy, run.prepared)
     if path is not None:
         checkpoint = read_checkpoint(run.runtime.checkpoint_writer, path)

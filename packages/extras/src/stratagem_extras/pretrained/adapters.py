@@ -26,6 +26,7 @@ from stratagem.errors import (
     ConfigurationError,
     format_names,
 )
+from stratagem.launch import rank_zero_warn
 from stratagem_extras.pretrained.folder import StoredTensor, read_header
 from stratagem_extras.pretrained.names import adapters_of, with_nearest
 from stratagem_extras.pretrained.writer import Description
@@ -279,8 +280,13 @@ def sources_of_adapter(
     return {own: stored[new] for new, own in by_new.items() if new in stored}
 
 
-def check_initialization(module: nn.Module, folder: Path) -> None:
-    """Refuse base weights if the initialization of an adapter has changed them before.
+def check_initialization(module: nn.Module, folder: Path, *, has_adapter: bool) -> None:
+    """Refuse base weights if an adapter was initialized from other ones, or has changed them.
+
+    Args:
+        module: the user's module.
+        folder: the folder of the base weights.
+        has_adapter: whether the adapter's own weights are read too.
 
     Raises:
         ConfigurationError: such an adapter, with its name.
@@ -295,6 +301,22 @@ def check_initialization(module: nn.Module, folder: Path) -> None:
                     f"init_lora_weights={kind!r}, which changes the base weights: load them before "
                     "get_peft_model"
                 )
+            if getattr(config, "use_dora", False) and not has_adapter:
+                raise ConfigurationError(
+                    f"weights={str(folder)!r}: the adapter {name!r} is DoRA, which has computed "
+                    "its magnitudes from the weights that the model had: load the base weights "
+                    "before get_peft_model, or pass PretrainedWeights(folder, adapter=...)"
+                )
+
+
+def warn_of_another_base(adapter: Path, folder: Path) -> None:
+    """Warn if the config of an adapter names another local folder as its base."""
+    named = Path(str(open_adapter(adapter, weights=False)[0].get("base_model_name_or_path") or ""))
+    if named.is_absolute() and named.is_dir() and not named.samefile(folder):
+        rank_zero_warn(
+            f"the adapter in {str(adapter)!r} was trained on {str(named)!r}, and the weights are "
+            f"those of {str(folder)!r}: an adapter of another base computes something else"
+        )
 
 
 def _differing(stored: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -21,6 +21,7 @@ from stratagem_extras.pretrained.adapters import (
     is_adapter,
     open_adapter,
     sources_of_adapter,
+    warn_of_another_base,
 )
 from stratagem_extras.pretrained.folder import StoredTensor, open_folder
 from stratagem_extras.pretrained.names import (
@@ -30,6 +31,9 @@ from stratagem_extras.pretrained.names import (
     tensors_of,
     ties_of,
 )
+
+_MARK = "_stratagem_pretrained_weights"
+"""The attribute of a module that has begun with weights: the object that read them."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,23 @@ class PretrainedWeights:
         """Return the weights that an argument means: a folder, or a PretrainedWeights."""
         return weights if isinstance(weights, PretrainedWeights) else cls(weights)
 
+    def start(self, strategy: Strategy, prepared: PreparedModel, *, reads: bool) -> None:
+        """Load a model for its first run in a Trainer; later runs begin with what it has.
+
+        Args:
+            strategy: the strategy that prepared the model.
+            prepared: the model.
+            reads: False: the run begins with a checkpoint.
+        """
+        module = user_module(prepared.original)
+        if reads and vars(module).get(_MARK) is not self:
+            self.load(strategy, prepared)
+        self.mark(module)
+
+    def mark(self, module: nn.Module) -> None:
+        """Remember that a module has begun with these weights."""
+        vars(module)[_MARK] = self
+
     def load(self, strategy: Strategy, prepared: PreparedModel) -> None:
         """Load a prepared model; called on every rank.
 
@@ -164,7 +185,9 @@ class PretrainedWeights:
             of_adapter = sources_of_adapter(Path(adapter), module, self.part, described)
         if adapter is folder:
             return of_adapter
-        check_initialization(module, folder)
+        check_initialization(module, folder, has_adapter=bool(of_adapter))
+        if adapter is not None:
+            warn_of_another_base(Path(adapter), folder)
         stored = open_folder(folder)
         try:
             names = match_names(list(shapes), list(stored), module, self.part)

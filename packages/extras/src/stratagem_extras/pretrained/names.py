@@ -195,8 +195,6 @@ def check_names(
         return
     if len(advice) > 1:
         advice[-1] += " of PretrainedWeights(folder, ...)"
-    if any("lora_magnitude" in name for name in missing):
-        advice.append("DoRA computes its magnitudes from the weights: load them before PEFT")
     message = f"the weights belong to another model: {'; '.join(problems)}. {', or '.join(advice)}"
     raise CheckpointMismatchError(
         with_explanation(message, "checkpoint-mismatch"), missing, unexpected
