@@ -143,7 +143,15 @@ def test_positions_of_padded_rows_are_no_documents() -> None:
 def test_attention_that_does_not_follow_positions_is_refused() -> None:
     config = transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=96)
     model = transformers.BloomForCausalLM(config)
-    with pytest.raises((ConfigurationError, TypeError)):
+    with pytest.raises(ConfigurationError, match="documents in a row of BloomForCausalLM see"):
+        check_packing(model)
+
+
+def test_an_encoder_decoder_is_no_model_of_packed_rows() -> None:
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(d_model=16, vocab_size=8))
+    with pytest.raises(
+        ConfigurationError, match="T5ForConditionalGeneration cannot be called with"
+    ):
         check_packing(model)
 
 

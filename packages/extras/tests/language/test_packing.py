@@ -170,3 +170,9 @@ def test_batches_that_cannot_be_padded_are_refused() -> None:
             collate([{"input_ids": [1, 2], "labels": [1]}])
     with pytest.raises(ConfigurationError, match="multiple=0: expected a number of tokens from 1"):
         pad_documents([[1]], multiple=0)
+
+
+def test_documents_without_a_length_are_refused() -> None:
+    documents: Any = ([number] for number in range(3))
+    with pytest.raises(ConfigurationError, match="received a generator, which has no length"):
+        PackedDataset(documents, 4)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, format_text
 
 _IGNORED = -100
 
@@ -52,6 +52,11 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     ) -> None:
         if type(length) is not int or length < 1:
             raise ConfigurationError(f"length={length!r}: expected a number of tokens from 1 on")
+        if not hasattr(documents, "__len__") or not hasattr(documents, "__getitem__"):
+            raise ConfigurationError(
+                f"PackedDataset received a {type(documents).__name__}, which has no length or no "
+                "items by number: expected a list of documents; PackedStream takes an iterable"
+            )
         self._documents = documents
         self._length = length
         self._pad = pad_token_id
@@ -245,8 +250,14 @@ def check_packing(model: nn.Module) -> None:
         with torch.no_grad():
             first, second = (
                 _logits(model(input_ids=torch.tensor([ids], device=device), position_ids=positions))
-                for ids in ([1, 2, 3, 4], [4, 3, 3, 4])
+                for ids in ([0, 1, 0, 1], [1, 1, 0, 1])
             )
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"{type(model).__name__} cannot be called with input_ids and position_ids of four "
+            f"tokens ({type(error).__name__}: {format_text(str(error), 200)}): expected a decoder, "
+            "which packed rows need"
+        ) from error
     finally:
         for part, mode in modes:
             part.training = mode
