@@ -370,6 +370,7 @@ def test_a_base_in_4_bits_trains_as_in_one_process_and_resumes_exactly(
     assert found["losses"] == pytest.approx(in_4_bits["losses"], rel=1e-6)
     assert found["bytes"] == in_4_bits["bytes"] // (1 if strategy == "ddp" else 2)
     assert len(read(tmp_path / "adapter")) == 8
+    assert train(tmp_path, strategy, 2, form, "read") == found
     whole, first, second = (
         train(tmp_path, strategy, 2, form, what)["losses"] for what in ("whole", "first", "second")
     )

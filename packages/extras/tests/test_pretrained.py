@@ -358,6 +358,90 @@ def test_new_and_superfluous_names_are_allowed_by_patterns(tmp_path: Path) -> No
     assert torch.equal(model.score.weight, before)
 
 
+# ---------------------------------------------------------------- layers in 4 and 8 bits
+
+MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
+
+
+def layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    parts = nn.Linear(64, 96), nn.Linear(96, 64, bias=False), nn.Linear(64, 3)
+    return nn.Sequential(*parts).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [*((mode, torch.float32) for mode in MODES), ("nf4", torch.bfloat16)]
+)
+def test_plain_weights_are_quantised_as_before_set_up(
+    mode: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    folder = write(tmp_path / "in", layers().state_dict())
+    lite = Lite(accelerator="cpu", precision=mode)
+    before, after = layers(dtype), layers(dtype)
+    before.load_state_dict(read(folder))
+    wanted = lite.setup(before).state_dict()
+    model = lite.setup(after)
+    assert not equal(dict(model.state_dict()), dict(wanted))
+    lite.load_weights(model, folder)
+    assert equal(dict(model.state_dict()), dict(wanted))
+
+
+def test_a_quantised_layer_with_two_names_reads_either(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    weights = nn.Linear(64, 64).state_dict()
+    lite = Lite(accelerator="cpu", precision="nf4")
+    wanted = nn.Linear(64, 64)
+    wanted.load_state_dict(weights)
+    packed = lite.setup(wanted).state_dict()["weight"]
+    for name in ("first", "second"):
+        folder = write(tmp_path / name, {f"{name}.{n}": value for n, value in weights.items()})
+        layer = nn.Linear(64, 64)
+        model = lite.setup(nn.ModuleDict({"first": layer, "second": layer}))
+        lite.load_weights(model, folder)
+        assert torch.equal(layer.weight, packed)
+
+
+def test_quantised_weights_that_were_saved_are_read_back(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    lite = Lite(accelerator="cpu", precision="nf4")
+    model, other = lite.setup(layers()), lite.setup(layers())
+    save_pretrained(model, tmp_path / "out")
+    lite.load_weights(other, tmp_path / "out")
+    assert equal(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_a_plain_weight_that_a_quantised_layer_cannot_read_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    weights = {**layers().state_dict(), "1.weight": torch.ones(64, 95)}
+    folder = write(tmp_path / "in", weights)
+    lite = Lite(accelerator="cpu", precision="nf4")
+    model = lite.setup(layers())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    wrong = r"1\.weight \(64, 95\) \(the model's 1\.weight has \(64, 96\)\)"
+    with pytest.raises(CheckpointMismatchError, match=wrong):
+        lite.load_weights(model, folder)
+    integers = {**weights, "1.weight": torch.ones(64, 96, dtype=torch.int8)}
+    wrong = r"has 1\.weight in torch\.int8, .* the model's 1\.weight is torch\.float32"
+    with pytest.raises(CheckpointMismatchError, match=wrong):
+        lite.load_weights(model, write(tmp_path / "integers", integers))
+    assert equal(dict(model.state_dict()), before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["nf4-dq", "int8"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "mesh"])
+def test_ranks_quantise_plain_weights_as_before_set_up(
+    strategy: str, mode: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    write(tmp_path / "in", layers().state_dict())
+    run_file(SCRIPT.with_name("pretrained_4bit.py"), strategy, mode, folder=tmp_path)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"found{rank}.json").read_text())
+        tensors = 5 + 2 * (5 if mode == "nf4-dq" else 1)
+        assert found == {"tensors": tensors, "differed": True, "equal": True}
+
+
 # ---------------------------------------------------------------- a Trainer
 
 

@@ -1,7 +1,8 @@
 """LoRA over a base in few bits: `... FOLDER STRATEGY RANKS MODE FORMAT WHAT`.
 
 WHAT is "whole", an uninterrupted run; "first", a run that ends in the middle of an epoch, with a
-checkpoint; or "second", a run that resumes from it. Rank 0 writes WHAT.json.
+checkpoint; "second", a run that resumes from it; "plain", a run that writes its base and its
+adapter to FOLDER; or "read", the same run with the base read from there. Rank 0 writes WHAT.json.
 """
 
 from __future__ import annotations
@@ -41,11 +42,14 @@ class Losses(Callback):
         self.values.append(float(trainer.strategy.all_reduce(loss, reduce_op="mean")))
 
 
-def model(dropout: float) -> Any:
+def base() -> Any:
     torch.manual_seed(0)
-    base = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, pad_token_id=None))
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, pad_token_id=None))
+
+
+def model(dropout: float) -> Any:
     config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=dropout)
-    return get_peft_model(base, config)
+    return get_peft_model(base(), config)
 
 
 def rows() -> Any:
@@ -68,6 +72,7 @@ def main(folder: Path, name: str, ranks: int, mode: str, form: str, what: str) -
         precision = BitsandbytesPrecision(mode, dtype=dtype)
     saver = ModelCheckpoint(folder / "saved", every_n_train_steps=1, save_last=True)
     saves = what == "first"
+    is_plain = what in ("plain", "read")
     trainer = Trainer(
         accelerator="cpu",
         strategy=name,
@@ -80,15 +85,20 @@ def main(folder: Path, name: str, ranks: int, mode: str, form: str, what: str) -
         enable_checkpointing=saves,
         enable_progress_bar=False,
         log_every_n_steps=1,
+        weights=folder / "base" if what == "read" else None,
     )
     seed_everything(3)
-    net = LanguageModule(
-        model(0.0 if what == "plain" else 0.1), partial(torch.optim.AdamW, lr=0.01)
-    )
+    adapted = model(0.0 if is_plain else 0.1)
+    if what == "read":
+        for parameter in adapted.parameters():
+            parameter.data.mul_(1 if parameter.requires_grad else 0)
+    net = LanguageModule(adapted, partial(torch.optim.AdamW, lr=0.01))
     path = folder / "saved/last.ckpt" if what == "second" else None
-    trainer.fit(net, DataLoader(rows(), 4 // ranks, shuffle=what != "plain"), ckpt_path=path)
+    trainer.fit(net, DataLoader(rows(), 4 // ranks, shuffle=not is_plain), ckpt_path=path)
     if what == "plain":
         save_pretrained(trainer, folder / "adapter")
+        if trainer.is_global_zero:
+            base().save_pretrained(folder / "base")
     if trainer.is_global_zero:
         found = {"losses": losses.values, "bytes": bytes_of(net)}
         (folder / f"{what}.json").write_text(json.dumps(found))

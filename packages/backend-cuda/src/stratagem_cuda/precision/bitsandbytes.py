@@ -35,7 +35,8 @@ class BitsandbytesPrecision(TruePrecision):
     and, if some linear layers of the model are frozen before, the layers that train.
 
     Weights are quantised when the model is set up, from their current values: load a plain
-    checkpoint into the model before. A checkpoint contains the quantised weights, bit for bit, with
+    checkpoint into the model before. `Trainer(weights=folder)` reads plain weights afterwards, too.
+    A checkpoint contains the quantised weights, bit for bit, with
     the scales as separate entries (`layer.weight_nf4_absmax`). It loads into the same mode only;
     other modes, or a model that is not quantised, reject it.
 

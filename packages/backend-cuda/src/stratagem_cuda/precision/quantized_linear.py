@@ -35,13 +35,6 @@ class QuantizedLinear(nn.Linear, ABC):
     def _prefix(self) -> str:
         return f"weight_{self.mode.replace('-', '_')}_"
 
-    def _put(self, **tensors: Tensor | None) -> None:
-        """Keep what dequantising needs; the names say of which mode."""
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                parameter = nn.Parameter(tensor.detach(), requires_grad=False)
-                self.register_parameter(self._prefix + name, parameter)
-
     def _take(self, name: str) -> Any:
         return self._parameters.get(self._prefix + name)
 
@@ -92,24 +85,59 @@ class QuantizedLinear(nn.Linear, ABC):
         return f"{super().extra_repr()}, mode={self.mode}"
 
 
-class _FourBits(QuantizedLinear):
-    blocksize: int
+class _Packed(QuantizedLinear):
+    """A layer that keeps its weight in few bits only.
+
+    Attributes:
+        plain_dtype: the dtype of the weight that was quantised.
+        plain_device: the device that it was quantised on.
+    """
+
+    plain_dtype: torch.dtype
+    plain_device: torch.device
 
     def quantize_weight(self) -> None:
+        weight = self.weight.detach()
+        self.plain_dtype, self.plain_device = weight.dtype, weight.device
+        state = self.quantized_state(weight)
+        self.weight = nn.Parameter(state.pop("weight"), requires_grad=False)
+        for name, tensor in state.items():
+            self.register_parameter(name, nn.Parameter(tensor.detach(), requires_grad=False))
+
+    def quantized_state(self, weight: Tensor) -> dict[str, Tensor]:
+        """Return the entries of the state dict, without the bias, for another weight.
+
+        `PretrainedWeights` finds layers to quantise weights for by this method.
+
+        Args:
+            weight: the floating-point weight, of shape (out_features, in_features).
+        """
+        packed, scales = self._quantize(weight.to(self.plain_device, self.plain_dtype))
+        return {"weight": packed} | {self._prefix + name: scales[name] for name in scales}
+
+    @abstractmethod
+    def _quantize(self, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return a weight in few bits, and what dequantising needs, by names without the mode."""
+
+
+class _FourBits(_Packed):
+    blocksize: int
+
+    def _quantize(self, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         kind, _, nested = self.mode.partition("-")
         packed, state = functional.quantize_4bit(
-            self.weight.detach().contiguous(), quant_type=kind, compress_statistics=bool(nested)
+            weight.contiguous(), quant_type=kind, compress_statistics=bool(nested)
         )
-        self.weight = nn.Parameter(packed, requires_grad=False)
         self.blocksize = state.blocksize
-        self._put(absmax=state.absmax, quant_map=state.code)
+        scales = {"absmax": state.absmax, "quant_map": state.code}
         if state.state2 is not None:
             self.nested_blocksize = state.state2.blocksize
-            self._put(
-                nested_absmax=state.state2.absmax,
-                nested_quant_map=state.state2.code,
-                nested_offset=state.offset,
-            )
+            scales |= {
+                "nested_absmax": state.state2.absmax,
+                "nested_quant_map": state.state2.code,
+                "nested_offset": state.offset,
+            }
+        return packed, scales
 
     def _multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         nested = None
@@ -136,13 +164,12 @@ class _FourBits(QuantizedLinear):
         return product
 
 
-class _EightBits(QuantizedLinear):
-    def quantize_weight(self) -> None:
-        weight = self.weight.detach().to(torch.float16).contiguous()
-        rounded, scale, _ = functional.int8_vectorwise_quant(weight)
+class _EightBits(_Packed):
+    def _quantize(self, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        half = weight.to(torch.float16).contiguous()
+        rounded, scale, _ = functional.int8_vectorwise_quant(half)
         # As one column, like 4 bits: in the shape of a plain weight it could be loaded as one.
-        self.weight = nn.Parameter(rounded.view(-1, 1), requires_grad=False)
-        self._put(scale=scale)
+        return rounded.view(-1, 1), {"scale": scale}
 
     def _multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         state = _state(is_training=self.training)

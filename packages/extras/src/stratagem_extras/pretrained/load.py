@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -41,6 +42,7 @@ class PretrainedWeights:
     """A folder of safetensors in Hugging Face's layout, to load a model from.
 
     Each rank reads its shards of each tensor. The memory of a rank grows by one tensor at most.
+    A plain weight of a layer that the precision has quantised is read whole, and quantised.
 
     Args:
         folder: a local folder with "model.safetensors", or with several files and
@@ -156,6 +158,11 @@ class PretrainedWeights:
         for rank, text in enumerate(failures):
             if text:
                 raise CheckpointMismatchError(f"rank {rank}: {text}")
+        layers = [
+            ([n for n in (name, *_scales(name, layer)) if n in sources], layer)
+            for name, layer in _quantized_layers(prepared.original, own).items()
+        ]
+        of_layers = [({n: sources.pop(n) for n in names}, layer) for names, layer in layers]
         _read_in_place(strategy, sources, own)
         in_shards = strategy.capabilities.sharded_state
         limit = max((source.nbytes for source in sources.values()), default=0)
@@ -164,11 +171,22 @@ class PretrainedWeights:
             if not in_shards:
                 state = {name: value.whole() for name, value in state.items()}
             strategy.load_model_state(prepared, state, strict=False)
+        for found, layer in of_layers:
+            state = {name: source.whole() for name, source in found.items()}
+            if len(state) == 1:  # a plain weight
+                ((name, weight),) = state.items()
+                prefix = name.removesuffix("weight")
+                state = {prefix + n: value for n, value in layer.quantized_state(weight).items()}
+            if state:
+                strategy.load_model_state(prepared, state, strict=False)
 
     def _find(
         self, strategy: Strategy, prepared: PreparedModel, own: Mapping[str, Any]
     ) -> dict[str, StoredTensor]:
-        """Return the stored tensor that each name of the model reads."""
+        """Return the stored tensor that each name of the model reads.
+
+        A quantised layer reads its plain weight, or the tensors of its quantised weight.
+        """
         if strategy.capabilities.parameters == "divided":
             raise ConfigurationError(
                 f"weights={str(self.folder)!r}: {type(strategy).__name__} gives ranks different "
@@ -189,6 +207,15 @@ class PretrainedWeights:
         if adapter is not None:
             warn_of_another_base(Path(adapter), folder)
         stored = open_folder(folder)
+        quantized = _quantized_layers(prepared.original, own)
+        scales = {name for weight, layer in quantized.items() for name in _scales(weight, layer)}
+        kinds = {name.rpartition(".")[2] for name in scales}
+        dtypes = {name: own[name].dtype for name in shapes}
+        if not any(name.rpartition(".")[2] in kinds for name in stored):
+            shapes = {name: shape for name, shape in shapes.items() if name not in scales}
+            for name, layer in quantized.items():
+                shapes[name] = (layer.out_features, layer.in_features)
+                dtypes[name] = layer.plain_dtype
         try:
             names = match_names(list(shapes), list(stored), module, self.part)
             check_names(
@@ -207,7 +234,7 @@ class PretrainedWeights:
             one = names.sources[first.setdefault(ties[name], name)]
             if one != source and strategy.ranks.global_rank == 0:
                 _check_equal(folder, (one, source), stored)
-            _check_kind(folder, name, own[name], source, stored[source])
+            _check_kind(folder, (name, dtypes[name]), source, stored[source])
         found = {name: stored[names.sources[name]] for name in first.values()}
         return {**found, **of_adapter}
 
@@ -222,13 +249,30 @@ def _check_equal(folder: Path, names: tuple[str, str], stored: Mapping[str, Stor
         )
 
 
-def _check_kind(folder: Path, name: str, own: Tensor, source: str, stored: StoredTensor) -> None:
+def _check_kind(
+    folder: Path, own: tuple[str, torch.dtype], source: str, stored: StoredTensor
+) -> None:
     """Refuse integers for a parameter of floating-point numbers: weights may be quantised."""
-    if own.is_floating_point() and not stored.dtype.is_floating_point:
+    name, dtype = own
+    if dtype.is_floating_point and not stored.dtype.is_floating_point:
         raise CheckpointMismatchError(
             f"{str(folder)!r} has {source} in {stored.dtype}, as quantised weights have it, and "
-            f"the model's {name} is {own.dtype}: expected a folder of floating-point weights"
+            f"the model's {name} is {dtype}: expected a folder of floating-point weights"
         )
+
+
+def _quantized_layers(model: nn.Module, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the layers that quantise a weight (`quantized_state`), by the names of the weight."""
+    layers = [part for part in model.modules() if hasattr(type(part), "quantized_state")]
+    by_weight = {id(layer.weight): layer for layer in layers}
+    return {name: by_weight[id(value)] for name, value in own.items() if id(value) in by_weight}
+
+
+def _scales(name: str, layer: nn.Module) -> list[str]:
+    """Return the names of the other parameters that a quantised layer has for its weight."""
+    prefix = name.removesuffix("weight")
+    parameters = [own for own, value in layer._parameters.items() if value is not None]
+    return [prefix + own for own in parameters if own not in ("weight", "bias")]
 
 
 def _read_in_place(
