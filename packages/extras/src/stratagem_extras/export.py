@@ -155,7 +155,7 @@ def _by_argument(model: nn.Module, args: Any, kwargs: Any) -> dict[str, Any] | N
             )
     try:
         return dict(takes.bind(*args, **kwargs).arguments)
-    except TypeError:  # torch.export says what is missing
+    except TypeError:  # torch.export names the missing input
         return None
 
 

@@ -116,7 +116,7 @@ class PretrainedWeights:
         return weights if isinstance(weights, PretrainedWeights) else cls(weights)
 
     def start(self, strategy: Strategy, prepared: PreparedModel, *, reads: bool) -> None:
-        """Load a model for its first run in a Trainer; later runs begin with what it has.
+        """Load a model for its first run in a Trainer; later runs begin with the trained weights.
 
         Args:
             strategy: the strategy that prepared the model.

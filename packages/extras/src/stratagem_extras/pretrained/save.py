@@ -273,7 +273,7 @@ def new_in(
 
     Args:
         like: the folder.
-        tensors: those that are written.
+        tensors: the tensors to write.
         has_config: whether a model of transformers has a config that describes them.
 
     Raises:

@@ -61,7 +61,7 @@ def difference(
     """Return how the outputs of a module in parts differ from the whole ones, without dropout.
 
     Both are compared in evaluation, and in training too if the module trains and draws no other
-    random numbers than those of dropout; buffers that change then count as outputs. Parameters that
+    random numbers than for dropout; buffers that change then count as outputs. Parameters that
     are zero, which may hide a part of the module, have random values meanwhile.
 
     Args:

@@ -207,7 +207,7 @@ def _divided_by_hand(model: nn.Module) -> dict[str, str]:
     return found
 
 
-# -- what is divided
+# -- the layers to divide
 
 
 def _expand(
@@ -219,7 +219,7 @@ def _expand(
         model: has the modules.
         plan: styles by patterns.
         prefix: begins each pattern.
-        is_own: whether the plan is the model's own, which may name what the model lacks.
+        is_own: whether the plan is the model's own, which may name modules that the model lacks.
 
     Raises:
         ConfigurationError: a pattern names no module.

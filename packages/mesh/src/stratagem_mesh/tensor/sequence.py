@@ -96,7 +96,7 @@ class Blocks:
         """Whether a module of this name is a block or lies in one."""
         return any(f"{name}.".startswith(f"{block}.") for block in self.found.blocks)
 
-    # -- what divided layers ask
+    # -- questions of divided layers
 
     def is_cut(self) -> bool:
         """Whether the layers of blocks compute a part of a sequence now."""
