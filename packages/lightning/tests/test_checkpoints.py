@@ -199,7 +199,10 @@ def test_convert_lists_its_target_formats(
     shutil.copy(THEIRS, source)
     arguments = ("checkpoint", "convert", source.name, "x", "--to", "onnx")
     told = program(tmp_path)(*arguments, code=1)
-    assert "to='onnx': expected 'safetensors', 'huggingface' or 'lightning'" in told.stderr
+    assert (
+        "to='onnx': expected 'safetensors', 'huggingface', 'lightning' or 'checkpoint'"
+        in told.stderr
+    )
 
 
 def test_the_error_of_another_models_weights_keeps_its_last_line() -> None:
