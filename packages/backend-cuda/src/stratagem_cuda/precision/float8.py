@@ -8,24 +8,21 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from stratagem.accelerators import Accelerator
-from stratagem.errors import ConfigurationError
-from stratagem.precision import MixedPrecision
 from stratagem_cuda.precision.compute_capability import check_current_float8
 from stratagem_cuda.precision.layers import (
     FLOAT8_LINEAR,
-    as_names,
     become,
     find_float8_linear,
     warn_unless_converted,
 )
-from stratagem_cuda.precision.objections import why_no_float8
+from stratagem_cuda.precision.objections import FLOAT8_KERNELS
 from stratagem_cuda.precision.requirement import TORCHAO
+from stratagem_cuda.precision.scaled import ScaledPrecision
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
-class Float8Precision(MixedPrecision):
+class Float8Precision(ScaledPrecision):
     """Parameters stay in float32; linear layers multiply in float8, the rest is bfloat16 autocast.
 
     Inputs, weights and gradients of each `torch.nn.Linear` are scaled and rounded to float8 (E4M3,
@@ -56,7 +53,8 @@ class Float8Precision(MixedPrecision):
         'float8'
     """
 
-    inference_mode = False  # torchao's tensors are cast by operations that it does not have
+    kernels = FLOAT8_KERNELS
+    recipes = RECIPES
 
     def __init__(
         self,
@@ -66,29 +64,7 @@ class Float8Precision(MixedPrecision):
         emulate: bool = False,
         ignore_modules: Collection[str] = (),
     ) -> None:
-        if name != "float8":
-            raise ConfigurationError(f"Float8Precision(name={name!r}): expected 'float8'")
-        if recipe not in RECIPES:
-            raise ConfigurationError(
-                f"Float8Precision(recipe={recipe!r}): expected one of "
-                f"{', '.join(map(repr, RECIPES))}"
-            )
-        super().__init__()
-        self.name = name
-        self.recipe = recipe
-        self.emulate = emulate
-        self.ignore_modules = as_names(ignore_modules)
-
-    def bind(self, accelerator: Accelerator) -> None:
-        """Look for torchao, and for float8 in the GPUs that this process sees."""
-        if self.emulate:
-            why = TORCHAO.why_not(self.name)
-        else:
-            has_kernels = accelerator.device(0).type == "cuda"
-            why = why_no_float8(self.name, accelerator.name, has_kernels=has_kernels)
-        if why:
-            raise ConfigurationError(why)
-        super().bind(accelerator)
+        super().__init__(name, recipe=recipe, emulate=emulate, ignore_modules=ignore_modules)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Let linear layers compute in float8, in place; parameters stay the same objects."""

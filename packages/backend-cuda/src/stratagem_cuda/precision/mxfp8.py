@@ -6,24 +6,21 @@ from collections.abc import Collection
 
 from torch import nn
 
-from stratagem.accelerators import Accelerator
-from stratagem.errors import ConfigurationError
-from stratagem.precision import MixedPrecision
 from stratagem_cuda.precision.compute_capability import check_current_mxfp8
 from stratagem_cuda.precision.layers import (
-    as_names,
     become,
     find_linear_of,
     warn_unless_converted,
 )
-from stratagem_cuda.precision.objections import why_no_mxfp8
+from stratagem_cuda.precision.objections import MXFP8_KERNELS
 from stratagem_cuda.precision.requirement import TORCHAO_MX
+from stratagem_cuda.precision.scaled import ScaledPrecision
 
 RECIPES = ("mxfp8_rceil", "mxfp8_rceil_wgrad_with_hp")
 BLOCK = 32
 
 
-class MXFP8Precision(MixedPrecision):
+class MXFP8Precision(ScaledPrecision):
     """Parameters stay in float32; linear layers multiply in MXFP8, the rest is bfloat16 autocast.
 
     Inputs, weights and gradients of each `torch.nn.Linear` are rounded to float8 (E4M3), with one
@@ -53,7 +50,8 @@ class MXFP8Precision(MixedPrecision):
         'mxfp8'
     """
 
-    inference_mode = False  # torchao's tensors are cast by operations that it does not have
+    kernels = MXFP8_KERNELS
+    recipes = RECIPES
 
     def __init__(
         self,
@@ -63,29 +61,7 @@ class MXFP8Precision(MixedPrecision):
         emulate: bool = False,
         ignore_modules: Collection[str] = (),
     ) -> None:
-        if name != "mxfp8":
-            raise ConfigurationError(f"MXFP8Precision(name={name!r}): expected 'mxfp8'")
-        if recipe not in RECIPES:
-            raise ConfigurationError(
-                f"MXFP8Precision(recipe={recipe!r}): expected one of "
-                f"{', '.join(map(repr, RECIPES))}"
-            )
-        super().__init__()
-        self.name = name
-        self.recipe = recipe
-        self.emulate = emulate
-        self.ignore_modules = as_names(ignore_modules)
-
-    def bind(self, accelerator: Accelerator) -> None:
-        """Look for torchao, and for MXFP8 in the GPUs that this process sees."""
-        if self.emulate:
-            why = TORCHAO_MX.why_not(self.name)
-        else:
-            has_kernels = accelerator.device(0).type == "cuda"
-            why = why_no_mxfp8(self.name, accelerator.name, has_kernels=has_kernels)
-        if why:
-            raise ConfigurationError(why)
-        super().bind(accelerator)
+        super().__init__(name, recipe=recipe, emulate=emulate, ignore_modules=ignore_modules)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Let linear layers compute in MXFP8, in place; parameters stay the same objects."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from stratagem.discovery import torch_build
@@ -11,6 +13,7 @@ from stratagem_cuda.precision.requirement import (
     TORCHAO,
     TORCHAO_MX,
     TRANSFORMER_ENGINE,
+    Requirement,
 )
 
 
@@ -21,18 +24,12 @@ def bitsandbytes(plan: Any) -> str:
 
 def float8(plan: Any) -> str:
     """Return why float8 by torchao cannot be used in a plan, or ""."""
-    accelerator = plan.accelerator
-    # An accelerator object with another name is checked in the bind() of the precision.
-    has_kernels = accelerator.name == "cuda" or accelerator.spec is None
-    return why_no_float8(plan.precision.name, accelerator.name, has_kernels=has_kernels)
+    return _in_plan(FLOAT8_KERNELS, plan)
 
 
 def mxfp8(plan: Any) -> str:
     """Return why MXFP8 by torchao cannot be used in a plan, or ""."""
-    accelerator = plan.accelerator
-    # An accelerator object with another name is checked in the bind() of the precision.
-    has_kernels = accelerator.name == "cuda" or accelerator.spec is None
-    return why_no_mxfp8(plan.precision.name, accelerator.name, has_kernels=has_kernels)
+    return _in_plan(MXFP8_KERNELS, plan)
 
 
 def transformer_engine(plan: Any) -> str:
@@ -47,37 +44,46 @@ def transformer_engine(plan: Any) -> str:
     return TRANSFORMER_ENGINE.why_not(name) or why_no_visible_float8(name)
 
 
-def why_no_float8(precision: str, accelerator: str, *, has_kernels: bool) -> str:
-    """Return why torchao has no float8 kernels here, or "".
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of torchao for a format of numbers.
 
-    Args:
-        precision, accelerator: the names of the components.
-        has_kernels: whether the accelerator is an NVIDIA GPU.
+    Attributes:
+        format: the name of the format, for messages.
+        precision: the name of the class that uses them.
+        requirement: the versions of torchao that have them.
+        why_no_visible: returns why no visible GPU has them, for the name of a precision, or "".
     """
-    if why := TORCHAO.why_not(precision):
-        return why
-    if not has_kernels:
-        return (
-            f"precision={precision!r}: the accelerator {accelerator!r} has no float8 kernels: pass "
-            "precision='bf16-mixed', or plugins=Float8Precision(emulate=True) to try the rounding, "
-            "slowly"
-        )
-    return why_no_visible_float8(precision)
+
+    format: str
+    precision: str
+    requirement: Requirement
+    why_no_visible: Callable[[str], str]
+
+    def why_not(self, precision: str, accelerator: str, *, has_kernels: bool) -> str:
+        """Return why these kernels cannot be used here, or "".
+
+        Args:
+            precision, accelerator: the names of the components.
+            has_kernels: whether the accelerator is an NVIDIA GPU.
+        """
+        if why := self.requirement.why_not(precision):
+            return why
+        if not has_kernels:
+            return (
+                f"precision={precision!r}: the accelerator {accelerator!r} has no {self.format} "
+                f"kernels: pass precision='bf16-mixed', or plugins={self.precision}(emulate=True) "
+                "to try the rounding, slowly"
+            )
+        return self.why_no_visible(precision)
 
 
-def why_no_mxfp8(precision: str, accelerator: str, *, has_kernels: bool) -> str:
-    """Return why torchao has no MXFP8 kernels here, or "".
+FLOAT8_KERNELS = Kernels("float8", "Float8Precision", TORCHAO, why_no_visible_float8)
+MXFP8_KERNELS = Kernels("MXFP8", "MXFP8Precision", TORCHAO_MX, why_no_visible_mxfp8)
 
-    Args:
-        precision, accelerator: the names of the components.
-        has_kernels: whether the accelerator is an NVIDIA GPU.
-    """
-    if why := TORCHAO_MX.why_not(precision):
-        return why
-    if not has_kernels:
-        return (
-            f"precision={precision!r}: the accelerator {accelerator!r} has no MXFP8 kernels: pass "
-            "precision='bf16-mixed', or plugins=MXFP8Precision(emulate=True) to try the rounding, "
-            "slowly"
-        )
-    return why_no_visible_mxfp8(precision)
+
+def _in_plan(kernels: Kernels, plan: Any) -> str:
+    accelerator = plan.accelerator
+    # An accelerator object with another name is checked in the bind() of the precision.
+    has_kernels = accelerator.name == "cuda" or accelerator.spec is None
+    return kernels.why_not(plan.precision.name, accelerator.name, has_kernels=has_kernels)

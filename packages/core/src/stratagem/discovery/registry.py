@@ -413,10 +413,8 @@ class Registry:
                 f"accelerator=DeviceAccelerator({plain!r}) (from stratagem.accelerators)."
             )
         if near and kind == "strategy":
-            more = "A name takes no arguments: pass an instance of its class."
-            parts.append(
-                more if "(" in name else "`stratagem strategies` lists all that there are."
-            )
+            way = "A name takes no arguments: pass an instance of its class."
+            parts.append(way if "(" in name else "`stratagem strategies` lists all that there are.")
         else:
             specs = [candidate.spec for candidate in self.candidates(kind)]
             shown = sorted({spec.name for spec in specs if not says_its_preset(spec)})
@@ -557,7 +555,8 @@ class Registry:
                 "an installed plugin is switched off with STRATAGEM_DISABLE_PLUGINS"
             )
         spec = holders[0].spec
-        for its_key in ((kind, its_name.casefold()) for its_name in (spec.name, *spec.aliases)):
+        for its_name in (spec.name, *spec.aliases):
+            its_key = (kind, its_name.casefold())
             left = [h for h in self._candidates[its_key] if h.spec is not spec]
             if left:
                 self._candidates[its_key] = left

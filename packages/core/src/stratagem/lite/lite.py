@@ -610,7 +610,7 @@ class Lite(FrontEnd):
             )
         self._check_before_backward()
         clips = clip_val is not None or max_norm is not None
-        clip = self._gradient_clip(clip_val, max_norm, 2.0, True) if clips else None
+        clip = self._gradient_clip(clip_val, max_norm) if clips else None
         if self._joins_uneven and count > 1:
             raise ConfigurationError(
                 f"step() within lite.join_uneven_inputs() received {count} micro-batches, and each "
@@ -680,7 +680,11 @@ class Lite(FrontEnd):
         return self.strategy.clip_gradients(module.prepared, inner, clip)
 
     def _gradient_clip(
-        self, clip_val: float | None, max_norm: float | None, norm_type: float, raises: bool
+        self,
+        clip_val: float | None,
+        max_norm: float | None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
     ) -> GradientClip:
         if (clip_val is None) == (max_norm is None):
             raise ConfigurationError(
@@ -695,8 +699,8 @@ class Lite(FrontEnd):
         if clip_val is not None:
             return GradientClip(clip_val, "value")
         # A scaled step whose gradients overflow is skipped.
-        raises &= not self.strategy.precision.scales_loss
-        return GradientClip(max_norm or 0.0, "norm", norm_type, raises)
+        error_if_nonfinite &= not self.strategy.precision.scales_loss
+        return GradientClip(max_norm or 0.0, "norm", norm_type, error_if_nonfinite)
 
     def loss_factors(self, weights: Sequence[float]) -> list[float | Tensor]:
         """Return factors that make a step exact if its losses are means over different numbers.
