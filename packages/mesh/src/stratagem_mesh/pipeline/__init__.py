@@ -1,0 +1,1 @@
+"""Pipeline parallelism: which stage computes what, in which order, and what stages exchange."""
