@@ -51,8 +51,8 @@ class StageWork(Protocol):
         Args:
             stage: the stage.
             micro_batch: the index of the micro-batch in the step.
-            gradients: for each differentiable value of `Program.sends` one gradient from each reader, the
-                last reader first: the order in which autograd adds them in one process.
+            gradients: for each differentiable value of `Program.sends` one gradient from each
+                reader, the last reader first: autograd adds them in this order in one process.
 
         Returns:
             A gradient for each value that `forward` received, or None.
@@ -80,7 +80,7 @@ class Transfers:
             ones. Both carry values and gradients.
         ranks: the global rank of each position.
         position: the position of this rank.
-        device: the device of the values. A gloo group sends tensors of other devices by way of the CPU.
+        device: the device of the values. If it is not the CPU, a gloo group sends copies.
 
     Attributes:
         action: the action that this rank runs.
@@ -111,7 +111,7 @@ class Transfers:
         return f"{action}, waits for {awaited.what}" if awaited else str(action)
 
     def plan(self, orders: Sequence[Sequence[Action]], programs: Sequence[Program]) -> _Plan:
-        """Return the transfers of this position; those of the last few pairs of arguments are kept."""
+        """Return the transfers of this position in a step; they are kept for later steps."""
         key = (id(orders), *map(id, programs))
         if key not in self._plans:
             if len(self._plans) >= _PLANS:
@@ -254,7 +254,8 @@ def run_schedule(
     All ranks of the pipeline call it with equal orders and programs.
 
     Args:
-        orders: the actions of all positions, from `actions`. The same object in each step saves time.
+        orders: the actions of all positions, from `actions`; the same object in each step saves
+            time.
         programs: the program of each micro-batch; their shapes may differ.
         work: the computation of this rank's stages.
         transfers: the exchange with the other ranks.

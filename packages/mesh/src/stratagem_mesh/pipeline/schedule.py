@@ -108,8 +108,8 @@ def actions(
       backward pass is possible. Position p has at most P - p micro-batches in flight.
     - `"interleaved"`: the same, with several stages on each position.
 
-    Backward passes of a stage follow the order of the micro-batches, as in one process, so the sum of
-    gradients rounds alike.
+    Backward passes of a stage follow the order of the micro-batches, as in one process, so the sum
+    of gradients rounds alike.
 
     Args:
         schedule: one of `SCHEDULES`.
@@ -160,10 +160,10 @@ def _passes(
 ) -> tuple[int, list[tuple[int, int]]]:
     """Return the size of a group, and the forward passes of a position: (which stage, micro-batch).
 
-    All micro-batches of a group pass one stage of a position, then its next stage. Groups of at least
-    P let no position wait for the next stage. Smaller groups are filled up: the order is that of
-    equal groups, and an order without some micro-batches can be met as well, since no pass depends on
-    another micro-batch.
+    All micro-batches of a group pass one stage of a position, then its next stage. In a group of at
+    least P, no position waits for that. Smaller groups are filled up: the order is that of equal
+    groups. An order without some micro-batches can be met too, since no pass depends on another
+    micro-batch.
     """
     number = max(micro_batches // positions, 1)
     size = max(-(-micro_batches // number), positions)
