@@ -32,11 +32,16 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
 
 @hookimpl
 def stratagem_cli() -> Iterable[Command]:
-    """Return the command that compares a mesh with one process."""
+    """Return the commands that compare a mesh with one process, and draw a schedule."""
     return (
         Command(
             "mesh check",
             "Compare a step of a model on a mesh with one process.",
             "stratagem_mesh.check.command:run",
+        ),
+        Command(
+            "mesh draw",
+            "Draw the schedule of a pipeline: stages by time.",
+            "stratagem_mesh.pipeline.command:run",
         ),
     )
