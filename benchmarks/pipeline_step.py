@@ -1,11 +1,11 @@
 """The time of a pipeline's step over the bound of its schedule, with stages that sleep.
 
-    python benchmarks/pipeline_step.py [--positions 4] [--micro-batches 8] [--steps 9]
+    python benchmarks/pipeline_step.py [--positions 4] [--micro-batches 8] [--steps 9] [--kilobytes 32]
 
 Each rank over gloo sleeps 20 ms in place of a forward pass of its stages, and 40 ms in place of a
-backward pass, so the ranks need no cores of their own. Stages exchange tensors of 1 MB. The bound
-is the time of the schedule without transfers and without cost of the host. It prints the median of
-the steps after the first, from the first rank that begins to the last that ends.
+backward pass, so the ranks need no cores of their own. The bound is the time of the
+schedule without transfers and without cost of the host. It prints the median of the steps after
+the first, from the first rank that begins to the last that ends.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from stratagem_mesh.pipeline.schedule import actions, timeline
 from stratagem_mesh.pipeline.values import Program, Value
 
 FORWARD, BACKWARD = 0.02, 0.04
-SHAPE = (256, 1024)
 CASES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))
 
 
 class Sleeping:
     """Stages that sleep; the first and the last one exchange less."""
 
-    def __init__(self, stages: int, virtual: int) -> None:
+    def __init__(self, stages: int, virtual: int, shape: tuple[int, ...]) -> None:
         self.last = stages - 1
         self.part = 1 / virtual
-        self.made = torch.zeros(SHAPE)
+        self.made = torch.zeros(shape)
 
     def forward(self, stage: int, micro_batch: int, received: list[Tensor]) -> list[Tensor]:
         time.sleep(FORWARD * self.part)
@@ -49,10 +48,10 @@ class Sleeping:
         return [self.made] if stage else []
 
 
-def chain(stages: int) -> Program:
+def chain(stages: int, shape: tuple[int, ...]) -> Program:
     """Return a program in which each stage sends one tensor to the next."""
     values = (
-        Value(("output", f"layers.{stage}", 0, 0), stage, (stage + 1,), SHAPE, torch.float32, True)
+        Value(("output", f"layers.{stage}", 0, 0), stage, (stage + 1,), shape, torch.float32, True)
         for stage in range(stages - 1)
     )
     return Program(tuple(values), False)
@@ -68,13 +67,14 @@ def measure(rank: int, options: argparse.Namespace, port: int) -> None:
     if rank == 0:
         print("| schedule | stages of a rank | bound, ms | step, ms | step / bound |")
         print("|---|---|---|---|---|")
+    shape = (options.kilobytes, 256)
     for schedule, virtual in CASES:
         stages = positions * virtual
         orders = actions(schedule, positions, virtual, micro_batches)
         times = [FORWARD / virtual] * stages, [BACKWARD / virtual] * stages
         bound = timeline(orders, *times).time
-        programs = [chain(stages)] * micro_batches
-        work = Sleeping(stages, virtual)
+        programs = [chain(stages, shape)] * micro_batches
+        work = Sleeping(stages, virtual, shape)
         steps = []
         for _ in range(options.steps + 1):
             dist.barrier()
@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--kilobytes", type=int, default=32, help="the size of a value; 32")
     options = parser.parse_args()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

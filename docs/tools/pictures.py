@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
+from stratagem_mesh.pipeline.drawing import ScheduleDrawing
+
 DOCS = Path(__file__).resolve().parents[1]
 FOLDER = DOCS / "_static" / "pictures"
 BENCHMARKS = DOCS.parent / "BENCHMARKS.md"
@@ -276,12 +278,24 @@ def hang(colours: Colours) -> str:
     return drawing.svg("Timeline of a hang: two ranks wait in different collectives")
 
 
+def pipeline(colours: Colours) -> str:
+    """A step of 1F1B."""
+    return ScheduleDrawing("1f1b", 4, 1, 8).svg(dark=colours is DARK)
+
+
+def interleaved(colours: Colours) -> str:
+    """A step of interleaved 1F1B."""
+    return ScheduleDrawing("interleaved", 4, 2, 8).svg(dark=colours is DARK)
+
+
 PICTURES: dict[str, Callable[[Colours], str]] = {
     "layers": layers,
     "step": step,
     "memory": memory,
     "peers": peers,
     "hang": hang,
+    "pipeline": pipeline,
+    "interleaved": interleaved,
 }
 
 
