@@ -1,6 +1,6 @@
 """The time of a pipeline's step over the bound of its schedule, with stages that sleep.
 
-    python benchmarks/pipeline_step.py [--positions 4] [--micro-batches 8] [--steps 9] [--kilobytes 32]
+    python benchmarks/pipeline_step.py [--positions 4] [--micro-batches 8] [--kilobytes 32]
 
 Each rank over gloo sleeps 20 ms in place of a forward pass of its stages, and 40 ms in place of a
 backward pass, so the ranks need no cores of their own. The bound is the time of the

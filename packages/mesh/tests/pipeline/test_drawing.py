@@ -18,7 +18,7 @@ stage 1  ..F0F1F2........B0--F3B1--F4B2--F5B3--F6B4--F7B5--..B6--..B7--....
 stage 2  ....F0F1....B0--F2B1--F3B2--F4B3--F5B4--F6B5--F7B6--..B7--........
 stage 3  ......F0B0--F1B1--F2B2--F3B3--F4B4--F5B5--F6B6--F7B7--............
 
-A step takes 33 forward passes of a rank; ranks wait for 27.3% of it (the bubble).
+A step takes 33 forward passes of a rank; ranks wait for 27.3% of the time (the bubble).
 In flight at most, from the first rank to the last: 4, 3, 2, 1 micro-batches.
 """
 
@@ -30,7 +30,7 @@ stage 1  ..F0F1            B0--B1--....
 stage 2      F0F1....B0--..B1--
 stage 3  ..    F0B0--F1B1--        ....
 
-A step takes 7.5 forward passes of a rank; ranks wait for 20.0% of it (the bubble).
+A step takes 7.5 forward passes of a rank; ranks wait for 20.0% of the time (the bubble).
 In flight at most, from the first rank to the last: 2, 1.5 micro-batches.
 """
 

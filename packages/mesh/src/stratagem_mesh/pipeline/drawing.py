@@ -15,10 +15,10 @@ _TITLES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved 1F1B"}
 
 @dataclass(frozen=True)
 class ScheduleDrawing:
-    """The picture of a schedule whose backward passes take twice the time of forward passes.
+    """The picture of a schedule: a backward pass takes twice the time of a forward pass.
 
-    The unit of time is a forward pass over all stages of a rank, so a stage takes less of it if a
-    rank has several. Transfers take no time.
+    The unit of time is a forward pass over all stages of a rank, so a stage takes less if a rank
+    has several. Transfers take no time.
 
     Args:
         schedule: the name of the schedule.
@@ -27,7 +27,7 @@ class ScheduleDrawing:
         micro_batches: the number of micro-batches of a step.
 
     Raises:
-        ConfigurationError: there is no such schedule.
+        ConfigurationError: the schedule does not exist; see `actions`.
 
     Example:
         >>> print(ScheduleDrawing("gpipe", 2, 1, 2).text())
@@ -67,14 +67,14 @@ class ScheduleDrawing:
         Example:
             >>> for sentence in ScheduleDrawing("1f1b", 4, 1, 8).words:
             ...     print(sentence)
-            A step takes 33 forward passes of a rank; ranks wait for 27.3% of it (the bubble).
+            A step takes 33 forward passes of a rank; ranks wait for 27.3% of the time (the bubble).
             In flight at most, from the first rank to the last: 4, 3, 2, 1 micro-batches.
         """
         step = self.step()
         held = ", ".join(f"{number / self.virtual_stages:g}" for number in step.in_flight)
         return (
             f"A step takes {round(step.time, 6):g} forward passes of a rank; ranks wait for "
-            f"{step.bubble:.1%} of it (the bubble).",
+            f"{step.bubble:.1%} of the time (the bubble).",
             f"In flight at most, from the first rank to the last: {held} micro-batches.",
         )
 
@@ -150,8 +150,8 @@ class ScheduleDrawing:
         if self.virtual_stages > 1:
             meaning = "lighter: later stages of the rank"
             parts.append(_text(_LEFT + 380, y + 13, meaning, colours.muted))
-        for number, sentence in enumerate(self.words):
-            parts.append(_text(20, y + 44 + 20 * number, sentence, colours.text))
+        for line, sentence in enumerate(self.words):
+            parts.append(_text(20, y + 44 + 20 * line, sentence, colours.text))
         height = y + 80
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '

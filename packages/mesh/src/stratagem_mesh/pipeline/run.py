@@ -2,8 +2,8 @@
 
 A value goes from its owner to each position that reads it; gradients go back. Transfers run in two
 process groups, one for each direction along the pipeline. So the sends of one rank to another have
-one order, in which the other posts its receives, and with NCCL, whose two ranks of a pair execute
-their transfers in the order of the calls, no send waits behind a receive.
+one order, in which the other posts its receives. NCCL executes the transfers of a pair of ranks in
+the order of the calls: with one direction in a group, no send waits behind a receive.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AHEAD = 2
 
 
 class StageWork(Protocol):
-    """What the stages of a rank compute."""
+    """The computation of a rank's stages."""
 
     def forward(self, stage: int, micro_batch: int, received: list[Tensor]) -> list[Tensor]:
         """Run the forward pass of a stage.
@@ -80,7 +80,7 @@ class Transfers:
             ones. Both carry values and gradients.
         ranks: the global rank of each position.
         position: the position of this rank.
-        device: the device of the values. If it is not the CPU, a gloo group sends copies.
+        device: the device of the values. A gloo group sends copies on the CPU.
 
     Attributes:
         action: the action that this rank runs.
@@ -104,14 +104,14 @@ class Transfers:
         self._plans: dict[tuple[int, ...], tuple[_Plan, Any]] = {}
 
     def doing(self) -> str:
-        """Describe what this rank does in a step, for reports of a hang; empty between steps."""
+        """Describe this rank's action in a step, for reports of a hang; empty between steps."""
         action, awaited = self.action, self.awaited
         if action is None:
             return f"waits until {awaited.what} has arrived" if awaited else ""
         return f"{action}, waits for {awaited.what}" if awaited else str(action)
 
     def plan(self, orders: Sequence[Sequence[Action]], programs: Sequence[Program]) -> _Plan:
-        """Return the transfers of this position in a step; they are kept for later steps."""
+        """Return the transfers of this position in a step, and keep them for later steps."""
         key = (id(orders), *map(id, programs))
         if key not in self._plans:
             if len(self._plans) >= _PLANS:
@@ -161,7 +161,7 @@ def _wire(group: dist.ProcessGroup, device: torch.device) -> torch.device:
 class _Transfer:
     """A value on the way to a position, or the gradient of a reader on the way back.
 
-    `made` is the index of the sender's action, `used` that of the receiver's first action.
+    `made` is the index of the sender's action, `used` the index of the receiver's first action.
     """
 
     value: Value
@@ -194,8 +194,8 @@ class _Plan:
     """The transfers of one position in a step.
 
     Attributes:
-        sends: those that each action makes.
-        receives: those from each position, in the order of its sends.
+        sends: the sends of each action.
+        receives: the receives from each position, in the order of its sends.
         due: for each action, the number of receives from each position that it needs.
     """
 
@@ -261,7 +261,7 @@ def run_schedule(
         transfers: the exchange with the other ranks.
 
     Raises:
-        UserCodeError: a stage sends other tensors than its program says.
+        UserCodeError: a stage sends tensors of other shapes or types than its program has.
     """
     step = _Step(orders, programs, transfers)
     for number, action in enumerate(orders[transfers.position]):
@@ -324,7 +324,7 @@ class _Step:
         return leaves
 
     def keep_values(self, action: Action, program: Program, outputs: Sequence[Tensor]) -> None:
-        """Keep what a stage made, for its readers."""
+        """Keep the values that a stage made, for its readers."""
         values = program.sends(action.stage)
         described = [(tuple(tensor.shape), tensor.dtype) for tensor in outputs]
         expected = [(tuple(value.shape), value.dtype) for value in values]
@@ -365,7 +365,7 @@ class _Step:
                 self._made[value.key, action.micro_batch, action.stage] = gradient.detach()
 
     def send(self, number: int) -> None:
-        """Begin the sends of an action, and drop what no stage of this rank reads."""
+        """Begin the sends of an action, and drop the tensors that no stage of this rank reads."""
         transfers = self._plan.sends[number]
         for transfer in transfers:
             pending = self._transfers.send(self._made[transfer.key], transfer)

@@ -72,7 +72,7 @@ def check_schedule(schedule: str, virtual_stages: int) -> None:
     """Check the name of a schedule and the number of stages on each position.
 
     Args:
-        schedule: one of `SCHEDULES`.
+        schedule: a name in `SCHEDULES`.
         virtual_stages: the number of stages on each position.
 
     Raises:
@@ -112,7 +112,7 @@ def actions(
     of gradients rounds alike.
 
     Args:
-        schedule: one of `SCHEDULES`.
+        schedule: a name in `SCHEDULES`.
         positions: the number of ranks along the pipeline.
         virtual_stages: the number of stages on each position.
         micro_batches: the number of micro-batches of a step.
@@ -161,7 +161,7 @@ def _passes(
     """Return the size of a group, and the forward passes of a position: (which stage, micro-batch).
 
     All micro-batches of a group pass one stage of a position, then its next stage. In a group of at
-    least P, no position waits for that. Smaller groups are filled up: the order is that of equal
+    least P, no position waits for that. Smaller groups are filled up, and follow the order of equal
     groups. An order without some micro-batches can be met too, since no pass depends on another
     micro-batch.
     """
