@@ -23,7 +23,7 @@ def run(folder: Path, ranks: int, what: str, **further: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_gradients_are_those_of_one_process_bit_for_bit(ranks: int, tmp_path: Path) -> None:
+def test_gradients_equal_one_process_bit_for_bit(ranks: int, tmp_path: Path) -> None:
     for position in run(tmp_path, ranks, "steps"):
         assert len(position) == 20
         for case, told in position.items():
@@ -51,7 +51,7 @@ def test_a_wait_ends_by_the_timeout_of_the_groups_and_names_the_stage(tmp_path: 
     assert waiting["doing"] == "backward of stage 0, micro-batch 1, waits for a gradient of stage 1"
 
 
-def test_a_value_of_another_shape_is_refused_before_it_is_sent(tmp_path: Path) -> None:
+def test_a_value_of_another_shape_is_refused_before_the_send(tmp_path: Path) -> None:
     refusing, waiting = run(tmp_path, 2, "longer")
     made = "(6, 4) float32, (4, 1) bool, () float64, (0, 3) bfloat16"
     assert refusing["error"] == (
@@ -62,7 +62,7 @@ def test_a_value_of_another_shape_is_refused_before_it_is_sent(tmp_path: Path) -
     assert waiting["error"].startswith("RuntimeError: ")
 
 
-def test_what_has_arrived_is_freed_during_the_step(tmp_path: Path) -> None:
+def test_sent_tensors_are_freed_during_the_step(tmp_path: Path) -> None:
     # Freed memory of 16 MB goes back to the system, so the peak counts what is held.
     environment = {"MALLOC_MMAP_THRESHOLD_": "1000000"}
     for growth in run(tmp_path, 2, "growth", env=environment, fresh=True):
