@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import product
 from math import prod
@@ -12,12 +12,14 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
 
 from stratagem.errors import ConfigurationError, StratagemError, UserCodeError
 from stratagem.precision import TruePrecision
 from stratagem.strategies import Axis, ModelParallelStrategy, PreparedModel, user_module
 from stratagem_mesh.check.before_training import LAYERS, check_model
 from stratagem_mesh.context.regions import ContextRegions
+from stratagem_mesh.expert.parallel import AXES as EXPERT_AXES, ExpertParallel
 from stratagem_mesh.plugin import MESH
 from stratagem_mesh.tensor.heads import STYLE as VOCABULARY
 from stratagem_mesh.tensor.layers import (
@@ -127,6 +129,8 @@ class MeshStrategy(ModelParallelStrategy):
         check_context: bool = True,
         check: bool = False,
         gather_logits: bool = False,
+        expert: int = 1,
+        expert_modules: Sequence[str] | None = None,
         **components: Any,
     ) -> None:
         _refuse_former_names(components)
@@ -141,11 +145,19 @@ class MeshStrategy(ModelParallelStrategy):
         self.loss_parallel = _checked_flag("loss_parallel", loss_parallel)
         self.example_input = _checked_input(example_input)
         self.tensor_layers: dict[str, str] = {}
-        self.context_modules = _checked_names(context_modules)
+        self.context_modules = _checked_names(
+            context_modules, "context_modules", "['encoder.layers.*']"
+        )
         self.check_context = _checked_flag("check_context", check_context)
         self.check = _checked_flag("check", check)
         self.gather_logits = _checked_flag("gather_logits", gather_logits)
         self._regions: ContextRegions | None = None
+        self.expert = _checked("expert", expert)
+        self.expert_modules = _checked_names(
+            expert_modules, "expert_modules", "['layers.*.experts']"
+        )
+        self._experts: ExpertParallel | None = None
+        self._check_experts()
 
     @classmethod
     def candidates(cls, devices: int, num_nodes: int) -> Sequence[Mapping[str, Any]]:
@@ -201,6 +213,7 @@ class MeshStrategy(ModelParallelStrategy):
                 f"they belong on one node, received {of_node} device(s) on each: expected a size "
                 "that divides them"
             )
+        self._check_expert_ranks(sizes)
         return sizes
 
     def mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -230,6 +243,12 @@ class MeshStrategy(ModelParallelStrategy):
                 gather_logits=self.gather_logits,
             )
 
+        if self.expert > 1:
+            mesh = init_device_mesh(
+                self.device.type, self.expert_sizes, mesh_dim_names=EXPERT_AXES
+            )
+            self._experts = ExpertParallel(mesh, has_values=_has_values())
+
     # -- the model
 
     def shard(self, module: nn.Module) -> None:
@@ -254,6 +273,8 @@ class MeshStrategy(ModelParallelStrategy):
         twin.precision = twin.precision_plugin = TruePrecision("64-true")
         if self._regions is not None:
             twin._regions = self._regions.like(check=False)
+        if self._experts is not None:
+            twin._experts = self._experts.like()
         sizes = zip(AXES, self.sizes, strict=True)
         place = " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one rank"
         has_numbers = any(map(_NUMBER.search, (*self._patterns(),)))
@@ -262,6 +283,7 @@ class MeshStrategy(ModelParallelStrategy):
     def _patterns(self) -> Iterator[str]:
         """Yield the names of modules that the user gave."""
         yield from self.context_modules or ()
+        yield from self.expert_modules or ()
         if isinstance(self.tensor_plan, Mapping):
             yield from self.tensor_plan
 
@@ -280,6 +302,82 @@ class MeshStrategy(ModelParallelStrategy):
             )
         if self._regions is not None:
             self._regions.divide(model, self.context_modules)
+        if self._experts is not None:
+            self._experts.divide(model, self.expert_modules)
+
+    # -- experts
+
+    @property
+    def expert_sizes(self) -> tuple[int, int, int, int]:
+        """The sizes of the mesh of experts: replicas, shards of an expert, `expert`, `tensor`."""
+        replicate, shard, context, tensor = self.sizes
+        return replicate, shard * context // self.expert, self.expert, tensor
+
+    @property
+    def expert_load(self) -> dict[str, Tensor]:
+        """How many of this rank's tokens each expert received in the last step, by module.
+
+        The tensors are on the device of the rank, and a token counts once for each of its experts.
+        `ExpertLoad` logs the load over all ranks.
+        """
+        return {} if self._experts is None else self._experts.load
+
+    def _check_experts(self) -> None:
+        """Raise for options that experts do not go with.
+
+        Raises:
+            ConfigurationError: names the option.
+        """
+        if self.expert > 1 and self.sequence_parallel:
+            raise ConfigurationError(
+                f"expert={self.expert} with sequence_parallel=True: ranks of the tensor axis would "
+                "send parts of a sequence to the same experts: expected sequence_parallel=False"
+            )
+        if self.expert == 1 and self.expert_modules is not None:
+            raise ConfigurationError(
+                f"expert_modules={self.expert_modules!r} with expert=1: expected expert= the "
+                "number of ranks that divide the experts"
+            )
+
+    def _check_expert_ranks(self, sizes: tuple[int, int, int, int]) -> None:
+        """Raise if experts do not divide the ranks that they borrow.
+
+        Raises:
+            ConfigurationError: names the sizes.
+        """
+        _, shard, context, _ = sizes
+        if shard * context % self.expert:
+            raise ConfigurationError(
+                f"expert={self.expert}: experts are divided between ranks of shard x context, "
+                f"received shard {shard} x context {context} = {shard * context}: expected a size "
+                "of expert that divides it"
+            )
+
+    @property
+    def follows_evaluation(self) -> bool:
+        """Whether ranks without a batch follow the others; a rank of experts computes its own."""
+        return self.expert == 1 and super().follows_evaluation
+
+    def shard_groups(
+        self, module: nn.Module, groups: Collection[nn.Module], shard: Callable[..., object]
+    ) -> None:
+        """Shard the groups; experts over the ranks that have the same ones."""
+        if self._experts is not None:
+            groups = [*groups, *self._experts.groups()]
+            shard = self._experts.sharding(shard)
+        super().shard_groups(module, groups, shard)
+
+    def optimizer_step(
+        self,
+        prepared: PreparedModel,
+        optimizer: Optimizer,
+        closure: Callable[[], Any] | None = None,
+    ) -> Any:
+        """Step the shards; a step ends the count of `expert_load`."""
+        result = super().optimizer_step(prepared, optimizer, closure)
+        if self._experts is not None:
+            self._experts.end_step()
+        return result
 
     def explain(self, prepared: PreparedModel, error: RuntimeError) -> StratagemError | None:
         """Return a clearer error for shards, parts of logits, and gradients of gradients."""
@@ -339,12 +437,11 @@ def _checked_input(value: Any) -> Any:
     return value
 
 
-def _checked_names(value: Any) -> Sequence[str] | None:
-    names = None if value is None or isinstance(value, str) else list(value)
+def _checked_names(value: Any, option: str, example: str) -> Sequence[str] | None:
+    names = list(value) if isinstance(value, (list, tuple)) else None
     if value is not None and not (names and all(isinstance(name, str) for name in names)):
         raise ConfigurationError(
-            f"context_modules={value!r}: expected a list of names of modules, such as "
-            "['encoder.layers.*']"
+            f"{option}={value!r}: expected a list of names of modules, such as {example}"
         )
     return names
 
