@@ -1,4 +1,4 @@
-"""Meshes of data, context and tensor parallelism over any model.
+"""Meshes of data, context, tensor and expert parallelism over any model.
 
 Example:
     >>> from stratagem_mesh import MeshStrategy
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from stratagem.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from stratagem_mesh.expert.load import ExpertLoad as ExpertLoad
     from stratagem_mesh.strategy import MeshStrategy as MeshStrategy
     from stratagem_mesh.tensor.vocabulary import cross_entropy as cross_entropy
 else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,10 +98,18 @@ class Unbalanced(Written):
         super().__init__(each=1)
 
 
-def mixtral() -> Any:
+class Few(Written):
+    """Two experts, which two ranks divide, and two share."""
+
+    def __init__(self) -> None:
+        super().__init__(experts=2)
+
+
+def mixtral(**options: Any) -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    return MixtralForCausalLM(MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2))
+    keys = {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, **options}
+    return MixtralForCausalLM(MixtralConfig(**keys))
 
 
 def qwen3() -> Any:
@@ -121,6 +130,11 @@ def eager(build: Callable[[], Any]) -> Any:
 
 def mixtral_eager() -> Any:
     return eager(mixtral)
+
+
+def mixtral_of_parts() -> Any:
+    """Return a model whose outputs the context axis can join."""
+    return eager(partial(mixtral, output_router_logits=False))
 
 
 def qwen3_eager() -> Any:

@@ -27,7 +27,8 @@ differs, and 2 if the mesh refuses the model or a function raises an error.
 """
 
 _AXES = "replicate", "shard", "context", "tensor"
-_OPTIONS = "sequence_parallel", "loss_parallel", "context_modules"
+_NAMES = "context_modules", "expert_modules"
+_OPTIONS = "sequence_parallel", "loss_parallel", "expert", *_NAMES
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -70,6 +71,8 @@ def _compare(options: argparse.Namespace) -> int:
     )
     rows = compare(subject, prod(sizes.values()))
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+    if options.expert > 1:
+        mesh += f" with expert {options.expert}"
     print(f"{options.model} on {mesh}, float64 on the CPU\n")
     print_table(("compared", "largest difference", "in"), [_cells(row) for row in rows])
     wrong = [row for row in rows if not row.is_equal]
@@ -98,6 +101,13 @@ def _parser() -> argparse.ArgumentParser:
     for axis in _AXES:
         add(f"--{axis}", metavar="N", type=at_least(1), default=1, help="the size of the axis; 1")
     add(
+        "--expert",
+        metavar="N",
+        type=at_least(1),
+        default=1,
+        help="the ranks of shard x context that divide experts; 1",
+    )
+    add(
         "--layers",
         metavar="N",
         type=at_least(1),
@@ -106,12 +116,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--sequence-parallel", action="store_true", help="as for MeshStrategy")
     add("--loss-parallel", action="store_true", help="as for MeshStrategy")
-    add(
-        "--context-modules",
-        metavar="NAME",
-        action="append",
-        help="the name of a module whose sequence is divided; may be given several times",
-    )
+    for option, what in zip(_NAMES, ("whose sequence is divided", "of experts"), strict=True):
+        add(
+            f"--{option.replace('_', '-')}",
+            metavar="NAME",
+            action="append",
+            help=f"the name of a module {what}; may be given several times",
+        )
     return parser
 
 

@@ -274,8 +274,14 @@ def in_double(dtype: torch.dtype) -> torch.dtype:
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Set the probabilities of dropping values to 0, in place."""
+    """Set the probabilities of dropping values to 0, in place.
+
+    Experts of transformers then compute in a loop, since the grouped product has no float64.
+    """
     for part in model.modules():
+        config = vars(part).get("config")
+        if getattr(config, "_experts_implementation", None) == "grouped_mm":
+            config._experts_implementation = "eager"
         for name, value in vars(part).items():
             if isinstance(value, float) and (
                 DROPOUT.search(name) or (name == "p" and "Dropout" in type(part).__name__)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from stratagem.checkpoint import Shards
+from stratagem_mesh.expert.dispatch import inner_modules
 from stratagem_torch.sharding import shards_of, whole_on_cpu
 
 TOLERANCE = 1e-9
@@ -63,13 +64,16 @@ class KeepFloat64(TorchFunctionMode):
 class Outputs(dict[str, list[Tensor]]):
     """The first output of each module of a model, for each call, in the order in which they end.
 
+    Modules in divided experts are left out.
+
     Args:
         model: is watched until `close`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        named = [(name, part) for name, part in model.named_modules() if name]
+        others = inner_modules(model)
+        named = [(n, part) for n, part in model.named_modules() if n and part not in others]
         self._hooks = [part.register_forward_hook(self._keep(name)) for name, part in named]
 
     def _keep(self, name: str) -> Callable[..., None]:

@@ -26,6 +26,9 @@ class ExpertGroup:
     size: int
     has_values: bool = True
 
+    def __deepcopy__(self, memo: object) -> ExpertGroup:
+        return self
+
     def swap(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send the next `sent[i]` rows to rank i; return the `received[i]` rows of each rank."""
         made = tensor.new_empty((sum(received), *tensor.shape[1:]))

@@ -152,5 +152,16 @@ class Dispatch:
         )
 
 
+def inner_modules(model: nn.Module) -> set[nn.Module]:
+    """Return the modules in divided experts, which read the tokens of all ranks."""
+    found = set()
+    for part in model.modules():
+        forward = vars(part).get("forward")
+        # `forward_to_repeat`: under activation checkpointing.
+        if isinstance(getattr(forward, "forward_to_repeat", forward), Dispatch):
+            found |= {*part.modules()} - {part}
+    return found
+
+
 def _even(rows: int, ranks: int) -> list[int]:
     return [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
