@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from itertools import product
 from math import prod
@@ -29,6 +30,7 @@ from stratagem_mesh.tensor.layers import (
     check_plan,
     divide_layers,
 )
+from stratagem_torch.sharding import ShardedPrepared
 
 AXES = ("replicate", "shard", "context", "tensor")
 """The axes of the mesh; consecutive ranks lie along the last one."""
@@ -244,9 +246,7 @@ class MeshStrategy(ModelParallelStrategy):
             )
 
         if self.expert > 1:
-            mesh = init_device_mesh(
-                self.device.type, self.expert_sizes, mesh_dim_names=EXPERT_AXES
-            )
+            mesh = init_device_mesh(self.device.type, self.expert_sizes, mesh_dim_names=EXPERT_AXES)
             self._experts = ExpertParallel(mesh, has_values=_has_values())
 
     # -- the model
@@ -353,19 +353,35 @@ class MeshStrategy(ModelParallelStrategy):
                 "of expert that divides it"
             )
 
-    @property
-    def follows_evaluation(self) -> bool:
-        """Whether ranks without a batch follow the others; a rank of experts computes its own."""
-        return self.expert == 1 and super().follows_evaluation
-
     def shard_groups(
         self, module: nn.Module, groups: Collection[nn.Module], shard: Callable[..., object]
     ) -> None:
         """Shard the groups; experts over the ranks that have the same ones."""
         if self._experts is not None:
             groups = [*groups, *self._experts.groups()]
-            shard = self._experts.sharding(shard)
+            shard = self._experts.sharding(shard, self.reshard_after_forward)
         super().shard_groups(module, groups, shard)
+
+    @contextmanager
+    def lead_evaluation_step(
+        self, prepared: PreparedModel, announce: Callable[[int], None]
+    ) -> Iterator[None]:
+        """Return a context that announces all-gathers, and calls of experts."""
+        assert isinstance(prepared, ShardedPrepared)
+        with ExitStack() as stack:
+            stack.enter_context(super().lead_evaluation_step(prepared, announce))
+            if self._experts is not None:
+                stack.enter_context(self._experts.announcing(prepared.groups, announce))
+            yield
+
+    def follow_evaluation_step(self, prepared: PreparedModel, announced: Iterator[int]) -> None:
+        """Take part in the all-gathers, and compute this rank's experts, as another rank says."""
+        assert isinstance(prepared, ShardedPrepared)
+        with ExitStack() as stack:
+            if self._experts is not None:
+                announced = self._experts.take_part(prepared.groups, announced)
+                stack.enter_context(self.precision.forward_context() or nullcontext())
+            super().follow_evaluation_step(prepared, announced)
 
     def optimizer_step(
         self,

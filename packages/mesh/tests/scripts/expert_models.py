@@ -42,7 +42,7 @@ class Experts(nn.Module):
             token, place = (experts == expert).nonzero(as_tuple=True)
             hidden = gelu(x[token] @ self.up[expert] + self.up_bias[expert])
             own = self.norm(hidden @ self.down[expert]) * weights[token, place, None]
-            result = result.index_add(0, token, own)
+            result = result.index_add(0, token, own.to(x.dtype))
         return result
 
 

@@ -34,6 +34,8 @@ class Dispatch:
     Attributes:
         load: the number of rows of this rank's tokens for each expert, in training, since it was
             taken last; None before the first.
+        announce: called before the exchanges of a forward pass, with the number of features of a
+            token and the dtypes of tokens and weights.
     """
 
     def __init__(self, name: str, module: nn.Module, experts: int, group: ExpertGroup) -> None:
@@ -41,12 +43,15 @@ class Dispatch:
         self.experts = experts
         self.local = experts // group.size
         self.load: Tensor | None = None
+        self.announce: Callable[[int, torch.dtype, torch.dtype], None] | None = None
         self._module = module
         self._group = group
         self._forward: Callable[..., Any] = module.forward
         self._names = list(signature(module.forward).parameters)
         self._numbers = [
-            key for key, value in vars(module).items() if "experts" in key and type(value) is int and value == experts
+            key
+            for key, value in vars(module).items()
+            if "experts" in key and type(value) is int and value == experts
         ]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -54,7 +59,9 @@ class Dispatch:
         """Run the experts of all ranks on this rank's tokens."""
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         tokens, chosen, weights = (given.pop(name, None) for name in self._names[:3])
-        self._check(tokens, chosen, weights)
+        self._check(tokens, chosen, weights, given)
+        if self.announce is not None:
+            self.announce(tokens.shape[1], tokens.dtype, weights.dtype)
         count, each = chosen.shape
         order = torch.argsort(chosen.flatten(), stable=True)
         counts = self._count(chosen)
@@ -63,11 +70,18 @@ class Dispatch:
             to_ranks = from_ranks = _even(count * each, self._group.size)
         rows = swap(tokens[order // each], self._group, to_ranks, from_ranks)
         factors = swap(weights.flatten()[order], self._group, to_ranks, from_ranks)
-        results = self._run(rows, self._experts_of(received, from_ranks), factors, given)
+        results = self._run(rows, self._experts_of(received, from_ranks), factors)
         back = swap(results, self._group, from_ranks, to_ranks)
         # Saves the order after the last exchange, so that a repeated forward repeats them all.
         mine = back[torch.argsort(order)]
-        return mine.view(count, each, -1).sum(1).to(results.dtype)
+        return mine.view(count, each, results.shape[1]).sum(1)
+
+    def take_part(self, features: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+        """Compute this rank's experts for the tokens of other ranks, without tokens of its own."""
+        device = next(self._module.parameters()).device
+        tokens = torch.empty(0, features, dtype=dtypes[0], device=device)
+        chosen = torch.empty(0, 1, dtype=torch.int64, device=device)
+        self(tokens, chosen, torch.empty(0, 1, dtype=dtypes[1], device=device))
 
     def take_load(self) -> Tensor | None:
         """Return the load, and count anew."""
@@ -91,14 +105,14 @@ class Dispatch:
             return own[:1].expand(sum(from_ranks)).contiguous()
         return own.repeat_interleave(received.flatten(), output_size=sum(from_ranks))
 
-    def _run(self, rows: Tensor, experts: Tensor, factors: Tensor, others: Any) -> Tensor:
+    def _run(self, rows: Tensor, experts: Tensor, factors: Tensor) -> Tensor:
         count = len(rows)
         if not count:
             rows = torch.cat([rows, rows.new_ones(1, *rows.shape[1:])])
             factors = torch.cat([factors, factors.new_ones(1)])
             experts = experts.new_zeros(1)
         with self._own_experts():
-            results = self._forward(rows, experts[:, None], factors[:, None], **others)
+            results = self._forward(rows, experts[:, None], factors[:, None])
         if not isinstance(results, Tensor) or results.ndim != 2 or len(results) != len(rows):
             said = tuple(results.shape) if isinstance(results, Tensor) else type(results).__name__
             raise UserCodeError(
@@ -125,7 +139,7 @@ class Dispatch:
             for key in self._numbers:
                 vars(module)[key] = self.experts
 
-    def _check(self, tokens: Any, chosen: Any, weights: Any) -> None:
+    def _check(self, tokens: Any, chosen: Any, weights: Any, others: dict[str, Any]) -> None:
         """Raise for arguments that cannot be divided by token.
 
         Raises:
@@ -138,17 +152,19 @@ class Dispatch:
                 and weights.shape == chosen.shape
                 and len(tokens) == len(chosen)
                 and not chosen.is_floating_point()
+                and all(other is None for other in others.values())
             )
             if is_right:
                 return
         said = [
             f"{one.dtype} of {tuple(one.shape)}" if isinstance(one, Tensor) else repr(one)
-            for one in given
+            for one in (*given, *others.values())
         ]
         raise UserCodeError(
             f"the experts {self.name!r} were called with {', '.join(said)}: expert="
             f"{self._group.size} expects tokens of (tokens, features), and the integers of their "
-            "experts and the weights of these, both of (tokens, experts of a token)"
+            "experts and the weights of these, both of (tokens, experts of a token), and no more "
+            "arguments"
         )
 
 

@@ -28,9 +28,7 @@ class ExpertLoad(Callback):
         >>> from stratagem import Trainer
         >>> from stratagem_mesh import ExpertLoad, MeshStrategy
         >>> strategy = MeshStrategy(expert=2)
-        >>> trainer = Trainer(
-        ...     accelerator="cpu", devices=2, strategy=strategy, callbacks=ExpertLoad(), logger=False
-        ... )
+        >>> trainer = Trainer(devices=2, strategy=strategy, callbacks=ExpertLoad(), logger=False)
         >>> any(isinstance(each, ExpertLoad) for each in trainer.callbacks)
         True
     """

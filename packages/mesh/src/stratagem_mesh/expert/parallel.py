@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from stratagem.errors import ConfigurationError
 from stratagem_mesh.expert.collectives import ExpertGroup
 from stratagem_mesh.expert.dispatch import Dispatch
+from stratagem_mesh.expert.following import announcing, take_part
 from stratagem_mesh.expert.modules import find_experts, number_of_experts
+from stratagem_torch.sharding import keep_whole
 
 AXES = ("expert_replicate", "expert_shard", "expert", "expert_tensor")
 """The axes of the mesh of experts, over the same ranks as the mesh of the model."""
@@ -57,6 +61,10 @@ class ExpertParallel:
             for key, whole in module._parameters.items():
                 if whole is not None and whole.ndim:
                     module._parameters[key] = self._part(name, key, whole)
+            for part in module.children():
+                for parameter in part.parameters():
+                    # Called for the tokens that a rank has received, with which no gather agrees.
+                    keep_whole(parameter)
             vars(module)["forward"] = dispatch
             self._divided[module] = dispatch
 
@@ -73,12 +81,18 @@ class ExpertParallel:
         return nn.Parameter(part, requires_grad=whole.requires_grad)
 
     def groups(self) -> list[nn.Module]:
-        """Return the modules that are sharded by themselves: experts, and modules in them."""
-        inner = [p for m in self._divided for p in m.children() if any(True for _ in p.parameters())]
-        return [*inner, *self._divided]
+        """Return the modules of experts, each of which is sharded by itself."""
+        return list(self._divided)
 
-    def sharding(self, shard: Callable[..., object]) -> Callable[..., object]:
-        """Return `fully_shard`, which shards experts over the ranks with the same ones."""
+    def sharding(
+        self, shard: Callable[..., object], reshard: bool | int | None
+    ) -> Callable[..., object]:
+        """Return `fully_shard`, which shards experts over the ranks with the same ones.
+
+        Args:
+            shard: `fully_shard` with its options for other modules.
+            reshard: its `reshard_after_forward`; a number of ranks need not divide these.
+        """
         replicate = self._mesh.size(0)
         rest = self._mesh[AXES[:2] if replicate > 1 else AXES[1]]
         count = self._mesh.size(1)
@@ -90,9 +104,21 @@ class ExpertParallel:
         def shard_part(part: nn.Module, **options: Any) -> object:
             if part in self._divided:
                 options |= {"mesh": rest, "shard_placement_fn": placement}
+                if type(reshard) is int and count % reshard:
+                    options["reshard_after_forward"] = True
             return shard(part, **options)
 
         return shard_part
+
+    def announcing(
+        self, parts: Sequence[FSDPModule], announce: Callable[[int], None]
+    ) -> AbstractContextManager[None]:
+        """Return a context that announces calls of experts to ranks without a batch."""
+        return announcing(self._divided, parts, announce)
+
+    def take_part(self, parts: Sequence[FSDPModule], announced: Iterator[int]) -> Iterator[int]:
+        """Take part in announced calls of experts; yield the other numbers."""
+        return take_part(self._divided, parts, announced)
 
     def end_step(self) -> None:
         """Keep the load of the step that ends, and count anew."""
