@@ -81,6 +81,13 @@ class FrozenBefore(Net):
 
 
 class Foreach(Net):
+    """Each parameter is sharded, over one of two meshes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.net.layers:
+            layer.experts.norm = torch.nn.Identity()
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9, foreach=True)
 
