@@ -1,4 +1,4 @@
-"""MeshStrategy: data, context and tensor parallelism, each by its size."""
+"""MeshStrategy: data, context, tensor and expert parallelism, each by its size."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ _NUMBER = re.compile(r"(^|\.)\d+(\.|$)")
 
 
 class MeshStrategy(ModelParallelStrategy):
-    """Arranges ranks in a mesh of data, context and tensor parallelism, over an unchanged model.
+    """Arranges ranks in a mesh of data, context, tensor and expert parallelism, by sizes.
 
-    The sizes multiply to the number of ranks. Losses, gradients and logged values equal the ones
+    The model does not change. The sizes multiply to the number of ranks. Losses, gradients and logged values equal the ones
     in one process:
 
     - `replicate` and `shard`: ranks read batches of their own. Parameters, gradients and optimizer
@@ -61,6 +61,10 @@ class MeshStrategy(ModelParallelStrategy):
       computes a part; attention exchanges heads for positions (Ulysses). Before and after
       these modules each rank has the whole sequence, so user code runs unchanged.
     - `tensor`: ranks read the same batches. Linear layers are divided between them.
+    - `expert`: adds no ranks. Consecutive ranks of `shard` times `context` divide the experts of a
+      model, and exchange tokens; the parameters of an expert are sharded over the others. Experts
+      are whole along `tensor`. Losses of a router that balance its load are computed from the
+      tokens of a rank, as under data parallelism.
 
     Args:
         replicate: the number of copies of the parameters.
@@ -98,6 +102,13 @@ class MeshStrategy(ModelParallelStrategy):
             compares less, the outputs of regions, but for the first batch.
         gather_logits: give each rank all logits of a model of transformers in training, although
             the model has computed its loss from them.
+        expert: the number of ranks that divide the experts of a layer; it divides the ranks of
+            `shard` times `context`, and the number of experts.
+        expert_modules: names of the modules of experts, in which `*` stands for a number; the
+            beginning may be left out. Their parameters have the shape (expert, ...), and they are
+            called as `forward(tokens, experts, weights)`: tokens of (tokens, features), and the
+            chosen experts and their weights of (tokens, experts of a token). They return the sum
+            over the experts of each token. Default: the experts of transformers.
         auto_wrap_policy, activation_checkpointing, reshard_after_forward: see `FSDPStrategy`.
         **components: see `ShardedStrategy` and `ParallelStrategy`.
 
@@ -403,6 +414,12 @@ class MeshStrategy(ModelParallelStrategy):
                 "sequence is divided, and its exchanges between ranks are differentiable once: "
                 "leave the module out of context_modules, leave create_graph=True out, or pass "
                 "context=1"
+            )
+        if self.expert > 1 and "once_differentiable" in str(error):
+            return UserCodeError(
+                f"expert={self.expert}: a loss has gradients of gradients through experts, and "
+                "their exchanges between ranks are differentiable once: leave create_graph=True "
+                "out, or pass expert=1"
             )
         found = super().explain(prepared, error)
         if found is None and isinstance(self.tensor_plan, Mapping) and _SIZES.search(str(error)):

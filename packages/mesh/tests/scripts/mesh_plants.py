@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import expert_models
 import torch
 import torch.distributed as dist
 from context_models import WORDS, Encoder
@@ -28,6 +29,7 @@ from stratagem import Lite
 from stratagem.errors import StratagemError
 from stratagem_mesh.check.comparison import Subject, compare, default_loss
 from stratagem_mesh.context import attention, collectives as sequence, regions
+from stratagem_mesh.expert import dispatch
 from stratagem_mesh.randomness import OwnStream
 from stratagem_mesh.context.transformers_models import TransformersModel
 from stratagem_mesh.tensor import collectives as features, layers, region, styles
@@ -98,6 +100,12 @@ LANGUAGE = Subject(Noisy, batch, loss, {"tensor": 2, "example_input": TOKENS, **
 TIES = Subject(Language, batch, loss, {"tensor": 2, "tensor_plan": TIED, **FORKED})
 ENCODER = Subject(partial(Encoder, causal=True), batch, loss, {"context": 2, **FORKED})
 UNCHECKED = Subject(ENCODER.build, batch, loss, {**ENCODER.options, "check_context": False})
+EXPERTS = Subject(
+    expert_models.Written,
+    expert_models.batch,
+    expert_models.loss,
+    {"expert": 2, "expert_modules": ["layers.*.experts"], **FORKED},
+)
 SCORED = Subject(
     Scored,
     batch,
@@ -165,6 +173,11 @@ PLANTS = {
     "nothing, tied": Plant(TIES),
     "nothing, context": Plant(UNCHECKED),
     "nothing, labels": Plant(SCORED),
+    "nothing, experts": Plant(EXPERTS),
+    "expert gradients too large": Plant(
+        EXPERTS,
+        lambda: patch.object(dispatch, "divide_gradient", lambda parameter, size: parameter),
+    ),
     "a gradient summed twice": Plant(
         LANGUAGE, lambda: patch.object(features._Copy, "backward", staticmethod(summed_twice))
     ),
