@@ -51,8 +51,8 @@ _NUMBER = re.compile(r"(^|\.)\d+(\.|$)")
 class MeshStrategy(ModelParallelStrategy):
     """Arranges ranks in a mesh of data, context, tensor and expert parallelism, by sizes.
 
-    The model does not change. The sizes multiply to the number of ranks. Losses, gradients and logged values equal the ones
-    in one process:
+    The model does not change. The sizes but `expert` multiply to the number of ranks. Losses,
+    gradients and logged values equal the ones in one process:
 
     - `replicate` and `shard`: ranks read batches of their own. Parameters, gradients and optimizer
       state are sharded over `shard`, and over `context`; each of the `replicate` groups holds them

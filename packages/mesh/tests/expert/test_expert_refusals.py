@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +16,29 @@ from stratagem_mesh.expert.collectives import ExpertGroup
 from stratagem_mesh.expert.dispatch import Dispatch
 from stratagem_mesh.expert.modules import find_experts
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-
-import expert_models as models
-
 NAMES = ["layers.*.experts"]
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.ones(4, 8, 12))
+        self.down = nn.Parameter(torch.ones(4, 12, 8))
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        return x
+
+
+class Layer(nn.Module):
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+
+class Written(nn.Module):
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(experts)])
 
 
 class Classic(nn.Module):
@@ -31,12 +47,12 @@ class Classic(nn.Module):
         self.experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
 
 
-class OneInput(models.Experts):
+class OneInput(Experts):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return x
 
 
-class Scaled(models.Experts):
+class Scaled(Experts):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(8))
@@ -45,20 +61,14 @@ class Scaled(models.Experts):
 class Wrapped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.base_layer = models.Experts()
-
-
-def with_experts(experts: nn.Module) -> nn.Module:
-    model = models.Written()
-    model.layers[0].experts = experts
-    return model
+        self.base_layer = Experts()
 
 
 @pytest.mark.parametrize(
     ("model", "names", "size", "message"),
     [
         (
-            models.Written(),
+            Written(Experts()),
             NAMES,
             3,
             "'layers.0.experts' has 4 experts, which do not divide between 3 ranks: choose a size "
@@ -87,28 +97,28 @@ def with_experts(experts: nn.Module) -> nn.Module:
             "before it is called: expected a module with parameters of (expert, in, out)",
         ),
         (
-            models.Written(),
+            Written(Experts()),
             ["layers.*.moe"],
             2,
             "expert_modules has 'layers.*.moe', which names no module of Written: expected names "
             "such as 'layers.0.experts'",
         ),
         (
-            with_experts(OneInput()),
+            Written(OneInput()),
             NAMES,
             2,
             "the experts 'layers.0.experts' (OneInput) have forward(x): expected a module with",
         ),
         (
-            with_experts(Scaled()),
+            Written(Scaled()),
             NAMES,
             2,
-            "the experts 'layers.0.experts' (Scaled) have up of (4, 8, 12), up_bias of (4, 12), "
-            "down of (4, 12, 8), scale of (8,), whose first dimensions are not one number of "
+            "the experts 'layers.0.experts' (Scaled) have up of (4, 8, 12), down of "
+            "(4, 12, 8), scale of (8,), whose first dimensions are not one number of "
             "experts",
         ),
         (
-            with_experts(Wrapped()),
+            Written(Wrapped()),
             ["experts.base_layer"],
             2,
             "'layers.0.experts.base_layer' is wrapped by an adapter, which computes its weights "
@@ -171,7 +181,7 @@ def test_the_load_needs_experts_that_ranks_divide() -> None:
 @pytest.fixture
 def dispatch() -> Dispatch:
     group: Any = None
-    return Dispatch("experts", models.Experts(), 4, ExpertGroup(group, 2, has_values=False))
+    return Dispatch("experts", Experts(), 4, ExpertGroup(group, 2, has_values=False))
 
 
 def test_a_call_with_weights_in_place_of_experts_is_refused(dispatch: Dispatch) -> None:

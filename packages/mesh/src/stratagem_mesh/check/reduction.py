@@ -279,7 +279,7 @@ def without_dropout(model: nn.Module) -> None:
     Experts of transformers then compute in a loop, since the grouped product has no float64.
     """
     for part in model.modules():
-        config = vars(part).get("config")
+        config: Any = vars(part).get("config")
         if getattr(config, "_experts_implementation", None) == "grouped_mm":
             config._experts_implementation = "eager"
         for name, value in vars(part).items():

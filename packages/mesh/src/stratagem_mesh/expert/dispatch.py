@@ -129,7 +129,7 @@ class Dispatch:
         for key, parameter in whole.items():
             if isinstance(parameter, DTensor):
                 own = divide_gradient(parameter.to_local(), self._group.size)
-                parameters[key] = own  # type: ignore[assignment]
+                parameters[key] = own
         for key in self._numbers:
             vars(module)[key] = self.local
         try:

@@ -56,6 +56,6 @@ class ExpertLoad(Callback):
             return
         self._step = trainer.global_step
         total = trainer.ranks.all_reduce(torch.cat([*of_rank.values()]), "sum").float()
-        loads = total.split([len(load) for load in of_rank.values()])
+        loads = torch.split(total, [len(load) for load in of_rank.values()])
         for name, load in zip(of_rank, loads, strict=True):
             self.log(f"expert_load/{name}", load.max() / load.mean())

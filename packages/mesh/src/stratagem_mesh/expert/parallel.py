@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from stratagem.errors import ConfigurationError
 from stratagem_mesh.expert.collectives import ExpertGroup
@@ -74,10 +74,12 @@ class ExpertParallel:
                 f"{name}.{key} is divided by the tensor axis, and expert={self._group.size} "
                 "divides it by expert: expected a tensor_plan without experts, or expert=1"
             )
+        # Over all ranks, since a mesh that leaves some out has no coordinates in a plan.
+        is_copied = self._mesh.size(3) > 1
+        mesh = self._mesh[AXES[2:] if is_copied else AXES[2]]
+        placements = [Shard(0), Replicate()] if is_copied else [Shard(0)]
         # With None nothing is sent, since the values are equal on all ranks.
-        part = distribute_tensor(
-            whole.detach(), self._mesh["expert"], [Shard(0)], src_data_rank=None
-        )
+        part = distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)
         return nn.Parameter(part, requires_grad=whole.requires_grad)
 
     def groups(self) -> list[nn.Module]:
