@@ -105,10 +105,10 @@ class MeshStrategy(ModelParallelStrategy):
         expert: the number of ranks that divide the experts of a layer; it divides the ranks of
             `shard` times `context`, and the number of experts.
         expert_modules: names of the modules of experts, in which `*` stands for a number; the
-            beginning may be left out. Their parameters have the shape (expert, ...), and they are
-            called as `forward(tokens, experts, weights)`: tokens of (tokens, features), and the
-            chosen experts and their weights of (tokens, experts of a token). They return the sum
-            over the experts of each token. Default: the experts of transformers.
+            beginning may be left out. Their parameters have the shape (expert, ...). They read
+            `forward(tokens, experts, weights)`: tokens of (tokens, features), and the chosen
+            experts and their weights of (tokens, experts of a token). They return the sum over the
+            experts of each token. Default: the experts of transformers.
         auto_wrap_policy, activation_checkpointing, reshard_after_forward: see `FSDPStrategy`.
         **components: see `ShardedStrategy` and `ParallelStrategy`.
 

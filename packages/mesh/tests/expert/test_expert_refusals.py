@@ -126,7 +126,7 @@ class Wrapped(nn.Module):
         ),
     ],
 )
-def test_a_model_is_refused_with_what_to_write(
+def test_a_model_without_divisible_experts_is_refused(
     model: nn.Module, names: Any, size: int, message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(message)):

@@ -19,7 +19,7 @@ class ExpertGroup:
     Attributes:
         group: their process group.
         size: their number.
-        has_values: whether they exchange values; those of a plan do not.
+        has_values: whether they exchange values; ranks of a plan do not.
     """
 
     group: dist.ProcessGroup

@@ -22,12 +22,12 @@ class Dispatch:
     the module's own forward computes the experts of a rank, with one expert for each row. The rows
     go back, and are summed where they came from.
 
-    Whatever the router chose, each rank runs the same exchanges: a rank that received no row
+    Each rank runs the same exchanges for any choice of the router. A rank that received no row
     computes a row of ones, without an effect. So experts without tokens have gradients of zeros.
 
     Args:
         name: the name of the module.
-        module: has parameters whose first dimension is the expert.
+        module: has parameters of the shape (expert, ...).
         experts: the number of experts of all ranks.
         group: the ranks that divide them.
 

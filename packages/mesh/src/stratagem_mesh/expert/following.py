@@ -23,7 +23,7 @@ Divided = Mapping[nn.Module, Dispatch]
 def announcing(
     divided: Divided, parts: Sequence[FSDPModule], announce: Callable[[int], None]
 ) -> Iterator[None]:
-    """Announce the calls of experts, by numbers above those of all-gathers.
+    """Announce the calls of experts, by numbers above the numbers of all-gathers.
 
     Args:
         divided: the modules of experts, in the same order on each rank.

@@ -30,7 +30,7 @@ def find_experts(model: nn.Module, names: Sequence[str] | None, size: int) -> di
         size: the number of ranks.
 
     Raises:
-        ConfigurationError: there are none, or one cannot be divided.
+        ConfigurationError: the model has no experts, or ranks cannot divide them.
     """
     found = _of_convention(model) if names is None else _named(model, names)
     if not found:

@@ -28,7 +28,7 @@ class ExpertParallel:
 
     Args:
         mesh: the ranks, by `AXES`.
-        has_values: whether ranks exchange values; those of a plan do not.
+        has_values: whether ranks exchange values; ranks of a plan do not.
     """
 
     def __init__(self, mesh: DeviceMesh, *, has_values: bool = True) -> None:
