@@ -63,6 +63,35 @@ def test_the_name_mesh_has_a_row_for_each_size() -> None:
     assert order == sorted(order)
 
 
+def test_experts_are_planned_as_if_used_evenly() -> None:
+    from stratagem import plan_memory
+
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
+    config = transformers.MixtralConfig(
+        **sizes, intermediate_size=256, num_hidden_layers=2, num_key_value_heads=2
+    )
+
+    def build() -> Any:
+        return transformers.MixtralForCausalLM(config)
+
+    ids = torch.ones(2, 12, dtype=torch.int64)
+    meshes = ["mesh", "mesh(expert=2)", "mesh(expert=2, tensor=2)"]
+    plan = plan_memory(
+        build,
+        {"input_ids": ids, "labels": ids},
+        devices=4,
+        device_memory="1GB",
+        precision="bf16-true",
+        strategies=meshes,
+    )
+    rows = {row.name: row for row in plan.strategies}
+    assert all(rows[name].how == "simulated" for name in meshes), rows
+    whole, divided = rows["mesh"].memory, rows["mesh(expert=2)"].memory
+    assert divided.flops == whole.flops
+    assert divided.working < whole.working
+
+
 def test_the_call_of_a_mesh_can_be_pasted() -> None:
     call = planned(2, "mesh(tensor=2)", device_memory=None).call
     assert call == (

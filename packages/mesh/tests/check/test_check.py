@@ -67,6 +67,19 @@ def test_a_mistake_is_found_and_its_place_named(model: str, said: str, right: st
     assert done.stdout.endswith("Not the numbers of one process.\n")
 
 
+@pytest.mark.slow
+def test_experts_that_ranks_divide_have_the_numbers_of_one_process() -> None:
+    done = check(
+        "Mixture",
+        *("--shard", "2", "--expert", "2", "--expert-modules", "layers.*.experts"),
+        *("--batch", "expert_models:batch", "--loss", "expert_models:loss"),
+    )
+    assert done.returncode == 0, done.stderr
+    first, *_, last = done.stdout.splitlines()
+    assert first == "mesh_subjects:Mixture on shard 2 with expert 2, float64 on the CPU"
+    assert last == "The numbers of one process."
+
+
 def test_the_training_step_of_a_module_is_compared() -> None:
     done = check("Logs", "--tensor", "2", "--plan", "mesh_subjects:PLAN")
     assert done.returncode == 0, done.stderr

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from stratagem import Module, Trainer
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem_mesh import ExpertLoad, MeshStrategy
+from stratagem_mesh.expert import parallel
 from stratagem_mesh.expert.collectives import ExpertGroup
 from stratagem_mesh.expert.dispatch import Dispatch
 from stratagem_mesh.expert.modules import find_experts
@@ -205,4 +208,25 @@ def test_an_output_that_is_no_row_for_each_token_is_refused(dispatch: Dispatch) 
     assert str(raised.value) == (
         "the experts 'experts' returned NoneType for 3 token(s): expected a tensor of (tokens, "
         "features), each row a sum over the token's experts"
+    )
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    error = RuntimeError("differentiate twice a function marked with @once_differentiable")
+    prepared: Any = None
+    assert str(MeshStrategy(expert=2).explain(prepared, error)) == (
+        "expert=2: a loss has gradients of gradients through experts, and their exchanges between "
+        "ranks are differentiable once: leave create_graph=True out, or pass expert=1"
+    )
+
+
+def test_experts_that_the_tensor_axis_divides_are_refused() -> None:
+    mesh = Mock()
+    with patch.object(parallel.dist, "get_world_size", return_value=2):
+        experts = parallel.ExpertParallel(mesh, has_values=False)
+    with pytest.raises(ConfigurationError) as raised:
+        experts._part("layers.0.experts", "up", Mock(spec=DTensor))
+    assert str(raised.value) == (
+        "layers.0.experts.up is divided by the tensor axis, and expert=2 divides it by expert: "
+        "expected a tensor_plan without experts, or expert=1"
     )

@@ -1,6 +1,7 @@
 # Models for `stratagem mesh check`, run by check/test_check.py; some of them have a mistake.
 import torch
 import torch.distributed as dist
+from expert_models import Written as Mixture
 from torch import nn
 
 from stratagem import Module
