@@ -92,11 +92,10 @@ class Stages:
         costs: the cost of each stage, as a share of 1.
 
     Example:
-        >>> from stratagem_mesh.pipeline.cuts import find_stages
-        >>> model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
-        >>> stages = find_stages(model, 2)
-        >>> stages.cuts, stages.units, stages.costs
-        (('2',), {'0': 0, '1': 0, '2': 1, '3': 1}, (0.5, 0.5))
+        >>> units = {"0": 0, "1": 1}
+        >>> holders = {"0.weight": (0,), "1.weight": (1,)}
+        >>> Stages(2, ("1",), units, holders, (), (0.5, 0.5)).cuts
+        ('1',)
     """
 
     count: int
