@@ -101,7 +101,7 @@ def main() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    spawn(measure, (options, port), nprocs=options.positions)
+    spawn(measure, (options, port), nprocs=options.positions)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":
