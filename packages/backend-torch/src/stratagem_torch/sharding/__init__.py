@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         shards_of as shards_of,
         whole_on_cpu as whole_on_cpu,
     )
+    from stratagem_torch.sharding.user_access import groups_of as groups_of
     from stratagem_torch.sharding.wrap_policy import WrapPolicy as WrapPolicy
     from stratagem_torch.strategies.sharded import (
         ShardedPrepared as ShardedPrepared,

@@ -20,7 +20,17 @@ _OF_SHARDS = (
 
 
 def groups_of(part: FSDPModule) -> list[Any]:
-    """Return FSDP2's parameter groups of one module; torch 2.13 has several in a module."""
+    """Return FSDP2's parameter groups of one module; torch 2.13 has several in a module.
+
+    Args:
+        part: a module that `fully_shard` was called with.
+
+    Example:
+        >>> import inspect
+        >>> from stratagem_torch.sharding import groups_of
+        >>> list(inspect.signature(groups_of).parameters)
+        ['part']
+    """
     state: Any = part._get_fsdp_state()
     return getattr(state, "_fsdp_param_groups", None) or [*filter(None, [state._fsdp_param_group])]
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from stratagem_mesh.expert.dispatch import Dispatch
-from stratagem_torch.sharding.user_access import groups_of
+from stratagem_torch.sharding import groups_of
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
