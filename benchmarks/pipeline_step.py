@@ -54,7 +54,7 @@ def chain(stages: int, shape: tuple[int, ...]) -> Program:
         Value(("output", f"layers.{stage}", 0, 0), stage, (stage + 1,), shape, torch.float32, True)
         for stage in range(stages - 1)
     )
-    return Program(tuple(values), False)
+    return Program(tuple(values))
 
 
 def measure(rank: int, options: argparse.Namespace, port: int) -> None:

@@ -255,7 +255,6 @@ class MeshStrategy(ModelParallelStrategy):
                 check=self.check_context and _has_values(),
                 gather_logits=self.gather_logits,
             )
-
         if self.expert > 1:
             mesh = init_device_mesh(self.device.type, self.expert_sizes, mesh_dim_names=EXPERT_AXES)
             self._experts = ExpertParallel(mesh, has_values=_has_values())

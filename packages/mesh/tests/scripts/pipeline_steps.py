@@ -49,7 +49,7 @@ def program(stages: int, rows: int) -> Program:
                 value("scale", 0, later[:1], (), torch.float64, True),
                 value("none", 0, later[-1:], (0, 3), torch.bfloat16, False),
             ]
-    return Program(tuple(values), False)
+    return Program(tuple(values))
 
 
 class Toy:
@@ -208,7 +208,7 @@ class Large:
             Value(("output", "large", 0, stage), stage, (stage + 1,), (shape,), torch.float32, True)
             for stage in range(self.last)
         )
-        self.program = Program(tuple(values), False)
+        self.program = Program(tuple(values))
 
     def forward(self, stage: int, micro_batch: int, received: list[Tensor]) -> list[Tensor]:
         return [torch.ones(2**22)] if stage < self.last else []

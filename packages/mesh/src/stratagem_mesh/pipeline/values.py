@@ -1,10 +1,10 @@
-"""Stages of a model, and the values that they exchange in a run of user code."""
+"""The values that the stages of a model exchange in a run of user code."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -42,20 +42,15 @@ class Program:
 
     Attributes:
         values: the values, in the order in which they are made.
-        draws_after_cut: whether user code draws random numbers after the first call of a unit that
-            is not in stage 0. Stages that end before do not draw them.
-        run: what StagedModel notes for its runs.
 
     Example:
         >>> value = Value(("output", "layers.1", 0, 0), 0, (1,), (2, 8), torch.float32, True)
-        >>> program = Program((value,), draws_after_cut=False)
+        >>> program = Program((value,))
         >>> program.sends(0) == program.reads(1) == (value,)
         True
     """
 
     values: tuple[Value, ...]
-    draws_after_cut: bool
-    run: Any = field(default=None, repr=False)
 
     def reads(self, stage: int) -> tuple[Value, ...]:
         """Return the values that a stage receives, in the order in which they are made."""
@@ -74,33 +69,3 @@ class Program:
     def _sends(self) -> dict[int, tuple[Value, ...]]:
         stages = {value.stage for value in self.values}
         return {s: tuple(value for value in self.values if value.stage == s) for s in stages}
-
-
-@dataclass(frozen=True)
-class Stages:
-    """The division of a model into stages.
-
-    A unit is a largest module that belongs to one stage, such as a block, an embedding or a head.
-
-    Attributes:
-        count: the number of stages.
-        cuts: the names of the first units of all stages but the first.
-        units: the stage of each unit, by its name.
-        parameters: the stages that hold a parameter, by its name. Further names of a tied weight
-            are in it, too.
-        tied: the names of each parameter that several stages hold, and these stages.
-        costs: the cost of each stage, as a share of 1.
-
-    Example:
-        >>> units = {"0": 0, "1": 1}
-        >>> holders = {"0.weight": (0,), "1.weight": (1,)}
-        >>> Stages(2, ("1",), units, holders, (), (0.5, 0.5)).cuts
-        ('1',)
-    """
-
-    count: int
-    cuts: tuple[str, ...]
-    units: dict[str, int]
-    parameters: dict[str, tuple[int, ...]]
-    tied: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]
-    costs: tuple[float, ...]
