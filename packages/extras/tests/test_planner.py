@@ -1079,3 +1079,54 @@ def test_sizes_and_devices_are_read_as_people_write_them() -> None:
     assert find_device("TPU v5e").accelerator == "tpu"
     assert parse_size("80GiB") == 80 * 2**30
     assert parse_size("8e10") == parse_size("80 gb") == 80 * 10**9
+
+
+def test_the_network_of_a_device_is_shared_by_the_ranks_of_its_node() -> None:
+    h100 = find_device("H100")
+    assert h100.between(8, 1) == 450e9
+    assert h100.between(8, 2) == 8 * h100.network == 400e9
+    assert h100.between(1, 2) == h100.network == 50e9
+    # 8 ranks of a node enter the network by 8 cards: between nodes a step takes about as long.
+    seconds = [
+        plan_memory(
+            lambda: Net(4, 512),
+            torch.zeros(1, 10),
+            devices=8,
+            num_nodes=nodes,
+            device="H100",
+            strategies=["fsdp"],
+        )
+        .strategies[0]
+        .seconds
+        for nodes in (1, 2)
+    ]
+    assert seconds[1] < 1.3 * seconds[0]
+
+
+def test_other_figures_of_a_device_are_taken_or_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "a_users_module", sys.modules[__name__])
+    wanted = "a_users_module:Net --batch 5x10 --devices 2 --num-nodes 2 --device L4 --json"
+    rows = []
+    for figure in ("network=25e9", "network=1e9"):
+        assert plan([*wanted.split(), "--strategy", "fsdp", "--figure", figure]) == 0
+        rows.append(json.loads(capsys.readouterr().out)["strategies"][0])
+    # Two ranks of a node share two cards, or the slower PCI Express.
+    assert rows[1]["seconds"] == pytest.approx(16 * rows[0]["seconds"])
+    for figure, message in (
+        ("network", "--figure network: expected a name and a number, such as network=50e9"),
+        ("speed=3", "figures has 'speed': 3.0: expected a number above 0 for 'flops'"),
+        ("link=-1", "figures has 'link': -1.0: expected a number above 0"),
+    ):
+        assert plan([*wanted.split(), "--figure", figure]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_product_of_groups_counts_its_operations() -> None:
+    rows, weights = torch.ones(12, 8, dtype=torch.bfloat16), torch.ones(3, 8, 16).bfloat16()
+    ends = torch.tensor([4, 8, 12], dtype=torch.int32)
+    with PlanningMode() as mode, MemoryMeter(lambda: {}) as meter:
+        del mode
+        torch._grouped_mm(rows, weights, offs=ends)
+    assert meter.flops == 2 * 12 * 8 * 16

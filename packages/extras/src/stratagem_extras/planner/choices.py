@@ -5,12 +5,16 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import nn
+
 from stratagem.discovery import StrategySpec, get_registry
 from stratagem.errors import ConfigurationError
+from stratagem_extras.planner.devices import Device
+from stratagem_extras.planner.modules import ModuleMemory
 
 _CALL = re.compile(r"\s*([^\s()]+)\s*(\(.*\))\s*", re.DOTALL)
 _MOST_CANDIDATES = 12
@@ -25,12 +29,14 @@ class Choice:
         arguments: the arguments in addition to the preset ones of the name.
         alike: names of strategies with the same memory use.
         is_candidate: the strategy has proposed the arguments, not the user.
+        proposal: what the strategy says of the arguments, if its class has `propose`.
     """
 
     spec: StrategySpec
     arguments: Mapping[str, Any] = field(default_factory=dict)
     alike: tuple[str, ...] = ()
     is_candidate: bool = False
+    proposal: Any = None
 
     @property
     def name(self) -> str:
@@ -52,6 +58,37 @@ class Choice:
         module = _module_of(kind)
         line = "" if module == "__main__" else f"from {module} import {kind.__name__}"
         return line, f"{kind.__name__}({given})"
+
+
+@dataclass(frozen=True)
+class SizesJob:
+    """What the class method `propose` of a strategy reads.
+
+    It returns objects with the attributes `arguments`, `seconds`, `cost`, `ranks_of_batch`,
+    `memory`, `is_simulated`, `reasons` and `why_not`, the best first.
+
+    Attributes:
+        devices: the number of devices on each node.
+        num_nodes: the number of nodes.
+        usable: bytes of a device that a plan fills.
+        links: the device.
+        operations: floating-point operations per second that a model reaches on a device.
+        micro_batches: of a step.
+        model: the model without values.
+        parts: the parts of the model in the order of calls.
+        simulate: returns the moments of a step for each of some arguments, on numbers of devices
+            and nodes, or why the strategy refuses the arguments.
+    """
+
+    devices: int
+    num_nodes: int
+    usable: int
+    links: Device
+    operations: float
+    micro_batches: int
+    model: nn.Module
+    parts: Sequence[ModuleMemory]
+    simulate: Callable[[Sequence[Mapping[str, int]], int, int], Sequence[Any]]
 
 
 def parse_strategy(text: str) -> tuple[str, dict[str, Any] | None]:
@@ -113,15 +150,13 @@ def with_arguments(choice: Choice, arguments: Mapping[str, Any]) -> Choice:
 
 
 def named_choices(
-    names: Sequence[str], devices: int, num_nodes: int, *, expand: bool = True
+    names: Sequence[str], sizes_of: Callable[[Choice], Iterable[Choice]]
 ) -> list[Choice]:
-    """Return the choices that a user names, each with the candidates of its class.
+    """Return the choices that a user names, each with the sizes of its class.
 
     Args:
-        names: names of strategies. One with parentheses has no candidates.
-        devices: the number of devices on each node.
-        num_nodes: the number of nodes.
-        expand: whether to add candidates.
+        names: names of strategies. One with parentheses has its own sizes.
+        sizes_of: returns the choices that have sizes.
 
     Raises:
         UnknownNameError: a strategy is not installed.
@@ -130,10 +165,11 @@ def named_choices(
     given = [chosen(text) for text in names]
     more: list[Choice] = []
     for text, choice in zip(names, given, strict=True):
-        if expand and "(" not in text:
-            more += candidates(choice, devices, num_nodes)
-    known = {choice.name for choice in given}
-    return given + [choice for choice in more if choice.name not in known]
+        if "(" not in text:
+            more += sizes_of(choice)
+    proposed = {choice.name: choice for choice in more}
+    given = [proposed.pop(choice.name, choice) for choice in given]
+    return [*given, *proposed.values()]
 
 
 def candidates(choice: Choice, devices: int, num_nodes: int) -> list[Choice]:
@@ -155,11 +191,16 @@ def installed_choices(groups: Iterable[Sequence[StrategySpec]]) -> list[Choice]:
     return [Choice(first, alike=tuple(spec.name for spec in rest)) for first, *rest in groups]
 
 
-def _proposed(spec: StrategySpec, devices: int, num_nodes: int) -> Sequence[Mapping[str, Any]]:
+def class_of(spec: StrategySpec) -> Any:
+    """Return the class of a strategy; None: a package is missing, which its row will say."""
     try:
-        propose = getattr(spec.load(), "candidates", None)
-    except Exception:  # a package is missing, which its row will say
-        return ()
+        return spec.load()
+    except Exception:
+        return None
+
+
+def _proposed(spec: StrategySpec, devices: int, num_nodes: int) -> Sequence[Mapping[str, Any]]:
+    propose = getattr(class_of(spec), "candidates", None)
     return () if propose is None else tuple(propose(devices, num_nodes))[:_MOST_CANDIDATES]
 
 

@@ -86,6 +86,14 @@ def parser_of_plan() -> argparse.ArgumentParser:
     parser.add_argument("--num-nodes", type=at_least(1), default=1)
     parser.add_argument("--device", metavar="NAME", help="such as A100-80GB; or what is here")
     parser.add_argument("--device-memory", metavar="SIZE", help="such as 80GB")
+    parser.add_argument(
+        "--figure",
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        help="another figure of the device: flops, operations a second; link or network, bytes a "
+        "second to a device of its node or of another one, such as network=50e9",
+    )
     parser.add_argument("--host-memory", metavar="SIZE", help="of a node; or what is here")
     parser.add_argument("--disk-memory", metavar="SIZE", help="of a node's NVMe device")
     parser.add_argument("--accumulate-grad-batches", type=at_least(1), default=1, metavar="N")
@@ -206,9 +214,13 @@ def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             f"\nnothing fits; the nearest is {nearest.name} with {format_size(nearest.on_device)} "
             f"on a device. To take less: {', '.join(ways)}"
         )
+        for line in nearest.reasons[-1:]:
+            print(line)
         return 1
     print(f"\n{planned.call}")
     print(_reason(planned, planned.best))
+    for line in planned.best.reasons:
+        print(f"- {line}")
     larger = planned.best_doubled
     print(f"twice the size: {larger.name if larger else 'nothing'} would fit")
     if options.activation_checkpointing:
@@ -318,12 +330,31 @@ def _planned(
         num_nodes=options.num_nodes,
         device=options.device,
         device_memory=options.device_memory,
+        figures=_figures(options.figure),
         host_memory=options.host_memory,
         disk_memory=options.disk_memory,
         strategies=strategies,
         expand=expand,
         divide=in_forks,
     )
+
+
+def _figures(given: Sequence[str]) -> dict[str, float]:
+    """Return the figures of `--figure`, by name.
+
+    Raises:
+        ConfigurationError: one is not NAME=N.
+    """
+    figures = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        try:
+            figures[name] = float(value)
+        except ValueError:
+            raise ConfigurationError(
+                f"--figure {text}: expected a name and a number, such as network=50e9"
+            ) from None
+    return figures
 
 
 def _measurements(

@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -24,6 +24,21 @@ _COLLECTIVES = ("c10d", "_c10d_functional")
 _COPIES_OF_COLLECTIVES = ("fsdp",)
 """Operations of FSDP that fill buffers of collectives, and take parameters out of them."""
 _FREED_BY_RESIZE = torch.UntypedStorage.resize_
+
+
+class Peak(NamedTuple):
+    """A maximum of memory.
+
+    Attributes:
+        size: bytes.
+        sizes: bytes of each tensor, by a number.
+        scatter, scatter_sizes: the same at the moments when collectives scatter.
+    """
+
+    size: int
+    sizes: Mapping[int, int]
+    scatter: int
+    scatter_sizes: Mapping[int, int]
 
 
 class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -101,6 +116,8 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept: dict[int, Kind] = {}
         self._seen: dict[int, Kind] = {}
         """What else a storage is for, by its number."""
+        self._closed: dict[int, Kind] = {}
+        """The kind of each storage at the last `close`, by its number."""
         self._resizes = patch.object(torch.UntypedStorage, "resize_", self._resize())
         self._mode: PlanningMode | None = None
         """The mode that calls `note`, faster than a mode of our own would be called."""
@@ -156,9 +173,26 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def close(self) -> None:
         """Fill in `parts` from the tensors that are known now and were known at `start`."""
         self._note_peak()
-        kinds = {**self._seen, **self._kept, **self._kinds, **self._known_kinds()}
-        self.parts = _by_kind(self._at_peak, kinds)
-        self.scatter_parts = _by_kind(self._at_scatter, kinds)
+        self._closed = {**self._seen, **self._kept, **self._kinds, **self._known_kinds()}
+        self.parts = self.parts_of(self._at_peak)
+        self.scatter_parts = self.parts_of(self._at_scatter)
+
+    def take_peak(self) -> Peak:
+        """Return the maximum since `start`, or since the call before, and begin to seek another."""
+        self._note_peak()
+        peak = Peak(self.peak, self._at_peak, self.scatter_peak, self._at_scatter)
+        self.peak, self.scatter_peak = self.live, 0
+        self._at_scatter = {}
+        self._is_rising = True
+        return peak
+
+    def parts_of(self, sizes: Mapping[int, int]) -> dict[Kind, int]:
+        """Return bytes by kind of the tensors of a `Peak`, as they were known at the last `close`.
+
+        Args:
+            sizes: bytes by the number of the storage.
+        """
+        return _by_kind(sizes, self._closed)
 
     def __enter__(self) -> MemoryMeter:
         """Begin to count."""
@@ -220,6 +254,15 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count_flops(self, func: Any, leaves: Any, args: Any, kwargs: Any, result: Any) -> None:
         count = flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
+        self.flops += count
+        self._flops[self.owner] = self._flops.get(self.owner, 0) + count
+
+    def _count_grouped(self, func: Any, leaves: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Count a product of groups of rows, which torch's registry does not have."""
+        left, right = args[0], args[1]
+        # Two operands of rows: each row belongs to one of the products.
+        groups = result.shape[0] if left.ndim == right.ndim == 2 else 1
+        count = 2 * result.numel() // groups * left.shape[-1]
         self.flops += count
         self._flops[self.owner] = self._flops.get(self.owner, 0) + count
 
@@ -288,6 +331,8 @@ def _count_of(func: Any) -> Callable[..., None] | None:
         return MemoryMeter._count_collective
     if func.namespace in _COPIES_OF_COLLECTIVES:
         return MemoryMeter._count_copy
+    if func.overloadpacket is getattr(torch.ops.aten, "_grouped_mm", None):
+        return MemoryMeter._count_grouped
     return MemoryMeter._count_flops if func.overloadpacket in flop_registry else None
 
 

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from stratagem_extras.planner.meter import MemoryMeter, storage_of
 
@@ -22,12 +23,14 @@ class ModuleMemory:
         parameters: bytes of its parameters. A shared parameter counts in the first module.
         activations: bytes of the tensors that its forward makes, and that are kept until backward.
         flops: floating-point operations of its forward.
+        output: bytes of the tensors that its last call in a forward returns.
     """
 
     name: str
     parameters: int = 0
     activations: int = 0
     flops: int = 0
+    output: int = 0
 
 
 class ModuleWatch:
@@ -57,6 +60,7 @@ class ModuleWatch:
         self.rows: tuple[ModuleMemory, ...] = ()
         self._called: dict[str, None] = {}
         self._outer: list[str] = []
+        self._outputs: dict[str, int] = {}
 
     def begin(self, model: nn.Module, meter: MemoryMeter) -> None:
         """Follow the calls of a model's parts."""
@@ -65,7 +69,7 @@ class ModuleWatch:
         for name in self.parts:
             part = model.get_submodule(name)
             part.register_forward_pre_hook(self._entering(name))
-            part.register_forward_hook(self._left, always_call=True)
+            part.register_forward_hook(self._leaving(name), always_call=True)
 
     def _entering(self, name: str) -> Any:
         def enter(*_: Any) -> None:
@@ -75,17 +79,21 @@ class ModuleWatch:
 
         return enter
 
-    def _left(self, *_: Any) -> None:
-        self.meter.owner = self._outer.pop()
+    def _leaving(self, name: str) -> Any:
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self.meter.owner = self._outer.pop()
+            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            self._outputs[name] = sum(each.numel() * each.element_size() for each in tensors)
+
+        return leave
 
     def close(self) -> None:
         """Fill in `rows` from the last forward pass."""
         parameters = self._parameters()
         order = [*self._called, *(name for name in self.parts if name not in self._called), ""]
-        activations, flops = self.meter.kept_by_owner, self.meter.flops_by_owner
+        columns = (parameters, self.meter.kept_by_owner, self.meter.flops_by_owner, self._outputs)
         self.rows = tuple(
-            ModuleMemory(name, *(sizes.get(name, 0) for sizes in (parameters, activations, flops)))
-            for name in order
+            ModuleMemory(name, *(sizes.get(name, 0) for sizes in columns)) for name in order
         )
 
     def _parameters(self) -> dict[str, int]:

@@ -8,7 +8,7 @@ import logging
 import re
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -23,16 +23,20 @@ from torch.optim import Optimizer
 from stratagem.accelerators import CPUAccelerator
 from stratagem.discovery import StrategySpec, get_registry
 from stratagem.errors import ConfigurationError, format_names, format_text
-from stratagem.strategies import ActivationCheckpointing, StepMemory, Strategy
+from stratagem.strategies import ActivationCheckpointing, Components, StepMemory, Strategy
 from stratagem_extras.planner.choices import (
     Choice,
+    SizesJob,
     candidates,
+    class_of,
     installed_choices,
     named_choices,
+    with_arguments,
 )
-from stratagem_extras.planner.devices import Device, find_device, parse_size
+from stratagem_extras.planner.devices import Device, find_device, parse_size, with_figures
 from stratagem_extras.planner.forks import Divide, in_turn
 from stratagem_extras.planner.modules import ModuleMemory, ModuleWatch
+from stratagem_extras.planner.moments import by_phase
 from stratagem_extras.planner.simulation import (
     MeasuredState,
     PlannedMemory,
@@ -51,12 +55,12 @@ _log = logging.getLogger(__name__)
 
 _EFFICIENCY = 0.4
 """The part of a device's floating-point operations that large models reach."""
-_FROM_NODE_TO_NODE = 25e9
-"""Bytes a second of a device to another node, over a network of 200 Gb/s."""
 _TO_HOST = 25e9
 """Bytes a second between a device and its host, over PCI Express 4."""
 _TO_DISK = 6e9
 """Bytes a second between a node and its NVMe device, over PCI Express 4."""
+_LIKE = find_device("A100-80GB")
+"""The device by which sizes are compared on one whose figures are unknown."""
 _DEDICATED = ("tpu", "hpu", "ipu")
 """Accelerators whose `requires_dedicated_strategies` is True, also where none is installed."""
 _LIBRARIES = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
@@ -78,7 +82,7 @@ class PlannedStrategy:
             unknown.
         device: the memory of one rank in its device alone, at the device's peak.
         how: "simulated": the strategy's own step was run; "computed": by the strategy's
-            `estimate_memory`, from a step in one process.
+            `estimate_memory`, from a step in one process, or by its `propose`.
         why_not: the reason why the memory is unknown, or the strategy unavailable; "".
         on_host: bytes of a rank in the host's memory.
         on_disk: bytes of a rank on the disk to which the strategy offloads.
@@ -87,6 +91,9 @@ class PlannedStrategy:
         seconds: the approximate time of a step; None: the device's figures are unknown.
         ranks_of_batch: the number of ranks that read the same batches. Rows are sorted by the time
             of a step times this number.
+        cost: seconds of all ranks that read a batch, by which rows are sorted, if a strategy has
+            proposed its sizes; None: by `seconds` times `ranks_of_batch`.
+        reasons: a sentence for each size that a strategy has proposed.
         expression: the argument of `Trainer(strategy=...)` in Python; "": the name.
         import_line: the import that the expression needs; "".
     """
@@ -103,6 +110,8 @@ class PlannedStrategy:
     fits: bool = False
     seconds: float | None = None
     ranks_of_batch: int = 1
+    cost: float | None = None
+    reasons: tuple[str, ...] = ()
     expression: str = ""
     import_line: str = ""
 
@@ -206,6 +215,7 @@ def plan_memory(
     num_nodes: int = 1,
     device: str | None = None,
     device_memory: float | str | None = None,
+    figures: Mapping[str, float] | None = None,
     host_memory: float | str | None = None,
     disk_memory: float | str | None = None,
     accumulate_grad_batches: int = 1,
@@ -233,6 +243,9 @@ def plan_memory(
         num_nodes: the number of nodes.
         device: a name from the table of devices, such as "A100-80GB"; None: this machine's device.
         device_memory: memory of a device, in bytes or as "80GB"; None: the memory of `device`.
+        figures: other figures of the device than those of the table: "flops", operations a second
+            in bfloat16; "link" and "network", bytes a second to a device of its node and of another
+            one.
         host_memory: host memory of a node; None: this machine's, or not compared if `device` names
             another machine's.
         disk_memory: size of the disk of a node to which strategies offload; None: not compared.
@@ -241,8 +254,8 @@ def plan_memory(
             the activations of layers again in backward.
         strategies: names of strategies; by default all installed strategies. A name may have
             arguments, `"mesh(tensor=2, context=2)"`. A name without parentheses is planned with
-            each of its class's `candidates` too. By default candidates are planned if no strategy
-            fits on the devices alone.
+            the sizes that its class proposes too. By default sizes are planned if no strategy fits
+            on the devices alone.
 
     Raises:
         ConfigurationError: an argument is invalid, or the model cannot be built or run without
@@ -270,6 +283,7 @@ def plan_memory(
         num_nodes=num_nodes,
         device=device,
         device_memory=device_memory,
+        figures=figures,
         host_memory=host_memory,
         disk_memory=disk_memory,
         strategies=strategies,
@@ -403,7 +417,7 @@ class Planner:
         self.modules: tuple[ModuleMemory, ...] = ()
         """The parts of the model, after the first plan."""
         self._steps: dict[Any, dict[str, PlannedMemory]] = {}
-        """Simulated steps, by all that they depend on."""
+        """The moments of simulated steps, by all that they depend on."""
         self._steps_alone: dict[bool, dict[str, PlannedMemory]] = {}
         """Steps in one process, by whether the optimizer steps all parameters at once."""
         with _planning():
@@ -416,6 +430,7 @@ class Planner:
         num_nodes: int = 1,
         device: str | None = None,
         device_memory: float | str | None = None,
+        figures: Mapping[str, float] | None = None,
         host_memory: float | str | None = None,
         disk_memory: float | str | None = None,
         strategies: Sequence[str] = (),
@@ -425,9 +440,9 @@ class Planner:
         """Return the plan for a machine; see `plan_memory`.
 
         Args:
-            devices, num_nodes, device, device_memory, host_memory, disk_memory, strategies: as for
-                `plan_memory`.
-            expand: whether to plan candidates of strategies.
+            devices, num_nodes, device, device_memory, figures: as for `plan_memory`.
+            host_memory, disk_memory, strategies: as for `plan_memory`.
+            expand: whether to plan sizes that strategies propose.
             divide: runs the simulations.
         """
         _check_numbers(devices=devices, num_nodes=num_nodes)
@@ -435,12 +450,14 @@ class Planner:
         if host is None and device is None:
             host = _host_memory()
         disk = None if disk_memory is None else parse_size(disk_memory)
-        found = _device(device, device_memory, devices)
+        found = with_figures(_device(device, device_memory, devices), figures or {})
         machines = _Machines(found, devices, num_nodes, host, disk)
         with _planning():
             flops = max(memory.flops for memory in self._alone(machines.foreach()).values())
             if strategies:
-                named = named_choices(strategies, devices, num_nodes, expand=expand)
+                named = named_choices(
+                    strategies, lambda c: self._sizes(c, machines, divide) if expand else []
+                )
                 judged = self._judged_rows(named, machines, flops, divide)
             else:
                 judged = self._rows_of_installed(machines, flops, divide, expand=expand)
@@ -470,9 +487,65 @@ class Planner:
         rows = _without_copies(rows, [choice.spec for choice in installed])
         judged = [_judged(row, machines, flops) for row in rows]
         if expand and not any(row.fits and not row.on_host and not row.on_disk for row in judged):
-            lists = (candidates(each, machines.devices, machines.nodes) for each in installed)
-            judged += self._judged_rows(list(chain(*lists)), machines, flops, divide)
+            lists = [self._sizes(each, machines, divide) for each in installed]
+            known = {row.name for row in judged}
+            more = [choice for choice in chain(*lists) if choice.name not in known]
+            judged += self._judged_rows(more, machines, flops, divide)
         return judged
+
+    def _sizes(self, choice: Choice, machines: _Machines, divide: Divide) -> list[Choice]:
+        """Return the sizes of a strategy: those that it proposes for the model, or candidates."""
+        kind, ranks = class_of(choice.spec), machines.devices * machines.nodes
+        if choice.arguments or not self.has_activations or ranks == 1 or not _can_propose(kind):
+            return candidates(choice, machines.devices, machines.nodes)
+        try:
+            proposals = kind.propose(self._job(choice, machines, divide))
+        except Exception as error:
+            _log.debug("%s proposes no sizes: %s", choice.name, error)
+            return candidates(choice, machines.devices, machines.nodes)
+        return [
+            replace(with_arguments(choice, each.arguments), is_candidate=True, proposal=each)
+            for each in proposals
+        ]
+
+    def _job(self, choice: Choice, machines: _Machines, divide: Divide) -> SizesJob:
+        known = machines.device if machines.device.flops else _LIKE
+        return SizesJob(
+            machines.devices,
+            machines.nodes,
+            int(StepMemory.USABLE * machines.device.memory),
+            known,
+            _EFFICIENCY * known.flops,
+            self.workload.micro_batches,
+            self.model.model,
+            self.modules,
+            partial(self._moments_of, choice, machines, divide),
+        )
+
+    def _moments_of(
+        self,
+        choice: Choice,
+        machines: _Machines,
+        divide: Divide,
+        arguments: Sequence[Mapping[str, int]],
+        devices: int,
+        num_nodes: int,
+    ) -> list[dict[str, PlannedMemory] | str]:
+        """Return the moments of simulated steps of a strategy, or why it refuses arguments."""
+        these = replace(machines, devices=devices, nodes=num_nodes)
+        specs = [with_arguments(choice, each).spec for each in arguments]
+
+        def piece(number: int) -> dict[str, PlannedMemory] | str:
+            try:
+                return self._simulated(specs[number], these)[1]
+            except Exception as error:
+                return format_text(str(error), 400)
+
+        done = divide(len(specs), piece)
+        for spec, moments in zip(specs, done, strict=True):
+            if not isinstance(moments, str):  # a fork has simulated it
+                self._steps.setdefault(self._key_of(spec, these), moments)
+        return done
 
     def _judged_rows(
         self, choices: Sequence[Choice], machines: _Machines, flops: int, divide: Divide
@@ -500,9 +573,9 @@ class Planner:
     def _simulate_step(self, strategy: Strategy, workload: Workload) -> dict[str, PlannedMemory]:
         """Return the phases of a step in one process, and take down the parts of the model."""
         watch = ModuleWatch(self.model.stacks)
-        phases = self.model.simulate_step(strategy, workload, watch)
+        moments = self.model.simulate_step(strategy, workload, watch)
         self.modules = watch.rows
-        return phases
+        return by_phase(moments)
 
     def _without_values(self, error: Exception, foreach: bool) -> dict[str, PlannedMemory]:
         """Return the phases of a step in one process, without what has raised an error."""
@@ -549,11 +622,21 @@ class Planner:
 
     def _row(self, choice: Choice, machines: _Machines) -> PlannedStrategy:
         """Return the memory use of a strategy under its name with arguments."""
-        row = self._row_of_spec(choice, machines)
+        said = choice.proposal
+        if said is not None and said.why_not:
+            return PlannedStrategy(choice.name, why_not=said.why_not)
+        if said is None or said.is_simulated:
+            row = self._row_of_spec(choice, machines)
+        else:
+            row = _row_of_proposal(said)
         if row.memory is None:
             return replace(row, name=choice.name)
         line, expression = choice.in_python()
-        return replace(row, name=choice.name, import_line=line, expression=expression)
+        row = replace(row, name=choice.name, import_line=line, expression=expression)
+        if said is None:
+            return row
+        seconds = said.seconds if machines.device.flops else None
+        return replace(row, seconds=seconds, cost=said.cost, reasons=said.reasons)
 
     def _row_of_spec(self, choice: Choice, machines: _Machines) -> PlannedStrategy:
         spec, alike = choice.spec, choice.alike
@@ -568,9 +651,8 @@ class Planner:
             why = f"a {kind} takes strategies that were made for it alone"
             return PlannedStrategy(spec.name, alike, why_not=why)
         how = "simulated" if self.has_activations else "computed"
-        # A CPU offloads to itself.
-        offloads = spec.offloads if machines.kind != "cpu" else ()
-        foreach = machines.foreach(offloads)
+        offloads = spec.offloads if machines.kind != "cpu" else ()  # a CPU offloads to itself
+        foreach = self._steps_foreach(spec, machines)
         largest = max(parameter.numel() for parameter in self.model.model.parameters())
         row = partial(_row_of, spec, alike, offloads, largest)
         if spec.name == "single_device":
@@ -578,18 +660,11 @@ class Planner:
         if capabilities.one_process and ranks > 1:
             why = "one process drives all devices, which cannot be simulated"
             return PlannedStrategy(spec.name, alike, why_not=why)
-        where = machines.devices, machines.nodes, machines.planned_for
-        components = build_components(
-            machines.devices, machines.nodes, self.precision, machines.planned_for, foreach=foreach
-        )
+        components = self._components_of(spec, machines)
         try:
             if self.has_activations:
-                key = _simulated_as(spec), *where, foreach
-                with simulated_ranks(strategy := spec.build(), components):
-                    if key not in self._steps:
-                        self._steps[key] = self.model.simulate_step(strategy, self.workload)
-                    sharing = ranks // len(strategy.ranks.data_groups)
-                return replace(row(strategy, self._steps[key], how), ranks_of_batch=sharing)
+                strategy, moments, sharing = self._simulated(spec, machines)
+                return replace(row(strategy, by_phase(moments), how), ranks_of_batch=sharing)
         except ConfigurationError as error:
             return PlannedStrategy(spec.name, alike, why_not=format_text(str(error), 400))
         # Strategies that need real tensors, such as DistributedDataParallel, are computed instead.
@@ -610,6 +685,29 @@ class Planner:
             why = format_text(f"{type(error).__name__}: {error}", 200)
             return PlannedStrategy(spec.name, alike, why_not=why)
         return row(strategy, phases, "computed")
+
+    def _components_of(self, spec: StrategySpec, machines: _Machines) -> Components:
+        where = machines.devices, machines.nodes, self.precision, machines.planned_for
+        return build_components(*where, foreach=self._steps_foreach(spec, machines))
+
+    def _steps_foreach(self, spec: StrategySpec, machines: _Machines) -> bool:
+        # A CPU offloads to itself.
+        return machines.foreach(spec.offloads if machines.kind != "cpu" else ())
+
+    def _key_of(self, spec: StrategySpec, machines: _Machines) -> Any:
+        where = machines.devices, machines.nodes, machines.planned_for
+        return _simulated_as(spec), *where, self._steps_foreach(spec, machines)
+
+    def _simulated(
+        self, spec: StrategySpec, machines: _Machines
+    ) -> tuple[Strategy, dict[str, PlannedMemory], int]:
+        """Return a strategy, the moments of its step, and the number of ranks of a batch."""
+        key = self._key_of(spec, machines)
+        with simulated_ranks(strategy := spec.build(), self._components_of(spec, machines)):
+            if key not in self._steps:
+                self._steps[key] = self.model.simulate_step(strategy, self.workload)
+            sharing = machines.devices * machines.nodes // len(strategy.ranks.data_groups)
+        return strategy, self._steps[key], sharing
 
     def _estimated(
         self,
@@ -721,6 +819,23 @@ def _row_of(
     )
 
 
+def _row_of_proposal(proposal: Any) -> PlannedStrategy:
+    """Return a row of what a strategy says of sizes that cannot be simulated."""
+    held = {part: round(size) for part, size in proposal.memory.items()}
+    working = sum(held.pop(part) for part in ("activations", "communication", "temporary"))
+    held = {**held, "activations": round(proposal.memory["activations"])}
+    held["communication"] = round(proposal.memory["communication"])
+    memory = PlannedMemory(**held, working=working)
+    return PlannedStrategy(
+        "", memory=memory, device=memory, how="computed", ranks_of_batch=proposal.ranks_of_batch
+    )
+
+
+def _can_propose(kind: Any) -> bool:
+    """Whether a strategy proposes sizes for a model, by a class method `propose`."""
+    return hasattr(kind, "propose")
+
+
 def _host_and_disk(strategy: Strategy, offloaded: dict[str, int]) -> tuple[int, int]:
     """Return the bytes that a rank has in its host and on its disk, of what it offloads.
 
@@ -792,14 +907,16 @@ def _options(spec: StrategySpec) -> dict[str, Any]:
 def _judged(row: PlannedStrategy, machines: _Machines, flops: int) -> PlannedStrategy:
     if row.memory is None:
         return row
-    seconds = None
+    seconds = row.seconds
     device = machines.device
-    if device.flops:
-        link = device.link if machines.nodes == 1 else min(device.link, _FROM_NODE_TO_NODE)
+    if device.flops and row.cost is None:
+        ranks = machines.devices * machines.nodes
+        link = device.between(machines.devices, machines.nodes)
+        sent = row.memory.sent * (ranks - 1) / ranks / link if ranks > 1 else 0.0
         if row.ranks_of_batch > 1:  # they divide the work of a batch
             flops = row.memory.flops
         # Ranks communicate while they compute. Offloads are waited for.
-        beside = max(flops / (_EFFICIENCY * device.flops), row.memory.sent / link)
+        beside = max(flops / (_EFFICIENCY * device.flops), sent)
         to_disk = 2 * row.on_disk * machines.devices / _TO_DISK
         seconds = beside + 2 * row.on_host / _TO_HOST + to_disk
     return replace(row, fits=machines.fit(row), seconds=seconds)
@@ -811,8 +928,8 @@ def _cost(row: PlannedStrategy) -> tuple[Any, ...]:
         return (2, row.name)
     sent = row.memory.sent * row.ranks_of_batch
     place = 2 if row.on_disk else bool(row.on_host)
-    seconds = (row.seconds or 0.0) * row.ranks_of_batch
-    return (not row.fits, place, seconds, len(row.shards), sent, row.name)
+    cost = (row.seconds or 0.0) * row.ranks_of_batch if row.cost is None else row.cost
+    return (not row.fits, place, cost, len(row.shards), sent, row.name)
 
 
 def _device(name: str | None, memory: float | str | None, devices: int) -> Device:

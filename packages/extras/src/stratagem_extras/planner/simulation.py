@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -47,8 +48,9 @@ from stratagem.strategies import (
     check_activation_checkpointing,
 )
 from stratagem_extras.planner.fake_mode import PlanningMode
-from stratagem_extras.planner.meter import Kind, MemoryMeter
+from stratagem_extras.planner.meter import Kind, MemoryMeter, Peak
 from stratagem_extras.planner.modules import ModuleWatch, with_all_layers
+from stratagem_extras.planner.moments import Moments, extrapolated, named
 
 if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::broadcast_", "Meta"):
     import torch.distributed._tools.fake_collectives  # which registers them, up to torch 2.9
@@ -65,6 +67,8 @@ _NEEDS_MEMORY = re.compile(
 )
 _FEWEST, _MOST = 3, 24
 """Of many equal layers so many are run, and one more; what further ones hold is extrapolated."""
+_MICRO_BATCHES = 2
+"""Of many micro-batches so many are run, and one more."""
 _BEYOND_BUCKETS = 100_000_000
 """Parameters that the layers have which are run, where up to 12 have them: engines communicate in
 buckets and gather layers ahead up to a number of parameters, below which a layer adds something
@@ -114,6 +118,7 @@ def measure_step(
     workload: Workload,
     model: Callable[[], nn.Module],
     watch: ModuleWatch | None = None,
+    layers: tuple[Mapping[str, int], Mapping[str, bool]] | None = None,
 ) -> dict[str, PlannedMemory]:
     """Take two steps under a prepared strategy; return the second one's memory by phase.
 
@@ -126,6 +131,7 @@ def measure_step(
         workload: the training run.
         model: returns the model, which is changed.
         watch: attributes the memory to modules.
+        layers: also divides the phases by layers; see `Moments`.
 
     Returns:
         The memory for "forward", "backward" and "step"; and for "scatter", if gloo is simulated.
@@ -145,6 +151,8 @@ def measure_step(
             watch.begin(made, meter)
         trained.update(map(id, prepared[0].original.parameters()))
         step = _Step(strategy, prepared[0], meter)
+        if layers is not None:
+            Moments(*layers, step.enter_moment).begin(made)
         for _ in range(2):
             step.start()
             batches = [workload.batch() for _ in range(workload.micro_batches)]
@@ -218,50 +226,61 @@ class SimulatedModel:
     def simulate_step(
         self, strategy: Strategy, workload: Workload, watch: ModuleWatch | None = None
     ) -> dict[str, PlannedMemory]:
-        """Return rank 0's memory in the phases of a step, without memory and other ranks.
+        """Return rank 0's memory in the moments of a step, without memory and other ranks.
 
         The strategy's own code runs, on fake tensors. Collectives return immediately. Code that
         reads a value of a tensor reads 1. Only some of many equal layers run: each further layer
-        adds the same amount to the maximum of each phase of the step. A strategy with an engine
-        that communicates or gathers a limited number of parameters at a time declares the limits in
-        `parameter_limits`, a collection of numbers, so that enough layers run.
+        adds the same amount to the maximum of each moment. A strategy with an engine that
+        communicates or gathers a limited number of parameters at a time declares the limits in
+        `parameter_limits`, a collection of numbers, so that enough layers run. Of many
+        micro-batches two and three run, and each further one adds the same amount.
 
         Args:
             strategy: set up by `simulated_ranks`.
             workload: the training run.
             watch: attributes the memory to modules, with all layers.
 
+        Returns:
+            The memory by the name of the moment; `by_phase` finds the phases.
+
         Raises:
             Exception: an exception of the strategy's or the model's code for such tensors.
         """
+        further = workload.micro_batches - _MICRO_BATCHES - 1
+        if further > _MICRO_BATCHES:
+            few, more = (
+                self.simulate_step(strategy, replace(workload, micro_batches=count), watching)
+                for count, watching in ((_MICRO_BATCHES, watch), (_MICRO_BATCHES + 1, None))
+            )
+            moments = extrapolated(more, few, more, further)
+            return {name: _with_kinds_of(more[name], held) for name, held in moments.items()}
 
         def step(
             kept: dict[str, int], watch: ModuleWatch | None = None
         ) -> dict[str, PlannedMemory]:
+            model = partial(self._shortened, kept)
             with self._without_memory(strategy):
-                return measure_step(strategy, workload, lambda: self._shortened(kept), watch)
+                return measure_step(strategy, workload, model, watch, (run, whole))
 
         limits = getattr(strategy, "parameter_limits", ())
-        few = {stack: self._few(stack, layers, limits) for stack, layers in self.stacks.items()}
-        phases = first = step(few, watch)
+        run = {stack: self._few(stack, layers, limits) for stack, layers in self.stacks.items()}
+        whole = {stack: run[stack] == layers for stack, layers in self.stacks.items()}
+        moments = first = step(run, watch)
         again = None if watch is None else ModuleWatch(watch.stacks)
         rows = () if watch is None else watch.rows
         for stack, layers in self.stacks.items():
-            if further := layers - few[stack]:
-                more = step({**few, stack: few[stack] + 1}, again)
+            if further := layers - run[stack]:
+                longer = step({**run, stack: run[stack] + 1}, again)
                 if watch is not None and again is not None:
                     layers_of = self._layers_of(stack)
                     watch.rows = with_all_layers(watch.rows, rows, again.rows, layers_of)
-                phases = {
-                    phase: _extrapolated(memory, first[phase], more[phase], further)
-                    for phase, memory in phases.items()
-                }
-        # With more layers the maximum may come at another moment, with more gradients and less of
-        # the rest: their sum can be extrapolated, and how much is of gradients is at most all.
-        if "step" not in phases:
-            return phases  # of a strategy that takes the whole step itself
-        most = phases["step"].gradients
-        return {phase: _with_gradients_up_to(most, memory) for phase, memory in phases.items()}
+                moments = extrapolated(moments, first, longer, further)
+        # With more layers the maximum may come at another operation, with more gradients and less
+        # of the rest: their sum can be extrapolated, and how much is of gradients is at most all.
+        if "step" not in moments:
+            return moments  # of a strategy that takes the whole step itself
+        most = moments["step"].gradients
+        return {name: _with_gradients_up_to(most, memory) for name, memory in moments.items()}
 
     def simulate_state(self, strategy: Strategy, workload: Workload) -> dict[str, PlannedMemory]:
         """Return rank 0's memory in "step" without activations; the model is not run."""
@@ -540,6 +559,8 @@ class _Step(TrainStep):
         self.convert = precision.input_converter() or (lambda batch: batch)
         self.held: dict[str, PlannedMemory] = {}
         self.phase = ""
+        self.moments: tuple[str, ...] = ("",)
+        self.peaks: list[tuple[tuple[str, ...], Peak]] = []
         self.sent = self.flops = 0
 
     def start(self) -> None:
@@ -553,17 +574,30 @@ class _Step(TrainStep):
         meter = self.meter
         if self.phase == "forward":
             meter.note_activations()
+        self.peaks.append((self.moments, meter.take_peak()))
         meter.close()
-        if self.phase:
-            self._note(self.phase, meter.peak, meter.parts)
-        if meter.scatter_peak:
-            # By itself: with further layers it grows by something else than the rest of a phase.
-            self._note("scatter", meter.scatter_peak, meter.scatter_parts)
-        self.phase = phase
+        for moments, peak in self.peaks:
+            for moment in moments:
+                self._note_moment(moment, peak)
+        self.phase, self.moments, self.peaks = phase, ("",), []
         meter.start()
         if not phase:
             self.sent += meter.sent
             self.flops += meter.flops
+
+    def enter_moment(self, phase: str, moments: tuple[str, ...]) -> None:
+        """End a moment, and begin the next one; layers that run again in backward begin none."""
+        if self.phase == phase:
+            self.peaks.append((self.moments, self.meter.take_peak()))
+            self.moments = moments
+
+    def _note_moment(self, moment: str, peak: Peak) -> None:
+        if self.phase:
+            self._note(named(self.phase, moment), peak.size, self.meter.parts_of(peak.sizes))
+        if peak.scatter:
+            # By itself: with more layers it grows by something else than the rest of a phase.
+            parts = self.meter.parts_of(peak.scatter_sizes)
+            self._note(named("scatter", moment), peak.scatter, parts)
 
     def _note(self, phase: str, peak: int, parts: Mapping[Kind, int]) -> None:
         known = {kind: parts.get(kind, 0) for kind in _KINDS}
@@ -624,15 +658,11 @@ def _copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, dict(copies))
 
 
-def _extrapolated(
-    memory: PlannedMemory, few: PlannedMemory, more: PlannedMemory, further: int
-) -> PlannedMemory:
-    """Return the memory with further layers, of which each adds what one more has added."""
-    sizes = {
-        name: size + further * (getattr(more, name) - getattr(few, name))
-        for name, size in asdict(memory).items()
-    }
-    return PlannedMemory(**sizes)
+def _with_kinds_of(fewer: PlannedMemory, memory: PlannedMemory) -> PlannedMemory:
+    """Return the memory with further micro-batches, whose inputs are all that they add."""
+    added = memory.working - fewer.working
+    activations = max(0, min(fewer.activations + added, memory.working))
+    return replace(memory, activations=activations, communication=fewer.communication)
 
 
 def _with_gradients_up_to(most: int, memory: PlannedMemory) -> PlannedMemory:
