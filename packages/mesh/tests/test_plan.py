@@ -58,7 +58,6 @@ def test_the_name_mesh_has_a_row_for_each_size() -> None:
     assert tensor.working < whole.working
     assert tensor.flops < whole.flops
     # Both ranks compute one batch: the time of a batch is compared, not that of a step.
-    assert rows["mesh(tensor=2)"].seconds < rows["mesh"].seconds
     order = [row.seconds * row.ranks_of_batch for row in plan.strategies]
     assert order == sorted(order)
 
@@ -121,3 +120,39 @@ def test_sizes_that_a_model_refuses_share_a_row() -> None:
     assert tensor.alike == ("mesh(tensor=4)", "mesh(tensor=2, context=2)")
     assert context.why_not.startswith("context=2, but Linear has no model of transformers")
     assert context.alike == ("mesh(context=4)",)
+
+
+def test_layers_that_are_computed_again_are_extrapolated_on_a_mesh(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from stratagem import plan_memory
+    from stratagem_extras.planner import simulation
+    from stratagem_extras.planner.decoder import PlannedDecoder
+
+    # With few layers most is held as backward begins, with all gradients as it ends.
+    def total() -> int:
+        plan = plan_memory(
+            lambda: PlannedDecoder(13e6, layers=60, hidden=128, vocabulary=4000),
+            torch.zeros(1, 64, dtype=torch.int64),
+            devices=4,
+            device="H100",
+            precision="bf16-true",
+            activation_checkpointing=True,
+            strategies=["mesh(tensor=2)"],
+        )
+        (row,) = plan.strategies
+        assert row.how == "simulated"
+        return row.memory.total  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(simulation, "_BEYOND_BUCKETS", 1)
+    some = total()
+    monkeypatch.setattr(
+        simulation.SimulatedModel, "_few", lambda model, stack, layers, limits: layers
+    )
+    assert some == pytest.approx(total(), rel=0.01)
+
+
+def test_copies_of_a_divided_model_are_simulated() -> None:
+    for devices, nodes in ((4, 1), (2, 2)):
+        plan = planned(devices, "mesh(replicate=2, tensor=2)", num_nodes=nodes, device="A10")
+        assert [row.how for row in plan.strategies] == ["simulated"], plan.strategies

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from itertools import product
 from math import prod
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ from stratagem_mesh.tensor.layers import (
     divide_layers,
 )
 from stratagem_torch.sharding import ShardedPrepared
+
+if TYPE_CHECKING:
+    from stratagem_mesh.planning.choice import Job, Proposal
 
 AXES = ("replicate", "shard", "context", "tensor")
 """The axes of the mesh; consecutive ranks lie along the last one."""
@@ -200,6 +203,40 @@ class MeshStrategy(ModelParallelStrategy):
         found = [{axis: size for axis, size in each.items() if size > 1} for each in found]
         found.sort(key=lambda axes: (len(axes), prod(axes.values()), -axes.get("tensor", 1)))
         return found[:_MOST_CANDIDATES]
+
+    @classmethod
+    def propose(cls, job: Job) -> Sequence[Proposal]:
+        """Return the sizes that are worth comparing for a model, the best first, with reasons.
+
+        `stratagem plan` calls this if it can simulate steps of the model; otherwise it takes
+        `candidates`.
+
+        Args:
+            job: the model and the machines; simulates steps.
+        """
+        from stratagem_mesh.planning.choice import propose
+
+        return propose(job)
+
+    @classmethod
+    def arguments_by_state(
+        cls, model: nn.Module, devices: int, fits: Callable[[float], bool]
+    ) -> tuple[dict[str, int], str] | None:
+        """Return arguments by which a rank can gather a layer of the model, and why.
+
+        `strategy="auto"` calls this if a layer does not fit under fsdp.
+
+        Args:
+            model: the model.
+            devices: the number of devices on each node.
+            fits: whether a rank can hold this share of the layers that FSDP gathers.
+
+        Returns:
+            None if no arguments are known to fit.
+        """
+        from stratagem_mesh.planning.by_state import arguments_by_state
+
+        return arguments_by_state(model, devices, fits)
 
     # -- the mesh
 

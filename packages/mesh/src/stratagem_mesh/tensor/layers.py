@@ -282,11 +282,16 @@ def _parameters_in(model: nn.Module, plan: Mapping[str, Any], name: str) -> Iter
         yield from (n for n, _ in model.named_parameters() if re.fullmatch(expression, n))
 
 
+def has_plan(part: nn.Module) -> bool:
+    """Whether a module has a plan of its layers, as models of transformers have."""
+    return bool(getattr(part, "_tp_plan", None))
+
+
 def _with_plans(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the outermost modules that have a plan, with their names."""
     inside: tuple[str, ...] = ()
     for name, part in model.named_modules():
-        if getattr(part, "_tp_plan", None) and not name.startswith(inside or ("\0",)):
+        if has_plan(part) and not name.startswith(inside or ("\0",)):
             inside = *inside, f"{name}." if name else ""
             yield name, part
 

@@ -1,0 +1,213 @@
+"""Sizes that a plan proposes, for a model whose memory is known by a law."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stratagem.errors import ConfigurationError
+from stratagem_mesh import MeshStrategy
+from stratagem_mesh.planning.sizes import Limits, Sizes, all_sizes
+from stratagem_mesh.planning.stages import cut, in_flight
+from stratagem_mesh.planning.time import Links
+
+GIB = 2**30
+HEADS = 64
+
+
+@dataclass(frozen=True)
+class Held:
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    working: int
+    sent: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Cables:
+    link: float = 450e9
+    network: float = 50e9
+
+    def between(self, ranks: int, nodes: int) -> float:
+        return self.link if nodes == 1 else min(self.link, self.network * ranks)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_attention_heads=HEADS)
+        self.weight = nn.Parameter(torch.empty(2**16, 2**6, device="meta"))
+
+
+@dataclass
+class Job:
+    """Parameters divide by shards and `tensor`, activations by `tensor` and `context`."""
+
+    devices: int = 8
+    num_nodes: int = 1
+    usable: int = 71 * GIB
+    weights: int = 130 * GIB
+    activations: int = 10 * GIB
+    whole: int = 2 * GIB
+    refused: Mapping[str, str] = field(default_factory=dict)
+    more: Mapping[str, int] = field(default_factory=dict)
+    links: Links = field(default_factory=Cables)
+    operations: float = 4e14
+    micro_batches: int = 1
+    parts: Sequence[Any] = ()
+    model: nn.Module = field(default_factory=Model)
+    calls: list[dict[str, int]] = field(default_factory=list)
+
+    def simulate(
+        self, arguments: Sequence[Mapping[str, int]], devices: int, num_nodes: int
+    ) -> list[dict[str, Held] | str]:
+        return [self.step(dict(each), devices * num_nodes) for each in arguments]
+
+    def step(self, sizes: dict[str, int], ranks: int) -> dict[str, Held] | str:
+        self.calls.append(sizes)
+        for axis in sizes:
+            if axis in self.refused:
+                return self.refused[axis]
+        tensor, context = sizes.get("tensor", 1), sizes.get("context", 1)
+        shards = ranks // tensor // sizes.get("replicate", 1)
+        weights = self.weights // tensor
+        own = weights // shards
+        kept = self.activations // tensor // context + self.whole
+        kept += sum(self.more.get(axis, 0) for axis in sizes)
+        sent = 3 * weights + sum(200 * GIB for axis in sizes if axis != "replicate")
+        flops = int(3e15) // tensor // context
+        return {
+            name: Held(own, own, 2 * own, 0, working, sent, flops)
+            for name, working in (("forward", kept), ("backward", kept), ("step", 0))
+        }
+
+
+def best(job: Job) -> Any:
+    return MeshStrategy.propose(job)[0]
+
+
+def bytes_of(proposal: Any) -> float:
+    total: float = sum(proposal.memory.values())
+    return total
+
+
+def reason(proposal: Any, axis: str) -> str:
+    found: str = next(text for text in proposal.reasons if axis in text.partition(":")[0])
+    return found
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 8, 32, 128])
+def test_sizes_chosen_for_8_to_1024_devices_fit(nodes: int) -> None:
+    job = Job(num_nodes=nodes, weights=60 * GIB, activations=200 * GIB)
+    proposals = MeshStrategy.propose(job)
+    held = [bytes_of(each) for each in proposals if not each.why_not]
+    assert held[0] <= job.usable
+    costs = [each.cost for each in proposals if bytes_of(each) <= job.usable]
+    assert costs == sorted(costs)
+    step = job.step(dict(proposals[0].arguments), 8 * nodes)
+    assert not isinstance(step, str)
+    most = max(m.parameters + m.gradients + m.optimizer + m.working for m in step.values())
+    assert held[0] == most
+
+
+def test_shards_alone_are_taken_where_they_fit() -> None:
+    found = best(Job(num_nodes=8))
+    assert found.arguments == {}
+    said = reason(found, "shard")
+    assert said.startswith(
+        "shard 64: parameters, gradients and the optimizer's state of 520.00 GiB"
+    )
+    assert "divide between 64 ranks; a rank holds 20.12 GiB of the 71.00 GiB" in said
+    assert "no tensor: with it a batch takes" in reason(found, "tensor")
+    assert "longer at best (shard 32 x tensor 2)" in reason(found, "tensor")
+
+
+def test_activations_that_do_not_fit_divide_and_the_reason_says_what_they_took() -> None:
+    found = best(Job(num_nodes=8, activations=100 * GIB, refused={"context": "context=2, but no"}))
+    assert found.arguments == {"tensor": 2}
+    said = reason(found, "tensor")
+    assert said.startswith("tensor 2: ranks of a node compute 32 of 64 heads; without it the least")
+    assert "is 110.12 GiB on a rank (shard 64)" in said
+    assert reason(found, "context") == "no context: context=2, but no"
+
+
+def test_copies_are_taken_where_the_network_is_slow() -> None:
+    slow = Job(num_nodes=4, weights=8 * GIB, links=Cables(network=1e8))
+    found = best(slow)
+    assert found.arguments == {"replicate": 4}
+    said = reason(found, "replicate")
+    assert said.startswith("replicate 4: copies of the parameters, each gathered among fewer ranks")
+    assert "without it a batch takes" in said
+
+
+def test_a_simpler_mesh_is_preferred_to_two_percent_less_time() -> None:
+    found = best(Job(num_nodes=8, links=Cables(network=1e15)))
+    assert found.arguments == {}
+
+
+def test_sizes_that_hold_more_than_the_formulas_say_are_not_the_best() -> None:
+    plain = Job(num_nodes=8, activations=100 * GIB)
+    assert set(best(plain).arguments) == {"context"}
+    # With both axes a rank holds more than each of them adds, which only a step shows.
+    tricky = Job(num_nodes=8, activations=100 * GIB, more={"context": 20 * GIB})
+    found = best(tricky)
+    assert bytes_of(found) <= tricky.usable
+    assert found.arguments in tricky.calls
+
+
+def test_axes_that_a_model_refuses_are_listed_with_its_message() -> None:
+    job = Job(refused={"tensor": "tensor=2, but no layer is divided: name them"})
+    proposals = MeshStrategy.propose(job)
+    refused = [each for each in proposals if each.why_not]
+    assert refused[0].arguments == {"tensor": 2}
+    assert {each.why_not for each in refused} == {"tensor=2, but no layer is divided: name them"}
+    assert reason(proposals[0], "tensor") == "no tensor: tensor=2, but no layer is divided"
+
+
+def test_a_device_that_holds_nothing_is_told_how_many_nodes_are_enough() -> None:
+    proposal = best(Job(weights=400 * GIB))
+    assert bytes_of(proposal) > 71 * GIB
+    assert proposal.reasons[-1].startswith("4 nodes are enough: shard ")
+    never = best(Job(weights=400 * GIB, usable=GIB))
+    assert never.reasons[-1] == ("1024 of these devices are not enough for these micro-batches")
+
+
+def test_a_model_that_refuses_every_mesh_is_refused_by_its_message() -> None:
+    class Refuses(Job):
+        def step(self, sizes: dict[str, int], ranks: int) -> str:
+            return "the model is compiled whole"
+
+    with pytest.raises(ConfigurationError, match="the model is compiled whole"):
+        MeshStrategy.propose(Refuses())
+
+
+def test_one_device_on_each_node_has_no_axis_within_a_node() -> None:
+    found = best(Job(devices=1, num_nodes=16))
+    assert reason(found, "tensor") == "no tensor: a node has one device"
+
+
+def test_sizes_keep_heads_whole_and_stay_on_a_node() -> None:
+    sizes = list(all_sizes(8, 4, Limits(heads=12)))
+    assert {each.tensor for each in sizes} == {1, 2, 4}
+    assert all(8 % (each.tensor * each.context) == 0 for each in sizes)
+    assert all(each.world == 32 for each in sizes)
+    assert str(Sizes(shard=4, context=2)) == "shard 4 x context 2"
+
+
+def test_stages_of_a_pipeline_have_equal_costs() -> None:
+    parts = [
+        SimpleNamespace(name=name, parameters=1, activations=1, flops=flops, output=8)
+        for name, flops in (("a", 6), ("b", 1), ("c", 1), ("d", 4), ("", 0))
+    ]
+    assert [stage.flops for stage in cut(parts, 2)] == [0.5, 0.5]
+    assert sum(stage.parameters for stage in cut(parts, 4)) == 1
+    assert [in_flight("1f1b", 4, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
