@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
@@ -15,6 +16,8 @@ from stratagem.strategies import StepMemory, Strategy
 
 _DIVIDING = ("ddp_sharded", "fsdp_shard_grad_op", "fsdp", "fsdp_cpu_offload")
 """The strategies that are tried in this order; each holds less than the one before."""
+_GATHERING = ("fsdp", "fsdp_cpu_offload")
+"""Those that gather the parameters of layers."""
 
 
 def plan_by_memory(
@@ -23,8 +26,10 @@ def plan_by_memory(
     """Return the plan of a strategy that divides the model, if a rank cannot hold it under DDP.
 
     The result uses the first strategy of `_DIVIDING` under which parameters, gradients, buffers and
-    the state of an Adam optimizer fit into a device. Activations are unknown, and not counted. The
-    plan stays if the memory of the device is unknown, or if no strategy fits.
+    the state of an Adam optimizer fit into a device. Activations are unknown, and not counted. If
+    the layers that fsdp gathers do not fit beside them, a mesh that divides each layer is taken,
+    where stratagem-mesh is installed and the model has a plan of its layers. The plan stays if the
+    memory of the device is unknown, or if no strategy fits.
 
     Args:
         plan: the plan with DDP.
@@ -46,7 +51,8 @@ def plan_by_memory(
         return plan
     room = int(StepMemory.USABLE * found.memory / (1 if found.indexed else len(plan.devices)))
     converts = plan.precision.name.endswith("-true")
-    need = _memory_to_train(module, strategy.precision.dtype.itemsize if converts else None)
+    bytes_per_weight = strategy.precision.dtype.itemsize if converts else None
+    need = _memory_to_train(module, bytes_per_weight)
     if (under_ddp := _on_device(need, plan, strategy)) <= room:
         return plan
     launcher = plan.launcher.name if request.interactive else request.launcher
@@ -61,9 +67,87 @@ def plan_by_memory(
                 f"activations, {name} holds {format_size(held)}, and a rank has "
                 f"{format_size(room)}"
             )
-            return replace(chosen, request=request, strategy=replace(chosen.strategy, why=why))
+            made = replace(chosen, request=request, strategy=replace(chosen.strategy, why=why))
+            gathered = _gathered(module, bytes_per_weight) if name in _GATHERING else 0
+            if held + gathered <= room:
+                return made
+            return _on_a_mesh(made, module, (held, gathered, room), build)
     build(plan)
     return plan
+
+
+def _on_a_mesh(
+    plan: RunPlan,
+    module: nn.Module,
+    sizes: tuple[int, int, int],
+    build: Callable[[RunPlan], Strategy],
+) -> RunPlan:
+    """Return the plan of a mesh on which layers fit, or the plan, which says what is missing.
+
+    Args:
+        plan: the plan of a strategy that gathers layers.
+        module: the model.
+        sizes: bytes of a rank without a gathered layer, of the gathered layers, and in all.
+        build: as for `plan_by_memory`.
+    """
+    held, gathered, room = sizes
+    said = f"{plan.strategy.why}; the layers that it gathers take {format_size(gathered)} more"
+
+    def explained(made: RunPlan, why: str) -> RunPlan:
+        build(made)
+        return replace(made, strategy=replace(made.strategy, why=f"{said}, {why}"))
+
+    registry = get_registry()
+    if not registry.has("strategy", "mesh"):
+        return plan
+    try:
+        named = replace(plan.request, strategy="mesh", launcher=plan.launcher.name)
+        chosen = resolve(named, registry)
+    except ConfigurationError:
+        return explained(plan, "and a mesh does not go with the other arguments")
+    spec = chosen.strategy.spec
+    assert isinstance(spec, StrategySpec)
+    fits = partial(_fits, held, gathered, room)
+    choose = getattr(spec.load(), "arguments_by_state", None)
+    found = None if choose is None else choose(module, len(plan.devices), fits)
+    if found is None:
+        return explained(plan, "and no mesh is known to divide them: stratagem plan compares")
+    arguments, reason = found
+    given = ", ".join(f"{name}={value}" for name, value in arguments.items())
+    selected = replace(
+        chosen.strategy,
+        name=f"mesh({given})",
+        source=replace(spec, init_args={**spec.init_args, **arguments}),
+    )
+    return explained(
+        replace(chosen, request=plan.request, strategy=selected), f"and on a mesh {reason}"
+    )
+
+
+def _fits(held: int, gathered: int, room: int, share: float) -> bool:
+    return held + share * gathered <= room
+
+
+def _gathered(module: nn.Module, bytes_per_weight: int | None) -> int:
+    """Return the bytes that FSDP gathers at a time: what is in no layer, and the largest layer."""
+    layers = list(_layers(module))
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    sizes = [_size(layer.parameters(), bytes_per_weight) for layer in layers]
+    outside = (p for p in module.parameters() if id(p) not in inside)
+    return _size(outside, bytes_per_weight) + max(sizes, default=0)
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the elements of the outermost lists of modules."""
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        yield from module.children()
+        return
+    for child in module.children():
+        yield from _layers(child)
+
+
+def _size(parameters: Iterable[nn.Parameter], bytes_per_weight: int | None) -> int:
+    return sum(p.numel() * (bytes_per_weight or p.element_size()) for p in parameters)
 
 
 def _memory_to_train(module: nn.Module, bytes_per_weight: int | None) -> StepMemory:
