@@ -77,9 +77,9 @@ CPUs.
   also the gradients, and `fsdp` also the parameters.
   DeepSpeed's stages 1, 2 and 3 shard the same.
 - If it does not fit when it is sharded, offload to the host. Each step then takes longer.
-- Between nodes, the network is slower than a step of `ddp` needs. DeepSpeed sends gradients in
-  bfloat16, which is half as many bytes. So the tables name it for 64 devices, also if `ddp` would
-  fit.
+- Between nodes, the network is slower than the links within a node, and for large models `ddp`
+  waits for it. DeepSpeed sends gradients in bfloat16, which is half as many bytes. So the tables
+  name its stages for many devices, also where `ddp` or `fsdp` would fit.
 
 Then write its name: `Trainer(strategy="fsdp", devices=8)`. To compare strategies for a decoder
 of your size:
