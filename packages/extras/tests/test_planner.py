@@ -29,6 +29,7 @@ from stratagem_extras.planner.decoder import PlannedDecoder
 from stratagem_extras.planner.devices import find_device, parse_size
 from stratagem_extras.planner.fake_mode import PlanningMode
 from stratagem_extras.planner.meter import MemoryMeter
+from stratagem_extras.planner.moments import by_phase, extrapolated
 from stratagem_extras.planner.page import write_page
 from stratagem_extras.planner.plan import MemoryPlan, PlannedStrategy, Planner
 from stratagem_extras.planner.simulation import (
@@ -1130,3 +1131,13 @@ def test_a_product_of_groups_counts_its_operations() -> None:
         del mode
         torch._grouped_mm(rows, weights, offs=ends)
     assert meter.flops == 2 * 12 * 8 * 16
+
+
+def test_more_layers_hold_most_at_another_moment() -> None:
+    def held(logits: int, gradients: int) -> dict[str, PlannedMemory]:
+        begins, ends = (PlannedMemory(0, n, 0, 0, m) for n, m in ((0, logits), (gradients, 0)))
+        return {"backward|layers -1": begins, "backward|layers 0": ends}
+
+    few, more = held(100, 30), held(100, 40)
+    assert by_phase(few)["backward"].total == 100
+    assert by_phase(extrapolated(few, few, more, further=20))["backward"].total == 230

@@ -129,11 +129,10 @@ def test_layers_that_are_computed_again_are_extrapolated_on_a_mesh(
     from stratagem_extras.planner import simulation
     from stratagem_extras.planner.decoder import PlannedDecoder
 
-    # With few layers most is held as backward begins, with all gradients as it ends.
     def total() -> int:
         plan = plan_memory(
-            lambda: PlannedDecoder(13e6, layers=60, hidden=128, vocabulary=4000),
-            torch.zeros(1, 64, dtype=torch.int64),
+            lambda: PlannedDecoder(4e6, layers=16, hidden=128, vocabulary=4000),
+            torch.zeros(1, 256, dtype=torch.int64),
             devices=4,
             device="H100",
             precision="bf16-true",
