@@ -62,7 +62,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class SizesJob:
-    """What the class method `propose` of a strategy reads.
+    """The argument of a strategy's class method `propose`.
 
     It returns objects with the attributes `arguments`, `seconds`, `cost`, `ranks_of_batch`,
     `memory`, `is_simulated`, `reasons` and `why_not`, the best first.
@@ -192,7 +192,7 @@ def installed_choices(groups: Iterable[Sequence[StrategySpec]]) -> list[Choice]:
 
 
 def class_of(spec: StrategySpec) -> Any:
-    """Return the class of a strategy; None: a package is missing, which its row will say."""
+    """Return the class of a strategy; without a package that it needs, no class."""
     try:
         return spec.load()
     except Exception:

@@ -111,7 +111,7 @@ def by_phase(moments: Mapping[str, M]) -> dict[str, M]:
 def extrapolated(
     moments: Mapping[str, M], few: Mapping[str, M], more: Mapping[str, M], further: int
 ) -> dict[str, M]:
-    """Return the moments with further layers, of which each adds what one more has added.
+    """Return the moments with further layers; each adds the amount of one more layer.
 
     Args:
         moments: the memory so far, by moment.

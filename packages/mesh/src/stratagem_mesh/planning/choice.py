@@ -24,7 +24,7 @@ _MOST_ROUNDS = 4
 
 
 class Job(Protocol):
-    """What the planner tells a strategy that proposes sizes."""
+    """The model and the machines for which a strategy proposes sizes."""
 
     devices: int
     num_nodes: int
@@ -70,7 +70,7 @@ class Proposal:
 
 
 def propose(job: Job) -> list[Proposal]:
-    """Return the sizes that are worth comparing, the best first, then those that a model refuses.
+    """Return the sizes that are worth comparing, the best first, then the refused ones.
 
     The best mesh takes the least time of all devices for a batch, among those that fit; a simpler
     one is preferred if it takes at most 2% longer. The others are the best with other axes, and the

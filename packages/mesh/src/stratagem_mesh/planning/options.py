@@ -1,4 +1,4 @@
-"""What each mesh costs, and which one is the best."""
+"""The cost of each mesh, and the choice of the best."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Option:
 
     @property
     def bytes(self) -> float:
-        """What a rank holds."""
+        """The bytes of a rank."""
         return total(self.memory)
 
     @property

@@ -1,4 +1,4 @@
-"""What a model holds and sends in a step on any mesh, by formulas from a few simulated steps."""
+"""Memory and communication of a model on any mesh, by formulas from a few simulated steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stratagem_mesh.planning.sizes import Sizes
 from stratagem_mesh.planning.stages import Part, Stage, cut, in_flight
 
 STATE = ("parameters", "gradients", "optimizer")
-"""What ranks of a shard divide."""
+"""The parts that ranks of a shard divide."""
 PARTS = (*STATE, "buffers", "gathered", "working")
 """The parts of what a rank holds: "gathered" are parameters of other ranks in the model's own."""
 

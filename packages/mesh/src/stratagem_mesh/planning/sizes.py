@@ -1,4 +1,4 @@
-"""The sizes of a mesh, and those that suit a number of devices."""
+"""The sizes of a mesh that suit a number of devices."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a model allows.
+    """The limits of a model.
 
     Attributes:
         refused: why an axis has the size 1, by axis.
