@@ -1,4 +1,4 @@
-"""Sizes of a mesh by plan: what each holds, the time that it takes, and why it is chosen.
+"""Sizes of a mesh by plan: memory, time, and the reason of each choice.
 
 A few steps are simulated, of the model alone and with two ranks along each axis. What a rank holds
 and sends with any other sizes follows from them by formulas (`profile`, `time`), so that the

@@ -1,4 +1,4 @@
-"""The size of the tensor axis for a model whose activations are unknown."""
+"""The size of the tensor axis for a model with unknown activations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stratagem_mesh.tensor.layers import has_plan
 def arguments_by_state(
     model: nn.Module, devices: int, fits: Callable[[float], bool]
 ) -> tuple[dict[str, int], str] | None:
-    """Return arguments by which a rank can gather a layer of the model, and why; None: none do.
+    """Return arguments by which a rank can gather a layer of the model, and the reason, or None.
 
     Only models with a plan of their own, as those of transformers, are known to be divided without
     a run.

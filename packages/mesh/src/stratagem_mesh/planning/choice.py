@@ -41,7 +41,7 @@ class Job(Protocol):
     def simulate(
         self, arguments: Sequence[Mapping[str, int]], devices: int, num_nodes: int
     ) -> Sequence[Mapping[str, Memory] | str]:
-        """Return the moments of a step for each of some arguments, or why there is none."""
+        """Return the moments of a step for each of some arguments, or why it is refused."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def measure(job: Job) -> tuple[Profile, Limits]:
 
 
 def _shapes(model: nn.Module) -> Shapes:
-    """Return the shapes of the parameters; none are of experts if ranks cannot divide them."""
+    """Return the shapes of the parameters; experts only if ranks can divide them."""
     try:
         experts = find_experts(model, None, 1).values()
     except ConfigurationError:

@@ -15,7 +15,7 @@ _SLOWER = 1.02
 
 @dataclass(frozen=True)
 class Option:
-    """Sizes, with what they cost.
+    """Sizes, with their cost.
 
     Attributes:
         sizes: the mesh.

@@ -45,7 +45,7 @@ class Memory(Protocol):
 
     @property
     def sent(self) -> int:
-        """Bytes that the rank hands to collectives in a step, twice those of all-reduces."""
+        """Bytes that the rank hands to collectives in a step, all-reduces twice."""
 
     @property
     def flops(self) -> int:
@@ -89,7 +89,7 @@ class Probe:
         return cls(sizes, held, step.sent, step.flops, excess)
 
     def whole(self, moment: str, part: str) -> float:
-        """Return the bytes of all shards of a part; a part that is not sharded is as it is."""
+        """Return the bytes of all shards of a part; other parts stay."""
         shards = self.sizes.shards / self.excess if _is_sharded(moment, part) else 1
         return self.moments[moment][part] * shards
 
@@ -106,7 +106,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Shape:
-    """A parameter: its bytes, its first dimension, and whether it is one of experts."""
+    """A parameter: its bytes, its first dimension, and whether it belongs to experts."""
 
     size: int
     rows: int
@@ -134,7 +134,7 @@ class Shapes:
         self.expert_share = experts / self.whole if self.whole else 0.0
 
     def excess(self, sizes: Sizes) -> float:
-        """Return what rank 0 holds of the shards, over an equal share.
+        """Return the share of rank 0 in the shards, over an equal share.
 
         Eight experts over 16 ranks take as much as over 8. Ranks that have the same experts shard
         them along another dimension.

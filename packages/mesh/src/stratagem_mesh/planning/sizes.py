@@ -47,7 +47,7 @@ class Sizes:
 
     @property
     def shards(self) -> int:
-        """The number of ranks over which a parameter is sharded; not that of an expert."""
+        """The number of ranks over which a parameter is sharded; not for experts."""
         return self.shard * self.context
 
     @property
@@ -69,7 +69,7 @@ class Sizes:
         return " x ".join(given) or "one rank"
 
     def place(self, axis: str, devices: int) -> tuple[int, int, int]:
-        """Return a group's number of ranks, those of them on a node, and the number of nodes.
+        """Return a group's number of ranks, its ranks on a node, and the number of nodes.
 
         Args:
             axis: an axis, or "shards": the ranks that share parameters.

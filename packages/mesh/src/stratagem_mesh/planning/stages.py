@@ -33,7 +33,7 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Stage:
-    """The shares of a stage in the whole model, and what it sends to the next one.
+    """The shares of a stage in the whole model, and its output for the next one.
 
     Attributes:
         parameters, activations, flops: between 0 and 1.
@@ -108,7 +108,7 @@ def _filled(costs: Sequence[int], most: int) -> list[list[int]]:
 
 
 def in_flight(schedule: str, stages: int, stage: int, micro_batches: int) -> int:
-    """Return the number of micro-batches whose activations a stage holds at the most.
+    """Return the number of micro-batches that a stage holds at the most.
 
     GPipe runs all forward passes first. 1F1B runs the first backward pass when the last stage has
     its first output, after as many forward passes as stages follow.
