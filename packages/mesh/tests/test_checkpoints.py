@@ -11,8 +11,9 @@ import pytest
 from fixtures import run_file
 
 SCRIPT = Path(__file__).parent / "scripts/mesh_checkpoints.py"
-WRITERS = ("one process", "fsdp", "context 2", "shard 2 x tensor 2")
-READERS = ("one process", "fsdp", "tensor 2", "context 2", "shard 2 x tensor 2")
+STAGES = ("pipeline 2 x shard 2", "pipeline 2 x tensor 2")
+WRITERS = ("one process", "fsdp", "context 2", "shard 2 x tensor 2", *STAGES)
+READERS = ("one process", "fsdp", "tensor 2", "context 2", "shard 2 x tensor 2", *STAGES)
 
 pytestmark = pytest.mark.slow
 

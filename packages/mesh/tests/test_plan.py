@@ -100,7 +100,7 @@ def test_the_call_of_a_mesh_can_be_pasted() -> None:
     line, _, trainer = call.partition("\n\n")
     space: dict[str, Any] = {"Trainer": partial(Trainer, logger=False)}
     exec(line, space)
-    assert eval(trainer, space).strategy.sizes == (1, 1, 1, 2)
+    assert eval(trainer, space).strategy.sizes == (1, 1, 1, 1, 2)
 
 
 def test_sizes_that_a_model_refuses_share_a_row() -> None:

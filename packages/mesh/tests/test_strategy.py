@@ -21,7 +21,7 @@ def trainer(devices: int, **options: Any) -> Trainer:
 
 def test_sizes_multiply_to_the_number_of_ranks() -> None:
     strategy: Any = trainer(8, tensor=2, context=2).strategy
-    assert strategy.sizes == (1, 2, 2, 2)
+    assert strategy.sizes == (1, 1, 2, 2, 2)
     assert strategy.mesh_shape() == ((1, 4, 2), ("replicate", "shard", "tensor_parallel"))
     assert strategy.ranks.data_groups == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert strategy.ranks.place([7]) == "shard 1, context 1, tensor 1"
@@ -48,6 +48,7 @@ def test_candidates_are_sizes_of_a_mesh(devices: int) -> None:
     for sizes in MeshStrategy.candidates(devices, 1):
         strategy: Any = trainer(devices, **sizes).strategy
         assert strategy.sizes == (
+            1,
             sizes.get("replicate", 1),
             devices // prod(sizes.values()),
             sizes.get("context", 1),
@@ -57,7 +58,7 @@ def test_candidates_are_sizes_of_a_mesh(devices: int) -> None:
 
 def test_the_name_mesh_shards_over_all_ranks() -> None:
     strategy: Any = Trainer(accelerator="cpu", devices=4, strategy="mesh", logger=False).strategy
-    assert strategy.sizes == (1, 4, 1, 1)
+    assert strategy.sizes == (1, 1, 4, 1, 1)
 
 
 def test_sizes_with_another_product_are_refused() -> None:

@@ -72,7 +72,10 @@ def test_place_has_the_coordinates_that_ranks_share() -> None:
             "the axes data 2 x tensor 2 are for 4 rank(s), received 8: expected sizes whose "
             "product is the number of ranks",
         ),
-        (lambda: Axis("data", 0), "size=0, batches='own', parameters='same'): expected a size of"),
+        (
+            lambda: Axis("data", 0),
+            "size=0, batches='own', parameters='same', descends=False): expected a size of",
+        ),
         (lambda: Axis("data", True), "expected a size of at least 1"),
         (lambda: Axis("data", 2, batches="all"), "expected batches='own', 'same' or 'parts'"),  # type: ignore[arg-type]
         (lambda: Axis("data", 2, parameters="own"), "expected parameters='same' or 'divided'"),  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ from stratagem_torch.sharding import ShardedPrepared
 if TYPE_CHECKING:
     from stratagem_mesh.planning.choice import Job, Proposal
 
-AXES = ("replicate", "shard", "context", "tensor")
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """The axes of the mesh; consecutive ranks lie along the last one."""
 
 Size = int | Literal["auto"]
@@ -52,11 +52,14 @@ _NUMBER = re.compile(r"(^|\.)\d+(\.|$)")
 
 
 class MeshStrategy(ModelParallelStrategy):
-    """Arranges ranks in a mesh of data, context, tensor and expert parallelism, by sizes.
+    """Arranges ranks in a mesh of pipeline, data, context, tensor and expert parallelism.
 
     The model does not change. The sizes but `expert` multiply to the number of ranks. Losses,
     gradients and logged values equal the ones in one process:
 
+    - `pipeline`: the model is divided into stages, one or several on each rank, which work on the
+      micro-batches of a step at the same time: those of `accumulate_grad_batches`, or of
+      `lite.step`. Ranks of a pipeline read the same batches. See `PipelineMesh`.
     - `replicate` and `shard`: ranks read batches of their own. Parameters, gradients and optimizer
       state are sharded over `shard`, and over `context`; each of the `replicate` groups holds them
       all, as HYBRID_SHARD of fsdp.
@@ -70,6 +73,12 @@ class MeshStrategy(ModelParallelStrategy):
       tokens of a rank, as under data parallelism.
 
     Args:
+        pipeline: the number of ranks that have different layers.
+        pipeline_cuts: the names of the first modules of the stages but the first, one fewer than
+            there are stages. Default: cuts that balance the costs of the stages.
+        virtual_stages: the number of stages on each rank of a pipeline.
+        schedule: the order of the micro-batches: "1f1b", "gpipe", or "interleaved", which has
+            several virtual stages.
         replicate: the number of copies of the parameters.
         shard: the number of ranks that read different batches and share a copy of the parameters.
             "auto": the number of ranks divided by the other sizes.
@@ -130,9 +139,21 @@ class MeshStrategy(ModelParallelStrategy):
 
     capabilities = MESH
 
+    def __new__(cls, **options: Any) -> MeshStrategy:
+        """Return a `PipelineMesh` for a pipeline."""
+        if cls is MeshStrategy and options.get("pipeline", 1) != 1:
+            from stratagem_mesh.pipeline.strategy import PipelineMesh
+
+            return super().__new__(PipelineMesh)
+        return super().__new__(cls)
+
     def __init__(
         self,
         *,
+        pipeline: int = 1,
+        pipeline_cuts: Sequence[str] | None = None,
+        virtual_stages: int = 1,
+        schedule: str | None = None,
         replicate: int = 1,
         shard: Size = "auto",
         context: int = 1,
@@ -151,6 +172,15 @@ class MeshStrategy(ModelParallelStrategy):
     ) -> None:
         _refuse_former_names(components)
         super().__init__(**components)
+        self.pipeline = _checked("pipeline", pipeline)
+        self.virtual_stages = _checked("virtual_stages", virtual_stages)
+        self.pipeline_cuts = None if pipeline_cuts is None else list(pipeline_cuts)
+        self.schedule = schedule or ("1f1b" if virtual_stages == 1 else "interleaved")
+        if pipeline == 1 and (pipeline_cuts or virtual_stages > 1 or schedule):
+            raise ConfigurationError(
+                "pipeline_cuts, virtual_stages and schedule belong to a pipeline, and pipeline=1: "
+                "pass pipeline=2 or more, or leave them out"
+            )
         self.replicate = _checked("replicate", replicate)
         self.shard_size: Size = shard if shard == "auto" else _checked("shard", shard)
         self.context = _checked("context", context)
@@ -241,18 +271,17 @@ class MeshStrategy(ModelParallelStrategy):
     # -- the mesh
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
+    def sizes(self) -> tuple[int, ...]:
         """The sizes of the axes, in the order of `AXES`; after `bind`."""
         count = self.components.device_count
-        others = self.replicate, self.context, self.tensor
+        others = self.pipeline, self.replicate, self.context, self.tensor
         shard = self.shard_size
         known = max(1, count // prod(others)) if shard == "auto" else shard
-        sizes = self.replicate, known, self.context, self.tensor
+        sizes = self.pipeline, self.replicate, known, self.context, self.tensor
         if prod(sizes) != count:
             raise ConfigurationError(
-                f"MeshStrategy(replicate={self.replicate}, shard={shard!r}, context={self.context},"
-                f" tensor={self.tensor}) is for {' x '.join(map(str, sizes))} = {prod(sizes)} "
-                f"rank(s), received {count} ({len(self.components.devices)} device(s), "
+                f"MeshStrategy({self._given(shard)}) is for {' x '.join(map(str, sizes))} = "
+                f"{prod(sizes)} rank(s), received {count} ({len(self.components.devices)} device(s), "
                 f"{self.components.num_nodes} node(s)): expected sizes whose product is the number "
                 "of ranks"
             )
@@ -268,13 +297,24 @@ class MeshStrategy(ModelParallelStrategy):
 
     def mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Return (replicate, shard x context, tensor): ranks of a sequence share parameters too."""
-        replicate, shard, context, tensor = self.sizes
+        _, replicate, shard, context, tensor = self.sizes
         return (replicate, shard * context, tensor), ("replicate", "shard", "tensor_parallel")
 
     def rank_axes(self, world_size: int) -> Sequence[Axis]:
         """Return the axes; along "context" and "tensor" ranks read the same batches."""
         batches: tuple[Literal["own", "same"], ...] = "own", "own", "same", "same"
-        return [Axis(*axis) for axis in zip(AXES, self.sizes, batches, strict=True)]
+        return [Axis(*axis) for axis in zip(AXES[1:], self.sizes[1:], batches, strict=True)]
+
+    def _given(self, shard: Size) -> str:
+        sizes = {
+            "pipeline": self.pipeline,
+            "replicate": self.replicate,
+            "shard": shard,
+            "context": self.context,
+            "tensor": self.tensor,
+        }
+        shown = (axis for axis in sizes if axis != "pipeline" or self.pipeline > 1)
+        return ", ".join(f"{axis}={sizes[axis]!r}" for axis in shown)
 
     @property
     def data_mesh(self) -> DeviceMesh:
@@ -289,11 +329,14 @@ class MeshStrategy(ModelParallelStrategy):
             mesh = init_device_mesh(self.device.type, self.sizes, mesh_dim_names=AXES)
             self._regions = ContextRegions(
                 mesh.get_group("context"),
-                check=self.check_context and _has_values(),
+                # A stage has not all layers, to run the whole sequence.
+                check=self.check_context and self.pipeline == 1 and _has_values(),
                 gather_logits=self.gather_logits,
             )
         if self.expert > 1:
-            mesh = init_device_mesh(self.device.type, self.expert_sizes, mesh_dim_names=EXPERT_AXES)
+            names = "pipeline", *EXPERT_AXES
+            sizes = self.pipeline, *self.expert_sizes
+            mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)[EXPERT_AXES]
             self._experts = ExpertParallel(mesh, has_values=_has_values())
 
     # -- the model
@@ -357,7 +400,7 @@ class MeshStrategy(ModelParallelStrategy):
     @property
     def expert_sizes(self) -> tuple[int, int, int, int]:
         """The sizes of the mesh of experts: replicas, shards of an expert, `expert`, `tensor`."""
-        replicate, shard, context, tensor = self.sizes
+        _, replicate, shard, context, tensor = self.sizes
         return replicate, shard * context // self.expert, self.expert, tensor
 
     @property
@@ -386,13 +429,13 @@ class MeshStrategy(ModelParallelStrategy):
                 "number of ranks that divide the experts"
             )
 
-    def _check_expert_ranks(self, sizes: tuple[int, int, int, int]) -> None:
+    def _check_expert_ranks(self, sizes: tuple[int, ...]) -> None:
         """Raise if experts do not divide the ranks that they borrow.
 
         Raises:
             ConfigurationError: names the sizes.
         """
-        _, shard, context, _ = sizes
+        _, _, shard, context, _ = sizes
         if shard * context % self.expert:
             raise ConfigurationError(
                 f"expert={self.expert}: experts are divided between ranks of shard x context, "

@@ -13,10 +13,10 @@ pytest.importorskip("transformers", reason="needs transformers: `nox -s huggingf
 
 SCRIPT = Path(__file__).parents[1] / "scripts/factorings.py"
 MESHES = {
-    "shard 2 x tensor 2": "1,2,1,2",
-    "context 2 x tensor 2": "1,1,2,2",
-    "shard 2 x context 2": "1,2,2,1",
-    "replicate 2 x tensor 2": "2,1,1,2",
+    "shard 2 x tensor 2": "1,1,2,1,2",
+    "context 2 x tensor 2": "1,1,1,2,2",
+    "shard 2 x context 2": "1,1,2,2,1",
+    "replicate 2 x tensor 2": "1,2,1,1,2",
 }
 
 pytestmark = pytest.mark.slow
@@ -47,5 +47,5 @@ def test_a_step_has_the_numbers_of_one_process_or_is_refused(
 
 
 def test_losses_of_fifty_steps_in_float32_equal_one_process(tmp_path: Path) -> None:
-    found = table(tmp_path, "2", "--models", "llama", "--meshes", "1,1,2,1", "--steps", "50")
+    found = table(tmp_path, "2", "--models", "llama", "--meshes", "1,1,1,2,1", "--steps", "50")
     assert found["llama"]["context 2"]["losses"] <= 1e-6

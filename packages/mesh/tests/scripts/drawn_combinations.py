@@ -34,7 +34,14 @@ from stratagem_mesh.strategy import AXES
 WORDS, LONGEST, BATCH, STEPS = 16, 12, 8, 3
 SLOW = 100
 """From this seed on, draws may be compiled."""
-SIZES = [size for size in product((1, 2, 4), repeat=4) if prod(size) in (2, 4)]
+STAGES = 200
+"""From this seed on, the mesh has a pipeline."""
+SIZES = [(1, *size) for size in product((1, 2, 4), repeat=4) if prod(size) in (2, 4)]
+OF_STAGES = [
+    (stages, *size)
+    for stages, size in product((2, 4), product((1, 2), repeat=4))
+    if stages * prod(size) <= 4
+]
 CLIPPING: dict[str, dict[str, Any]] = {
     "none": {},
     "norm": {"gradient_clip_val": 0.1},
@@ -73,6 +80,9 @@ OPTIONS: dict[str, list[Any]] = {
     "checked": [True, False],
     "adapters": ["none", "none", "none", "lora", "another"],
     "compiled": [False, False, False, True],
+    "pipeline": OF_STAGES,
+    "schedule": ["1f1b", "gpipe", "interleaved"],
+    "cuts": [False, True],
 }
 
 
@@ -118,9 +128,9 @@ def body_of(drawn: dict[str, Any]) -> Any:
         layer = nn.TransformerEncoderLayer(
             width, drawn["heads"], 32, 0.0, batch_first=True, norm_first=True
         )
-        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        return nn.TransformerEncoder(layer, drawn["depth"], enable_nested_tensor=False)
     kind = Block if drawn["model"] == "causal" else Feed
-    return nn.Sequential(kind(width, drawn["adapters"]), kind(width, drawn["adapters"]))
+    return nn.Sequential(*(kind(width, drawn["adapters"]) for _ in range(drawn["depth"])))
 
 
 class Net(Module):
@@ -205,6 +215,10 @@ def draw(seed: int) -> dict[str, Any]:
     if drawn["manual"] and seed % 3:  # else the Trainer refuses most of them
         drawn |= {"accumulation": 1, "clipping": "none", "weighted": False}
     drawn["compiled"] = drawn["compiled"] and seed >= SLOW
+    stages = drawn.pop("pipeline")
+    if seed >= STAGES:
+        drawn["sizes"] = stages
+    drawn["depth"] = 4 if seed >= STAGES else 2
     return drawn
 
 
@@ -214,7 +228,11 @@ def refused_words(drawn: dict[str, Any]) -> list[str]:
 
 
 def has_tensor(drawn: dict[str, Any]) -> bool:
-    return drawn["sizes"][3] > 1  # type: ignore[no-any-return]
+    return drawn["sizes"][4] > 1  # type: ignore[no-any-return]
+
+
+def has_stages(drawn: dict[str, Any]) -> bool:
+    return drawn["sizes"][0] > 1  # type: ignore[no-any-return]
 
 
 def has_odd_heads(drawn: dict[str, Any]) -> bool:
@@ -226,13 +244,14 @@ REFUSED: dict[str, Callable[[dict[str, Any]], bool]] = {
     "accumulate_grad_batches": lambda drawn: drawn["manual"] and drawn["accumulation"] > 1,
     "gradient_clip_val": lambda drawn: drawn["manual"] and drawn["clipping"] != "none",
     "context_modules": lambda drawn: (
-        drawn["sizes"][2] > 1 and not drawn["named"] and drawn["model"] != "encoder"
+        drawn["sizes"][3] > 1 and not drawn["named"] and drawn["model"] != "encoder"
     ),
     "loss_parallel=True": lambda drawn: has_tensor(drawn) and drawn["loss"],
     "num_heads=3": lambda drawn: has_odd_heads(drawn) and drawn["plan"],
     "sequence_parallel": lambda drawn: (
         has_odd_heads(drawn) and drawn["sequence"] and not drawn["plan"]
     ),
+    "automatic_optimization=False": lambda drawn: has_stages(drawn) and drawn["manual"],
     "adapter of the kind": lambda drawn: has_tensor(drawn) and drawn["adapters"] == "another",
 }
 """Words of an error, and whether a draw has to be refused with them."""
@@ -254,6 +273,8 @@ def strategy(drawn: dict[str, Any]) -> Any:
         "loss_parallel": drawn["loss"],
         "check_context": drawn["checked"],
     }
+    if has_stages(drawn):
+        options |= pipeline_options(drawn)
     block = BLOCKS[drawn["model"]]
     if drawn["recomputed"]:
         options |= {"activation_checkpointing": {block}, "auto_wrap_policy": {block}}
@@ -264,6 +285,18 @@ def strategy(drawn: dict[str, Any]) -> Any:
     return MeshStrategy(**axes, **options, launcher="fork")
 
 
+def pipeline_options(drawn: dict[str, Any]) -> dict[str, Any]:
+    stages = drawn["sizes"][0]
+    options: dict[str, Any] = {"schedule": drawn["schedule"]}
+    if drawn["schedule"] == "interleaved":
+        stages *= 2
+        options["virtual_stages"] = 2
+    if drawn["cuts"] and stages <= 5:
+        blocks = "body.layers" if drawn["model"] == "encoder" else "body"
+        options["pipeline_cuts"] = [*(f"{blocks}.{i}" for i in range(1, 4)), "head"][-stages + 1 :]
+    return options
+
+
 def made(drawn: dict[str, Any]) -> Net:
     return (Weighted if drawn["weighted"] else Net)(drawn)
 
@@ -271,7 +304,7 @@ def made(drawn: dict[str, Any]) -> Net:
 def train(drawn: dict[str, Any], folder: Path, ranks: int, path: Path | None = None) -> Any:
     """Train, and return the weights of the checkpoint at the end."""
     folder.mkdir()
-    replicate, shard, _, _ = drawn["sizes"] if ranks > 1 else (1, 1, 1, 1)
+    _, replicate, shard, _, _ = drawn["sizes"] if ranks > 1 else (1,) * 5
     averages = [EMAWeightAveraging(decay=0.5)] if drawn["average"] else []
     trainer = Trainer(
         accelerator="cpu",

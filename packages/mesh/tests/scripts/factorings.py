@@ -72,7 +72,7 @@ def loss(model: Any, batch: Any) -> Tensor:
 def meshes(ranks: int) -> Iterator[Sizes]:
     """Yield the sizes of the axes whose product is the number of ranks."""
     sizes = [size for size in range(1, ranks + 1) if not ranks % size]
-    yield from (found for found in product(sizes, repeat=4) if prod(found) == ranks)
+    yield from (found for found in product(sizes, repeat=len(AXES)) if prod(found) == ranks)
 
 
 def words(sizes: Sizes) -> str:
@@ -82,7 +82,7 @@ def words(sizes: Sizes) -> str:
 def options(name: str, sizes: Sizes) -> tuple[str, dict[str, Any]]:
     """Return the model and the arguments of the strategy."""
     model, modules = NAMED.get(name, (name, None))
-    axes = dict(zip(AXES, sizes, strict=True))
+    axes: dict[str, Any] = dict(zip(AXES, sizes, strict=True))
     return model, {**axes, "context_modules": modules, "launcher": "fork"}
 
 
@@ -102,7 +102,7 @@ def compared(name: str, sizes: Sizes) -> dict[str, Any]:
 def losses(name: str, sizes: Sizes, steps: int) -> float:
     """Return the largest relative difference of a loss from one process, in float32."""
     model, arguments = options(name, sizes)
-    readers = sizes[0] * sizes[1]
+    readers = sizes[1] * sizes[2]
     runs = []
     for ranks, strategy in ((prod(sizes), MeshStrategy(**arguments)), (1, "single_device")):
         lite = Lite(accelerator="cpu", devices=ranks, strategy=strategy)
@@ -113,17 +113,15 @@ def losses(name: str, sizes: Sizes, steps: int) -> float:
 def trained(lite: Lite, name: str, steps: int, readers: int) -> list[float]:
     seed_everything(0)
     made = build(name).train()
-    model, optimizer = lite.setup(made, torch.optim.AdamW(made.parameters(), lr=1e-3))
+    model, _ = lite.setup(made, torch.optim.AdamW(made.parameters(), lr=1e-3))
     rank, count = lite.ranks.data_split
     found = []
     for step in range(steps):
         numbers = range(readers) if count == 1 else [rank]
-        own = [loss(model, batch(name, step * readers + number)) for number in numbers]
-        mean = torch.stack(own).mean()
-        lite.backward(mean)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(float(lite.all_reduce(mean.detach())))
+        own = [batch(name, step * readers + number) for number in numbers]
+        mean = lite.step(model, own, lambda batch: loss(model, batch))
+        assert mean is not None
+        found.append(float(lite.all_reduce(mean)))
     return found
 
 
@@ -131,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("ranks", type=int)
     parser.add_argument("--models", nargs="*", default=NAMES)
-    parser.add_argument("--meshes", nargs="*", help="such as 1,2,1,2 (default: each)")
+    parser.add_argument("--meshes", nargs="*", help="such as 1,1,2,1,2 (default: each)")
     parser.add_argument("--steps", type=int, default=0, help="compare losses of so many steps")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()

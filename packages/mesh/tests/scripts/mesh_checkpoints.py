@@ -59,6 +59,8 @@ STRATEGIES: dict[str, tuple[int, Callable[[], Any]]] = {
     "tensor 2": (2, mesh(tensor=2)),
     "context 2": (2, mesh(context=2)),
     "shard 2 x tensor 2": (4, mesh(shard=2, tensor=2)),
+    "pipeline 2 x shard 2": (4, mesh(pipeline=2, shard=2)),
+    "pipeline 2 x tensor 2": (4, mesh(pipeline=2, tensor=2)),
 }
 if find_spec("deepspeed"):
     STRATEGIES["deepspeed_stage_3"] = 2, stage_3
@@ -67,6 +69,8 @@ WRITERS = {
     "fsdp": "directory",
     "context 2": "directory",
     "shard 2 x tensor 2": "directory",
+    "pipeline 2 x shard 2": "directory",
+    "pipeline 2 x tensor 2": "single_file",
 }
 """Their formats; each reader saves a single file."""
 
@@ -88,16 +92,14 @@ def write(lite: Lite, path: Path) -> dict[str, Any]:
     numbers = torch.Generator().manual_seed(lite.ranks.data_split[0])
     for _ in range(2):
         tokens = torch.randint(0, 16, (2, 12), generator=numbers)
-        lite.backward(cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()))
-        optimizer.step()
-        optimizer.zero_grad()
+        lite.step(model, [tokens], lambda own: cross_entropy(model(own).mT, own))
     lite.save(path, {"model": model, "optimizer": optimizer})
     found: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
         found[name] = whole_on_cpu(parameter)
         for key in ("exp_avg", "exp_avg_sq"):
             found[f"{name}, {key}"] = whole_on_cpu(optimizer.state[parameter][key])
-    return found
+    return {name: t for part in lite.ranks.gather_objects(found) for name, t in part.items()}
 
 
 def read(lite: Lite, path: Path, copy: Path) -> None:

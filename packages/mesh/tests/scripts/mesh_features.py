@@ -1,4 +1,4 @@
-"""Trains with each feature: `python mesh_features.py FOLDER RANKS`, a mesh where RANKS is 4.
+"""Trains with each feature: `python mesh_features.py FOLDER RANKS AXIS`, a mesh where RANKS is 4.
 
 Each case writes its weights as a checkpoint, and its values into FOLDER/values.json.
 """
@@ -23,7 +23,7 @@ from stratagem_mesh import MeshStrategy
 # Of dynamo itself, as it traces collectives.
 warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
 
-FOLDER, RANKS = Path(sys.argv[1]), int(sys.argv[2])
+FOLDER, RANKS, AXIS = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 POLICIES = "activation_checkpointing", "auto_wrap_policy"
 READERS = 1 if RANKS == 1 else 2
@@ -93,7 +93,8 @@ def loader(samples: int, batch: int) -> DataLoader[Any]:
 
 
 def trainer(strategy: dict[str, Any] | None = None, **options: Any) -> Trainer:
-    mesh = MeshStrategy(tensor=2, tensor_plan=PLAN, **(strategy or {}))
+    axis = {"tensor": 2, "tensor_plan": PLAN} if AXIS == "tensor" else {AXIS: 2}
+    mesh = MeshStrategy(**axis, **(strategy or {}))
     return Trainer(
         **{"max_epochs": 2, **options},
         accelerator="cpu",
@@ -123,6 +124,8 @@ CASES: dict[str, dict[str, Any]] = {
     "compiled": {"compile": {"backend": "aot_eager"}} if RANKS > 1 else {},
     "average": {"callbacks": [EMAWeightAveraging(decay=0.5)]},
 }
+if AXIS == "pipeline":  # refused
+    del CASES["manual"]
 
 
 def main() -> None:
@@ -168,7 +171,7 @@ def resume(values: dict[str, Any]) -> None:
     second.fit(again := Net(), loader(64, 8), ckpt_path=FOLDER / "middle.ckpt")
     pairs = zip(model.parameters(), again.parameters(), strict=True)
     values["resumed"] = all(bool((local(a) == local(b)).all()) for a, b in pairs)
-    other = FOLDER.parent / ("mesh" if RANKS == 1 else "alone") / "middle.ckpt"
+    other = FOLDER.parent / (sys.argv[4] if RANKS == 1 else "alone") / "middle.ckpt"
     if other.exists():
         third = trainer(max_steps=12)
         third.fit(Net(), loader(64, 8), ckpt_path=other)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,23 @@ def clip_by_norm(
     *,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    stages: tuple[dist.ProcessGroup, torch.device] | None = None,
+    copies: Collection[Tensor] = (),
 ) -> Tensor:
     """Clip the gradients by their norm over all ranks; return the norm, equal on every rank.
 
     The function of torch rejects gradients of several kinds (plain tensors, DTensors of different
     meshes). Here each rank computes the norm of its shards, and the norms are combined over the
     mesh dimensions that shard a gradient.
+
+    Args:
+        parameters: the parameters with gradients to clip.
+        largest: the largest norm.
+        norm_type: the order of the norm.
+        error_if_nonfinite: raise an error for a norm that is not finite.
+        stages: ranks with other parameters each, whose gradients count too, and the device of this
+            rank; called on all of them.
+        copies: parameters whose gradient another of these ranks counts.
 
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is True.
@@ -51,7 +62,7 @@ def clip_by_norm(
         tensor([0.6000, 0.8000])
     """
     parameters = [p for p in parameters if p.grad is not None]
-    total = global_norm(parameters, norm_type)
+    total = global_norm(parameters, norm_type, stages, copies)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {total.item()}, so it cannot be "
@@ -63,8 +74,13 @@ def clip_by_norm(
     return total
 
 
-def global_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of the gradients over all ranks.
+def global_norm(
+    parameters: Iterable[Tensor],
+    norm_type: float,
+    stages: tuple[dist.ProcessGroup, torch.device] | None = None,
+    copies: Collection[Tensor] = (),
+) -> Tensor:
+    """Return the norm of the gradients over all ranks; see `clip_by_norm`.
 
     Example:
         >>> import torch
@@ -75,10 +91,13 @@ def global_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
     """
     by_ranks: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     device = torch.device("cpu")
+    counted_elsewhere = {id(parameter) for parameter in copies}
     for parameter in parameters:
         gradient = parameter.grad
         assert gradient is not None
         device = gradient.device
+        if id(parameter) in counted_elsewhere:
+            continue
         by_ranks.setdefault(_ranks_of(gradient), []).append(_local(gradient))
     is_largest = norm_type == torch.inf
     parts = []
@@ -90,10 +109,18 @@ def global_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
         for group in groups:
             dist.all_reduce(part, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group)
         parts.append(part.to(device))
-    if not parts:
+    if not parts and stages is None:
         return torch.zeros((), device=device)
+    parts = parts or [torch.zeros((), device=device)]
     joined = torch.stack(parts)
-    return joined.max() if is_largest else joined.sum() ** (1.0 / norm_type)
+    total = joined.max() if is_largest else joined.sum()
+    if stages is not None:
+        # Stages may have other dtypes, or no gradient.
+        group, there = stages
+        wide = total.to(there, torch.float64)
+        dist.all_reduce(wide, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group)
+        total = wide.to(total.device, total.dtype)
+    return total if is_largest else total ** (1.0 / norm_type)
 
 
 def _ranks_of(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:

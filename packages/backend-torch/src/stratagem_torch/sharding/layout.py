@@ -123,14 +123,24 @@ class Rebinding:
             for o in optimizers
         ]
 
-    def apply(self, module: nn.Module) -> None:
-        """Put the parameters that the model has now into the optimizers."""
+    def apply(self, module: nn.Module, local_names: Mapping[str, str | None]) -> None:
+        """Put the parameters that the model has now into the optimizers.
+
+        Args:
+            module: the model, sharded.
+            local_names: the parameters with another name on this rank; None: it has none.
+        """
         now = dict(module.named_parameters())
         for optimizer, groups in self._optimizers:
             for group, names in zip(optimizer.param_groups, groups, strict=True):
-                for index, name in enumerate(names):
-                    before, after = group["params"][index], now[name]
-                    group["params"][index] = after
+                given, group["params"] = group["params"], []
+                for before, name in zip(given, names, strict=True):
+                    here = local_names.get(name, name)
+                    if here is None:
+                        optimizer.state.pop(before, None)
+                        continue
+                    after = now[here]
+                    group["params"].append(after)
                     if before is not after and before in optimizer.state:
                         state = optimizer.state.pop(before)
                         optimizer.state[after] = distribute_state(state, after)
@@ -251,40 +261,61 @@ def find_replicated(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters() if is_replicated(p)]
 
 
-def broadcast_from_first(tensors: Iterable[Tensor]) -> None:
-    """Give every rank the values of rank 0, in place."""
+def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Give every rank of a group the values of its first rank, in place; None: of all ranks."""
     for tensor in tensors:
         values = tensor.detach()
         whole = values.contiguous()
-        dist.broadcast(whole, 0)
+        dist.broadcast(whole, group=group, group_src=0)
         if whole is not values:
             values.copy_(whole)
 
 
-def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
+def average_gradients(
+    parameters: Sequence[nn.Parameter],
+    group: dist.ProcessGroup | None = None,
+    count: int | None = None,
+) -> None:
     """Replace the gradients by their mean over ranks, in one collective.
 
     A rank that did not use a parameter counts as a zero; one that nobody used stays without a
     gradient. What is an average already stays what it is, so that gradients may be accumulated
     with and without this.
+
+    Args:
+        parameters: the same ones on each rank; a DTensor counts by its local tensor.
+        group: the ranks; None: all.
+        count: the number by which the sum is divided; None: that of the ranks.
     """
     wanted = [p for p in parameters if p.requires_grad]
     if not wanted:
         return
     dtype = reduce(torch.promote_types, (p.dtype for p in wanted), torch.float32)
-    sizes = [p.numel() for p in wanted]
+    sizes = [local_tensor(p).numel() for p in wanted]
     message = torch.zeros(len(wanted) + sum(sizes), dtype=dtype, device=wanted[0].device)
     used, *sums = torch.split(message, [len(wanted), *sizes])
     for index, (parameter, whole) in enumerate(zip(wanted, sums, strict=True)):
         if parameter.grad is not None:
-            whole.copy_(parameter.grad.reshape(-1))
+            whole.copy_(local_tensor(parameter.grad).reshape(-1))
             used[index] = 1.0
-    dist.all_reduce(message)
-    message[len(wanted) :] /= dist.get_world_size()
+    dist.all_reduce(message, group=group)
+    message[len(wanted) :] /= dist.get_world_size(group) if count is None else count
     for parameter, mean, users in zip(wanted, sums, used.tolist(), strict=True):
         if not users:
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         own = mean if parameter.is_complex() else mean.real
-        parameter.grad.copy_(own.view_as(parameter))
+        gradient = local_tensor(parameter.grad)
+        gradient.copy_(own.view_as(gradient))
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, aliased; another tensor is returned as it is.
+
+    Example:
+        >>> import torch
+        >>> local_tensor(torch.ones(2))
+        tensor([1., 1.])
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

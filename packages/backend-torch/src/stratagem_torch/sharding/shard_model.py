@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +27,7 @@ def shard_model(
     groups: Collection[nn.Module],
     shard: Callable[[nn.Module], object],
     device: torch.device,
+    replicas: dist.ProcessGroup | None = None,
 ) -> None:
     """Give every rank the same parameters, on its device, and shard them group by group.
 
@@ -40,6 +42,7 @@ def shard_model(
             be sharded.
         shard: shards a module; called for each group after the groups inside that group.
         device: the device of unsharded parameters.
+        replicas: the ranks that have the same modules; None: all ranks.
 
     Raises:
         UserCodeError: a module is on the meta device and has no method that initializes it.
@@ -50,7 +53,7 @@ def shard_model(
         if part in seen:
             return
         seen.add(part)
-        make_whole(part, device, name=name)
+        make_whole(part, device, name=name, replicas=replicas)
         for child_name, child in part.named_children():
             visit(child, "" if isinstance(part, StepModule) else f"{name}.{child_name}".strip("."))
         if part in chosen:
@@ -65,19 +68,31 @@ def shard_model(
     visit(root, "")
 
 
-def make_whole(part: nn.Module, device: torch.device, *, name: str) -> None:
-    """Initialize a module's own parameters and buffers on the device with rank 0's values.
+def make_whole(
+    part: nn.Module,
+    device: torch.device,
+    *,
+    name: str,
+    replicas: dist.ProcessGroup | None = None,
+) -> None:
+    """Initialize a module's own parameters and buffers on the device with the first rank's values.
 
     Raises:
         UserCodeError: the module is on the meta device and has no `reset_parameters`.
     """
-    give_values(part, device, name=name)
+    give_values(part, device, name=name, replicas=replicas)
     for parameter in part._parameters.values():
         if parameter is not None:
             restore(parameter, device)
 
 
-def give_values(part: nn.Module, device: torch.device, *, name: str) -> None:
+def give_values(
+    part: nn.Module,
+    device: torch.device,
+    *,
+    name: str,
+    replicas: dist.ProcessGroup | None = None,
+) -> None:
     """Initialize like `make_whole`, except parameters that were sharded eagerly.
 
     Raises:
@@ -90,11 +105,11 @@ def give_values(part: nn.Module, device: torch.device, *, name: str) -> None:
     for parameter in part._parameters.values():
         if parameter is not None and _is_whole(parameter):
             _put_on(parameter, device)
-            broadcast_from_first([parameter])
+            broadcast_from_first([parameter], replicas)
     for key, buffer in part._buffers.items():
         if buffer is not None and _is_whole(buffer):
             part._buffers[key] = shared = buffer.to(device)
-            broadcast_from_first([shared])
+            broadcast_from_first([shared], replicas)
 
 
 def _put_on(parameter: nn.Parameter, device: torch.device) -> None:

@@ -140,6 +140,9 @@ class ShardedStrategy(ParallelStrategy):
     device_mesh: DeviceMesh
     """How the ranks are arranged; there once processes are launched."""
 
+    replicas: dist.ProcessGroup | None = None
+    """The ranks that have the same parts of the model; None: all ranks."""
+
     def __init__(self, *, state_dict_type: str = "full", **components: Any) -> None:
         if state_dict_type not in STATE_DICT_TYPES:
             raise ConfigurationError(
@@ -223,10 +226,10 @@ class ShardedStrategy(ParallelStrategy):
             module = self.precision.convert_module(module)
             rebinding, attributes = Rebinding(module, given), _attributes_of(module)
             self.shard(module)
-            rebinding.apply(module)
+            rebinding.apply(module, self.local_names(module))
             for name, parameter in module.named_parameters():
                 parameter.__dict__.update(attributes.get(name, {}))
-            roots = find_roots(module)
+            roots = self.roots(module)
             for part in roots:
                 _gather_once(part)
                 if isinstance(part, FSDPModule) and part is not module:
@@ -248,8 +251,26 @@ class ShardedStrategy(ParallelStrategy):
         if self.ranks.world_size > 1:
             refuse_other_backward(module, self._replicated)
         made = make_optimizers(optimizers)
+        for optimizer in made:
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if not self.is_elsewhere(p)]
         check_parameters(module, made)
         return ShardedPrepared(module, module, made, evaluation_module=module)
+
+    def roots(self, module: nn.Module) -> list[nn.Module]:
+        """Return the modules to shard as roots; parameters outside of these stay unsharded."""
+        return find_roots(module)
+
+    def local_names(self, module: nn.Module) -> Mapping[str, str | None]:
+        """Return the parameters of the whole model that have another name on this rank.
+
+        None: the rank does not have it, as a stage of a pipeline lacks those of other stages.
+        """
+        return {}
+
+    def is_elsewhere(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is a placeholder for one that only other ranks have."""
+        return False
 
     def shard_groups(
         self, module: nn.Module, groups: Collection[nn.Module], shard: Callable[..., object]
@@ -261,14 +282,14 @@ class ShardedStrategy(ParallelStrategy):
             groups: modules of the model.
             shard: `fully_shard` with its options except `ignored_params`.
         """
-        roots = find_roots(module)
+        roots = self.roots(module)
         inside = {part for root in roots for part in root.modules()}
         chosen = {part for part in (*groups, *roots) if not isinstance(part, FSDPModule)} & inside
 
         def shard_part(part: nn.Module) -> None:
             shard(part, ignored_params=set(find_replicated(part)))
 
-        shard_model(module, chosen, shard_part, self.device)
+        shard_model(module, chosen, shard_part, self.device, self.replicas)
         if self.precision.forward_context() is not None:
             free_casts(chosen - {module})
 
@@ -305,17 +326,23 @@ class ShardedStrategy(ParallelStrategy):
 
     def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward; gradients are reduced to shards in it."""
+        with self.own_backward(prepared):
+            super().backward(prepared, loss, *args, **kwargs)
+        if self._replicated and prepared.module not in self._held:
+            average_gradients(self._replicated)
+
+    @contextmanager
+    def own_backward(self, prepared: PreparedModel) -> Iterator[None]:
+        """Surround a backward pass that the strategy runs; others are refused."""
         assert isinstance(prepared, ShardedPrepared)
         self._backwards += 1
         if self._backwards.bit_count() == 1:  # 1, 2, 4, ...: finds a repeated change at once
             check_changes(prepared.groups)
         OwnBackward.runs = True
         try:
-            super().backward(prepared, loss, *args, **kwargs)
+            yield
         finally:
             OwnBackward.runs = False
-        if self._replicated and prepared.module not in self._held:
-            average_gradients(self._replicated)
 
     def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         """See Strategy; each rank clips its own elements."""
@@ -344,9 +371,11 @@ class ShardedStrategy(ParallelStrategy):
 
     @contextmanager
     def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
-        """Give every rank the buffers of rank 0, which are the ones that are saved."""
+        """Give every rank the buffers of the first rank that has them, which are saved."""
         buffers = prepared.original.buffers()
-        broadcast_from_first(buffer for buffer in buffers if not isinstance(buffer, DTensor))
+        broadcast_from_first(
+            (buffer for buffer in buffers if not isinstance(buffer, DTensor)), self.replicas
+        )
         yield
 
     def lead_evaluation_step(

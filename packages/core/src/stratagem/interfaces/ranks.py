@@ -32,6 +32,8 @@ class Axis:
         parameters: "same": parameters that are plain tensors are equal on the ranks, and so are the
             shards of sharded ones that these ranks share. "divided": each rank has other parameters
             (stages of a pipeline, experts); checkpoints hold those of all ranks by their names.
+        descends: the first rank has the last place along the axis. Rank 0 of a pipeline can then
+            have the last stage, and log its loss.
 
     Raises:
         ConfigurationError: an argument has another value.
@@ -39,13 +41,14 @@ class Axis:
     Example:
         >>> from stratagem.strategies import Axis
         >>> Axis("tensor", 2, batches="same")
-        Axis(name='tensor', size=2, batches='same', parameters='same')
+        Axis(name='tensor', size=2, batches='same', parameters='same', descends=False)
     """
 
     name: str
     size: int
     batches: Literal["own", "same", "parts"] = "own"
     parameters: Literal["same", "divided"] = "same"
+    descends: bool = False
 
     def __post_init__(self) -> None:
         if type(self.size) is not int or self.size < 1:
@@ -167,7 +170,7 @@ class Ranks:
 
     @final
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Return a rank's index along each axis; without axes, the rank alone.
+        """Return a rank's place along each axis; without axes, the rank alone.
 
         Example:
             >>> from stratagem.strategies import Axis, Ranks
@@ -177,7 +180,7 @@ class Ranks:
         indices: list[int] = []
         for axis in reversed(self._mesh):
             rank, index = divmod(rank, axis.size)
-            indices.append(index)
+            indices.append(axis.size - 1 - index if axis.descends else index)
         return tuple(reversed(indices))
 
     @final

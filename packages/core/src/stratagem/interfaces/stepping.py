@@ -254,6 +254,14 @@ class TrainStep:
     def resume(self, suspended: Any) -> None:
         """Restore the state of an opened micro-batch; None: it is about to begin."""
 
+    def without_logging(self) -> AbstractContextManager[Any]:
+        """Return a context in which values that user code logs are dropped.
+
+        For a `loss` that does not count: on a rank that does not compute the loss, or in a run on
+        tensors without values.
+        """
+        return nullcontext()
+
     def begin(self, micro_batch: Any) -> Any:
         """Return the micro-batch on the device, converted; call the hooks at its start."""
         return micro_batch

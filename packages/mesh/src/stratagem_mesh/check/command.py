@@ -26,8 +26,8 @@ two layers of each kind, whose values are drawn anew. The exit code is 1 if more
 differs, and 2 if the mesh refuses the model or a function raises an error.
 """
 
-_AXES = "replicate", "shard", "context", "tensor"
-_NAMES = "context_modules", "expert_modules"
+_AXES = "pipeline", "replicate", "shard", "context", "tensor"
+_NAMES = "context_modules", "expert_modules", "pipeline_cuts"
 _OPTIONS = "sequence_parallel", "loss_parallel", "expert", *_NAMES
 
 
@@ -60,6 +60,8 @@ def _compare(options: argparse.Namespace) -> int:
     compare = load_target(f"{comparison}:compare", what="the comparison")
     loss = options.loss or f"{comparison}:default_loss"
     further: dict[str, Any] = {name: getattr(options, name) for name in _OPTIONS}
+    if options.schedule:
+        further |= {"schedule": options.schedule, "virtual_stages": options.virtual_stages}
     if options.plan:
         further["tensor_plan"] = imported(options.plan, "--plan")
     subject = subject_of(
@@ -114,9 +116,18 @@ def _parser() -> argparse.ArgumentParser:
         help="keep the first N layers of each kind of a stack; the values of all parameters are "
         "drawn anew, so that a large model is built without memory for them",
     )
+    add("--schedule", metavar="NAME", help="the schedule of the pipeline: 1f1b, gpipe, interleaved")
+    add(
+        "--virtual-stages",
+        metavar="N",
+        type=at_least(1),
+        default=1,
+        help="the stages on each rank of an interleaved pipeline; 1",
+    )
     add("--sequence-parallel", action="store_true", help="as for MeshStrategy")
     add("--loss-parallel", action="store_true", help="as for MeshStrategy")
-    for option, what in zip(_NAMES, ("whose sequence is divided", "of experts"), strict=True):
+    meant = "whose sequence is divided", "of experts", "that begins a stage"
+    for option, what in zip(_NAMES, meant, strict=True):
         add(
             f"--{option.replace('_', '-')}",
             metavar="NAME",

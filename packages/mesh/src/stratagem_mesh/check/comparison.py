@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from stratagem import Lite, Module, seed_everything
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.launch import rank_zero_info
+from stratagem.strategies import TrainStep
 from stratagem_mesh.check.losses import brings_example, default_loss
 from stratagem_mesh.check.reduction import (
     Draws,
@@ -49,6 +50,9 @@ QUANTITIES = (
 Buffers are compared on meshes whose ranks all read the same batches, since statistics of batches
 differ between others, and only if the model has some.
 """
+
+MICRO_BATCHES = 3
+"""The batches of each rank, if stages of a pipeline work on several of them at a time."""
 
 Keep = Callable[[str, Mapping[str, Tensor]], None]
 
@@ -116,6 +120,8 @@ def _on_mesh(lite: Lite, subject: Subject, folder: Path) -> None:
         draws = DrawsOfRanks(folder, rank, lite.world_size, lite.barrier)
         model, optimizer, _ = _model(lite, subject, draws)
         count = lite.ranks.data_split[1]
+        if getattr(lite.strategy, "pipeline", 1) > 1:
+            count *= MICRO_BATCHES
         keep = partial(save_pieces, folder, rank)
         found = _step(lite, subject, model, optimizer, count, keep)
         lite.save(folder / "saved.ckpt", {"model": model, "optimizer": optimizer})
@@ -163,23 +169,8 @@ def _step(
     loader: Any = DataLoader(numbers, collate_fn=lambda own: _batch(subject.batch, *own))
     own = list(lite.setup_dataloaders(loader))
     outputs = Outputs(model if lite.is_global_zero else nn.Module())
-    losses = []
-    for position, batch in enumerate(own):
-        loss = subject.loss(model, batch)
-        if position == 0:
-            outputs.close()
-        if not bool(torch.isfinite(loss)):
-            raise UserCodeError(
-                f"the loss of batch {position} is {loss.item()}: expected a finite loss, since "
-                "nothing can be compared with others"
-            )
-        lite.backward(loss / len(own))
-        losses.append(loss.detach())
-    trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    keep("gradients", trained)
-    norm = lite.clip_gradients(model, optimizer, max_norm=0.5)
-    optimizer.step()
-    optimizer.zero_grad()
+    step = _ComparedStep(lite, subject, model, outputs, keep)
+    lite.strategy.train_step(model.prepared, step, own)
     model.eval()
     with torch.no_grad():
         evaluated = torch.stack([subject.loss(model, batch) for batch in own]).mean()
@@ -189,10 +180,44 @@ def _step(
         keep("buffers", buffers)
     return {
         OUTPUTS: dict(outputs),
-        "loss": lite.all_reduce(torch.stack(losses).mean()),
-        "gradient norm": norm,
+        "loss": lite.all_reduce(torch.stack(step.losses).mean()),
+        "gradient norm": step.norm,
         "loss of an evaluation": lite.all_reduce(evaluated),
     }
+
+
+class _ComparedStep(TrainStep):
+    """An optimizer step that keeps the losses, the gradients and their norm."""
+
+    norm: Any = None
+
+    def __init__(
+        self, lite: Lite, subject: Subject, model: Any, outputs: Outputs, keep: Keep
+    ) -> None:
+        self.losses: list[Tensor] = []
+        self._lite, self._subject, self._model = lite, subject, model
+        self._outputs, self._keep = outputs, keep
+
+    def loss(self, part: Any, *, converted: bool = False) -> Tensor:
+        """Return the loss of a batch."""
+        return self._subject.loss(self._model, part)
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Keep the loss, and the outputs of the first batch."""
+        if not self.losses:
+            self._outputs.close()
+        if not bool(torch.isfinite(loss)):
+            raise UserCodeError(
+                f"the loss of batch {len(self.losses)} is {loss.item()}: expected a finite loss, "
+                "since nothing can be compared with others"
+            )
+        self.losses.append(loss.detach())
+
+    def before_optimizer_step(self, optimizer: Any) -> None:
+        """Keep the gradients, then clip them."""
+        trained = self._model.named_parameters()
+        self._keep("gradients", {name: p.grad for name, p in trained if p.grad is not None})
+        self.norm = self._lite.clip_gradients(self._model, optimizer, max_norm=0.5)
 
 
 def _model(

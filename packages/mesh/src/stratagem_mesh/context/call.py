@@ -5,7 +5,8 @@ The process has one state, since a backward pass recomputes layers in threads of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -65,6 +66,7 @@ class Call:
 class _Running:
     call: Call | None = None
     recomputed_by: nn.Module | None = None
+    of_backward: Call | None = None
     is_active = False  # a compiled attention reads this alone
 
 
@@ -121,7 +123,20 @@ def current(part: int) -> Call | None:
     return _Running.call if _Running.call is not None else _recomputed(part)
 
 
+@contextmanager
+def backward_of(call: Call | None) -> Iterator[None]:
+    """Name the forward pass of a backward pass, where several ones are in flight."""
+    _Running.of_backward = call
+    try:
+        yield
+    finally:
+        _Running.of_backward = None
+
+
 def _recomputed(part: int) -> Call | None:
+    call = _Running.of_backward
+    if call is not None:
+        return call if call.part == part else None
     found = [call for call in _live if call.part == part]
     kinds = {(call.length, id(call.mask), call.is_causal) for call in found}
     if len(kinds) > 1:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 
@@ -42,20 +43,23 @@ class ContextGroup:
         """Return the parts of all ranks, one after the other."""
         tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor, group=self.group)
+        if not isinstance(tensor, FakeTensor):  # of a run without values
+            dist.all_gather(parts, tensor, group=self.group)
         return torch.cat(parts, dim)
 
     def swap(self, tensor: Tensor, dim: int) -> list[Tensor]:
         """Send the i-th part of a dimension to rank i; return the tensors that the ranks sent."""
         parts = [part.contiguous() for part in tensor.chunk(self.size, dim)]
         received = [torch.empty_like(part) for part in parts]
-        dist.all_to_all(received, parts, group=self.group)
+        if not isinstance(tensor, FakeTensor):
+            dist.all_to_all(received, parts, group=self.group)
         return received
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks."""
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=self.group)
+        if not isinstance(total, FakeTensor):
+            dist.all_reduce(total, group=self.group)
         return total
 
 

@@ -55,6 +55,7 @@ class ContextRegions:
         self._check = check
         self._gather_logits = gather_logits
         self._divided: list[nn.Module] = []
+        self._regions: list[Region] = []
 
     def like(self, *, check: bool) -> ContextRegions:
         """Return regions of another model, of the same ranks."""
@@ -77,8 +78,21 @@ class ContextRegions:
         for name, module in found.items():
             install(module)
             refuse_layers(name, module)
-            Region(name, module, self._kind(name, module), self._group, check=self._check).attach()
+            region = Region(name, module, self._kind(name, module), self._group, check=self._check)
+            region.attach()
+            self._regions.append(region)
             self._divided.append(module)
+
+    def end_interrupted(self) -> Call | None:
+        """End the regions that a stage of a pipeline has left before their end.
+
+        Returns:
+            The forward pass of the region, whose layers a backward pass may recompute.
+        """
+        call = running()
+        for region in self._regions:
+            region.end()
+        return call
 
     def watch_repeated(self) -> None:
         """Watch the forwards that activation checkpointing repeats, once it is applied."""
@@ -245,6 +259,16 @@ class Region:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        call = self.end()
+        if call is None:
+            return None
+        if self._is_watched and output is not None and torch.is_grad_enabled():
+            self._is_watched = False
+            refuse_kept(self.name, module)
+        return None if output is None else self._kind.join(call, output)
+
+    def end(self) -> Call | None:
+        """End the forward pass that runs; return it."""
         call, self._call = self._call, None
         if call is None:
             return None
@@ -253,10 +277,7 @@ class Region:
         if self._stream is not None:
             self._stream.end()
             self._stream = None
-        if self._is_watched and output is not None and torch.is_grad_enabled():
-            self._is_watched = False
-            refuse_kept(self.name, module)
-        return None if output is None else self._kind.join(call, output)
+        return call
 
     def in_parts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the outputs, computed in parts."""

@@ -1,10 +1,10 @@
-"""The values that the stages of a model exchange in a run of user code."""
+"""Stages of a model, and the values that they exchange in a run of user code."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -42,6 +42,9 @@ class Program:
 
     Attributes:
         values: the values, in the order in which they are made.
+        draws_after_cut: whether user code draws random numbers after the first call of a unit that
+            is not in stage 0. Stages that end before do not draw them.
+        run: what StagedModel notes for its runs.
 
     Example:
         >>> value = Value(("output", "layers.1", 0, 0), 0, (1,), (2, 8), torch.float32, True)
@@ -51,6 +54,8 @@ class Program:
     """
 
     values: tuple[Value, ...]
+    draws_after_cut: bool = False
+    run: Any = field(default=None, repr=False)
 
     def reads(self, stage: int) -> tuple[Value, ...]:
         """Return the values that a stage receives, in the order in which they are made."""
@@ -69,3 +74,34 @@ class Program:
     def _sends(self) -> dict[int, tuple[Value, ...]]:
         stages = {value.stage for value in self.values}
         return {s: tuple(value for value in self.values if value.stage == s) for s in stages}
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The division of a model into stages.
+
+    A unit is a largest module that belongs to one stage, such as a block, an embedding or a head.
+
+    Attributes:
+        count: the number of stages.
+        cuts: the names of the first units of all stages but the first.
+        units: the stage of each unit, by its name.
+        parameters: the stages that hold a parameter, by its name. Further names of a tied weight
+            are in it, too.
+        tied: the names of each parameter that several stages hold, and these stages.
+        costs: the cost of each stage, as a share of 1.
+
+    Example:
+        >>> from stratagem_mesh.pipeline.cuts import find_stages
+        >>> model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
+        >>> stages = find_stages(model, 2)
+        >>> stages.cuts, stages.units, stages.costs
+        (('2',), {'0': 0, '1': 0, '2': 1, '3': 1}, (0.5, 0.5))
+    """
+
+    count: int
+    cuts: tuple[str, ...]
+    units: dict[str, int]
+    parameters: dict[str, tuple[int, ...]]
+    tied: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]
+    costs: tuple[float, ...]

@@ -174,6 +174,8 @@ class Metrics:
         """The current batch, whose size is its weight in a mean."""
         self.counts = True
         """Whether logged values count for the epoch; False for a repeated batch."""
+        self.drops_values = False
+        """Whether `log` does nothing, in the context `TrainStep.without_logging`."""
         self.row: dict[str, Any] = {}
         """The current step's values for the loggers."""
         self._ranks = strategy.ranks
@@ -200,6 +202,8 @@ class Metrics:
 
     def log(self, name: str, value: Any, options: LogOptions, batch_size: int | None) -> None:
         """Log a value; see `Module.log`."""
+        if self.drops_values:
+            return
         try:
             entry = self._entries.get(name)
         except TypeError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -279,6 +279,15 @@ class Step(TrainStep):
         self.batch, self.batch_idx, self.outputs, self.latest_loss, *weight = suspended
         self._factor, self.metrics.counts = weight
         self.metrics.batch = self.batch
+
+    @contextmanager
+    def without_logging(self) -> Iterator[None]:
+        """Drop the values that user code logs in this context."""
+        self.metrics.drops_values = True
+        try:
+            yield
+        finally:
+            self.metrics.drops_values = False
 
     def begin(self, micro_batch: Any) -> Any:
         """Call the hooks of a micro-batch's start; return the converted batch."""

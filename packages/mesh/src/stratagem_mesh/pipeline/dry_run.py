@@ -1,0 +1,512 @@
+"""A run of user code without values: which tensors follow from which units of a model.
+
+Units are replaced by skeletons, copies with parameters that have shapes and no values. So their
+results are fake tensors, and those of operations on them, too. Operations on values of the batch
+alone run as they are, and user code may depend on their results.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import sys
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+import stratagem
+from stratagem.errors import ConfigurationError
+from stratagem_mesh.pipeline.skeletons import DEPENDENT, Skeletons, tensors_in
+
+Meta = tuple[tuple[int, ...], torch.dtype, bool]
+"""The shape and the dtype of a tensor, and whether it has a gradient."""
+
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, type, slice),
+    *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout, range),
+)
+_NOT_USER_CODE = (
+    *(str(Path(module.__file__).parent) for module in (torch, stratagem) if module.__file__),
+    str(Path(__file__).parent),
+)
+
+
+@dataclass(eq=False)
+class Node:
+    """A tensor of a dry run that follows from a unit.
+
+    Attributes:
+        kind: "output" of a unit, or of an "operation" of user code; "inner": a tensor of a unit's
+            forward that is not returned; "changed": an argument that a unit has changed; a
+            "parameter" of a unit.
+        stage: the newest stage that it follows from; -1: none.
+        time: the index of the operation or call.
+        inputs: the tensors that it follows from, of an operation.
+        key, meta: of an output: ("output", unit, call, leaf), and its shape, dtype and gradient.
+        name: the name of the operation, the unit, or the parameter.
+        place: the file and the line of user code.
+        is_random: whether the operation draws numbers.
+        is_changed: whether user code changes the output in place.
+        readers: the number of operations and units that read it.
+    """
+
+    kind: Literal["output", "operation", "inner", "changed", "parameter"]
+    stage: int
+    time: int
+    inputs: tuple[Node, ...] = ()
+    key: tuple[Any, ...] | None = None
+    meta: Meta | None = None
+    name: str = ""
+    place: str = ""
+    is_random: bool = False
+    is_changed: bool = False
+    readers: int = 0
+
+
+@dataclass(eq=False)
+class UnitCall:
+    """A call of a unit in a dry run.
+
+    Attributes:
+        unit, number: the name of the unit, and the index of its call.
+        stage: the stage of the unit.
+        time: the index in the order of operations and calls.
+        arguments: the nodes of its arguments, by the index of the leaf.
+        given: the shape, the dtype and the gradient of these.
+        writable: the leaves of these that a stage may overwrite by what it receives.
+        is_repeated: whether user code repeats the call in backward.
+        outputs: the nodes of its results, by the index of the leaf.
+        leaves: the results of a stand-in: (shape, dtype, device), ("argument", index),
+            ("output", index), ("object", value), or ("copy", object).
+        spec: the structure of the result.
+        flops: the number of floating-point operations, if they are counted.
+    """
+
+    unit: str
+    number: int
+    stage: int
+    time: int
+    arguments: dict[int, Node] = field(default_factory=dict)
+    given: dict[int, Meta] = field(default_factory=dict)
+    writable: set[int] = field(default_factory=set)
+    is_repeated: bool = False
+    outputs: dict[int, Node] = field(default_factory=dict)
+    leaves: list[Any] = field(default_factory=list)
+    spec: Any = None
+    flops: float = 0.0
+
+
+class DependentError(Exception):
+    """User code depends on values that a dry run does not have.
+
+    Attributes:
+        place: the file and the line.
+    """
+
+    def __init__(self, operation: str) -> None:
+        super().__init__(operation)
+        self.place = place_of_user_code()
+
+
+class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the calls of units and the operations of user code around them.
+
+    Args:
+        units: the stage of each unit.
+        skeletons: the units without values.
+        parameters: the names of the units' parameters, by the ids of those that user code finds.
+
+    Attributes:
+        calls: the calls of units.
+        operations: the results of operations of user code.
+        drawn: the times at which user code draws random numbers.
+    """
+
+    def __init__(
+        self, units: Mapping[str, int], skeletons: Skeletons, parameters: Mapping[int, str]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._units = units
+        self._skeletons = skeletons
+        self._parameters = parameters
+        self._nodes = WeakIdKeyDictionary()
+        self._written: dict[int, list[Node]] = {}
+        """The changes of a storage."""
+        self._owners: dict[int, Node] = {}
+        """The output of a unit that has a storage."""
+        self._before: list[tuple[Tensor, Tensor]] = []
+        """The values of the batch and the model that user code changes in place."""
+        self._made: set[int] = set()
+        """The storages that user code has made."""
+        self._in_unit = False
+        self._time = 0
+        self._numbers: dict[str, int] = {}
+        self._alive: list[tuple[Any, Node]] = []
+        self._storages: list[Any] = []
+        self.calls: list[UnitCall] = []
+        self.operations: list[Node] = []
+        self.drawn: list[int] = []
+        self.counter: Any = None
+
+    # -- operations of user code
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._in_unit or function.namespace == "prim":
+            return function(*args, **kwargs)
+        self._time += 1
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = tuple(dict.fromkeys(node for leaf in given for node in self.nodes(leaf)))
+        written = list(_written(function, args, kwargs))
+        if not inputs:
+            for tensor in written:
+                self._keep(tensor)
+        try:
+            output = function(*args, **kwargs)
+        except DEPENDENT as error:
+            raise DependentError(str(function)) from error
+        is_random = torch.Tag.nondeterministic_seeded in function.tags
+        if is_random:
+            self.drawn.append(self._time)
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if inputs:
+            self._note(function, inputs, written, leaves, is_random)
+        else:
+            known = {_storage(leaf) for leaf in given}
+            for leaf in leaves:
+                if leaf.layout is torch.strided and (key := _storage(leaf)) not in known:
+                    self._made.add(key)
+                    self._storages.append(leaf.untyped_storage())
+        return output
+
+    def _note(self, function: Any, inputs: Any, written: Any, leaves: Any, is_random: bool) -> None:
+        for one in inputs:
+            one.readers += 1
+        stage = max(one.stage for one in inputs)
+        node = Node(
+            *("operation", stage, self._time, inputs),
+            name=str(function),
+            place=place_of_user_code(),
+            is_random=is_random,
+        )
+        self.operations.append(node)
+        for tensor in written:
+            key = _storage(tensor)
+            self._storages.append(tensor.untyped_storage())
+            self._written.setdefault(key, []).append(node)
+            if key in self._owners:
+                self._owners[key].is_changed = True
+        for leaf in (*written, *leaves):
+            self._nodes[leaf] = node
+
+    def _keep(self, tensor: Tensor) -> None:
+        """Note the values of a tensor that existed before, since user code will run again."""
+        if not tensor.is_meta and _storage(tensor) not in self._made:
+            self._before.append((tensor, tensor.detach().clone()))
+
+    def restore(self) -> None:
+        """Undo the changes of tensors that existed before."""
+        with torch.no_grad():
+            for tensor, values in reversed(self._before):
+                tensor.copy_(values)
+
+    def nodes(self, tensor: Tensor) -> list[Node]:
+        """Return what a tensor follows from: its node, and later changes of its storage."""
+        node: Node | None = self._nodes.get(tensor)  # type: ignore[no-untyped-call]
+        if node is None and id(tensor) in self._parameters:
+            node = Node("parameter", -1, 0, name=self._parameters[id(tensor)])
+            self._nodes[tensor] = node
+        found = [] if node is None else [node]
+        if self._written and tensor.layout is torch.strided:
+            time = -1 if node is None else node.time
+            changes = self._written.get(_storage(tensor), ())
+            found += [each for each in changes if each.time > time]
+        return found
+
+    # -- calls of units
+
+    def call(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a unit without values, and note its call."""
+        number = self._numbers.get(name, 0)
+        self._numbers[name] = number + 1
+        self._time += 1
+        call = UnitCall(name, number, self._units[name], self._time)
+        given = tree_leaves((args, kwargs))
+        self._note_arguments(call, given)
+        inside = _Inside(self, call, given)
+        modes = (inside,) if self.counter is None else (self.counter, inside)
+        before = 0.0 if self.counter is None else self.counter.get_total_flops()
+        self._in_unit = True
+        try:
+            output = self._skeletons.call(name, unit, args, kwargs, *modes)
+        except DEPENDENT as error:
+            raise DependentError(f"the module {name!r}") from error
+        finally:
+            self._in_unit = False
+        if self.counter is not None:
+            call.flops = self.counter.get_total_flops() - before
+        self._note_changes(call, given, inside)
+        self._note_outputs(call, given, output, inside)
+        self.calls.append(call)
+        return output
+
+    def _note_arguments(self, call: UnitCall, given: list[Any]) -> None:
+        call.is_repeated = _is_checkpointed(call.unit)
+        for index, leaf in enumerate(given):
+            if not isinstance(leaf, Tensor):
+                continue
+            nodes = self.nodes(leaf)
+            for node in nodes:
+                node.readers += 1
+            if len(nodes) == 1:
+                call.arguments[index] = nodes[0]
+            elif nodes:
+                stage = max(node.stage for node in nodes)
+                call.arguments[index] = Node("operation", stage, call.time, tuple(nodes))
+            if nodes:
+                call.given[index] = _meta(leaf)
+                is_own = not _overlaps(leaf) and _storage(leaf) not in self._owners
+                if is_own and not call.is_repeated:
+                    call.writable.add(index)
+
+    def _note_changes(self, call: UnitCall, given: list[Any], inside: _Inside) -> None:
+        for index in inside.changed:
+            leaf = given[index]
+            node = Node("changed", call.stage, call.time, name=call.unit)
+            self._storages.append(leaf.untyped_storage())
+            self._written.setdefault(_storage(leaf), []).append(node)
+            self._nodes[leaf] = node
+
+    def _note_outputs(self, call: UnitCall, given: list[Any], output: Any, inside: _Inside) -> None:
+        leaves, call.spec = tree_flatten(output)
+        places = {id(leaf): i for i, leaf in enumerate(given) if i not in inside.changed}
+        seen: dict[int, int] = {}
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and id(leaf) in seen:
+                call.leaves.append(("output", seen[id(leaf)]))
+            elif isinstance(leaf, _PLAIN):
+                call.leaves.append(("object", leaf))
+            elif id(leaf) in places:
+                call.leaves.append(("argument", places[id(leaf)]))
+            elif isinstance(leaf, Tensor):
+                seen[id(leaf)] = index
+                self._note_output(call, index, leaf)
+            else:
+                call.leaves.append(("copy", _empty_copy(leaf, call.unit)))
+
+    def _note_output(self, call: UnitCall, index: int, leaf: Tensor) -> None:
+        key = "output", call.unit, call.number, index
+        node = Node("output", call.stage, call.time, key=key, meta=_meta(leaf), name=call.unit)
+        self._nodes[leaf] = call.outputs[index] = node
+        self._alive.append((ref(leaf), node))
+        if leaf.layout is torch.strided:
+            self._storages.append(leaf.untyped_storage())
+            self._owners[_storage(leaf)] = node
+        call.leaves.append((tuple(leaf.shape), leaf.dtype, leaf.device))
+
+    def read_parameters(self) -> set[str]:
+        """Return the names of units' parameters that user code has read."""
+        inputs = (one for node in self.operations for one in node.inputs)
+        return {node.name for node in inputs if node.kind == "parameter"}
+
+    def alive(self) -> list[Node]:
+        """Return the outputs of units that user code still refers to."""
+        return [node for reference, node in self._alive if reference() is not None]
+
+
+class _Inside(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the operations of a unit's forward.
+
+    Attributes:
+        changed: the leaves of the arguments that it changes in place.
+    """
+
+    def __init__(self, run: DryRun, call: UnitCall, given: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._run = run
+        self._node = Node("inner", call.stage, call.time, name=call.unit)
+        self._given = {
+            _storage(leaf): index
+            for index, leaf in enumerate(given)
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided
+        }
+        self.changed: set[int] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _written(function, args, kwargs):
+            index = self._given.get(_storage(tensor))
+            if index is not None:
+                self.changed.add(index)
+        output = function(*args, **kwargs)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf not in self._run._nodes:
+                self._run._nodes[leaf] = self._node
+        return output
+
+
+def _meta(tensor: Tensor) -> Meta:
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -id(tensor)
+
+
+def _empty_copy(value: Any, unit: str) -> Any:
+    """Return an object, such as a cache, whose tensors are zeros without memory.
+
+    Raises:
+        ConfigurationError: it cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in tensors_in(value):
+        zero = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+        memo[id(tensor)] = zero.expand(tensor.shape)
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception as error:
+        raise ConfigurationError(
+            f"the module {unit!r} returns a {type(value).__name__}, which other stages cannot "
+            f"rebuild: {type(error).__name__}: {error}. Expected tensors and plain data in tuples, "
+            "lists, dictionaries or objects that can be copied"
+        ) from error
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether elements share memory, so that no operation can write into the tensor."""
+    return any(
+        size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+def _written(function: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Yield the arguments that an operation changes."""
+    schema = function._schema
+    if not schema.is_mutable:
+        return
+    for index, argument in enumerate(schema.arguments):
+        alias = argument.alias_info
+        if alias is not None and alias.is_write:
+            given = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+
+
+def _frames() -> Iterator[Any]:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def place_of_user_code() -> str:
+    """Return the file and the line of user code that runs."""
+    for frame in _frames():
+        name = frame.f_code.co_filename
+        if not name.startswith((*_NOT_USER_CODE, "<")) and "stratagem_" not in name:
+            return f"{name}:{frame.f_lineno}"
+    return "user code"
+
+
+def _is_checkpointed(unit: str) -> bool:
+    """Whether user code calls a unit within torch's activation checkpointing.
+
+    Raises:
+        ConfigurationError: it is the reentrant kind, under which the stages have no gradients.
+    """
+    found = False
+    for frame in _frames():
+        if frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+            found = True
+            if frame.f_code.co_name == "forward":  # of CheckpointFunction
+                raise ConfigurationError(
+                    f"the module {unit!r} is called by checkpoint(..., use_reentrant=True) at "
+                    f"{place_of_user_code()}, which gives a pipeline no gradients: expected "
+                    "use_reentrant=False"
+                )
+    return found
+
+
+# -- what a run leaves as it was
+
+
+@contextmanager
+def unchanged(modules: Collection[nn.Module]) -> Iterator[None]:
+    """Restore the states of random numbers, and attributes of modules that user code changes."""
+    kept = [_Kept(vars(part)) for part in modules]
+    numpy = sys.modules.get("numpy")
+    drawn = random.getstate(), numpy.random.get_state() if numpy else None
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    cached = torch.is_autocast_cache_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    torch.set_autocast_cache_enabled(False)
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, log.disabled = log.disabled, True  # errors are raised as well
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        log.disabled = was_disabled
+        torch.set_autocast_cache_enabled(cached)
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        random.setstate(drawn[0])
+        if numpy:
+            numpy.random.set_state(drawn[1])
+        for one in kept:
+            one.restore()
+
+
+class _Kept:
+    """The attributes of an object, and the contents of containers in them."""
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self._attributes = attributes
+        self._values = dict(attributes)
+        self._containers: list[tuple[Any, Any]] = []
+        for value in attributes.values():
+            self._keep(value, 0)
+
+    def _keep(self, value: Any, depth: int) -> None:
+        if isinstance(value, (list, dict, set, deque)) and depth < 3:
+            try:
+                self._containers.append((value, value.copy()))
+            except Exception:  # a class of the user's that does not allow it
+                return
+            inside = value.values() if isinstance(value, dict) else value
+            for one in inside:
+                self._keep(one, depth + 1)
+
+    def restore(self) -> None:
+        self._attributes.clear()
+        self._attributes.update(self._values)
+        for container, content in self._containers:
+            if len(container) == len(content) and all(
+                one is other for one, other in zip(_items(container), _items(content), strict=True)
+            ):
+                continue
+            container.clear()
+            if isinstance(container, (list, deque)):
+                container.extend(content)
+            else:
+                container.update(content)
+
+
+def _items(container: Any) -> list[Any]:
+    if isinstance(container, dict):
+        return [one for pair in container.items() for one in pair]
+    return list(container)

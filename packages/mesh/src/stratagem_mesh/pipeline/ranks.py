@@ -1,0 +1,82 @@
+"""PipelineRanks: the groups of ranks along a pipeline, and of each of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+import torch.distributed as dist
+
+
+class PipelineRanks:
+    """The process groups of a mesh whose first axis is a pipeline; made on every rank.
+
+    Rank 0 has the last position of the pipeline.
+
+    Args:
+        count: the number of positions of the pipeline.
+        tensor: the size of the tensor axis, which is the last one.
+        device: the device of this rank.
+
+    Attributes:
+        count, device: the arguments.
+        position: the position of this rank.
+        column: the global ranks by position, at this rank's place on the other axes.
+        groups: two groups of the column; see `Transfers`.
+        stage_group: the ranks at this position.
+        data_ranks: the number of ranks at a position that compute other gradients of a parameter.
+    """
+
+    def __init__(self, count: int, tensor: int, device: torch.device) -> None:
+        rank, self._world = dist.get_rank(), dist.get_world_size()
+        self.count, self.device, self._tensor = count, device, tensor
+        self._inner = self._world // count
+        self.position = self._position(rank)
+        self._place = rank % self._inner
+        self.column = self._column(self._place)
+        self.data_ranks = self._inner // tensor
+        columns = [self._column(place) for place in range(self._inner)]
+        self.groups = _own_group(columns), _own_group(columns)
+        self.stage_group = _own_group(
+            range(first, first + self._inner) for first in range(0, self._world, self._inner)
+        )
+        self._shared: dict[frozenset[int], dist.ProcessGroup | None] = {}
+
+    def _position(self, rank: int) -> int:
+        return self.count - 1 - rank // self._inner
+
+    def _column(self, place: int) -> tuple[int, ...]:
+        return tuple((self.count - 1 - p) * self._inner + place for p in range(self.count))
+
+    def make_shared(self, sets: Iterable[Collection[int]]) -> None:
+        """Make a group for each set of positions that share parameters; on every rank alike."""
+        for positions in sorted({tuple(sorted(each)) for each in sets}):
+            key = frozenset(positions)
+            if key in self._shared:
+                continue
+            groups = [
+                [
+                    r
+                    for r in range(self._world)
+                    if self._position(r) in key and r % self._tensor == t
+                ]
+                for t in range(self._tensor)
+            ]
+            self._shared[key] = _own_group(groups) if self.position in key else _others(groups)
+
+    def shared(self, positions: Collection[int]) -> dist.ProcessGroup:
+        """Return the ranks at these positions at this rank's place on the tensor axis."""
+        group = self._shared[frozenset(positions)]
+        assert group is not None
+        return group
+
+
+def _own_group(groups: Iterable[Iterable[int]]) -> dist.ProcessGroup:
+    """Make all groups, and return the one of this rank."""
+    made = [(list(ranks), dist.new_group(sorted(ranks))) for ranks in map(list, groups)]
+    return next(group for ranks, group in made if dist.get_rank() in ranks)
+
+
+def _others(groups: Iterable[list[int]]) -> None:
+    for ranks in groups:
+        dist.new_group(sorted(ranks))

@@ -1,0 +1,314 @@
+"""Copies of the units of a model without values, for runs that need shapes alone."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from stratagem.errors import ConfigurationError
+
+DEPENDENT = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+"""Errors of operations whose result depends on values that a dry run does not have."""
+
+_LARGEST = 65_536
+"""Buffers of more elements are zeros where a unit runs on random values."""
+
+
+class Skeletons:
+    """Copies of the units of a model, whose parameters have shapes and no values.
+
+    They are made before layers are divided and sharded, and follow later changes of the dtype and
+    the device of the model.
+
+    Args:
+        model: the user's model, whole.
+        units: the names of the units.
+
+    Raises:
+        ConfigurationError: a unit has parameters without shapes, or cannot be copied.
+    """
+
+    def __init__(self, model: nn.Module, units: Iterable[str]) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._values: dict[int, Tensor] = {}
+        memo: dict[int, Any] = {}
+        for name, tensor in _tensors(model):
+            if id(tensor) not in memo:
+                if is_lazy(tensor):
+                    raise ConfigurationError(
+                        f"the parameter {name!r} has no shape yet, and stages are found by shapes: "
+                        "call the model once before, so that its lazy modules have parameters"
+                    )
+                memo[id(tensor)] = fake = self._fake(tensor)
+                is_small = not isinstance(tensor, nn.Parameter) and tensor.numel() <= _LARGEST
+                if is_small and not tensor.is_meta and tensor.layout is torch.strided:
+                    self._values[id(fake)] = tensor.detach().clone()
+        self._units: dict[str, nn.Module] = {}
+        for name in units:
+            try:
+                self._units[name] = copy.deepcopy(model.get_submodule(name), memo)
+            except Exception as error:
+                raise ConfigurationError(
+                    f"the module {name!r} cannot be copied, which a run without values needs: "
+                    f"{type(error).__name__}: {error}. Give it a __deepcopy__, or put it into a "
+                    "module of which pipeline_cuts names the parts"
+                ) from error
+        self._policy = MixedPrecisionPolicy()
+
+    def _fake(self, tensor: Tensor, dtype: torch.dtype | None = None, device: Any = None) -> Any:
+        device = device or (torch.device("cpu") if tensor.is_meta else tensor.device)
+        with self.mode, torch.inference_mode(False), torch.no_grad():
+            made = torch.empty(tuple(tensor.shape), dtype=dtype or tensor.dtype, device=device)
+            # Trained or frozen: the user may change it during training.
+            learns = tensor.is_floating_point() or tensor.is_complex()
+            return nn.Parameter(made, learns) if isinstance(tensor, nn.Parameter) else made
+
+    def parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        """Yield the name of each module in units, the key of a parameter in it, and a fake one."""
+        for name, unit in self._units.items():
+            for inner, part in unit.named_modules():
+                for key, parameter in part._parameters.items():
+                    if parameter is not None:
+                        yield f"{name}.{inner}" if inner else name, key, parameter
+
+    # -- conversions
+
+    def follow(self, units: Mapping[str, nn.Module]) -> None:
+        """Follow the dtype and the device that the parameters of this rank's units have now."""
+        dtypes: dict[torch.dtype, torch.dtype] = {}
+        device = None
+        for name, unit in units.items():
+            if isinstance(unit, FSDPModule):
+                self._policy = unit._get_fsdp_state()._mp_policy
+            for inner, part in self._units[name].named_modules():
+                try:
+                    real = unit.get_submodule(inner)
+                except AttributeError:  # replaced when layers were divided
+                    continue
+                for key, fake in part._parameters.items():
+                    parameter = real._parameters.get(key)
+                    if fake is not None and parameter is not None and not parameter.is_meta:
+                        dtypes[fake.dtype] = parameter.dtype
+                        device = parameter.device
+        if self._policy.param_dtype is not None:
+            dtypes |= {one: self._policy.param_dtype for one in dtypes if one.is_floating_point}
+        if all(one == other for one, other in dtypes.items()):
+            dtypes = {}
+        first = next((fake for _, _, fake in self.parameters()), None)
+        if dtypes or (device is not None and first is not None and first.device != device):
+            self._convert(dtypes, device)
+
+    def _convert(self, dtypes: Mapping[torch.dtype, torch.dtype], device: Any) -> None:
+        made: dict[int, Any] = {}
+        for unit in self._units.values():
+            for part in unit.modules():
+                for held in (part._parameters, part._buffers):
+                    for key, tensor in held.items():
+                        if tensor is None:
+                            continue
+                        if id(tensor) not in made:
+                            is_buffer = held is part._buffers
+                            dtype = None if is_buffer else dtypes.get(tensor.dtype)
+                            made[id(tensor)] = fake = self._fake(tensor, dtype, device)
+                            if id(tensor) in self._values:
+                                self._values[id(fake)] = self._values.pop(id(tensor))
+                        held[key] = made[id(tensor)]
+
+    # -- calls
+
+    def call(self, name: str, unit: nn.Module, args: Any, kwargs: Any, *modes: Any) -> Any:
+        """Return the results of a unit without values.
+
+        Args:
+            name: the name of the unit.
+            unit: the module, of which the copy takes over `training`.
+            args, kwargs: the arguments of the call.
+            *modes: the modes that see the operations.
+        """
+        skeleton = self._units[name]
+        for inner, copied in skeleton.named_modules():
+            try:
+                copied.training = unit.get_submodule(inner).training
+            except AttributeError:
+                copied.training = unit.training
+        policy = self._policy
+        if next(skeleton.parameters(), None) is None:
+            policy = MixedPrecisionPolicy()
+        if policy.cast_forward_inputs:
+            args, kwargs = _cast((args, kwargs), policy.param_dtype)
+        before = _copied((args, kwargs), lambda tensor: tensor)
+        try:
+            with self.mode:
+                for mode in modes:
+                    mode.__enter__()
+                try:
+                    output = skeleton(*args, **kwargs)
+                finally:
+                    for mode in reversed(modes):
+                        mode.__exit__(None, None, None)
+        except DEPENDENT:
+            output = self._with_values(skeleton, args, kwargs, before)
+        return _cast(output, policy.output_dtype)
+
+    def _with_values(self, skeleton: nn.Module, args: Any, kwargs: Any, before: Any) -> Any:
+        """Return the results of a run on random values; their shapes should not depend on them.
+
+        Objects that the run changes, such as caches, are those from before.
+        """
+        real: dict[int, Any] = {}
+
+        def value_of(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, FakeTensor):
+                return tensor
+            if id(tensor) not in real:
+                value = self._values.get(id(tensor))
+                if value is None and tensor.dtype.is_floating_point:
+                    value = torch.rand(tuple(tensor.shape), device=tensor.device).to(tensor.dtype)
+                elif value is None:
+                    shape = tuple(tensor.shape)
+                    value = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+                real[id(tensor)] = value.clone()
+            filled: Tensor = real[id(tensor)]
+            return filled
+
+        held = [*skeleton.parameters(), *skeleton.buffers()]
+        memo: dict[int, Any] = {
+            id(tensor): nn.Parameter(value_of(tensor), requires_grad=False)
+            if isinstance(tensor, nn.Parameter)
+            else value_of(tensor)
+            for tensor in held
+        }
+        filled = copy.deepcopy(skeleton, memo)
+        given, named = _copied(before, value_of)
+        with torch.no_grad():
+            made = filled(*given, **named)
+        learns = torch.is_grad_enabled() and any(
+            t.requires_grad for t in (*held, *_leaves_of((args, kwargs)))
+        )
+        before, after = _leaves_of((args, kwargs)), _leaves_of((given, named))
+        same = {id(value): fake for fake, value in zip(before, after, strict=True)}
+
+        def fake_of(leaf: Any) -> Any:
+            if id(leaf) in same and isinstance(leaf, Tensor):
+                return same[id(leaf)]
+            if not isinstance(leaf, Tensor):
+                return leaf
+            fake = self._fake(leaf.detach())
+            return fake.requires_grad_(learns and fake.is_floating_point())
+
+        return tree_map(fake_of, made)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in containers, and in objects such as caches."""
+    found: list[Tensor] = []
+    pending, seen = [value], set()
+    while pending:
+        one = pending.pop()
+        if id(one) in seen or isinstance(one, (nn.Module, type)):
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, Mapping):
+            pending += one.values()
+        elif isinstance(one, (list, tuple, set, deque)):
+            pending += one
+        else:
+            pending += getattr(one, "__dict__", {}).values()
+    return found
+
+
+def _copied(data: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of arguments with other tensors; objects that cannot be copied stay."""
+    tensors = tensors_in(data)
+    memo = {id(tensor): change(tensor) for tensor in tensors}
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, nn.Module):
+            return leaf
+        try:
+            return copy.deepcopy(leaf, memo)
+        except Exception:
+            return leaf
+
+    return tree_map(copied, data)
+
+
+def _leaves_of(data: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
+
+
+def _cast(data: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None:
+        return data
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return tree_map_only(Tensor, cast, data)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters, buffers, and tensors that are plain attributes."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    for name, part in model.named_modules():
+        for key, value in vars(part).items():
+            if isinstance(value, Tensor):
+                yield f"{name}.{key}", value
+
+
+@contextmanager
+def only_shapes(model: nn.Module, skeletons: Skeletons) -> Iterator[dict[int, str]]:
+    """Give modules of units parameters without memory; yield the names of these by their ids.
+
+    So user code finds the same parameters on each rank.
+    """
+    names: dict[int, str] = {}
+    made: dict[int, nn.Parameter] = {}
+    changed: list[tuple[nn.Module, str, Any, Any]] = []
+    absent = object()
+    try:
+        for module, key, fake in skeletons.parameters():
+            try:
+                part = model.get_submodule(module)
+            except AttributeError:
+                continue
+            kept = part._parameters.get(key, absent)
+            plain = part.__dict__.pop(key, absent)
+            changed.append((part, key, kept, plain))
+            if id(fake) not in made:
+                zero = torch.zeros((), dtype=fake.dtype, device=fake.device)
+                made[id(fake)] = nn.Parameter(zero.expand(fake.shape), fake.requires_grad)
+            part._parameters[key] = made[id(fake)]
+            names.setdefault(id(made[id(fake)]), f"{module}.{key}")
+        yield names
+    finally:
+        for part, key, kept, plain in reversed(changed):
+            if kept is absent:
+                part._parameters.pop(key, None)
+            else:
+                part._parameters[key] = kept
+            if plain is not absent:
+                part.__dict__[key] = plain

@@ -1,0 +1,532 @@
+"""StagedModel: a model of which each rank runs some stages, with stand-ins for the others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from stratagem.errors import StratagemError, UserCodeError
+from stratagem_mesh.pipeline.analysis import Run, program_of
+from stratagem_mesh.pipeline.dry_run import DependentError, DryRun, UnitCall, unchanged
+from stratagem_mesh.pipeline.redirection import redirect
+from stratagem_mesh.pipeline.skeletons import Skeletons, only_shapes
+from stratagem_mesh.pipeline.values import Program, Stages, Value
+
+Exchange = Callable[[Value, "Tensor | None"], Tensor]
+"""Sends a value of an evaluation, or with None receives it."""
+
+_RECEIVED = "_stratagem_received"
+
+
+class StageEnd(BaseException):
+    """Ends user code where a stage has computed all that it sends.
+
+    No Exception, so that user code does not catch it.
+    """
+
+
+class StrayCall(Exception):
+    """A call of the model outside of a training step and of an evaluation."""
+
+
+class StagedModel:
+    """A model whose units run on one rank each.
+
+    Made before layers are divided and sharded: dry runs use copies of the units without values.
+
+    Args:
+        model: the user's model, whole.
+        stages: which unit belongs to which stage.
+
+    Attributes:
+        placeholders: the ids of the parameters that stand for those of other stages.
+        shared: the stages that hold a parameter outside of units, by its name.
+    """
+
+    def __init__(self, model: nn.Module, stages: Stages) -> None:
+        self.placeholders: set[int] = set()
+        self.shared: dict[str, tuple[int, ...]] = {}
+        self._kept: list[nn.Parameter] = []
+        self._model = ref(model)
+        self._stages = stages
+        self._skeletons = Skeletons(model, stages.units)
+        self._all: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()
+        self._own: frozenset[int] = frozenset(range(stages.count))
+        self._runs: _Dry | _Forward | _Evaluation | None = None
+        self._programs: dict[Any, Program] = {}
+        for name in stages.units:
+            self._all[name] = unit = model.get_submodule(name)
+            redirect(unit, partial(self._answer, name))
+        inside = {id(part) for unit in self._all.values() for part in unit.modules()}
+        for name, part in model.named_modules():
+            if id(part) not in inside:
+                redirect(part, partial(self._answer_container, name))
+                for key in part._parameters:
+                    of_parameter = f"{name}.{key}" if name else key
+                    if of_parameter in stages.parameters:
+                        self.shared[of_parameter] = stages.parameters[of_parameter]
+
+    @property
+    def units(self) -> dict[str, nn.Module]:
+        """The units of this rank's stages, by name."""
+        of_units = self._stages.units
+        return {name: self._all[name] for name in of_units if of_units[name] in self._own}
+
+    def part(self, name: str) -> nn.Module:
+        """Return a module of the model by its name; "": the model."""
+        model = self._model()
+        assert model is not None
+        return model.get_submodule(name)
+
+    def _answer(self, name: str, unit: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
+        runs = self._runs
+        if runs is not None:
+            return runs.call(name, unit, call, args, kwargs)
+        if self._stages.units[name] not in self._own and self._is_absent(unit):
+            raise StrayCall(
+                f"the module {name!r} of stage {self._stages.units[name]} was called outside of a "
+                "training step and of an evaluation, on a rank that does not have it"
+            )
+        for leaf in tree_leaves((args, kwargs)):
+            if hasattr(leaf, _RECEIVED):  # a repetition by activation checkpointing
+                args, kwargs = _replaced((args, kwargs), lambda one: getattr(one, _RECEIVED, one))
+                break
+        return call(*args, **kwargs)
+
+    def _answer_container(
+        self, name: str, part: nn.Module, call: Any, args: Any, kwargs: Any
+    ) -> Any:
+        runs = self._runs
+        if isinstance(runs, _Evaluation):
+            return runs.top(name, part, call, args, kwargs)
+        return call(*args, **kwargs)
+
+    def _is_absent(self, unit: nn.Module) -> bool:
+        """Whether another rank has the unit; a unit within one of this rank is here, too."""
+        return any(
+            id(value) in self.placeholders
+            for part in unit.modules()
+            for value in vars(part).values()
+        )
+
+    # -- parameters
+
+    def drop_absent(self, own: Collection[int]) -> None:
+        """Free the parameters and buffers of other stages than these.
+
+        Placeholders of the same shape, dtype and device take their places as attributes; the
+        module no longer lists them.
+
+        Args:
+            own: the stages of this rank.
+        """
+        self._own = frozenset(own)
+        kept = {id(part) for unit in self.units.values() for part in unit.modules()}
+        held = self._stages.parameters
+        for name, unit in self._all.items():
+            for inner, part in unit.named_modules():
+                if id(part) not in kept:
+                    whole = f"{name}.{inner}" if inner else name
+                    read = {
+                        key
+                        for key in part._parameters
+                        if self._own.intersection(held.get(f"{whole}.{key}", ()))
+                        and held[f"{whole}.{key}"] == tuple(range(self._stages.count))
+                    }
+                    self._empty(part, read)
+
+    def _empty(self, part: nn.Module, keep: Collection[str]) -> None:
+        for key, parameter in list(part._parameters.items()):
+            if parameter is not None and key not in keep:
+                del part._parameters[key]
+                made = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+                stands = nn.Parameter(made.expand(parameter.shape), parameter.requires_grad)
+                part.__dict__[key] = stands
+                self.placeholders.add(id(stands))
+                self._kept.append(stands)  # so that no other object has its id
+        for key, buffer in list(part._buffers.items()):
+            if buffer is not None:
+                del part._buffers[key]
+                made = torch.zeros((), dtype=buffer.dtype, device=buffer.device)
+                part.__dict__[key] = made.expand(buffer.shape)
+
+    # -- dry runs
+
+    def program(self, call: Callable[[], Any], batch: Any, *, trains: bool) -> Program:
+        """Return what the stages exchange in a run of user code.
+
+        Args:
+            call: the user code; it is called once if batches of these shapes are new.
+            batch: the batch that it reads.
+            trains: whether the run is of a training step.
+
+        Raises:
+            ConfigurationError: the stages cannot exchange what user code reads; says why.
+            UserCodeError: user code depends on values of one stage before the next has run.
+        """
+        return self._program(("step", _code(call), trains, _shapes(batch)), call, to_all=False)
+
+    def _program(self, key: Any, call: Callable[[], Any], *, to_all: bool) -> Program:
+        kind = next(self.part("").parameters(), torch.empty(0)).device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        key = (*key, self.part("").training, torch.is_grad_enabled(), autocast)
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._dry_run(call, to_all=to_all)
+        return program
+
+    def _dry_run(self, call: Callable[[], Any], *, to_all: bool) -> Program:
+        model, before = self.part(""), self._runs
+        inside = {id(part) for unit in self._all.values() for part in unit.modules()}
+        outside = [part for part in model.modules() if id(part) not in inside]
+        self._skeletons.follow(self.units)
+        result, is_partial = None, False
+        try:
+            with unchanged(outside), only_shapes(model, self._skeletons) as names:
+                run = DryRun(self._stages.units, self._skeletons, names)
+                self._runs = _Dry(run)
+                try:
+                    with run:
+                        result = call()
+                except Exception as error:
+                    is_partial = True
+                    self._check_end(run, error, to_all=to_all)
+                finally:
+                    run.restore()
+                return program_of(run, self._stages, result, to_all=to_all, is_partial=is_partial)
+        finally:
+            self._runs = before
+
+    def _check_end(self, run: DryRun, error: Exception, *, to_all: bool) -> None:
+        """Accept the end of a dry run by an error, where all stages have run.
+
+        Raises:
+            UserCodeError: user code needs values earlier.
+        """
+        reached = {one.stage for one in run.calls}
+        missing = set(range(self._stages.count)) - reached
+        is_dependent = isinstance(error, DependentError) or "numpy() is not supp" in str(error)
+        if is_dependent and (missing or to_all):
+            place = getattr(error, "place", "user code")
+            stage = max(reached, default=0)
+            raise UserCodeError(
+                f"{place} reads a value of stage {stage} by {error}, and the stages of a pipeline "
+                "cannot follow what user code decides by it: expected control flow between "
+                "modules that depends on the batch and on shapes alone. Compute it inside of a "
+                "module, or cut elsewhere (pipeline_cuts)"
+            ) from error
+        if missing or to_all or isinstance(error, StratagemError):
+            raise error
+
+    # -- runs
+
+    def forward(
+        self,
+        program: Program,
+        stage: int,
+        received: Mapping[Value, Tensor],
+        call: Callable[[], Any],
+    ) -> tuple[Any, dict[Value, Tensor], bool]:
+        """Run user code as a stage of a training step.
+
+        Args:
+            program: of `program`, for the batch.
+            stage: the stage.
+            received: the values that it reads.
+            call: the user code.
+
+        Returns:
+            Its result, the values that the stage sends, and whether it has ended before its end.
+
+        Raises:
+            UserCodeError: user code calls other modules than in the dry run.
+        """
+        before, self._runs = self._runs, (runs := _Forward(self, program, stage, received))
+        fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            return call(), runs.sent, False
+        except StageEnd:
+            return None, runs.sent, True
+        finally:
+            self._runs = before
+            torch.backends.mha.set_fastpath_enabled(fast_path)
+
+    @contextmanager
+    def evaluating(self, own: Collection[int], exchange: Exchange) -> Iterator[None]:
+        """Run calls of the model on all ranks: each unit on its own, its values sent to others.
+
+        Args:
+            own: the stages of this rank.
+            exchange: sends a value to the stages that read it, or receives it.
+        """
+        before, self._runs = self._runs, _Evaluation(self, frozenset(own), exchange)
+        fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            self._runs = before
+            torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+class _Dry:
+    def __init__(self, run: DryRun) -> None:
+        self._run = run
+
+    def call(self, name: str, unit: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
+        return self._run.call(name, unit, args, kwargs)
+
+
+class _Running:
+    """Answers the calls of units as a program says.
+
+    Args:
+        own: the stages that run.
+        last: whether user code runs to its end.
+    """
+
+    def __init__(self, staged: StagedModel, own: frozenset[int]) -> None:
+        self._staged = staged
+        self._own = own
+        self._run: Run
+        self._numbers: dict[str, int] = {}
+
+    def get(self, value: Value) -> Tensor:
+        """Return a value that other stages compute."""
+        raise NotImplementedError
+
+    def put(self, value: Value, tensor: Tensor) -> None:
+        """Send a value of an own stage."""
+        raise NotImplementedError
+
+    def end(self, amount: int) -> None:
+        """Count what an own stage has done."""
+
+    def call(self, name: str, unit: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
+        """Run a unit of an own stage, or return what stands for the results of another."""
+        run = self._run
+        number = self._numbers.get(name, 0)
+        self._numbers[name] = number + 1
+        place = name, number
+        noted = run.calls.get(place)
+        if noted is None:
+            raise UserCodeError(
+                f"the module {name!r} was called more often than in the run without values that "
+                "found what stages exchange, for a batch of the same shapes: expected control flow "
+                "between modules that depends on shapes alone. Pad, or compute it in a module"
+            )
+        of_arguments = run.arguments.get(place)
+        if of_arguments:
+            args, kwargs = self._exchanged(noted, of_arguments, args, kwargs)
+        if noted.stage not in self._own:
+            self.end(0)
+            return self._stand_in(noted, place, args, kwargs)
+        staged, before = self._staged, self._staged._runs
+        staged._runs = None
+        try:
+            output = call(*args, **kwargs)
+        finally:
+            staged._runs = before
+        of_outputs = run.outputs.get(place)
+        if of_outputs:
+            made = tree_leaves(output)
+            for index, value in of_outputs:
+                tensor = made[index]
+                _check_shape(name, value, tensor)
+                self.put(value, tensor.clone() if value.key in run.changed else tensor)
+        self.end(1)
+        return output
+
+    def _exchanged(
+        self, noted: UnitCall, of_arguments: list[tuple[int, Value]], args: Any, kwargs: Any
+    ) -> Any:
+        """Send arguments that an own stage has computed, or take those of others."""
+        leaves, spec = tree_flatten((args, kwargs))
+        taken: dict[Value, Tensor] = {}
+        put: set[Value] = set()
+        for index, value in of_arguments:
+            local = leaves[index]
+            if value.stage in self._own:
+                if value not in put:
+                    _check_shape(noted.unit, value, local)
+                    self.put(value, local)
+                    self.end(1)
+                put.add(value)
+            elif noted.stage in self._own:
+                if value not in taken:
+                    taken[value] = self.get(value)
+                if (noted.unit, noted.number, index) in self._run.kept:
+                    local.copy_(taken[value])
+                    leaves[index] = local
+                else:
+                    if noted.is_repeated:
+                        setattr(local, _RECEIVED, taken[value])
+                    leaves[index] = taken[value]
+        return tree_unflatten(leaves, spec)
+
+    def _stand_in(self, noted: UnitCall, place: Any, args: Any, kwargs: Any) -> Any:
+        """Return what takes the place of the results of a unit of another stage."""
+        received = {
+            index: self.get(value)
+            for index, value in self._run.outputs.get(place, ())
+            if not self._own.isdisjoint(value.readers)
+        }
+        given = None
+        leaves: list[Any] = []
+        for index, leaf in enumerate(noted.leaves):
+            is_changed = ("output", *place, index) in self._run.changed
+            if index in received:
+                leaves.append(received[index].clone() if is_changed else received[index])
+            elif leaf[0] == "argument":
+                given = tree_leaves((args, kwargs)) if given is None else given
+                leaves.append(given[leaf[1]])
+            elif leaf[0] == "output":
+                leaves.append(leaves[leaf[1]])
+            elif leaf[0] == "object":
+                leaves.append(leaf[1])
+            elif leaf[0] == "copy":
+                leaves.append(copy.deepcopy(leaf[1]))
+            elif is_changed:
+                leaves.append(torch.zeros(leaf[0], dtype=leaf[1], device=leaf[2]))
+            else:
+                shape, dtype, device = leaf
+                leaves.append(torch.zeros((), dtype=dtype, device=device).expand(shape))
+        return tree_unflatten(leaves, noted.spec)
+
+
+class _Forward(_Running):
+    """Runs one stage of a training step."""
+
+    def __init__(
+        self, staged: StagedModel, program: Program, stage: int, received: Mapping[Value, Tensor]
+    ) -> None:
+        super().__init__(staged, frozenset([stage]))
+        self.sent: dict[Value, Tensor] = {}
+        self._run = program.run
+        self._received = received
+        self._left = self._run.work[stage]
+        self._is_last = stage == staged._stages.count - 1
+
+    def get(self, value: Value) -> Tensor:
+        return self._received[value]
+
+    def put(self, value: Value, tensor: Tensor) -> None:
+        self.sent[value] = tensor
+
+    def end(self, amount: int) -> None:
+        self._left -= amount
+        if self._left <= 0 and not self._is_last:
+            raise StageEnd
+
+
+class _Evaluation(_Running):
+    """Runs each call of the model that user code makes as a program of its own."""
+
+    def __init__(self, staged: StagedModel, own: frozenset[int], exchange: Exchange) -> None:
+        super().__init__(staged, own)
+        self._exchange = exchange
+        self._is_inside = False
+
+    def get(self, value: Value) -> Tensor:
+        return self._exchange(value, None)
+
+    def put(self, value: Value, tensor: Tensor) -> None:
+        if not self._own.issuperset(value.readers):
+            self._exchange(value, tensor)
+
+    def top(self, name: str, part: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call of the model, or of a part of it, from user code."""
+        if self._is_inside:
+            return call(*args, **kwargs)
+        staged = self._staged
+        if torch.is_grad_enabled() and part.training:
+            raise StrayCall(
+                f"{name or type(part).__name__!r} was called in training mode, with gradients, "
+                "outside of a training step"
+            )
+        _refuse_caches(name, (args, kwargs))
+        key = "call", name, part.training, _shapes((args, kwargs))
+
+        def without_values() -> Any:
+            own_args, own_kwargs = _copy_of((args, kwargs))
+            return part(*own_args, **own_kwargs)
+
+        program = staged._program(key, without_values, to_all=True)
+        self._run, self._numbers, self._is_inside = program.run, {}, True
+        try:
+            if name in staged._all:
+                return super().call(name, part, call, args, kwargs)
+            return call(*args, **kwargs)
+        finally:
+            self._is_inside = False
+
+    def call(self, name: str, unit: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
+        """Run a unit, which is a call of its own if user code calls it."""
+        answer = super().call if self._is_inside else self.top
+        return answer(name, unit, call, args, kwargs)
+
+
+def _check_shape(name: str, value: Value, tensor: Tensor) -> None:
+    if tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype:
+        raise UserCodeError(
+            f"the module {name!r} made a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} "
+            f"that other stages read, expected {value.shape} and {value.dtype} as in the run "
+            "without values for batches of the same shapes: its results may depend on shapes alone"
+        )
+
+
+def _refuse_caches(name: str, data: Any) -> None:
+    """Refuse a cache of keys and values, of which each rank would have those of its own stages."""
+    for leaf in tree_leaves(data):
+        if hasattr(leaf, "get_seq_length"):
+            raise UserCodeError(
+                f"{name or 'the model'} was called with a {type(leaf).__name__}, of which each "
+                "stage of a pipeline has the entries of its own layers alone: pass use_cache=False"
+            )
+
+
+def _copy_of(data: Any) -> Any:
+    """Return arguments whose objects may be changed; the tensors are the same."""
+    memo = {id(leaf): leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor)}
+    try:
+        return copy.deepcopy(data, memo)
+    except Exception:
+        return data
+
+
+def _replaced(data: Any, change: Callable[[Any], Any]) -> Any:
+    leaves, spec = tree_flatten(data)
+    return tree_unflatten([change(leaf) for leaf in leaves], spec)
+
+
+def _code(call: Any) -> Any:
+    """Return what is the same for each call of a function, however it is bound."""
+    while isinstance(call, partial):
+        call = call.func
+    call = getattr(call, "__func__", call)
+    return getattr(call, "__code__", type(call))
+
+
+def _shapes(data: Any, depth: int = 0) -> Any:
+    """Return what is equal for batches of the same structure, shapes and plain data."""
+    leaves, spec = tree_flatten(data)
+    return str(spec), tuple(_shape(leaf, depth) for leaf in leaves)
+
+
+def _shape(leaf: Any, depth: int) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad
+    if isinstance(leaf, (bool, int, float, str, bytes, type(None), torch.dtype)):
+        return leaf
+    if hasattr(leaf, "__dict__") and depth < 3 and not isinstance(leaf, nn.Module):
+        return type(leaf), _shapes(dict(vars(leaf)), depth + 1)
+    return type(leaf)

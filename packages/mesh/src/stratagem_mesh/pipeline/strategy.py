@@ -1,0 +1,225 @@
+"""PipelineMesh: a mesh whose first axis has the stages of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.state import named_state, per_parameter_state
+from stratagem.strategies import Axis, Optimizers, PreparedModel, TrainStep, user_module
+from stratagem_mesh.pipeline.cuts import find_stages
+from stratagem_mesh.pipeline.schedule import check_schedule
+from stratagem_mesh.pipeline.training import Pipeline, PipelineRanks
+from stratagem_mesh.plugin import MESH
+from stratagem_mesh.strategy import AXES, MeshStrategy
+from stratagem_torch.distributed.state_by_owner import owned_optimizer_state
+from stratagem_torch.sharding import clipping
+
+PIPELINE = replace(MESH, parameters="divided", follows_evaluation=False)
+"""The capabilities of a mesh with a pipeline."""
+
+
+class PipelineMesh(MeshStrategy):
+    """A `MeshStrategy` with `pipeline=2` or more; `MeshStrategy(pipeline=2)` returns one.
+
+    The model is cut into stages, and the ranks along the pipeline axis have different ones. A step
+    sends its micro-batches through the stages; while a stage works on one micro-batch, the next
+    stage works on the one before. With `accumulate_grad_batches=1` there is one micro-batch, and
+    the stages wait for each other.
+
+    The user's `training_step` runs on each stage. Layers of other stages are stand-ins there that
+    compute nothing, and the step ends where the last layer of the stage has run. On the last stage
+    it runs to its end, and computes the loss. Hooks run on each rank, and receive the loss. Values
+    that `training_step` logs are those of the last stage, which the first ranks have. Evaluation
+    and prediction run unchanged on each rank: the output of each model that they call is sent to
+    all stages.
+
+    Manual optimization, LBFGS, and `lite.backward` are refused: a loss alone does not say which
+    micro-batches are to overlap. `lite.step` trains under Lite.
+
+    Args:
+        **options: see `MeshStrategy`.
+
+    Example:
+        >>> from stratagem_mesh import MeshStrategy
+        >>> type(MeshStrategy(pipeline=2)).__name__
+        'PipelineMesh'
+    """
+
+    capabilities = PIPELINE
+    opens_micro_batches = True
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        check_schedule(self.schedule, self.virtual_stages)
+        self._pipelines: WeakKeyDictionary[nn.Module, Pipeline] = WeakKeyDictionary()
+        self._pipeline_ranks: PipelineRanks | None = None
+        self._building: Pipeline | None = None
+        self._steps = 0
+
+    # -- the mesh
+
+    def mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Return (pipeline, replicate, shard x context, tensor)."""
+        sizes, names = super().mesh_shape()
+        return (self.pipeline, *sizes), ("pipeline", *names)
+
+    def rank_axes(self, world_size: int) -> Sequence[Axis]:
+        """Return the axes; rank 0 has the last stage, so that it logs the loss."""
+        pipeline = Axis(AXES[0], self.pipeline, "same", "divided", descends=True)
+        return [pipeline, *super().rank_axes(world_size)]
+
+    def setup_environment(self) -> None:
+        """Join the process group, and make the groups of the stages."""
+        super().setup_environment()
+        self._pipeline_ranks = ranks = PipelineRanks(self.pipeline, self.sizes[-1], self.device)
+        self.replicas = ranks.stage_group
+
+    # -- the model
+
+    def divide(self, model: nn.Module) -> None:
+        """Find the stages, divide layers over the other axes, and drop the other stages."""
+        assert self._pipeline_ranks is not None
+        stages = find_stages(
+            model, self.pipeline * self.virtual_stages, self.pipeline_cuts, self.example_input
+        )
+        pipeline = Pipeline(model, stages, self._pipeline_ranks, self.schedule, self.virtual_stages)
+        self._pipelines[model] = self._building = pipeline
+        super().divide(model)
+        pipeline.regions = self._regions
+        pipeline.drop_absent()
+
+    def roots(self, module: nn.Module) -> list[nn.Module]:
+        """Return the units of the stages of this rank, each of which is sharded by itself."""
+        return self._of(module).roots()
+
+    def local_names(self, module: nn.Module) -> Mapping[str, str | None]:
+        """Return the parameters of other stages, and tied weights under the name of this stage."""
+        return self._of(module).local_names
+
+    def is_elsewhere(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter stands for one of another stage."""
+        return any(id(parameter) in each.placeholders for each in self._pipelines.values())
+
+    def prepare(
+        self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True
+    ) -> PreparedModel:
+        """Return the model of the stages of this rank; see `ShardedStrategy.prepare`."""
+        _refuse_manual(user_module(module))
+        prepared = super().prepare(module, optimizers, move_to_device=move_to_device)
+        self._of(prepared.original).attach(prepared, self)
+        return prepared
+
+    def _of(self, module: nn.Module) -> Pipeline:
+        return self._pipelines[user_module(module)]
+
+    def _check_divided(self, module: nn.Module) -> None:
+        """A stage may have no layer that is divided; see `ModelParallelStrategy`."""
+        if self.tensor > 1 and not self.tensor_layers and self.tensor_plan is None:
+            super()._check_divided(module)
+
+    def _compare_inputs(self, module: nn.Module) -> None:
+        """Do nothing: `accumulate_all` compares the micro-batches before the stages begin."""
+
+    # -- a training step
+
+    def accumulate_all(
+        self, prepared: PreparedModel, step: TrainStep, micro_batches: Collection[Any]
+    ) -> bool:
+        """Send the micro-batches through the stages, forward and backward."""
+        batches = list(micro_batches)
+        self._steps += 1
+        if self._steps & (self._steps - 1) == 0 and self.ranks.world_size > len(
+            self.ranks.data_groups
+        ):
+            self._compare(batches)
+        self._of(prepared.original).train(step, batches)
+        return True
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Refuse a backward of user code: each stage has one of its own.
+
+        Raises:
+            UserCodeError: always.
+        """
+        raise UserCodeError(
+            f"backward under pipeline={self.pipeline}: stages work on several micro-batches at the "
+            "same time, so the strategy runs backward. Call lite.step(model, micro_batches, loss), "
+            "or train with the Trainer and automatic optimization"
+        )
+
+    def clip_grad_norm(
+        self, parameters: Sequence[Tensor], max_norm: float, **options: Any
+    ) -> Tensor:
+        """See Strategy; the norm is that over all stages, and counts a tied weight once."""
+        assert self._pipeline_ranks is not None
+        copies = [p for each in self._pipelines.values() for p in each.copies]
+        return clipping.clip_by_norm(
+            parameters,
+            max_norm,
+            stages=(self._pipeline_ranks.groups[0], self.device),
+            copies=copies,
+            **options,
+        )
+
+    @property
+    def follows_evaluation(self) -> bool:
+        """False: a rank without a batch could not follow what the stages send each other."""
+        return False
+
+    # -- state
+
+    def _optimizer_by_owner(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return super()._optimizer_by_owner(optimizer, _renamed(state, self._whole_names(optimizer)))
+
+    def load_optimizer_state(
+        self, prepared: PreparedModel, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        """Load a state; each rank takes that of its own parameters."""
+        whole = self._whole_names(optimizer)
+        groups = named_state(optimizer, prepared.original)["param_groups"]
+        own = {whole.get(name, name) for group in groups for name in group["params"]}
+        state = owned_optimizer_state(self.ranks, own, per_parameter_state(optimizer, state))
+        here = {whole_name: name for name, whole_name in whole.items()}
+        super().load_optimizer_state(prepared, optimizer, _renamed(state, here))
+
+    def _whole_names(self, optimizer: Optimizer) -> dict[str, str]:
+        """Return the names in the whole model of the parameters that are named otherwise here."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for model, pipeline in self._pipelines.items():
+            if held & {id(p) for p in model.parameters()}:
+                return {here: name for name, here in pipeline.local_names.items() if here}
+        return {}
+
+
+def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return an optimizer's state with other names of parameters."""
+    if not names:
+        return dict(state)
+    return {
+        **state,
+        "state": {names.get(name, name): entry for name, entry in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [names.get(name, name) for name in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
+
+
+def _refuse_manual(model: nn.Module) -> None:
+    """Refuse manual optimization.
+
+    Raises:
+        ConfigurationError: the model calls backward itself.
+    """
+    if not getattr(model, "automatic_optimization", True):
+        raise ConfigurationError(
+            f"{type(model).__name__} has automatic_optimization=False, and a pipeline decides "
+            "itself when each stage runs backward: use automatic optimization, or pipeline=1"
+        )
