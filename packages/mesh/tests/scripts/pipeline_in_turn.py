@@ -86,7 +86,7 @@ class Positions:
                 program,
                 stage,
                 received,
-                lambda m=model: step(m, batch),  # type: ignore[misc]
+                lambda m=model: step(m, copy.deepcopy(batch)),  # type: ignore[misc]
             )
             assert interrupted == (stage < self.stages.count - 1)
             for value in program.sends(stage):

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
-import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pipeline_in_turn import compare
+from pipeline_in_turn import Positions, compare
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -149,7 +151,7 @@ def outputs(model: nn.Module, batch: dict[str, Tensor]) -> Any:
     return {key: found[key] for key in kept if key in found}
 
 
-def made(name: str, **changes: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+def made(name: str, **changes: Any) -> tuple[Any, dict[str, Tensor]]:
     kind, config, options, _ = MODELS[name]
     torch.manual_seed(0)
     of_config = getattr(transformers, config)(**{**options, **changes})
@@ -160,33 +162,130 @@ def made(name: str, **changes: Any) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def cases(name: str) -> list[tuple[int, Sequence[str] | None, int]]:
-    named = [(len(cuts) + 1, cuts, 1) for cuts in MODELS[name][3]]
-    last = MODELS[name][3][-1]
-    return [
-        *named,
-        (2, None, 1),
-        (3, None, 1),
-        *([(4, last, 2), (4, None, 2)] if len(last) == 3 else []),
-    ]
+    lists = MODELS[name][3]
+    named = [(len(cuts) + 1, cuts, 1) for cuts in lists]
+    virtual = [(4, lists[-1], 2), (4, None, 2)] if len(lists[-1]) == 3 else []
+    return [*named, (2, None, 1), (3, None, 1), *virtual]
+
+
+def result_of(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "equal"
+
+
+# -- features
+
+
+def checkpointed() -> None:
+    model, batch = made("Llama")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    compare(model, step, batch, 3, outputs=outputs)
+
+
+def reentrant() -> None:
+    model, batch = made("Llama")
+
+    def repeated(model: Any, batch: Any) -> Tensor:
+        layers = model.model.layers
+        x = model.model.embed_tokens(batch["input_ids"])
+        places = torch.arange(x.shape[1])[None]
+        tables = model.model.rotary_emb(x, places)
+        for layer in layers:
+            x = checkpoint(
+                lambda x, layer=layer: layer(x, position_embeddings=tables), x, use_reentrant=True
+            )
+        loss: Tensor = model.lm_head(x).square().mean()
+        return loss
+
+    compare(model, repeated, batch, 2, ["model.layers.2"])
+
+
+def dropout() -> None:
+    """Each stage draws in its own units from where the whole model does: only one unit draws."""
+    model, batch = made("GPT-2", embd_pdrop=0.5)
+    compare(model, step, batch, 3, outputs=outputs)
+
+
+def cache() -> None:
+    model, batch = made("Llama")
+    positions = Positions(model.eval(), 2)
+    given = transformers.DynamicCache(config=model.config)
+    positions.evaluate(lambda model: model(batch["input_ids"], past_key_values=given))
+
+
+def generated() -> None:
+    model, batch = made("Llama", use_cache=False)
+    model.eval()
+
+    def generate(model: Any) -> Any:
+        tokens, mask = batch["input_ids"], batch["attention_mask"]
+        return model.generate(tokens, attention_mask=mask, max_new_tokens=4, do_sample=False)
+
+    expected = generate(copy.deepcopy(model))
+    for found in Positions(model, 2).evaluate(generate):
+        assert torch.equal(found, expected)
+
+
+def hidden_states() -> None:
+    model, batch = made("Llama")
+
+    def states(model: Any, batch: Any) -> Any:
+        return model(**batch, output_hidden_states=True, use_cache=False).hidden_states
+
+    def of_states(model: Any, batch: Any) -> Tensor:
+        found = model(**batch, output_hidden_states=True)
+        loss: Tensor = found.loss + sum(state.square().mean() for state in found.hidden_states)
+        return loss
+
+    compare(model, of_states, batch, 3, outputs=states)
+
+
+def router() -> None:
+    model, batch = made("Mixtral", output_router_logits=True)
+    compare(model, step, batch, 2)
+
+
+def adapters() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model, batch = made("Llama")
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    compare(get_peft_model(model, config).double(), step, batch, 3, outputs=outputs)
+
+
+FEATURES: dict[str, Callable[[], None]] = {
+    "checkpointed": checkpointed,
+    "reentrant": reentrant,
+    "dropout": dropout,
+    "cache": cache,
+    "generated": generated,
+    "hidden states": hidden_states,
+    "router": router,
+    "adapters": adapters,
+}
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    out: dict[str, dict[str, str]] = {}
+    found: dict[str, dict[str, str]] = {}
     for name in sys.argv[1:] or MODELS:
+        if name in FEATURES:
+            continue
         for count, cuts, virtual in cases(name):
-            key = f"{name} {count} {'auto' if cuts is None else ' '.join(cuts)} {virtual}"
             model, batch = made(name)
-            try:
-                found = compare(model, step, batch, count, cuts, virtual=virtual, outputs=outputs)
-                values = len(found.programs(step, batch)[0].values)
-                out[key] = f"ok {values}"
-            except Exception as error:
-                out[key] = (
-                    f"{type(error).__name__}: {error} {traceback.extract_tb(error.__traceback__)[-1]}"
-                )
-            print(key, out[key][:600], flush=True)
-    Path("out.json").write_text(json.dumps(out))
+            key = f"{count} {'balanced' if cuts is None else ' '.join(cuts)} {virtual}"
+            found.setdefault(name, {})[key] = result_of(
+                partial(compare, model, step, batch, count, cuts, virtual=virtual, outputs=outputs)
+            )
+    features = {
+        name: result_of(run)
+        for name, run in FEATURES.items()
+        if not sys.argv[1:] or name in sys.argv[1:]
+    }
+    Path("out.json").write_text(json.dumps({"models": found, "features": features}, indent=1))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -150,7 +151,7 @@ class _Analysis:
                 continue
             for index, node in call.arguments.items():
                 is_computed = node.kind == "operation" and 0 <= node.stage < stage
-                if not is_computed or node in banned:
+                if not is_computed or node in banned or self._is_larger(node, call.given[index]):
                     continue
                 can_keep = index in call.writable
                 leaf = call.unit, call.number, index
@@ -161,6 +162,22 @@ class _Analysis:
                 else:
                     found[node].leaves[leaf] = None
         return found
+
+    def _is_larger(self, node: Node, meta: Meta) -> bool:
+        """Whether an argument has more bytes than the outputs of units from which it follows."""
+        pending, seen, size = [node], set(), 0
+        while pending:
+            one = pending.pop()
+            if one in seen:
+                continue
+            seen.add(one)
+            if one.kind == "operation" and not one.is_random:
+                pending += one.inputs
+            elif one.kind == "output" and one.meta is not None:
+                size += _bytes(one.meta)
+            else:  # a stage that has the argument alone can compute it
+                return False
+        return _bytes(meta) > size
 
     def _check_random(self) -> None:
         for stage, nodes in enumerate(self._recomputed):
@@ -279,6 +296,11 @@ class _Walk:
                 "parameter is read by its own module; for a penalty on weights, use weight_decay "
                 "of the optimizer"
             )
+
+
+def _bytes(meta: Meta) -> int:
+    shape, dtype, _ = meta
+    return prod(shape) * dtype.itemsize
 
 
 def _not_sent(node: Node, stage: int) -> str:

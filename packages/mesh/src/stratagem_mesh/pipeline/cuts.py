@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -36,14 +37,20 @@ def find_stages(
         example: an input of the model; None: its own, if it brings one.
 
     Raises:
-        ConfigurationError: there are fewer units than stages, a cut is no module of the model, or
-            the model refuses the example.
+        ConfigurationError: there are fewer units than stages, a cut is no module of the model,
+            the model refuses the example, or a parameter has no shape.
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
         >>> find_stages(model, 2).cuts
         ('2',)
     """
+    lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
+    if lazy is not None:
+        raise ConfigurationError(
+            f"the parameter {lazy!r} has no shape yet, and stages are found by shapes: call the "
+            "model once before, so that its lazy modules have parameters"
+        )
     if cuts is not None:
         _check_cuts(model, count, cuts)
     series = _series(model)
@@ -70,9 +77,9 @@ def find_stages(
     chosen = tuple(order[place] for place in places)
     if cuts is None and count > 1:  # larger units, where no cut lies within
         larger = _units_of(model, chosen)
-        of_units = {
-            name: of_units[next(one for one in order if _lies_in(one, name))] for name in larger
-        }
+        found = {one: name for name in larger for one in order if _lies_in(one, name)}
+        of_units = {found[one]: of_units[one] for one in reversed(order)}
+        of_units = dict(reversed(of_units.items()))
     parameters, tied = _holders(model, of_units, measured.read)
     return Stages(count, chosen, of_units, parameters, tied, tuple(s / total for s in sums))
 

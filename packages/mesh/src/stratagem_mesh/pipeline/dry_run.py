@@ -11,6 +11,7 @@ import copy
 import logging
 import random
 import sys
+import warnings
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -248,7 +249,6 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_arguments(call, given)
         inside = _Inside(self, call, given)
         modes = (inside,) if self.counter is None else (self.counter, inside)
-        before = 0.0 if self.counter is None else self.counter.get_total_flops()
         self._in_unit = True
         try:
             output = self._skeletons.call(name, unit, args, kwargs, *modes)
@@ -257,7 +257,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._in_unit = False
         if self.counter is not None:
-            call.flops = self.counter.get_total_flops() - before
+            call.flops = float(self.counter.get_total_flops())  # it starts anew at each call
         self._note_changes(call, given, inside)
         self._note_outputs(call, given, output, inside)
         self.calls.append(call)
@@ -458,7 +458,9 @@ def unchanged(modules: Collection[nn.Module]) -> Iterator[None]:
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, log.disabled = log.disabled, True  # errors are raised as well
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            # Of torch, as it makes fake tensors.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             yield
     finally:
         log.disabled = was_disabled

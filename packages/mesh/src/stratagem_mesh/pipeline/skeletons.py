@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from stratagem.errors import ConfigurationError
@@ -45,20 +44,15 @@ class Skeletons:
         units: the names of the units.
 
     Raises:
-        ConfigurationError: a unit has parameters without shapes, or cannot be copied.
+        ConfigurationError: a unit cannot be copied.
     """
 
     def __init__(self, model: nn.Module, units: Iterable[str]) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._values: dict[int, Tensor] = {}
         memo: dict[int, Any] = {}
-        for name, tensor in _tensors(model):
+        for tensor in _tensors(model):
             if id(tensor) not in memo:
-                if is_lazy(tensor):
-                    raise ConfigurationError(
-                        f"the parameter {name!r} has no shape yet, and stages are found by shapes: "
-                        "call the model once before, so that its lazy modules have parameters"
-                    )
                 memo[id(tensor)] = fake = self._fake(tensor)
                 is_small = not isinstance(tensor, nn.Parameter) and tensor.numel() <= _LARGEST
                 if is_small and not tensor.is_meta and tensor.layout is torch.strided:
@@ -269,14 +263,12 @@ def _cast(data: Any, dtype: torch.dtype | None) -> Any:
     return tree_map_only(Tensor, cast, data)
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
     """Yield parameters, buffers, and tensors that are plain attributes."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-    for name, part in model.named_modules():
-        for key, value in vars(part).items():
-            if isinstance(value, Tensor):
-                yield f"{name}.{key}", value
+    yield from model.parameters()
+    yield from model.buffers()
+    for part in model.modules():
+        yield from (value for value in vars(part).values() if isinstance(value, Tensor))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from stratagem.errors import StratagemError, UserCodeError
+from stratagem.errors import UserCodeError
 from stratagem_mesh.pipeline.analysis import Run, program_of
 from stratagem_mesh.pipeline.dry_run import DependentError, DryRun, UnitCall, unchanged
 from stratagem_mesh.pipeline.redirection import redirect
@@ -23,7 +23,12 @@ from stratagem_mesh.pipeline.values import Program, Stages, Value
 Exchange = Callable[[Value, "Tensor | None"], Tensor]
 """Sends a value of an evaluation, or with None receives it."""
 
+_NOT_USER_CODE = "torch.", "stratagem"
+"""The beginnings of modules whose hooks gather and divide what a unit computes."""
+
 _RECEIVED = "_stratagem_received"
+_NO_DATA = "numpy() is not supported for tensor subclasses", "FakeTensor"
+"""In errors of torch, where user code reads the data of a tensor that has none."""
 
 
 class StageEnd(BaseException):
@@ -213,8 +218,10 @@ class StagedModel:
         """
         reached = {one.stage for one in run.calls}
         missing = set(range(self._stages.count)) - reached
-        is_dependent = isinstance(error, DependentError) or "numpy() is not supp" in str(error)
-        if is_dependent and (missing or to_all):
+        has_no_data = any(sign in str(error) for sign in _NO_DATA)
+        if not isinstance(error, DependentError) and not has_no_data:
+            raise error
+        if missing or to_all:
             place = getattr(error, "place", "user code")
             stage = max(reached, default=0)
             raise UserCodeError(
@@ -223,8 +230,6 @@ class StagedModel:
                 "modules that depends on the batch and on shapes alone. Compute it inside of a "
                 "module, or cut elsewhere (pipeline_cuts)"
             ) from error
-        if missing or to_all or isinstance(error, StratagemError):
-            raise error
 
     # -- runs
 
@@ -329,7 +334,7 @@ class _Running:
             args, kwargs = self._exchanged(noted, of_arguments, args, kwargs)
         if noted.stage not in self._own:
             self.end(0)
-            return self._stand_in(noted, place, args, kwargs)
+            return _hooked(unit, args, kwargs, self._stand_in(noted, place, args, kwargs))
         staged, before = self._staged, self._staged._runs
         staged._runs = None
         try:
@@ -473,6 +478,18 @@ class _Evaluation(_Running):
         """Run a unit, which is a call of its own if user code calls it."""
         answer = super().call if self._is_inside else self.top
         return answer(name, unit, call, args, kwargs)
+
+
+def _hooked(unit: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """Call the forward hooks of user code, which may collect the outputs of layers."""
+    for key, hook in unit._forward_hooks.items():
+        if str(getattr(hook, "__module__", "")).startswith(_NOT_USER_CODE):
+            continue
+        with_kwargs = key in unit._forward_hooks_with_kwargs
+        given = (unit, args, kwargs, output) if with_kwargs else (unit, args, output)
+        result = hook(*given)
+        output = output if result is None else result
+    return output
 
 
 def _check_shape(name: str, value: Value, tensor: Tensor) -> None:
