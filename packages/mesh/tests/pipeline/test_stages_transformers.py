@@ -31,7 +31,7 @@ FEATURES = {
     "pipeline has the entries of its own layers alone: pass use_cache=False",
     "generated": "equal",
     "hidden states": "equal",
-    "router": "ConfigurationError: user code reads a tensor of the module 'model.layers.0' of "
+    "router": "ConfigurationError: user code reads a tensor of the module 'model.layers.1' of "
     "stage 0 that the module does not return, and stage 1 cannot receive it",
     "adapters": "equal",
 }

@@ -22,6 +22,7 @@ from stratagem_mesh import MeshStrategy
 
 # Of dynamo itself, as it traces collectives.
 warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
 
 FOLDER, RANKS, AXIS = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}

@@ -229,9 +229,7 @@ def _measure(model: nn.Module, units: Mapping[str, nn.Module], example: Any) -> 
 def _run(model: nn.Module, units: Mapping[str, nn.Module], calls: Sequence[Any]) -> DryRun:
     """Run a model without values, and count the operations of its units."""
     skeletons = Skeletons(model, units)
-    inside = {id(part) for unit in units.values() for part in unit.modules()}
-    outside = [part for part in model.modules() if id(part) not in inside]
-    with only_shapes(model, skeletons) as names, unchanged(outside), torch.no_grad():
+    with unchanged(model), only_shapes(model, skeletons) as names, torch.no_grad():
         run = DryRun(dict.fromkeys(units, 0), skeletons, names)
         run.counter = FlopCounterMode(display=False)
         with redirected(units, run.call):

@@ -13,7 +13,7 @@ import random
 import sys
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import stratagem
 from stratagem.errors import ConfigurationError
-from stratagem_mesh.pipeline.skeletons import DEPENDENT, Skeletons, tensors_in
+from stratagem_mesh.pipeline.skeletons import DEPENDENT, Skeletons, call_hooks, tensors_in
 
 Meta = tuple[tuple[int, ...], torch.dtype, bool]
 """The shape and the dtype of a tensor, and whether it has a gradient."""
@@ -261,7 +261,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_changes(call, given, inside)
         self._note_outputs(call, given, output, inside)
         self.calls.append(call)
-        return output
+        return call_hooks(unit, args, kwargs, output)
 
     def _note_arguments(self, call: UnitCall, given: list[Any]) -> None:
         call.is_repeated = _is_checkpointed(call.unit)
@@ -338,12 +338,17 @@ class _Inside(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._run = run
         self._node = Node("inner", call.stage, call.time, name=call.unit)
-        self._given = {
+        self._given: dict[int, int] = {}
+        self.changed: set[int] = set()
+        self.watch(given)
+
+    def watch(self, given: list[Any]) -> None:
+        """Note the leaves of the arguments of the call, or values in their places."""
+        self._given |= {
             _storage(leaf): index
             for index, leaf in enumerate(given)
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided
         }
-        self.changed: set[int] = set()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -446,9 +451,9 @@ def _is_checkpointed(unit: str) -> bool:
 
 
 @contextmanager
-def unchanged(modules: Collection[nn.Module]) -> Iterator[None]:
+def unchanged(model: nn.Module) -> Iterator[None]:
     """Restore the states of random numbers, and attributes of modules that user code changes."""
-    kept = [_Kept(vars(part)) for part in modules]
+    kept = [_Kept(vars(part)) for part in model.modules()]
     numpy = sys.modules.get("numpy")
     drawn = random.getstate(), numpy.random.get_state() if numpy else None
     fast_path = torch.backends.mha.get_fastpath_enabled()

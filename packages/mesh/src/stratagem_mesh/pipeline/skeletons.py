@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -142,9 +142,13 @@ class Skeletons:
         skeleton = self._units[name]
         for inner, copied in skeleton.named_modules():
             try:
-                copied.training = unit.get_submodule(inner).training
-            except AttributeError:
+                part = unit.get_submodule(inner)
+            except AttributeError:  # replaced when layers were divided
                 copied.training = unit.training
+            else:
+                copied.training = part.training
+                _take_hooks(copied, part)
+        _drop_hooks(skeleton._forward_hooks)  # they are called with the real unit
         policy = self._policy
         if next(skeleton.parameters(), None) is None:
             policy = MixedPrecisionPolicy()
@@ -152,19 +156,15 @@ class Skeletons:
             args, kwargs = _cast((args, kwargs), policy.param_dtype)
         before = _copied((args, kwargs), lambda tensor: tensor)
         try:
-            with self.mode:
-                for mode in modes:
-                    mode.__enter__()
-                try:
-                    output = skeleton(*args, **kwargs)
-                finally:
-                    for mode in reversed(modes):
-                        mode.__exit__(None, None, None)
+            with self.mode, _all_of(modes):
+                output = skeleton(*args, **kwargs)
         except DEPENDENT:
-            output = self._with_values(skeleton, args, kwargs, before)
+            output = self._with_values(skeleton, args, kwargs, before, modes)
         return _cast(output, policy.output_dtype)
 
-    def _with_values(self, skeleton: nn.Module, args: Any, kwargs: Any, before: Any) -> Any:
+    def _with_values(
+        self, skeleton: nn.Module, args: Any, kwargs: Any, before: Any, modes: Any
+    ) -> Any:
         """Return the results of a run on random values; their shapes should not depend on them.
 
         Objects that the run changes, such as caches, are those from before.
@@ -194,7 +194,10 @@ class Skeletons:
         }
         filled = copy.deepcopy(skeleton, memo)
         given, named = _copied(before, value_of)
-        with torch.no_grad():
+        for mode in modes:
+            if hasattr(mode, "watch"):
+                mode.watch(tree_leaves((given, named)))
+        with torch.no_grad(), _all_of(modes):
             made = filled(*given, **named)
         learns = torch.is_grad_enabled() and any(
             t.requires_grad for t in (*held, *_leaves_of((args, kwargs)))
@@ -211,6 +214,55 @@ class Skeletons:
             return fake.requires_grad_(learns and fake.is_floating_point())
 
         return tree_map(fake_of, made)
+
+
+@contextmanager
+def _all_of(modes: Iterable[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        yield
+
+
+def call_hooks(unit: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """Call the forward hooks of user code, which may collect the outputs of layers.
+
+    Args:
+        unit: the module that has the hooks.
+        args, kwargs: the arguments of its call.
+        output: what stands for its result.
+
+    Returns:
+        The output, or what a hook returns in its place.
+    """
+    for key, hook in unit._forward_hooks.items():
+        if not _is_users(hook):
+            continue
+        with_kwargs = key in unit._forward_hooks_with_kwargs
+        given = (unit, args, kwargs, output) if with_kwargs else (unit, args, output)
+        result = hook(*given)
+        output = output if result is None else result
+    return output
+
+
+def _is_users(hook: Any) -> bool:
+    """Whether a hook is of user code, and not one that gathers or divides what a unit computes."""
+    return not str(getattr(hook, "__module__", "")).startswith(("torch.", "stratagem"))
+
+
+def _drop_hooks(hooks: dict[int, Any]) -> None:
+    for key in [key for key, hook in hooks.items() if _is_users(hook)]:
+        del hooks[key]
+
+
+def _take_hooks(copied: nn.Module, part: nn.Module) -> None:
+    """Give a copy the hooks of user code that its module has now."""
+    for kind in ("_forward_hooks", "_forward_pre_hooks"):
+        hooks, now = getattr(copied, kind), getattr(part, kind)
+        _drop_hooks(hooks)
+        hooks.update({key: hook for key, hook in now.items() if _is_users(hook)})
+        with_kwargs = f"{kind}_with_kwargs"
+        getattr(copied, with_kwargs).update(getattr(part, with_kwargs))
 
 
 def tensors_in(value: Any) -> list[Tensor]:

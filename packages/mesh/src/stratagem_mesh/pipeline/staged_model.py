@@ -17,14 +17,11 @@ from stratagem.errors import UserCodeError
 from stratagem_mesh.pipeline.analysis import Run, program_of
 from stratagem_mesh.pipeline.dry_run import DependentError, DryRun, UnitCall, unchanged
 from stratagem_mesh.pipeline.redirection import redirect
-from stratagem_mesh.pipeline.skeletons import Skeletons, only_shapes
+from stratagem_mesh.pipeline.skeletons import Skeletons, call_hooks, only_shapes
 from stratagem_mesh.pipeline.values import Program, Stages, Value
 
 Exchange = Callable[[Value, "Tensor | None"], Tensor]
 """Sends a value of an evaluation, or with None receives it."""
-
-_NOT_USER_CODE = "torch.", "stratagem"
-"""The beginnings of modules whose hooks gather and divide what a unit computes."""
 
 _RECEIVED = "_stratagem_received"
 _NO_DATA = "numpy() is not supported for tensor subclasses", "FakeTensor"
@@ -190,12 +187,10 @@ class StagedModel:
 
     def _dry_run(self, call: Callable[[], Any], *, to_all: bool) -> Program:
         model, before = self.part(""), self._runs
-        inside = {id(part) for unit in self._all.values() for part in unit.modules()}
-        outside = [part for part in model.modules() if id(part) not in inside]
         self._skeletons.follow(self.units)
         result, is_partial = None, False
         try:
-            with unchanged(outside), only_shapes(model, self._skeletons) as names:
+            with unchanged(model), only_shapes(model, self._skeletons) as names:
                 run = DryRun(self._stages.units, self._skeletons, names)
                 self._runs = _Dry(run)
                 try:
@@ -334,7 +329,7 @@ class _Running:
             args, kwargs = self._exchanged(noted, of_arguments, args, kwargs)
         if noted.stage not in self._own:
             self.end(0)
-            return _hooked(unit, args, kwargs, self._stand_in(noted, place, args, kwargs))
+            return call_hooks(unit, args, kwargs, self._stand_in(noted, place, args, kwargs))
         staged, before = self._staged, self._staged._runs
         staged._runs = None
         try:
@@ -478,18 +473,6 @@ class _Evaluation(_Running):
         """Run a unit, which is a call of its own if user code calls it."""
         answer = super().call if self._is_inside else self.top
         return answer(name, unit, call, args, kwargs)
-
-
-def _hooked(unit: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    """Call the forward hooks of user code, which may collect the outputs of layers."""
-    for key, hook in unit._forward_hooks.items():
-        if str(getattr(hook, "__module__", "")).startswith(_NOT_USER_CODE):
-            continue
-        with_kwargs = key in unit._forward_hooks_with_kwargs
-        given = (unit, args, kwargs, output) if with_kwargs else (unit, args, output)
-        result = hook(*given)
-        output = output if result is None else result
-    return output
 
 
 def _check_shape(name: str, value: Value, tensor: Tensor) -> None:
