@@ -158,7 +158,7 @@ def test_stages_balance_operations_of_a_run_on_the_example() -> None:
     assert find_stages(Uneven(), 2).cuts == ("blocks.2",)
 
 
-def test_the_order_of_modules_is_that_of_the_example() -> None:
+def test_modules_run_in_the_order_of_the_example() -> None:
     torch.manual_seed(0)
     model = Uneven().double()
     batch = torch.randn(4, 8).double()
@@ -219,7 +219,7 @@ def test_other_stages_are_freed_and_their_places_keep_shapes_and_types() -> None
     assert list(staged.units) == ["1"]
 
 
-def test_tied_weights_and_those_of_the_model_are_held_by_each_stage_that_uses_them() -> None:
+def test_each_stage_holds_tied_weights_and_parameters_of_the_model_itself() -> None:
     model = models.Encoder()
     stages = find_stages(model, 3, ["encoder.layers.0", "head"])
     assert stages.parameters["embed.weight"] == stages.parameters["head.weight"] == (0, 2)
@@ -822,7 +822,7 @@ class ReturnsHandles(nn.Module):
         ),
     ],
 )
-def test_what_stages_cannot_exchange_is_refused(
+def test_values_that_stages_cannot_exchange_are_refused(
     model: Callable[[], nn.Module], cuts: list[str], error: type[Exception], message: str
 ) -> None:
     torch.manual_seed(0)
@@ -834,7 +834,7 @@ def test_what_stages_cannot_exchange_is_refused(
             staged.program(partial(_square, part, batch), batch, trains=True)
 
 
-def test_units_whose_shapes_depend_on_values_run_once_on_random_ones() -> None:
+def test_units_with_shapes_that_depend_on_values_run_once_on_random_values() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Sparse(), Sparse(), nn.Linear(4, 4)).double()
     batch = torch.randn(5, 4).double()
@@ -847,7 +847,7 @@ def test_random_numbers_of_user_code_for_one_stage_are_fine() -> None:
     assert found == [(("output", "layers.0", 0, 0), 0, (1,))]
 
 
-def test_other_calls_than_those_of_the_dry_run_are_refused() -> None:
+def test_calls_that_the_dry_run_did_not_make_are_refused() -> None:
     model = linears(2)
     staged = StagedModel(model, find_stages(model, 2))
     batch = torch.zeros(2, 4)

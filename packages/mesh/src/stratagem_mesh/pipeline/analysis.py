@@ -20,7 +20,7 @@ Place = tuple[str, int]
 
 @dataclass(eq=False)
 class Run:
-    """What the runs of a model read of its program.
+    """The part of a program that the runs of a model read.
 
     Attributes:
         calls: the calls of units.
@@ -56,7 +56,7 @@ class _Argument:
 def program_of(
     run: DryRun, stages: Stages, result: Any, *, to_all: bool, is_partial: bool
 ) -> Program:
-    """Return what the stages exchange.
+    """Return the values that stages exchange.
 
     Args:
         run: the dry run.
@@ -66,7 +66,7 @@ def program_of(
         is_partial: the run ended at an operation that depends on values.
 
     Raises:
-        ConfigurationError: the stages cannot exchange what user code reads.
+        ConfigurationError: user code reads a value that no stage can send.
     """
     leaves = tree_leaves(result)
     results = {
@@ -86,13 +86,13 @@ def program_of(
 
 
 class _Analysis:
-    """Walks from what each stage computes back to what it has to receive.
+    """Walks from the results of each stage back to the values that it has to receive.
 
     Args:
         run: the dry run.
         stages: which unit belongs to which stage.
         of_last: the tensors that the last stage computes.
-        of_all: those that each stage computes.
+        of_all: the tensors that each stage computes.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class _Analysis:
         return self._made()
 
     def _needs_of(self, stage: int, roots: list[tuple[Node, int]]) -> None:
-        """Find what a stage needs; arguments that it would compute anyway are not received."""
+        """Find the values that a stage needs; arguments that it would compute anyway are not received."""
         banned: set[Node] = set()
         while True:
             arguments = self._candidates(stage, banned)
@@ -240,7 +240,7 @@ class _Analysis:
 
 
 class _Walk:
-    """The tensors that one stage computes in user code, and those that it receives for them.
+    """The tensors that a stage computes in user code, and the values that it receives for them.
 
     Args:
         stages: which unit belongs to which stage.

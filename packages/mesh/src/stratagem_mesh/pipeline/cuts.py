@@ -37,7 +37,7 @@ def find_stages(
         example: an input of the model; None: its own, if it brings one.
 
     Raises:
-        ConfigurationError: there are fewer units than stages, a cut is no module of the model,
+        ConfigurationError: the model has fewer units than stages, a cut is no module of the model,
             the model refuses the example, or a parameter has no shape.
 
     Example:
@@ -187,7 +187,7 @@ class _Measured:
 def _measure(model: nn.Module, units: Mapping[str, nn.Module], example: Any) -> _Measured:
     """Return the order of the units and their costs.
 
-    Without an input, the order is that of registration, and the costs are sizes of parameters.
+    Without an input, units are in the order of registration, and the costs are sizes of parameters.
 
     Raises:
         ConfigurationError: the model refuses the example.

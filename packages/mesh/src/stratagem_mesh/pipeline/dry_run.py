@@ -51,7 +51,7 @@ class Node:
         kind: "output" of a unit, or of an "operation" of user code; "inner": a tensor of a unit's
             forward that is not returned; "changed": an argument that a unit has changed; a
             "parameter" of a unit.
-        stage: the newest stage that it follows from; -1: none.
+        stage: the newest stage that it follows from; -1: no stage.
         time: the index of the operation or call.
         inputs: the tensors that it follows from, of an operation.
         key, meta: of an output: ("output", unit, call, leaf), and its shape, dtype and gradient.
@@ -85,13 +85,13 @@ class UnitCall:
         time: the index in the order of operations and calls.
         arguments: the nodes of its arguments, by the index of the leaf.
         given: the shape, the dtype and the gradient of these.
-        writable: the leaves of these that a stage may overwrite by what it receives.
+        writable: the leaves of these that a stage may overwrite by received tensors.
         is_repeated: whether user code repeats the call in backward.
         outputs: the nodes of its results, by the index of the leaf.
         leaves: the results of a stand-in: (shape, dtype, device), ("argument", index),
             ("output", index), ("object", value), or ("copy", object).
         spec: the structure of the result.
-        flops: the number of floating-point operations, if they are counted.
+        flops: the number of floating-point operations, if a counter runs.
     """
 
     unit: str
@@ -126,7 +126,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         units: the stage of each unit.
         skeletons: the units without values.
-        parameters: the names of the units' parameters, by the ids of those that user code finds.
+        parameters: the names of the units' parameters, by the ids of the tensors that user code finds.
 
     Attributes:
         calls: the calls of units.
@@ -225,7 +225,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 tensor.copy_(values)
 
     def nodes(self, tensor: Tensor) -> list[Node]:
-        """Return what a tensor follows from: its node, and later changes of its storage."""
+        """Return the node of a tensor, and later changes of its storage."""
         node: Node | None = self._nodes.get(tensor)  # type: ignore[no-untyped-call]
         if node is None and id(tensor) in self._parameters:
             node = Node("parameter", -1, 0, name=self._parameters[id(tensor)])
@@ -374,7 +374,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _empty_copy(value: Any, unit: str) -> Any:
-    """Return an object, such as a cache, whose tensors are zeros without memory.
+    """Return a copy of an object, such as a cache, with zeros without memory as its tensors.
 
     Raises:
         ConfigurationError: it cannot be copied.
@@ -432,7 +432,7 @@ def _is_checkpointed(unit: str) -> bool:
     """Whether user code calls a unit within torch's activation checkpointing.
 
     Raises:
-        ConfigurationError: it is the reentrant kind, under which the stages have no gradients.
+        ConfigurationError: the checkpointing is of the reentrant kind, under which the stages have no gradients.
     """
     found = False
     for frame in _frames():
@@ -447,7 +447,7 @@ def _is_checkpointed(unit: str) -> bool:
     return found
 
 
-# -- what a run leaves as it was
+# -- state that a run leaves unchanged
 
 
 @contextmanager

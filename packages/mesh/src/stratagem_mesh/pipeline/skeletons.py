@@ -34,9 +34,9 @@ _LARGEST = 65_536
 
 
 class Skeletons:
-    """Copies of the units of a model, whose parameters have shapes and no values.
+    """Copies of the units of a model, with parameters that have shapes and no values.
 
-    They are made before layers are divided and sharded, and follow later changes of the dtype and
+    Made before layers are divided and sharded, the copies follow later changes of the dtype and
     the device of the model.
 
     Args:
@@ -148,7 +148,7 @@ class Skeletons:
             else:
                 copied.training = part.training
                 _take_hooks(copied, part)
-        _drop_hooks(skeleton._forward_hooks)  # they are called with the real unit
+        _drop_hooks(skeleton._forward_hooks)  # the caller calls them with the real unit
         policy = self._policy
         if next(skeleton.parameters(), None) is None:
             policy = MixedPrecisionPolicy()
@@ -230,10 +230,10 @@ def call_hooks(unit: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     Args:
         unit: the module that has the hooks.
         args, kwargs: the arguments of its call.
-        output: what stands for its result.
+        output: the result of the call, or of its stand-in.
 
     Returns:
-        The output, or what a hook returns in its place.
+        The output, or the result of a hook.
     """
     for key, hook in unit._forward_hooks.items():
         if not _is_users(hook):
@@ -246,7 +246,7 @@ def call_hooks(unit: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
 
 
 def _is_users(hook: Any) -> bool:
-    """Whether a hook is of user code, and not one that gathers or divides what a unit computes."""
+    """Whether a hook is of user code; others gather parameters and divide layers."""
     return not str(getattr(hook, "__module__", "")).startswith(("torch.", "stratagem"))
 
 

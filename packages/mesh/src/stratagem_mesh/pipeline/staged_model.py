@@ -29,7 +29,7 @@ _NO_DATA = "numpy() is not supported for tensor subclasses", "FakeTensor"
 
 
 class StageEnd(BaseException):
-    """Ends user code where a stage has computed all that it sends.
+    """Ends user code where a stage has computed all values to send.
 
     No Exception, so that user code does not catch it.
     """
@@ -40,7 +40,7 @@ class StrayCall(Exception):
 
 
 class StagedModel:
-    """A model whose units run on one rank each.
+    """A model with units that run on one rank each.
 
     Made before layers are divided and sharded: dry runs use copies of the units without values.
 
@@ -49,7 +49,7 @@ class StagedModel:
         stages: which unit belongs to which stage.
 
     Attributes:
-        placeholders: the ids of the parameters that stand for those of other stages.
+        placeholders: the ids of the parameters that stand for parameters of other stages.
         shared: the stages that hold a parameter outside of units, by its name.
     """
 
@@ -112,7 +112,7 @@ class StagedModel:
         return call(*args, **kwargs)
 
     def _is_absent(self, unit: nn.Module) -> bool:
-        """Whether another rank has the unit; a unit within one of this rank is here, too."""
+        """Whether another rank has the unit; a unit within a unit of this rank is here, too."""
         return any(
             id(value) in self.placeholders
             for part in unit.modules()
@@ -163,15 +163,15 @@ class StagedModel:
     # -- dry runs
 
     def program(self, call: Callable[[], Any], batch: Any, *, trains: bool) -> Program:
-        """Return what the stages exchange in a run of user code.
+        """Return the values that stages exchange in a run of user code.
 
         Args:
-            call: the user code; it is called once if batches of these shapes are new.
+            call: the user code, which runs once if batches of these shapes are new.
             batch: the batch that it reads.
             trains: whether the run is of a training step.
 
         Raises:
-            ConfigurationError: the stages cannot exchange what user code reads; says why.
+            ConfigurationError: user code reads a value that no stage can send.
             UserCodeError: user code depends on values of one stage before the next has run.
         """
         return self._program(("step", _code(call), trains, _shapes(batch)), call, to_all=False)
@@ -309,10 +309,10 @@ class _Running:
         raise NotImplementedError
 
     def end(self, amount: int) -> None:
-        """Count what an own stage has done."""
+        """Count the calls and values of an own stage."""
 
     def call(self, name: str, unit: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
-        """Run a unit of an own stage, or return what stands for the results of another."""
+        """Run a unit of an own stage, or return stand-ins of the results of another."""
         run = self._run
         number = self._numbers.get(name, 0)
         self._numbers[name] = number + 1
@@ -349,7 +349,7 @@ class _Running:
     def _exchanged(
         self, noted: UnitCall, of_arguments: list[tuple[int, Value]], args: Any, kwargs: Any
     ) -> Any:
-        """Send arguments that an own stage has computed, or take those of others."""
+        """Send arguments that an own stage has computed, or receive them."""
         leaves, spec = tree_flatten((args, kwargs))
         taken: dict[Value, Tensor] = {}
         put: set[Value] = set()
@@ -374,7 +374,7 @@ class _Running:
         return tree_unflatten(leaves, spec)
 
     def _stand_in(self, noted: UnitCall, place: Any, args: Any, kwargs: Any) -> Any:
-        """Return what takes the place of the results of a unit of another stage."""
+        """Return values for the results of a unit of another stage."""
         received = {
             index: self.get(value)
             for index, value in self._run.outputs.get(place, ())
@@ -444,7 +444,7 @@ class _Evaluation(_Running):
             self._exchange(value, tensor)
 
     def top(self, name: str, part: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call of the model, or of a part of it, from user code."""
+        """Run a call of the model, or of one part, from user code."""
         if self._is_inside:
             return call(*args, **kwargs)
         staged = self._staged
@@ -485,7 +485,7 @@ def _check_shape(name: str, value: Value, tensor: Tensor) -> None:
 
 
 def _refuse_caches(name: str, data: Any) -> None:
-    """Refuse a cache of keys and values, of which each rank would have those of its own stages."""
+    """Refuse a cache of keys and values: each rank would have the part of its own stages."""
     for leaf in tree_leaves(data):
         if hasattr(leaf, "get_seq_length"):
             raise UserCodeError(
@@ -495,7 +495,7 @@ def _refuse_caches(name: str, data: Any) -> None:
 
 
 def _copy_of(data: Any) -> Any:
-    """Return arguments whose objects may be changed; the tensors are the same."""
+    """Return a copy of arguments and their objects, with the same tensors."""
     memo = {id(leaf): leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor)}
     try:
         return copy.deepcopy(data, memo)
@@ -509,7 +509,7 @@ def _replaced(data: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _code(call: Any) -> Any:
-    """Return what is the same for each call of a function, however it is bound."""
+    """Return a key of a function, equal for each way to bind it."""
     while isinstance(call, partial):
         call = call.func
     call = getattr(call, "__func__", call)
@@ -517,7 +517,7 @@ def _code(call: Any) -> Any:
 
 
 def _shapes(data: Any, depth: int = 0) -> Any:
-    """Return what is equal for batches of the same structure, shapes and plain data."""
+    """Return a key of a batch: its structure, shapes and plain data."""
     leaves, spec = tree_flatten(data)
     return str(spec), tuple(_shape(leaf, depth) for leaf in leaves)
 

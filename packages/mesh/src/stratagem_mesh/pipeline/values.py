@@ -20,7 +20,7 @@ class Value:
         key: the output or the argument of a unit's call.
         stage: the stage that computes it.
         readers: the later stages that read it.
-        shape, dtype: those of the tensor.
+        shape, dtype: the shape and the dtype of the tensor.
         differentiable: whether the readers send a gradient back.
 
     Example:
@@ -38,13 +38,13 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The result of one dry run of user code: what stages exchange for a batch of its shapes.
+    """The result of a dry run of user code: the values that stages exchange for its shapes.
 
     Attributes:
-        values: the values, in the order in which they are made.
+        values: the values, in the order of their computation.
         draws_after_cut: whether user code draws random numbers after the first call of a unit that
             is not in stage 0. Stages that end before do not draw them.
-        run: what StagedModel notes for its runs.
+        run: notes of StagedModel for its runs.
 
     Example:
         >>> value = Value(("output", "layers.1", 0, 0), 0, (1,), (2, 8), torch.float32, True)
@@ -58,7 +58,7 @@ class Program:
     run: Any = field(default=None, repr=False)
 
     def reads(self, stage: int) -> tuple[Value, ...]:
-        """Return the values that a stage receives, in the order in which they are made."""
+        """Return the values that a stage receives, in the order of their computation."""
         return self._reads.get(stage, ())
 
     def sends(self, stage: int) -> tuple[Value, ...]:
