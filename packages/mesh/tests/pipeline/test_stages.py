@@ -20,7 +20,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.strategies import apply_activation_checkpointing
+from stratagem.strategies import (
+    MicroBatch,
+    Recompute,
+    TrainStep,
+    apply_activation_checkpointing,
+)
 from stratagem_mesh.pipeline.cuts import find_stages
 from stratagem_mesh.pipeline.staged_model import StagedModel, StageEnd, StrayCall
 
@@ -260,8 +265,6 @@ def test_a_weight_that_user_code_reads_in_the_example_is_held_by_all_stages() ->
 
 @pytest.mark.parametrize("keep", [None, "matmul"])
 def test_activation_checkpointing_of_units(keep: Any) -> None:
-    from stratagem.strategies import Recompute
-
     def prepare(model: nn.Module, units: dict[str, nn.Module] | None) -> None:
         chosen = nn.TransformerEncoderLayer
         apply_activation_checkpointing(model, Recompute(chosen, keep=keep))
@@ -863,6 +866,35 @@ def test_calls_that_the_dry_run_did_not_make_are_refused() -> None:
         UserCodeError, match=r"'0' made a tensor of shape \(3, 4\) and torch.float32"
     ):
         staged.forward(program, 0, {}, lambda: model(torch.zeros(3, 4)))
+
+
+def test_losses_of_equal_shapes_have_programs_of_their_own() -> None:
+    """As lite.step(model, batches, loss) with one loss, then another."""
+    model = linears(3)
+    staged = StagedModel(model, find_stages(model, 2, ["2"]))
+    batch = torch.zeros(2, 4)
+
+    def skipping(batch: Tensor) -> Any:
+        return model[2](model[0](batch)).sum()
+
+    class Step(TrainStep):
+        def __init__(self, loss: Callable[[Tensor], Any]) -> None:
+            self._loss = loss
+
+        def loss(self, part: Any, *, converted: bool = False) -> Any:
+            return self._loss(part)
+
+    def step(loss: Callable[[Tensor], Any]) -> Any:
+        opened = MicroBatch(Step(loss), batch)
+        return staged.program(opened.loss, batch, trains=True)
+
+    first, second = step(partial(_square, model)), step(skipping)
+    assert [value.key[1] for value in first.values] == ["1"]
+    assert [value.key[1] for value in second.values] == ["0"]
+    assert step(partial(_square, model)) is first
+    assert step(skipping) is second
+    with pytest.raises(UserCodeError, match="ended before stage 0 had called '1', whose tensors"):
+        staged.forward(first, 0, {}, lambda: model[0](batch))
 
 
 def test_calls_outside_of_steps_and_evaluations_are_refused() -> None:

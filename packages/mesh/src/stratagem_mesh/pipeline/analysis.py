@@ -121,7 +121,7 @@ class _Analysis:
         return self._made()
 
     def _needs_of(self, stage: int, roots: list[tuple[Node, int]]) -> None:
-        """Find the values that a stage needs; arguments that it would compute anyway are not received."""
+        """Find the values that a stage needs, without arguments that it computes anyway."""
         banned: set[Node] = set()
         while True:
             arguments = self._candidates(stage, banned)

@@ -126,7 +126,8 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         units: the stage of each unit.
         skeletons: the units without values.
-        parameters: the names of the units' parameters, by the ids of the tensors that user code finds.
+        parameters: the names of the units' parameters, by the ids of the tensors that user code
+            finds.
 
     Attributes:
         calls: the calls of units.
@@ -432,7 +433,8 @@ def _is_checkpointed(unit: str) -> bool:
     """Whether user code calls a unit within torch's activation checkpointing.
 
     Raises:
-        ConfigurationError: the checkpointing is of the reentrant kind, under which the stages have no gradients.
+        ConfigurationError: the checkpointing is of the reentrant kind, under which the stages
+            have no gradients.
     """
     found = False
     for frame in _frames():

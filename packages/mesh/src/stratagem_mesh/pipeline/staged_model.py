@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
@@ -252,13 +253,22 @@ class StagedModel:
         before, self._runs = self._runs, (runs := _Forward(self, program, stage, received))
         fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
+        result, is_interrupted = None, False
         try:
-            return call(), runs.sent, False
+            result = call()
         except StageEnd:
-            return None, runs.sent, True
+            is_interrupted = True
         finally:
             self._runs = before
             torch.backends.mha.set_fastpath_enabled(fast_path)
+        missing = [value.key[1] for value in program.sends(stage) if value not in runs.sent]
+        if missing:
+            raise UserCodeError(
+                f"user code ended before stage {stage} had called {missing[0]!r}, whose tensors "
+                "other stages read: expected the same calls as in the run without values for "
+                "batches of these shapes"
+            )
+        return result, runs.sent, is_interrupted
 
     @contextmanager
     def evaluating(self, own: Collection[int], exchange: Exchange) -> Iterator[None]:
@@ -508,12 +518,39 @@ def _replaced(data: Any, change: Callable[[Any], Any]) -> Any:
     return tree_unflatten([change(leaf) for leaf in leaves], spec)
 
 
-def _code(call: Any) -> Any:
-    """Return a key of a function, equal for each way to bind it."""
-    while isinstance(call, partial):
-        call = call.func
-    call = getattr(call, "__func__", call)
-    return getattr(call, "__code__", type(call))
+def _code(call: Any, depth: int = 0) -> Any:
+    """Return a key of a function, equal for each way to bind it.
+
+    It has the code of functions that the function refers to, such as a loss of the user's.
+    """
+    if isinstance(call, partial):
+        return _code(call.func, depth), tuple(_code_in(one, depth) for one in call.args)
+    if isinstance(call, MethodType):
+        return _code(call.__func__, depth), _code_in(call.__self__, depth)
+    if isinstance(call, FunctionType):
+        cells = [cell.cell_contents for cell in call.__closure__ or () if _is_filled(cell)]
+        return call.__code__, tuple(_code_in(one, depth) for one in cells)
+    return type(call)
+
+
+def _code_in(value: Any, depth: int) -> Any:
+    if isinstance(value, (bool, int, str, type(None))):
+        return value
+    if depth < 3 and isinstance(value, (FunctionType, MethodType, partial)):
+        return _code(value, depth + 1)
+    # A micro-batch of a front end, and its step.
+    inside = vars(value) if depth < 3 and hasattr(value, "__dict__") else {}
+    return type(value), *(
+        _code_in(inside[key], depth + 1) for key in ("_step", "_loss") if key in inside
+    )
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
 
 
 def _shapes(data: Any, depth: int = 0) -> Any:
