@@ -281,9 +281,9 @@ class MeshStrategy(ModelParallelStrategy):
         if prod(sizes) != count:
             raise ConfigurationError(
                 f"MeshStrategy({self._given(shard)}) is for {' x '.join(map(str, sizes))} = "
-                f"{prod(sizes)} rank(s), received {count} ({len(self.components.devices)} device(s), "
-                f"{self.components.num_nodes} node(s)): expected sizes whose product is the number "
-                "of ranks"
+                f"{prod(sizes)} rank(s), received {count} "
+                f"({len(self.components.devices)} device(s), {self.components.num_nodes} node(s)): "
+                "expected sizes whose product is the number of ranks"
             )
         of_node = len(self.components.devices)
         if of_node % self.tensor:

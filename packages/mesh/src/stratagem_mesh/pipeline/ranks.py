@@ -36,10 +36,9 @@ class PipelineRanks:
         self.column = self._column(self._place)
         self.data_ranks = self._inner // tensor
         columns = [self._column(place) for place in range(self._inner)]
-        self.groups = _own_group(columns), _own_group(columns)
-        self.stage_group = _own_group(
-            range(first, first + self._inner) for first in range(0, self._world, self._inner)
-        )
+        self.groups = _present(_own_group(columns)), _present(_own_group(columns))
+        stages = [range(first, first + self._inner) for first in range(0, self._world, self._inner)]
+        self.stage_group = _present(_own_group(stages))
         self._shared: dict[frozenset[int], dist.ProcessGroup | None] = {}
 
     def _position(self, rank: int) -> int:
@@ -62,21 +61,23 @@ class PipelineRanks:
                 ]
                 for t in range(self._tensor)
             ]
-            self._shared[key] = _own_group(groups) if self.position in key else _others(groups)
+            self._shared[key] = _own_group(groups)
 
     def shared(self, positions: Collection[int]) -> dist.ProcessGroup:
         """Return the ranks at these positions at this rank's place on the tensor axis."""
-        group = self._shared[frozenset(positions)]
-        assert group is not None
-        return group
+        return _present(self._shared[frozenset(positions)])
 
 
-def _own_group(groups: Iterable[Iterable[int]]) -> dist.ProcessGroup:
-    """Make all groups, and return the one of this rank."""
-    made = [(list(ranks), dist.new_group(sorted(ranks))) for ranks in map(list, groups)]
-    return next(group for ranks, group in made if dist.get_rank() in ranks)
+def _own_group(groups: Iterable[Iterable[int]]) -> dist.ProcessGroup | None:
+    """Make all groups, and return the one of this rank; None if it is in none."""
+    own: dist.ProcessGroup | None = None
+    for ranks in map(sorted, groups):
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            own = group
+    return own
 
 
-def _others(groups: Iterable[list[int]]) -> None:
-    for ranks in groups:
-        dist.new_group(sorted(ranks))
+def _present(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    assert group is not None
+    return group

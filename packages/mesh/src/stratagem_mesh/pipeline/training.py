@@ -129,7 +129,7 @@ class Pipeline:
         self._strategy, self._prepared = strategy, prepared
         root = prepared.module
         run = type(root).forward.__get__(root)
-        root.forward = lambda *args, **kwargs: self._forward(run, *args, **kwargs)  # type: ignore[method-assign]
+        root.forward = lambda *args, **kwargs: self._forward(run, *args, **kwargs)
         here = {id(p): name for name, p in self.model.named_parameters()}
         whole_names = {local: first for first, local in self.local_names.items() if local}
         by_positions: dict[frozenset[int], list[nn.Parameter]] = {}
@@ -182,6 +182,7 @@ class Pipeline:
             readers = sorted({reader % ranks.count for reader in value.readers} - {owner})
             sends = [dist.isend(whole, ranks.column[reader], ranks.groups[0]) for reader in readers]
             for send in sends:
+                assert send is not None
                 send.wait()
             return tensor
         received = torch.empty(value.shape, dtype=value.dtype, device=ranks.device)
