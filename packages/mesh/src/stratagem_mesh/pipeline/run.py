@@ -140,6 +140,24 @@ class Transfers:
             self.awaited = None
         return pending.tensor
 
+    def share(self, value: Value, tensor: Tensor | None) -> Tensor:
+        """Send a value of an evaluation to the positions that read it; return it on each of them.
+
+        Args:
+            value: the value.
+            tensor: the value itself on its owner; None on the positions that read it.
+        """
+        positions = len(self.ranks)
+        owner = value.stage % positions
+        if tensor is None:
+            transfer = _Transfer(value, 0, None, owner, self.position, 0, 0)
+            return self.wait(self.receive(transfer)).to(self.device)
+        targets = sorted({reader % positions for reader in value.readers} - {owner})
+        sends = [self.send(tensor, _Transfer(value, 0, None, owner, t, 0, 0)) for t in targets]
+        for pending in sends:
+            self.wait(pending)
+        return tensor
+
     def _begin(self, begin: Any, tensor: Tensor, transfer: _Transfer, peer: int) -> Any:
         if not tensor.numel():
             return None

@@ -21,7 +21,7 @@ from stratagem_mesh.pipeline.ranks import PipelineRanks
 from stratagem_mesh.pipeline.run import Transfers, added, run_schedule
 from stratagem_mesh.pipeline.schedule import Action, actions
 from stratagem_mesh.pipeline.staged_model import StagedModel, StageEnd
-from stratagem_mesh.pipeline.values import Program, Stages, Value
+from stratagem_mesh.pipeline.values import Program, Stages
 from stratagem_torch.sharding import keep_whole
 from stratagem_torch.sharding.layout import average_gradients, find_replicated
 
@@ -170,24 +170,8 @@ class Pipeline:
                 "mode, and the stages of a pipeline train together: call lite.step(model, "
                 "micro_batches, loss) with the call in loss, or model.eval() under torch.no_grad()"
             )
-        with torch.no_grad(), self.staged.evaluating(self.own, self._exchange):
+        with torch.no_grad(), self.staged.evaluating(self.own, self._transfers.share):
             return run(method, *args, **kwargs)
-
-    def _exchange(self, value: Value, tensor: Tensor | None) -> Tensor:
-        """Send a value of an evaluation to the stages that read it, or receive it there."""
-        ranks = self._ranks
-        owner = value.stage % ranks.count
-        if tensor is not None:
-            whole = tensor.detach().contiguous()
-            readers = sorted({reader % ranks.count for reader in value.readers} - {owner})
-            sends = [dist.isend(whole, ranks.column[reader], ranks.groups[0]) for reader in readers]
-            for send in sends:
-                assert send is not None
-                send.wait()
-            return tensor
-        received = torch.empty(value.shape, dtype=value.dtype, device=ranks.device)
-        dist.recv(received, ranks.column[owner], ranks.groups[0])
-        return received
 
     # -- a training step
 
