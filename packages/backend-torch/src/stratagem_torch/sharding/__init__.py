@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     )
     from stratagem_torch.sharding.deferred import DeferredBuild as DeferredBuild
     from stratagem_torch.sharding.layout import (
+        average_gradients as average_gradients,
         distribute_like as distribute_like,
         distribute_state as distribute_state,
+        find_replicated as find_replicated,
         is_replicated as is_replicated,
         keep_whole as keep_whole,
         shards_of as shards_of,

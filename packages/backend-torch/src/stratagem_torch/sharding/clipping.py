@@ -45,9 +45,9 @@ def clip_by_norm(
         largest: the largest norm.
         norm_type: the order of the norm.
         error_if_nonfinite: raise an error for a norm that is not finite.
-        stages: ranks with other parameters each, whose gradients count too, and the device of this
-            rank; called on all of them.
-        copies: parameters whose gradient another of these ranks counts.
+        stages: ranks with other parameters each, and the device of this rank. The norm is over
+            all of these, and each of them calls the function.
+        copies: the parameters with a gradient that another of these ranks counts.
 
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is True.

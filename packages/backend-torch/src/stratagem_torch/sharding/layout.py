@@ -128,7 +128,8 @@ class Rebinding:
 
         Args:
             module: the model, sharded.
-            local_names: the parameters with another name on this rank; None: it has none.
+            local_names: the names on this rank of the parameters with another name there; None: the
+                parameter is not on this rank.
         """
         now = dict(module.named_parameters())
         for optimizer, groups in self._optimizers:
@@ -257,7 +258,15 @@ def is_replicated(parameter: nn.Parameter) -> bool:
 
 
 def find_replicated(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that stay whole, such as a learned temperature."""
+    """Return the parameters that stay whole, such as a learned temperature.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> keep_whole(layer.bias)
+        >>> find_replicated(layer) == [layer.bias]
+        True
+    """
     return [p for p in module.parameters() if is_replicated(p)]
 
 
@@ -278,14 +287,24 @@ def average_gradients(
 ) -> None:
     """Replace the gradients by their mean over ranks, in one collective.
 
-    A rank that did not use a parameter counts as a zero; one that nobody used stays without a
-    gradient. What is an average already stays what it is, so that gradients may be accumulated
-    with and without this.
+    A rank that did not use a parameter counts as a zero; a parameter that no rank used stays
+    without a gradient. An average stays the same, so that gradients may be accumulated with and
+    without this.
 
     Args:
         parameters: the same ones on each rank; a DTensor counts by its local tensor.
         group: the ranks; None: all.
-        count: the number by which the sum is divided; None: that of the ranks.
+        count: the number by which the sum is divided; None: the number of ranks.
+
+    Example:
+        >>> import torch
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> weight.grad = torch.tensor([2.0, 4.0])
+        >>> average_gradients([weight], count=2)
+        >>> weight.grad
+        tensor([1., 2.])
+        >>> dist.destroy_process_group()
     """
     wanted = [p for p in parameters if p.requires_grad]
     if not wanted:

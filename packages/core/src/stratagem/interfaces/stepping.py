@@ -197,8 +197,8 @@ class TrainStep:
     For each micro-batch, in this order:
         1. `begin(micro_batch)`, once: converts the micro-batch, and calls the hooks at its start.
         2. `loss(batch, converted=True)` with the batch that `begin` returned. A strategy may call
-           it several times, with parts of the batch. A rank without a loss (a stage of a pipeline)
-           does not call it.
+           it several times, with parts of the batch. Where the loss does not count (on the first
+           stages of a pipeline), it calls `loss` in the context `without_logging`.
         3. `before_backward(loss)` and `after_backward()`, around each backward.
         4. `end(micro_batch)`, once.
 

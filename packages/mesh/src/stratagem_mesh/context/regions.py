@@ -87,7 +87,7 @@ class ContextRegions:
         """End the regions that a stage of a pipeline has left before their end.
 
         Returns:
-            The forward pass of the region, whose layers a backward pass may recompute.
+            The forward pass of the region. A backward pass may recompute its layers.
         """
         call = running()
         for region in self._regions:

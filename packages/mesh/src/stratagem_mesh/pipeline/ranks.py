@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 class PipelineRanks:
-    """The process groups of a mesh whose first axis is a pipeline; made on every rank.
+    """The process groups of a mesh with a pipeline as its first axis; made on every rank.
 
     Rank 0 has the last position of the pipeline.
 

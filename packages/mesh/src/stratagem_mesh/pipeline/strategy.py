@@ -1,4 +1,4 @@
-"""PipelineMesh: a mesh whose first axis has the stages of a model."""
+"""PipelineMesh: a mesh with the stages of a model along its first axis."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from stratagem_mesh.pipeline.schedule import check_schedule
 from stratagem_mesh.pipeline.training import Pipeline
 from stratagem_mesh.plugin import MESH
 from stratagem_mesh.strategy import AXES, MeshStrategy
-from stratagem_torch.distributed.state_by_owner import owned_optimizer_state
-from stratagem_torch.sharding import clipping
+from stratagem_torch.parallel import owned_optimizer_state
+from stratagem_torch.sharding import clip_by_norm
 
 PIPELINE = replace(MESH, parameters="divided", follows_evaluation=False)
 """The capabilities of a mesh with a pipeline."""
@@ -144,7 +144,7 @@ class PipelineMesh(MeshStrategy):
         return True
 
     def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Refuse a backward of user code: each stage has one of its own.
+        """Refuse a backward of user code: each stage runs its own.
 
         Raises:
             UserCodeError: always.
@@ -161,7 +161,7 @@ class PipelineMesh(MeshStrategy):
         """See Strategy; the norm is that over all stages, and counts a tied weight once."""
         assert self._pipeline_ranks is not None
         copies = [p for each in self._pipelines.values() for p in each.copies]
-        return clipping.clip_by_norm(
+        return clip_by_norm(
             parameters,
             max_norm,
             stages=(self._pipeline_ranks.groups[0], self.device),

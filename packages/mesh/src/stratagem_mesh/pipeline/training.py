@@ -22,8 +22,7 @@ from stratagem_mesh.pipeline.run import Transfers, added, run_schedule
 from stratagem_mesh.pipeline.schedule import Action, actions
 from stratagem_mesh.pipeline.staged_model import StagedModel, StageEnd
 from stratagem_mesh.pipeline.values import Program, Stages
-from stratagem_torch.sharding import keep_whole
-from stratagem_torch.sharding.layout import average_gradients, find_replicated
+from stratagem_torch.sharding import average_gradients, find_replicated, keep_whole
 
 if TYPE_CHECKING:
     from stratagem_mesh.pipeline.strategy import PipelineMesh
@@ -44,7 +43,7 @@ class Pipeline:
         own: the indices of the stages of this rank.
         local_names: the first name of each parameter in the whole model that has another name on
             this rank; None if the rank does not have it.
-        copies: parameters whose gradients another stage counts in a norm.
+        copies: the parameters with gradients that another stage counts in a norm.
     """
 
     def __init__(
