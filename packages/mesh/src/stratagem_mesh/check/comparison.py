@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader
 from stratagem import Lite, Module, seed_everything
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.launch import rank_zero_info
-from stratagem.strategies import TrainStep
+from stratagem.strategies import TrainStep, user_module
 from stratagem_mesh.check.losses import brings_example, default_loss
 from stratagem_mesh.check.reduction import (
     Draws,
@@ -40,6 +39,7 @@ from stratagem_mesh.check.values import (
     save_pieces,
 )
 from stratagem_mesh.strategy import MeshStrategy
+from stratagem_torch.distributed.state_by_owner import is_owner
 
 QUANTITIES = (
     OUTPUTS,
@@ -55,6 +55,21 @@ MICRO_BATCHES = 3
 """The batches of each rank, if stages of a pipeline work on several of them at a time."""
 
 Keep = Callable[[str, Mapping[str, Tensor]], None]
+
+
+class _Made(NamedTuple):
+    """A model that is set up.
+
+    Attributes:
+        model, optimizer: of Lite.
+        kept: the indices of layers that stay, by the name of their list.
+        names: the names of the whole model's parameters and buffers.
+    """
+
+    model: Any
+    optimizer: Any
+    kept: dict[str, list[int]]
+    names: list[str]
 
 
 @dataclass(frozen=True)
@@ -118,16 +133,37 @@ def _on_mesh(lite: Lite, subject: Subject, folder: Path) -> None:
     rank = lite.global_rank
     with in_one_line(note_of(folder, rank)):
         draws = DrawsOfRanks(folder, rank, lite.world_size, lite.barrier)
-        model, optimizer, _ = _model(lite, subject, draws)
-        count = lite.ranks.data_split[1]
-        if getattr(lite.strategy, "pipeline", 1) > 1:
-            count *= MICRO_BATCHES
-        keep = partial(save_pieces, folder, rank)
-        found = _step(lite, subject, model, optimizer, count, keep)
-        lite.save(folder / "saved.ckpt", {"model": model, "optimizer": optimizer})
+        made = _model(lite, subject, draws)
+        readers = lite.ranks.data_split[1]
+        strategy: Any = lite.strategy
+        count = readers * (MICRO_BATCHES if strategy.pipeline > 1 else 1)
+        whole, lacks = _names_on_rank(strategy, made)
+
+        def keep(what: str, tensors: Mapping[str, Tensor]) -> None:
+            named = {whole.get(name, name): tensor for name, tensor in tensors.items()}
+            save_pieces(folder, rank, what, named, lacks)
+
+        parts = strategy.roots(user_module(made.model.module)) if strategy.pipeline > 1 else None
+        outputs = Outputs(made.model, parts if is_owner(lite.ranks) else ())
+        found = _step(lite, subject, made, count, outputs, keep)
+        lite.save(folder / "saved.ckpt", {"model": made.model, "optimizer": made.optimizer})
+        torch.save(dict(outputs), folder / f"{OUTPUTS}{rank}.pt")
         if lite.is_global_zero:
-            torch.save({**found, "batches": count}, folder / "step.pt")
+            torch.save({**found, "batches": count, "readers": readers}, folder / "step.pt")
         lite.barrier()
+
+
+def _names_on_rank(strategy: MeshStrategy, made: _Made) -> tuple[dict[str, str], list[str]]:
+    """Return the whole model's names of parameters, and those that only other stages have."""
+    local_names = strategy.local_names(user_module(made.model.module))
+    whole = {here: name for name, here in local_names.items() if here}
+    present = {whole.get(name, name) for name in _names(made.model)}
+    lacks = [name for name in made.names if name not in present]
+    return whole, lacks if strategy.pipeline > 1 else []
+
+
+def _names(model: nn.Module) -> list[str]:
+    return [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
 
 
 def _alone(lite: Lite, subject: Subject, folder: Path, ranks: int) -> list[Row]:
@@ -136,39 +172,47 @@ def _alone(lite: Lite, subject: Subject, folder: Path, ranks: int) -> list[Row]:
     rows: dict[str, Row] = {}
 
     def keep(what: str, tensors: Mapping[str, Tensor]) -> None:
-        rows[what] = compare_saved(what, folder, what, ranks, tensors)
+        if what != "buffers" or (tensors and on_mesh["readers"] == 1):
+            rows[what] = compare_saved(what, folder, what, ranks, tensors)
 
     with in_one_line():
-        model, optimizer, kept = _model(lite, subject, Draws())
-        for name, own in kept.items():
+        made = _model(lite, subject, Draws())
+        for name, own in made.kept.items():
             rank_zero_info("%s keeps layers %s", name, ", ".join(map(str, own)))
-        expected = _step(lite, subject, model, optimizer, on_mesh["batches"], keep)
+        outputs = Outputs(made.model)
+        expected = _step(lite, subject, made, on_mesh["batches"], outputs, keep)
+    rows[OUTPUTS] = compare_outputs(_outputs_of(folder, ranks), outputs)
     for what, of_one in expected.items():
-        if what == OUTPUTS:
-            rows[what] = compare_outputs(on_mesh[what], of_one)
-        else:
-            rows[what] = Row(what, difference(on_mesh[what], of_one))
+        rows[what] = Row(what, difference(on_mesh[what], of_one))
     return [rows[what] for what in QUANTITIES if what in rows]
 
 
 def _read_back(lite: Lite, subject: Subject, folder: Path, ranks: int) -> list[Row]:
     """Read the checkpoint in one process; return the row of the weights."""
     with in_one_line():
-        model, optimizer, _ = _model(lite, subject, zeros)
-        lite.load(folder / "saved.ckpt", {"model": model, "optimizer": optimizer})
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        made = _model(lite, subject, zeros)
+        lite.load(folder / "saved.ckpt", {"model": made.model, "optimizer": made.optimizer})
+    weights = {name: parameter.detach() for name, parameter in made.model.named_parameters()}
     what = "weights read back"
     return [compare_saved(what, folder, "weights", ranks, weights)]
 
 
+def _outputs_of(folder: Path, ranks: int) -> dict[str, list[Tensor]]:
+    """Return the outputs that ranks have written, each those of its stages."""
+    found: dict[str, list[Tensor]] = {}
+    for rank in range(ranks):
+        found |= torch.load(folder / f"{OUTPUTS}{rank}.pt", weights_only=True, mmap=True)
+    return found
+
+
 def _step(
-    lite: Lite, subject: Subject, model: Any, optimizer: Any, count: int, keep: Keep
+    lite: Lite, subject: Subject, made: _Made, count: int, outputs: Outputs, keep: Keep
 ) -> dict[str, Any]:
     """Take a step over this rank's batches; return values, and hand over those by name."""
+    model = made.model
     numbers: Any = range(count)
     loader: Any = DataLoader(numbers, collate_fn=lambda own: _batch(subject.batch, *own))
     own = list(lite.setup_dataloaders(loader))
-    outputs = Outputs(model if lite.is_global_zero else nn.Module())
     step = _ComparedStep(lite, subject, model, outputs, keep)
     lite.strategy.train_step(model.prepared, step, own)
     model.eval()
@@ -176,10 +220,8 @@ def _step(
         evaluated = torch.stack([subject.loss(model, batch) for batch in own]).mean()
     keep("weights", dict(model.named_parameters()))
     buffers = {n: b.double() for n, b in model.named_buffers() if not b.is_complex()}
-    if buffers and count == 1:
-        keep("buffers", buffers)
+    keep("buffers", buffers)
     return {
-        OUTPUTS: dict(outputs),
         "loss": lite.all_reduce(torch.stack(step.losses).mean()),
         "gradient norm": step.norm,
         "loss of an evaluation": lite.all_reduce(evaluated),
@@ -220,10 +262,8 @@ class _ComparedStep(TrainStep):
         self.norm = self._lite.clip_gradients(self._model, optimizer, max_norm=0.5)
 
 
-def _model(
-    lite: Lite, subject: Subject, values: Callable[[str, nn.Parameter], Tensor]
-) -> tuple[Any, Any, dict[str, list[int]]]:
-    """Return the model and its optimizer, set up, and the indices of layers that stay."""
+def _model(lite: Lite, subject: Subject, values: Callable[[str, nn.Parameter], Tensor]) -> _Made:
+    """Return the model and its optimizer, set up."""
     seed_everything(0)
     kept: dict[str, list[int]] = {}
     if subject.layers is None:
@@ -249,8 +289,9 @@ def _model(
         for name in ("log", "log_dict"):  # they work under a Trainer alone
             vars(model)[name] = _log_nothing
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    names = _names(model)
     set_up = lite.setup(model.train(), torch.optim.SGD(trained, lr=0.1, momentum=0.9))
-    return *set_up, kept
+    return _Made(*set_up, kept, names)
 
 
 def _built_without_values(subject: Subject) -> nn.Module:

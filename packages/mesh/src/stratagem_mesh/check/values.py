@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,15 @@ class Outputs(dict[str, list[Tensor]]):
 
     Args:
         model: is watched until `close`.
+        parts: the parts of the model that are watched; default: the model.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, parts: Iterable[nn.Module] | None = None) -> None:
         super().__init__()
         others = inner_modules(model)
-        named = [(n, part) for n, part in model.named_modules() if n and part not in others]
+        inside = {one for part in parts or () for one in part.modules()}
+        chosen = model.named_modules() if parts is None else _named(model, inside)
+        named = [(n, part) for n, part in chosen if n and part not in others]
         self._hooks = [part.register_forward_hook(self._keep(name)) for name, part in named]
 
     def _keep(self, name: str) -> Callable[..., None]:
@@ -90,6 +93,10 @@ class Outputs(dict[str, list[Tensor]]):
             hook.remove()
 
 
+def _named(model: nn.Module, parts: Collection[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    yield from ((name, part) for name, part in model.named_modules() if part in parts)
+
+
 def pieces_of(tensor: Tensor) -> Pieces:
     """Return the parts of a tensor that this rank holds; only sums of ranks communicate."""
     tensor = tensor.detach()
@@ -101,25 +108,31 @@ def pieces_of(tensor: Tensor) -> Pieces:
     return [((0,) * own.ndim, own)]
 
 
-def save_pieces(folder: Path, rank: int, what: str, tensors: Mapping[str, Tensor]) -> None:
-    """Write a rank's parts of tensors to a file."""
+def save_pieces(
+    folder: Path, rank: int, what: str, tensors: Mapping[str, Tensor], lacks: Collection[str] = ()
+) -> None:
+    """Write a rank's parts of tensors to a file, and the names that only other ranks have."""
     held = {name: (tensor.shape, pieces_of(tensor)) for name, tensor in tensors.items()}
-    torch.save(held, folder / f"{what}{rank}.pt")
+    torch.save((held, list(lacks)), folder / f"{what}{rank}.pt")
 
 
 def compare_saved(
     what: str, folder: Path, name: str, ranks: int, expected: Mapping[str, Tensor]
 ) -> Row:
-    """Compare tensors with the parts that ranks have written."""
+    """Compare tensors with the parts that ranks have written; a rank has each that it may have."""
     largest = {key: largest_of(tensor) for key, tensor in expected.items()}
     differences = dict.fromkeys(expected, 0.0)
+    everywhere_absent = set(expected)
     for rank in range(ranks):  # one at a time, to hold few of the mapped parts
-        held = torch.load(folder / f"{name}{rank}.pt", weights_only=True, mmap=True)
-        for key, tensor in expected.items():
+        held, lacks = torch.load(folder / f"{name}{rank}.pt", weights_only=True, mmap=True)
+        everywhere_absent.intersection_update(lacks)
+        for key in expected.keys() - set(lacks):
+            tensor = expected[key]
             shape, pieces = held.pop(key, (None, []))
             is_alike = shape == tensor.shape
             found = of_pieces(pieces, tensor, largest[key]) if is_alike else math.inf
             differences[key] = max(differences[key], found)
+    differences.update(dict.fromkeys(everywhere_absent, math.inf))
     return row_of(what, differences, last=True)
 
 
