@@ -83,10 +83,10 @@ class MessagePassing(nn.Module):
 class Graphs(nn.Module):
     """Messages over edges; nodes are summed by graph in the model itself, in place."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 4) -> None:
         super().__init__()
         self.embed = nn.Linear(3, 6)
-        self.layers = nn.ModuleList(MessagePassing() for _ in range(4))
+        self.layers = nn.ModuleList(MessagePassing() for _ in range(layers))
         self.head = nn.Linear(6, 1)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
