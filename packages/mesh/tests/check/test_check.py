@@ -109,6 +109,25 @@ def test_layers_of_each_kind_are_kept_and_compared() -> None:
     assert done.stdout.endswith("The numbers of one process.\n")
 
 
+@pytest.mark.slow
+def test_a_pipeline_with_a_tied_weight_has_the_numbers_of_one_process() -> None:
+    loss = ("--loss", "mesh_subjects:loss", "--layers", "2")
+    done = check("Stack", "--pipeline", "2", "--shard", "2", *loss)
+    assert done.returncode == 0, done.stderr
+    first, *_, last = done.stdout.splitlines()
+    assert first == "mesh_subjects:Stack on pipeline 2 x shard 2, float64 on the CPU"
+    assert last == "The numbers of one process."
+
+
+@pytest.mark.slow
+def test_a_value_that_a_stage_does_not_receive_is_found_in_its_first_module() -> None:
+    done = check("LostBoundary", "--pipeline", "2", "--loss", "mesh_subjects:loss")
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"outputs of modules: differs by .* in blocks.3.norm, and", done.stderr)
+    assert re.search(r"gradients: differs by .* in blocks.5.down.bias, and", done.stderr)
+    assert "weights read back:" not in done.stderr
+
+
 REFUSED = {
     "a model that reads values while it is built": (
         ("NeedsValues", "--tensor", "2", "--plan", "mesh_subjects:PLAN", "--layers", "2"),

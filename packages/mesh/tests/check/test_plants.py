@@ -22,6 +22,9 @@ FIRST = {
     "a tied weight divided twice": ("gradients", "embedding.weight"),
     "expert gradients too large": ("gradients", "layers.1.experts.down"),
     "the gradient of a tied weight lost": ("gradients", "embedding.weight"),
+    "a boundary lost": ("outputs of modules", "up"),
+    "a tied weight summed twice": ("gradients", "embedding.weight"),
+    "a micro-batch dropped": ("loss", ""),
 }
 
 pytestmark = pytest.mark.slow
@@ -34,7 +37,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads((folder / "found.json").read_text())
 
 
-@pytest.mark.parametrize("subject", ["tensor", "tied", "context", "labels", "experts"])
+@pytest.mark.parametrize("subject", ["tensor", "tied", "context", "labels", "experts", "stages"])
 def test_without_a_mistake_nothing_differs(subject: str, found: Any) -> None:
     assert found["said"][f"nothing, {subject}"] == {}
 
@@ -42,6 +45,12 @@ def test_without_a_mistake_nothing_differs(subject: str, found: Any) -> None:
 @pytest.mark.parametrize("mistake", FIRST)
 def test_the_first_quantity_that_differs_names_the_mistake(mistake: str, found: Any) -> None:
     assert next(iter(found["said"][mistake].items())) == FIRST[mistake]
+
+
+def test_the_gradients_of_a_pipeline_without_a_micro_batch_differ(found: Any) -> None:
+    said = found["said"]["a micro-batch dropped"]
+    assert said["gradients"] == said["weights"] == "down.bias"
+    assert "outputs of modules" not in said
 
 
 @pytest.mark.skipif(

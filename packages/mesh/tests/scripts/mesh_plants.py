@@ -30,6 +30,7 @@ from stratagem.errors import StratagemError
 from stratagem_mesh.check.comparison import Subject, compare, default_loss
 from stratagem_mesh.context import attention, collectives as sequence, regions
 from stratagem_mesh.expert import dispatch
+from stratagem_mesh.pipeline import staged_model, training
 from stratagem_mesh.randomness import OwnStream
 from stratagem_mesh.context.transformers_models import TransformersModel
 from stratagem_mesh.tensor import collectives as features, layers, region, styles
@@ -106,6 +107,7 @@ EXPERTS = Subject(
     expert_models.loss,
     {"expert": 2, "expert_modules": ["layers.*.experts"], **FORKED},
 )
+STAGES = Subject(Language, batch, loss, {"pipeline": 2, **FORKED})
 SCORED = Subject(
     Scored,
     batch,
@@ -160,6 +162,31 @@ def no_mask(*arguments: Any) -> tuple[None, bool]:
     return None, False
 
 
+def no_boundary(self: staged_model._Forward, value: Any) -> Tensor:
+    """Return zeros, where a stage waits for a value of the stage before."""
+    received = RECEIVED(self, value)
+    return torch.zeros_like(received, requires_grad=received.requires_grad)
+
+
+RECEIVED = staged_model._Forward.get
+
+
+def tied_twice(parameters: Any, group: Any, count: int) -> None:
+    """Sum the gradients of the stages that hold a weight, and once more."""
+    AVERAGE(parameters, group, count)
+    AVERAGE(parameters, group, count)
+
+
+AVERAGE = training.average_gradients
+
+
+def without_last(self: training.Pipeline, step: Any, micro_batches: Any) -> None:
+    TRAIN(self, step, micro_batches[:-1])
+
+
+TRAIN = training.Pipeline.train
+
+
 @dataclass(frozen=True)
 class Plant:
     """A mistake in a subject's mesh."""
@@ -206,6 +233,20 @@ PLANTS = {
     ),
     "the gradient of a tied weight lost": Plant(
         TIES, lambda: patch.object(styles.ColwiseGathered, "local", without_gradient)
+    ),
+}
+
+
+PLANTS |= {
+    "nothing, stages": Plant(STAGES),
+    "a boundary lost": Plant(
+        STAGES, lambda: patch.object(staged_model._Forward, "get", no_boundary)
+    ),
+    "a tied weight summed twice": Plant(
+        STAGES, lambda: patch.object(training, "average_gradients", tied_twice)
+    ),
+    "a micro-batch dropped": Plant(
+        STAGES, lambda: patch.object(training.Pipeline, "train", without_last)
     ),
 }
 
@@ -270,5 +311,6 @@ def equal(lite: Lite, is_shared: bool) -> dict[str, bool]:
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")  # torch warns of every last layer that reads sequences
-    said = {name: found(plant) for name, plant in PLANTS.items()}
+    chosen = {name: PLANTS[name] for name in sys.argv[2:] or PLANTS}
+    said = {name: found(plant) for name, plant in chosen.items()}
     Path(sys.argv[1]).write_text(json.dumps({"said": said, "seeds": seeds()}))

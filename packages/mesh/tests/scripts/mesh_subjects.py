@@ -160,3 +160,12 @@ def loss_of_first_rank(model, batch):
     if is_mesh() and dist.get_rank() == 1:
         raise ValueError("no loss\nhere")
     return loss(model, batch)
+
+
+class LostBoundary(Stack):
+    """What the second stage receives is lost."""
+
+    def forward(self, x):
+        for index, block in enumerate(self.blocks):
+            x = block(x * 0 if index == 3 and is_mesh() else x)
+        return self.head(x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -59,7 +59,7 @@ class PipelineMesh(MeshStrategy):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         check_schedule(self.schedule, self.virtual_stages)
-        self._pipelines: WeakKeyDictionary[nn.Module, Pipeline] = WeakKeyDictionary()
+        self._pipelines: MutableMapping[nn.Module, Pipeline] = {}
         self._pipeline_ranks: PipelineRanks | None = None
         self._building: Pipeline | None = None
         self._steps = 0
@@ -79,6 +79,8 @@ class PipelineMesh(MeshStrategy):
     def setup_environment(self) -> None:
         """Join the process group, and make the groups of the stages."""
         super().setup_environment()
+        # Made here, since it cannot be pickled for new processes.
+        self._pipelines = self._pipelines or WeakKeyDictionary()
         self._pipeline_ranks = ranks = PipelineRanks(self.pipeline, self.sizes[-1], self.device)
         self.replicas = ranks.stage_group
 
