@@ -115,11 +115,11 @@ def global_norm(
     joined = torch.stack(parts)
     total = joined.max() if is_largest else joined.sum()
     if stages is not None:
-        # Stages may have other dtypes, or no gradient.
+        # Stages may have other dtypes, or no gradient, and share weights that have to stay equal.
         group, there = stages
         wide = total.to(there, torch.float64)
         dist.all_reduce(wide, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group)
-        total = wide.to(total.device, total.dtype)
+        total = wide.to(total.device)
     return total if is_largest else total ** (1.0 / norm_type)
 
 
