@@ -381,7 +381,7 @@ class MeshStrategy(ModelParallelStrategy):
         """Divide layers over the tensor axis, and sequences over the context axis."""
         if self.tensor > 1:
             mesh = self.device_mesh["tensor_parallel"]
-            options = SequenceOptions(self.check_context, self.context_modules)
+            options = SequenceOptions(self.check_context, self.context_modules, self._units)
             self.tensor_layers = divide_layers(
                 model,
                 mesh,
@@ -394,6 +394,11 @@ class MeshStrategy(ModelParallelStrategy):
             self._regions.divide(model, self.context_modules)
         if self._experts is not None:
             self._experts.divide(model, self.expert_modules)
+
+    @property
+    def _units(self) -> Mapping[str, int] | None:
+        """The stages of a pipeline, by the names of the modules that they have."""
+        return None
 
     # -- experts
 

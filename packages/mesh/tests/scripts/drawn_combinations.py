@@ -36,6 +36,8 @@ SLOW = 100
 """From this seed on, draws may be compiled."""
 STAGES = 200
 """From this seed on, the mesh has a pipeline."""
+EXPERTS = 400
+"""From this seed on, blocks may have experts, and ranks divide them."""
 SIZES = [(1, *size) for size in product((1, 2, 4), repeat=4) if prod(size) in (2, 4)]
 OF_STAGES = [
     (stages, *size)
@@ -50,7 +52,7 @@ CLIPPING: dict[str, dict[str, Any]] = {
 FEED = {"body.*.up": "colwise", "body.*.down": "rowwise"}
 HEADS = {**dict.fromkeys(("body.*.q", "body.*.k", "body.*.v"), "colwise"), "body.*.out": "rowwise"}
 TORCH = {"self_attn": "multihead", "linear1": "colwise", "linear2": "rowwise"}
-PLANS = {"causal": {**HEADS, **FEED}, "feed": FEED, "encoder": TORCH}
+PLANS = {"causal": {**HEADS, **FEED}, "experts": {**HEADS, **FEED}, "feed": FEED, "encoder": TORCH}
 TOLERANCES = {"32-true": 1e-4, "64-true": 1e-9, "bf16-mixed": 0.01}
 """Differences of weights, relative to the largest change of a weight in training.
 
@@ -83,6 +85,8 @@ OPTIONS: dict[str, list[Any]] = {
     "pipeline": OF_STAGES,
     "schedule": ["1f1b", "gpipe", "interleaved"],
     "cuts": [False, True],
+    "depth": [4, 6],
+    "experts": [False, True],
 }
 
 
@@ -119,7 +123,40 @@ class Block(Feed):
         return super().forward(x + self.out(attended.transpose(1, 2).flatten(2)))
 
 
-BLOCKS = {"causal": Block, "feed": Feed, "encoder": nn.TransformerEncoderLayer}
+class Experts(nn.Module):
+    """Experts that compute the tokens that chose them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.up = nn.Parameter(torch.randn(4, width, 12) / 3)
+        self.down = nn.Parameter(torch.randn(4, 12, width) / 3)
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        for expert in range(self.num_experts):
+            token, place = (experts == expert).nonzero(as_tuple=True)
+            own = (x[token] @ self.up[expert]).relu() @ self.down[expert]
+            result = result.index_add(0, token, (own * weights[token, place, None]).to(x.dtype))
+        return result
+
+
+class Mixture(Block):
+    """Causal attention, and two experts of each token."""
+
+    def __init__(self, width: int, adapters: str) -> None:
+        super().__init__(width, adapters)
+        self.second, self.router = nn.LayerNorm(width), nn.Linear(width, 4)
+        self.experts = Experts(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        tokens = self.second(x).flatten(0, 1)
+        weights, chosen = self.router(tokens).softmax(-1).topk(2, -1)
+        return x + self.experts(tokens, chosen, weights).view_as(x)
+
+
+BLOCKS = {"experts": Mixture, "causal": Block, "feed": Feed, "encoder": nn.TransformerEncoderLayer}
 
 
 def body_of(drawn: dict[str, Any]) -> Any:
@@ -129,7 +166,7 @@ def body_of(drawn: dict[str, Any]) -> Any:
             width, drawn["heads"], 32, 0.0, batch_first=True, norm_first=True
         )
         return nn.TransformerEncoder(layer, drawn["depth"], enable_nested_tensor=False)
-    kind = Block if drawn["model"] == "causal" else Feed
+    kind: Any = BLOCKS[drawn["model"]]
     return nn.Sequential(*(kind(width, drawn["adapters"]) for _ in range(drawn["depth"])))
 
 
@@ -140,7 +177,7 @@ class Net(Module):
         super().__init__()
         width = 4 * drawn["heads"]
         self.words, self.positions = nn.Embedding(WORDS, width), nn.Embedding(LONGEST, width)
-        self.is_causal = drawn["model"] == "causal"
+        self.is_causal = drawn["model"] in ("causal", "experts")
         self.body = body_of(drawn)
         self.head = nn.Linear(width, WORDS, bias=not drawn["tied"])
         if drawn["tied"]:
@@ -218,7 +255,11 @@ def draw(seed: int) -> dict[str, Any]:
     stages = drawn.pop("pipeline")
     if seed >= STAGES:
         drawn["sizes"] = stages
-    drawn["depth"] = 4 if seed >= STAGES else 2
+    else:
+        drawn["depth"] = 2
+    if drawn["experts"] and seed >= EXPERTS:
+        drawn["model"] = "experts"
+    drawn["experts"] = drawn["model"] == "experts" and prod(drawn["sizes"][2:4]) % 2 == 0
     return drawn
 
 
@@ -233,6 +274,11 @@ def has_tensor(drawn: dict[str, Any]) -> bool:
 
 def has_stages(drawn: dict[str, Any]) -> bool:
     return drawn["sizes"][0] > 1  # type: ignore[no-any-return]
+
+
+def has_few_units(drawn: dict[str, Any]) -> bool:
+    is_long = drawn["schedule"] == "interleaved" and drawn["sizes"][0] == 4
+    return is_long and not has_cuts(drawn) and drawn["depth"] == 4  # type: ignore[no-any-return]
 
 
 def has_odd_heads(drawn: dict[str, Any]) -> bool:
@@ -252,6 +298,8 @@ REFUSED: dict[str, Callable[[dict[str, Any]], bool]] = {
         has_odd_heads(drawn) and drawn["sequence"] and not drawn["plan"]
     ),
     "automatic_optimization=False": lambda drawn: has_stages(drawn) and drawn["manual"],
+    "module(s) with parameters to divide": has_few_units,
+    "ranks of the tensor axis would": lambda drawn: drawn["experts"] and drawn["sequence"],
     "adapter of the kind": lambda drawn: has_tensor(drawn) and drawn["adapters"] == "another",
 }
 """Words of an error, and whether a draw has to be refused with them."""
@@ -275,6 +323,8 @@ def strategy(drawn: dict[str, Any]) -> Any:
     }
     if has_stages(drawn):
         options |= pipeline_options(drawn)
+    if drawn["experts"]:
+        options |= {"expert": 2, "expert_modules": ["experts"]}
     block = BLOCKS[drawn["model"]]
     if drawn["recomputed"]:
         options |= {"activation_checkpointing": {block}, "auto_wrap_policy": {block}}
@@ -291,10 +341,15 @@ def pipeline_options(drawn: dict[str, Any]) -> dict[str, Any]:
     if drawn["schedule"] == "interleaved":
         stages *= 2
         options["virtual_stages"] = 2
-    if drawn["cuts"] and stages <= 5:
+    if has_cuts(drawn):
         blocks = "body.layers" if drawn["model"] == "encoder" else "body"
         options["pipeline_cuts"] = [*(f"{blocks}.{i}" for i in range(1, 4)), "head"][-stages + 1 :]
     return options
+
+
+def has_cuts(drawn: dict[str, Any]) -> bool:
+    stages = drawn["sizes"][0] * (1 + (drawn["schedule"] == "interleaved"))
+    return drawn["cuts"] and stages <= 5  # type: ignore[no-any-return]
 
 
 def made(drawn: dict[str, Any]) -> Net:

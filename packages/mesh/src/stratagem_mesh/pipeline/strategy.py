@@ -98,6 +98,10 @@ class PipelineMesh(MeshStrategy):
         pipeline.regions = self._regions
         pipeline.drop_absent()
 
+    @property
+    def _units(self) -> Mapping[str, int] | None:
+        return None if self._building is None else self._building.stages.units
+
     def roots(self, module: nn.Module) -> list[nn.Module]:
         """Return the units of the stages of this rank, each of which is sharded by itself."""
         return self._of(module).roots()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
-from weakref import ref
+from weakref import WeakSet, ref
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -76,6 +77,7 @@ class Pipeline:
         self._strategy: PipelineMesh
         self._prepared: PreparedModel
         self._step: _StageSteps | None = None
+        self._compared: WeakSet[Program] = WeakSet()
 
     @property
     def placeholders(self) -> set[int]:
@@ -182,6 +184,7 @@ class Pipeline:
             for each in opened:
                 with step.without_logging():
                     program = self.staged.program(each.loss, each.batch, trains=True)
+                self._compare(program)
                 work.programs.append(program)
             self._streams.begin_step()
             ranks = self._ranks
@@ -197,6 +200,29 @@ class Pipeline:
             self._step = None
         for each in opened:
             each.end()
+
+    def _compare(self, program: Program) -> None:
+        """Compare a new program between the ranks of the pipeline, before they exchange values.
+
+        Raises:
+            UserCodeError: user code computes other values on some ranks.
+        """
+        if program in self._compared:
+            return
+        self._compared.add(program)
+        ranks = self._ranks
+        own = torch.tensor([crc32(repr(program.values).encode())], device=ranks.device)
+        every = [torch.zeros_like(own) for _ in range(ranks.count)]
+        dist.all_gather(every, own, ranks.groups[0])
+        others = [ranks.column[p] for p, one in enumerate(every) if not one.equal(own)]
+        if others:
+            raise UserCodeError(
+                f"the stages of a pipeline would exchange {len(program.values)} tensor(s) by the "
+                f"training_step of rank {dist.get_rank()}, and others by that of rank "
+                f"{', '.join(map(str, sorted(others)))}: expected the same computations on each "
+                "rank of a pipeline. Leave out branches on the rank, such as `if "
+                "trainer.is_global_zero`, and hooks that some ranks have"
+            )
 
     def _orders(self, micro_batches: int) -> list[list[Action]]:
         if micro_batches not in self._of_counts:

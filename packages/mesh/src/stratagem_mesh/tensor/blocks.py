@@ -35,12 +35,16 @@ class Found:
     containers: list[nn.Module]
 
 
-def find_blocks(model: nn.Module, styles: Mapping[str, Any]) -> list[Found]:
+def find_blocks(
+    model: nn.Module, styles: Mapping[str, Any], units: Mapping[str, int] | None = None
+) -> list[Found]:
     """Return the lists of blocks of a model, which contain pairs of divided layers.
 
     Args:
         model: the model.
         styles: the style of each divided module, by its name.
+        units: the stages of a pipeline, by the names of the modules that they have; lists are
+            divided where a stage ends, since whole sequences cross from one to the next.
 
     Raises:
         ConfigurationError: the model has no blocks, or they cannot hold parts of a sequence.
@@ -60,7 +64,31 @@ def find_blocks(model: nn.Module, styles: Mapping[str, Any]) -> list[Found]:
             "of an nn.ModuleList or nn.Sequential with pairs of divided layers (colwise, then "
             "rowwise): pass sequence_parallel=False"
         )
-    return found
+    return found if units is None else [part for one in found for part in _of_stages(one, units)]
+
+
+def _of_stages(found: Found, units: Mapping[str, int]) -> list[Found]:
+    """Return the blocks of each stage of a pipeline.
+
+    Raises:
+        ConfigurationError: names a block that belongs to several stages.
+    """
+    by_stage: dict[int, dict[str, nn.Module]] = {}
+    for name, block in found.blocks.items():
+        unit = next((one for one in units if f"{name}.".startswith(f"{one}.")), None)
+        if unit is None:
+            raise ConfigurationError(
+                f"sequence_parallel=True, and a pipeline cuts the block {name!r}, of which each "
+                "rank has a part of the sequence: expected pipeline_cuts between blocks, or "
+                "sequence_parallel=False"
+            )
+        by_stage.setdefault(units[unit], {})[name] = block
+    parts = []
+    for blocks in by_stage.values():
+        inside = {part for block in blocks.values() for part in block.modules()}
+        containers = [one for one in found.containers if one in inside]
+        parts.append(Found(found.name, found.owner, blocks, containers))
+    return parts
 
 
 def _lists(

@@ -66,10 +66,12 @@ class SequenceOptions:
     Attributes:
         check: compare the first forward pass of each block with one over the whole sequence.
         regions: the modules that the user names for the context axis, or None.
+        units: the stages of a pipeline, by the names of the modules that they have.
     """
 
     check: bool = True
     regions: Collection[str] | None = None
+    units: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -404,7 +406,7 @@ def _divide_sequence(
                 f"{option.partition('=')[0]} to 0, or pass sequence_parallel=False"
             )
     regions = () if options.regions is None else named_regions(model, list(options.regions))
-    for found in find_blocks(model, styles):
+    for found in find_blocks(model, styles, options.units):
         blocks = Blocks(found, region, check=options.check)
         inner = [name for name in regions if blocks.has(name)]
         if inner:
