@@ -19,6 +19,7 @@ WRITTEN = (
     "written, checked",
     "all tokens to one expert",
     "one expert on a rank",
+    "written, pipeline 2",
 )
 OF_TRANSFORMERS = (
     "mixtral, expert 2",
@@ -27,12 +28,19 @@ OF_TRANSFORMERS = (
     "mixtral, context 2",
     "mixtral, shard 2 x context 2",
     "mixtral, context 2 x tensor 2",
+    "mixtral, pipeline 2",
+    "mixtral, pipeline 2 x context 2",
     "mixtral, grouped",
     "qwen3, expert 4",
     "qwen3, shard rest 2",
 )
 TRAINED = ("written, shard rest 2",)
-TRAINED_OF_TRANSFORMERS = ("mixtral, grouped", "mixtral, expert 2", "qwen3, grouped")
+TRAINED_OF_TRANSFORMERS = (
+    "mixtral, pipeline 2, grouped",
+    "mixtral, grouped",
+    "mixtral, expert 2",
+    "qwen3, grouped",
+)
 
 pytestmark = pytest.mark.slow
 needs_transformers = pytest.mark.skipif(
@@ -75,6 +83,15 @@ def test_a_step_with_experts_of_transformers_equals_one_process(
 def test_losses_of_fifty_steps_in_float32_equal_one_process(tmp_path: Path) -> None:
     found = run(tmp_path, "losses", TRAINED)
     assert found == {name: pytest.approx(0, abs=1e-6) for name in TRAINED}
+
+
+@needs_transformers
+def test_a_loss_of_routers_of_other_stages_is_refused(tmp_path: Path) -> None:
+    found = run(tmp_path, "step", ("mixtral, pipeline 2, router",))
+    assert (
+        "user code reads a tensor of the module 'model.layers.0' of stage 0 that the module does "
+        "not return, and stage 1 cannot receive it: expected it among the module's results"
+    ) in found["mixtral, pipeline 2, router"]
 
 
 @needs_transformers

@@ -844,6 +844,32 @@ def test_units_with_shapes_that_depend_on_values_run_once_on_random_values() -> 
     in_turn.compare(model, _square, batch, 3, outputs=lambda model, batch: model(batch))
 
 
+class Scaled(nn.Module):
+    """Reads its values outside of torch, which no run without values can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x)
+        return made * float(abs(made.detach().numpy()).mean())
+
+
+def test_units_that_refuse_tensors_without_values_run_once_on_random_values() -> None:
+    model = nn.Sequential(Scaled(), nn.Linear(4, 4)).double()
+    batch = torch.rand(5, 4).double()
+    in_turn.compare(model, _square, batch, 2, outputs=lambda model, batch: model(batch))
+
+
+def test_an_error_of_a_unit_is_that_of_its_run_on_random_values() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(3, 4)).double()
+    staged = StagedModel(model, find_stages(model, 2))
+    x = torch.rand(5, 4).double()
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        staged.program(lambda: model(x).sum(), x, trains=True)
+
+
 def test_random_numbers_of_user_code_for_one_stage_are_fine() -> None:
     model = Random().double()
     found = values_of(model, _square, torch.randn(2, 4).double(), ["layers.1"])

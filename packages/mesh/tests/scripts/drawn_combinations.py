@@ -299,6 +299,9 @@ REFUSED: dict[str, Callable[[dict[str, Any]], bool]] = {
     ),
     "automatic_optimization=False": lambda drawn: has_stages(drawn) and drawn["manual"],
     "module(s) with parameters to divide": has_few_units,
+    "was run on tensors without values": lambda drawn: (
+        has_tensor(drawn) and drawn["model"] == "experts" and not drawn["plan"]
+    ),
     "ranks of the tensor axis would": lambda drawn: drawn["experts"] and drawn["sequence"],
     "adapter of the kind": lambda drawn: has_tensor(drawn) and drawn["adapters"] == "another",
 }

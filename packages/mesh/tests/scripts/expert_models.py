@@ -137,6 +137,14 @@ def mixtral_of_parts() -> Any:
     return eager(partial(mixtral, output_router_logits=False))
 
 
+def mixtral_grouped() -> Any:
+    """Return a model that computes its experts by `torch._grouped_mm`, and no loss of its router.
+
+    The stages of a pipeline do not return what a router gives to a loss.
+    """
+    return mixtral(output_router_logits=False)
+
+
 def qwen3_eager() -> Any:
     return eager(qwen3)
 

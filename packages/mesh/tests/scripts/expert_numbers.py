@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,15 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
     "qwen3, expert 4": ("qwen3_eager", 4, {"expert": 4}),
     "qwen3, shard rest 2": ("qwen3_eager", 4, {"expert": 2}),
+    "written, pipeline 2": ("Written", 4, {"pipeline": 2, "expert": 2, **NAMED}),
+    "mixtral, pipeline 2": ("mixtral_of_parts", 4, {"pipeline": 2, "expert": 2}),
+    "mixtral, pipeline 2 x context 2": (
+        "mixtral_of_parts",
+        4,
+        {"pipeline": 2, "context": 2, "expert": 2},
+    ),
+    "mixtral, pipeline 2, router": ("mixtral_eager", 4, {"pipeline": 2, "expert": 2}),
+    "mixtral, pipeline 2, grouped": ("mixtral_grouped", 4, {"pipeline": 2, "expert": 2}),
     "mixtral, grouped": ("mixtral", 2, {"expert": 2}),
     "mixtral, eager": ("mixtral_eager", 2, {"expert": 2}),
     "qwen3, grouped": ("qwen3", 4, {"expert": 2}),
@@ -66,25 +76,29 @@ def losses(name: str) -> float:
     model, ranks, options = CASES[name]
     mesh = MeshStrategy(launcher="fork", **options)
     on_mesh = Lite(accelerator="cpu", devices=ranks, strategy=mesh)
-    found = on_mesh.launch(trained, model, ranks)
-    expected = Lite(accelerator="cpu", devices=1).launch(trained, model, ranks)
+    readers = ranks // options.get("pipeline", 1)
+    found = on_mesh.launch(trained, model, readers)
+    expected = Lite(accelerator="cpu", devices=1).launch(trained, model, readers)
     return max(abs(own - one) / one for own, one in zip(found, expected, strict=True))
+
+
+def of(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return models.loss(model, batch)
 
 
 def trained(lite: Lite, name: str, readers: int) -> list[float]:
     seed_everything(0)
     made = getattr(models, name)().train()
-    model, optimizer = lite.setup(made, torch.optim.SGD(made.parameters(), lr=0.05))
+    model, _ = lite.setup(made, torch.optim.SGD(made.parameters(), lr=0.05))
     index, count = lite.ranks.data_split
     found = []
     for number in range(50):
         numbers = range(readers) if count == 1 else [index]
-        own = [models.loss(model, models.batch(number * readers + one)) for one in numbers]
-        mean = torch.stack(own).mean()
-        lite.backward(mean)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(float(lite.all_reduce(mean.detach())))
+        own = [models.batch(number * readers + one) for one in numbers]
+        value = lite.step(
+            model, [part for each in own for part in each.chunk(2)], partial(of, model)
+        )
+        found.append(float(lite.all_reduce(value)))
     return found
 
 

@@ -214,12 +214,13 @@ class Pipeline:
         own = torch.tensor([crc32(repr(program.values).encode())], device=ranks.device)
         every = [torch.zeros_like(own) for _ in range(ranks.count)]
         dist.all_gather(every, own, ranks.groups[0])
-        others = [ranks.column[p] for p, one in enumerate(every) if not one.equal(own)]
+        in_group = zip(sorted(ranks.column), every, strict=True)
+        others = [rank for rank, one in in_group if not one.equal(own)]
         if others:
             raise UserCodeError(
                 f"the stages of a pipeline would exchange {len(program.values)} tensor(s) by the "
                 f"training_step of rank {dist.get_rank()}, and others by that of rank "
-                f"{', '.join(map(str, sorted(others)))}: expected the same computations on each "
+                f"{', '.join(map(str, others))}: expected the same computations on each "
                 "rank of a pipeline. Leave out branches on the rank, such as `if "
                 "trainer.is_global_zero`, and hooks that some ranks have"
             )
