@@ -59,8 +59,8 @@ def test_a_step_that_computes_something_else_on_one_rank_is_refused(tmp_path: Pa
     found = json.loads((tmp_path / "found.json").read_text())
     assert re.search(
         r"UserCodeError: the stages of a pipeline would exchange \d tensor\(s\) by the "
-        r"training_step of rank (\d), and others by that of rank (?!\1)\d: expected the same computations "
-        r"on each rank of a pipeline. Leave out branches on the rank, such as `if "
+        r"training_step of rank (\d), and others by that of rank (?!\1)\d: expected the same "
+        r"computations on each rank of a pipeline. Leave out branches on the rank, such as `if "
         r"trainer.is_global_zero`, and hooks that some ranks have",
         found["of a rank"],
     )
