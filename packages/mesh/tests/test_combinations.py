@@ -14,9 +14,9 @@ from fixtures import run_file
 
 SCRIPT = Path(__file__).parent / "scripts/drawn_combinations.py"
 
-EXACT = (3, 5, 9, 19, 25)
-REFUSED = (0, 14, 18, 22, 27, 31)
-LONG = range(140, 200)
+EXACT = (3, 5, 9, 25, 214, 265, 355, 485)
+REFUSED = (0, 14, 18, 22, 27, 31, 202, 298, 404, 465)
+LONG = (*range(140, 200), *range(400, 460))
 
 
 def outcomes(folder: Path, *seeds: int) -> dict[str, str]:

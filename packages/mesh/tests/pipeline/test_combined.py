@@ -11,6 +11,7 @@ from fixtures import run_file
 from torch import nn
 
 from stratagem.errors import ConfigurationError
+from stratagem_mesh import MeshStrategy
 from stratagem_mesh.pipeline.cuts import find_stages
 from stratagem_mesh.tensor.blocks import find_blocks
 
@@ -51,6 +52,16 @@ def test_a_cut_inside_of_a_block_that_holds_a_part_of_a_sequence_is_refused() ->
     )
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         find_blocks(model, STYLES, stages.units)
+
+
+def test_a_comparison_with_a_copy_of_the_model_is_refused() -> None:
+    message = (
+        "check=True with pipeline=2: a stage has not all layers, to compare a copy of the model "
+        "with one process: expected check=False. `stratagem mesh check --pipeline 2` compares a "
+        "whole step"
+    )
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        MeshStrategy(pipeline=2, check=True)
 
 
 @pytest.mark.slow

@@ -59,6 +59,12 @@ class PipelineMesh(MeshStrategy):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         check_schedule(self.schedule, self.virtual_stages)
+        if self.check:
+            raise ConfigurationError(
+                f"check=True with pipeline={self.pipeline}: a stage has not all layers, to compare "
+                "a copy of the model with one process: expected check=False. `stratagem mesh check "
+                f"--pipeline {self.pipeline}` compares a whole step"
+            )
         self._pipelines: MutableMapping[nn.Module, Pipeline] = {}
         self._pipeline_ranks: PipelineRanks | None = None
         self._building: Pipeline | None = None
