@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from stratagem.errors import ConfigurationError
@@ -71,8 +72,10 @@ class Skeletons:
 
     def _fake(self, tensor: Tensor, dtype: torch.dtype | None = None, device: Any = None) -> Any:
         device = device or (torch.device("cpu") if tensor.is_meta else tensor.device)
-        with self.mode, torch.inference_mode(False), torch.no_grad():
-            made = torch.empty(tuple(tensor.shape), dtype=dtype or tensor.dtype, device=device)
+        # Without a mode that counts memory: a simulation of a step is one.
+        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+            empty = torch.empty(tuple(tensor.shape), dtype=dtype or tensor.dtype, device="meta")
+            made = FakeTensor(self.mode, empty, torch.device(device))
             # Trained or frozen: the user may change it during training.
             learns = tensor.is_floating_point() or tensor.is_complex()
             return nn.Parameter(made, learns) if isinstance(tensor, nn.Parameter) else made
