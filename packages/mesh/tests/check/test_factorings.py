@@ -1,8 +1,9 @@
-"""Models of transformers on meshes of four ranks with two axes each, beside one process."""
+"""Models of transformers, and a U-Net, on meshes of two and four ranks, beside one process."""
 
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,20 @@ from fixtures import run_file
 pytest.importorskip("transformers", reason="needs transformers: `nox -s huggingface` runs it")
 
 SCRIPT = Path(__file__).parents[1] / "scripts/factorings.py"
+FIRST, PIPELINES = ("llama", "gpt2", "whisper"), ("gpt2", "whisper", "mixtral", "unet")
 MESHES = {
-    "shard 2 x tensor 2": "1,1,2,1,2",
-    "context 2 x tensor 2": "1,1,1,2,2",
-    "shard 2 x context 2": "1,1,2,2,1",
-    "replicate 2 x tensor 2": "1,2,1,1,2",
+    "shard 2 x tensor 2": ("1,1,2,1,2", FIRST),
+    "context 2 x tensor 2": ("1,1,1,2,2", FIRST),
+    "pipeline 2": ("2,1,1,1,1", PIPELINES),
+    "pipeline 2 x shard 2": ("2,1,2,1,1", PIPELINES),
+    "pipeline 2 x tensor 2": ("2,1,1,1,2", PIPELINES),
+    "pipeline 2 x context 2": ("2,1,1,2,1", PIPELINES),
+}
+"""The sizes and the models; the embedding and the head of gpt2 are tied."""
+APART = {
+    ("whisper", "context"): "attends from one sequence to another",
+    ("unet", "context"): "no nn.TransformerEncoder, whose sequence the ranks would divide",
+    ("unet", "tensor"): "no layer of UNet is divided",
 }
 
 pytestmark = pytest.mark.slow
@@ -27,25 +37,33 @@ def table(folder: Path, *arguments: str) -> Any:
     return json.loads((folder / "found.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+@pytest.fixture(scope="module", params=MESHES)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("factorings")
-    return table(folder, "4", "--models", "llama", "gpt2", "whisper", "--meshes", *MESHES.values())
+    sizes, models = MESHES[request.param]
+    ranks = str(prod(map(int, sizes.split(","))))
+    rows = table(folder, ranks, "--models", *models, "--meshes", sizes)
+    assert list(rows) == list(models)
+    return request.param, {model: of_model[request.param] for model, of_model in rows.items()}
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("model", ["llama", "gpt2", "whisper"])
-def test_a_step_has_the_numbers_of_one_process_or_is_refused(
-    model: str, mesh: str, found: Any
+def test_a_step_has_the_numbers_of_one_process_or_is_refused(found: Any) -> None:
+    mesh, of_models = found
+    for model, said in of_models.items():
+        refusals = [text for (name, axis), text in APART.items() if name == model and axis in mesh]
+        if refusals:
+            assert refusals[0] in said["refused"], model
+        else:
+            assert said.pop("gradients") < 1e-12, model
+            assert max(said.values()) < 1e-12, model
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "sizes"),
+    [("llama", "context 2", "1,1,1,2,1"), ("gpt2", "pipeline 2", "2,1,1,1,1")],
+)
+def test_losses_of_fifty_steps_in_float32_equal_one_process(
+    model: str, mesh: str, sizes: str, tmp_path: Path
 ) -> None:
-    said = dict(found[model][mesh])
-    if model == "whisper" and "context" in mesh:
-        assert "attends from one sequence to another" in said["refused"]
-    else:
-        assert said.pop("gradients") < 1e-12
-        assert max(said.values()) < 1e-12
-
-
-def test_losses_of_fifty_steps_in_float32_equal_one_process(tmp_path: Path) -> None:
-    found = table(tmp_path, "2", "--models", "llama", "--meshes", "1,1,1,2,1", "--steps", "50")
-    assert found["llama"]["context 2"]["losses"] <= 1e-6
+    found = table(tmp_path, "2", "--models", model, "--meshes", sizes, "--steps", "50")
+    assert found[model][mesh]["losses"] <= 1e-6
