@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from fixtures import run_file
 SCRIPT = Path(__file__).parents[1] / "scripts/expert_checkpoints.py"
 WRITERS = (
     *("one process", "expert 2", "expert 4", "expert 2 x shard 2", "expert 2 x replicate 2"),
+    "pipeline 2 x expert 2",
 )
-READERS = ("fsdp", *WRITERS)
+READERS = ("fsdp", *WRITERS, *(["deepspeed_stage_3"] if find_spec("deepspeed") else []))
 
 pytestmark = pytest.mark.slow
 

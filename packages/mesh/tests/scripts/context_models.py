@@ -18,7 +18,13 @@ class Encoder(nn.Module):
     """An `nn.TransformerEncoder` between layers that read the whole sequence."""
 
     def __init__(
-        self, *, heads: int = 4, batch_first: bool = True, causal: bool = False, dropout: float = 0
+        self,
+        *,
+        heads: int = 4,
+        batch_first: bool = True,
+        causal: bool = False,
+        dropout: float = 0,
+        layers: int = 2,
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -26,7 +32,7 @@ class Encoder(nn.Module):
         layer = nn.TransformerEncoderLayer(width, heads, 16, dropout, batch_first=batch_first)
         self.words = nn.Embedding(WORDS, width)
         self.positions = nn.Embedding(64, width)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         for parameter in self.encoder.parameters():  # the layers are copies of one
             nn.init.normal_(parameter, std=0.3)
         self.head = nn.Linear(width, WORDS)

@@ -10,6 +10,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ def mesh(expert: int, **options: Any) -> Callable[[], Any]:
     return lambda: MeshStrategy(expert=expert, expert_modules=names, **options, **FORKED)
 
 
+def stage_3() -> Any:
+    from stratagem_deepspeed.strategy import DeepSpeedStrategy
+
+    return DeepSpeedStrategy(stage=3, **FORKED)
+
+
 STRATEGIES: dict[str, tuple[int, Callable[[], Any]]] = {
     "one process": (1, lambda: "single_device"),
     "fsdp": (2, lambda: FSDPStrategy(**FORKED)),
@@ -36,13 +43,17 @@ STRATEGIES: dict[str, tuple[int, Callable[[], Any]]] = {
     "expert 4": (4, mesh(4)),
     "expert 2 x shard 2": (4, mesh(2)),
     "expert 2 x replicate 2": (4, mesh(2, replicate=2)),
+    "pipeline 2 x expert 2": (4, mesh(2, pipeline=2)),
 }
+if find_spec("deepspeed"):
+    STRATEGIES["deepspeed_stage_3"] = 2, stage_3
 WRITERS = {
     "one process": "single_file",
     "expert 2": "directory",
     "expert 4": "single_file",
     "expert 2 x shard 2": "directory",
     "expert 2 x replicate 2": "single_file",
+    "pipeline 2 x expert 2": "directory",
 }
 """Their formats; each reader saves a single file."""
 
@@ -62,23 +73,23 @@ def write(lite: Lite, path: Path) -> dict[str, Any]:
     """Take two steps, save, and return weights and optimizer state as this strategy has them."""
     model, optimizer = objects(lite, 1)
     for step in range(2):
-        lite.backward(models.loss(model, models.batch(4 * step + lite.ranks.data_split[0])))
-        optimizer.step()
-        optimizer.zero_grad()
+        ids = models.batch(4 * step + lite.ranks.data_split[0])
+        lite.step(model, [ids], lambda own: models.loss(model, own))
     lite.save(path, {"model": model, "optimizer": optimizer})
     found: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
         found[name] = whole_on_cpu(parameter)
         for key in ("exp_avg", "exp_avg_sq"):
             found[f"{name}, {key}"] = whole_on_cpu(optimizer.state[parameter][key])
-    return found
+    return {name: t for part in lite.ranks.gather_objects(found) for name, t in part.items()}
 
 
-def read(lite: Lite, path: Path, copy: Path) -> None:
-    """Load into a model with other weights, and save a copy as a single file."""
+def read(lite: Lite, paths: list[Path], copies: list[Path]) -> None:
+    """Load each into a model with other weights, and save a copy as a single file."""
     model, optimizer = objects(lite, 2)
-    lite.load(path, {"model": model, "optimizer": optimizer})
-    lite.save(copy, {"model": model, "optimizer": optimizer})
+    for path, copy in zip(paths, copies, strict=True):
+        lite.load(path, {"model": model, "optimizer": optimizer})
+        lite.save(copy, {"model": model, "optimizer": optimizer})
 
 
 def contents(path: Path) -> dict[str, Any]:
@@ -90,19 +101,22 @@ def contents(path: Path) -> dict[str, Any]:
 
 
 def main(out: str) -> None:
-    differing: dict[str, Any] = {}
-    copy = Path("copy.ckpt").absolute()
-    for writer, form in WRITERS.items():
-        path = Path(f"{writer}.ckpt").absolute()
-        expected = lite_of(writer, form).launch(write, path)
-        differing[writer] = {}
-        for reader in STRATEGIES:
-            lite_of(reader, "single_file").launch(read, path, copy)
+    here = Path.cwd()
+    paths = [here / f"{writer}.ckpt" for writer in WRITERS]
+    copies = [here / f"copy {index}.ckpt" for index, _ in enumerate(paths)]
+    expected = {
+        writer: lite_of(writer, form).launch(write, path)
+        for (writer, form), path in zip(WRITERS.items(), paths, strict=True)
+    }
+    differing: dict[str, Any] = {writer: {} for writer in WRITERS}
+    for reader in STRATEGIES:
+        lite_of(reader, "single_file").launch(read, paths, copies)
+        for writer, copy in zip(WRITERS, copies, strict=True):
             found = contents(copy)
             copy.unlink()
             differing[writer][reader] = [
                 key
-                for key, value in expected.items()
+                for key, value in expected[writer].items()
                 if key not in found or not torch.equal(found[key], value)
             ]
     whole = contents(Path("expert 4.ckpt"))

@@ -56,10 +56,10 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 WITH_EXPERTS = "mixtral", "qwen3 moe"
-OWN: dict[str, Callable[[], Any]] = {
-    "encoder": partial(Encoder, causal=True),
-    "unet": UNet,
-    "graphs": Graphs,
+OWN: dict[str, Callable[[int], Any]] = {
+    "encoder": lambda layers: Encoder(causal=True, heads=HEADS, layers=layers),
+    "unet": lambda layers: UNet(),
+    "graphs": lambda layers: Graphs(2 * layers),
 }
 NAMED = {"vit, layers named": ("vit", ["vit.layers.*"])}
 """Models whose context_modules are given."""
@@ -69,7 +69,7 @@ NAMES = [*TRANSFORMERS, *OWN, *NAMED]
 def build(name: str, layers: int = 2) -> Any:
     """Return a model; `layers` are those of each stack."""
     if name in OWN:
-        return Graphs(2 * layers) if name == "graphs" else OWN[name]()
+        return OWN[name](layers)
     kind, config, options = TRANSFORMERS[name]
     sizes = {**options, **{key: HEADS for key in options if key in _HEADS}}
     sizes |= {key: layers for key in options if key in _LAYERS}
@@ -243,14 +243,15 @@ def markdown(table: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
                 why = reason(found["refused"])
                 cells.append(letters.setdefault(why, "abcdefghijklmnopqrst"[len(letters)]))
             else:
-                cells.append(f"{_largest(found):.0e}" if found else "")
+                cells.append(_shown(found) if found else "")
         lines.append(f"| {mesh} | {' | '.join(cells)} |")
     reasons = [f"- {letter}: {why}" for why, letter in letters.items()]
     return "\n".join([*lines, "", *reasons])
 
 
-def _largest(found: Mapping[str, Any]) -> float:
-    return float(max(found.values()))
+def _shown(found: Mapping[str, Any]) -> str:
+    largest = max(found.values())
+    return f"{largest:.0e}" if largest else "0"
 
 
 def main() -> None:
