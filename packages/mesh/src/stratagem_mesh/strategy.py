@@ -174,7 +174,7 @@ class MeshStrategy(ModelParallelStrategy):
         super().__init__(**components)
         self.pipeline = _checked("pipeline", pipeline)
         self.virtual_stages = _checked("virtual_stages", virtual_stages)
-        self.pipeline_cuts = None if pipeline_cuts is None else list(pipeline_cuts)
+        self.pipeline_cuts = _checked_names(pipeline_cuts, "pipeline_cuts", "['layers.6']")
         self.schedule = schedule or ("1f1b" if virtual_stages == 1 else "interleaved")
         if pipeline == 1 and (pipeline_cuts or virtual_stages > 1 or schedule):
             raise ConfigurationError(

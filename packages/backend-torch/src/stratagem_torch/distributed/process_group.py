@@ -458,6 +458,16 @@ class ProcessGroupRanks(Ranks):
         if _statuses is not None:
             _statuses.doing = doing
 
+    def report_step(self, doing: Callable[[], str]) -> None:
+        """Include a strategy's activity within a step in this rank's status in errors.
+
+        Args:
+            doing: returns a description such as "forward of stage 1, micro-batch 2"; "" between
+                steps. Another thread calls it.
+        """
+        if _statuses is not None:
+            _statuses.within = doing
+
 
 _PREFIX = 8
 """Bytes of the length before each message: all messages of a collective are padded to one size."""
@@ -501,6 +511,7 @@ def join_process_group(
         ['backend', 'ranks', 'environment']
     """
     this_rank.place = ranks.place([ranks.global_rank])
+    this_rank.place_of = lambda rank: ranks.place([rank])
     if dist.is_initialized():
         _check_existing_group(ranks, timeout)
         return
@@ -652,6 +663,7 @@ def _watch_status(store: Any, ranks: Ranks, timeout: float) -> RankStatuses:
     _statuses.place = ranks.place
     if ranks.world_size > 1:
         _statuses.exchange.listen()
+    this_rank.where = _statuses.where
     this_rank.explain, this_rank.report = _statuses.explain, _statuses.report_failure
     return _statuses
 

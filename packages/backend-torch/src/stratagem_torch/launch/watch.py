@@ -12,10 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from types import FrameType
 
 from stratagem import system
-from stratagem.errors import CommunicationError
+from stratagem.errors import CommunicationError, RankFailedError
 from stratagem.launch import explained, this_rank
 from stratagem_torch.launch.supervisor import Failure, Output, RankProcesses, StartRank
 
@@ -68,6 +69,8 @@ class Watch:
 
     def resolve_cause(self, error: BaseException) -> BaseException:
         """Return the failure of the peer that caused an error here, or the explained error."""
+        if isinstance(error, RankFailedError):
+            return error  # resolved before
         self._noticed.set()
         began = time.time()
         resolved = explained(error, lambda: self.ranks.failure is not None)
@@ -90,7 +93,7 @@ class Watch:
             self._noticed.clear()
             return resolved
         where = f"{resolved.where}\n" if isinstance(resolved, CommunicationError) else ""
-        return failure.error(self.world_size, where)
+        return self._error(failure, where)
 
     def end_after_error(self) -> None:
         """End the ranks, since an error ends this process."""
@@ -108,7 +111,7 @@ class Watch:
             if self._noticed.wait(_ASK_AGAIN) or this_rank.ending or this_rank.interrupted:
                 return
         # The main thread is stuck in code where no signal handler runs: end the process.
-        print(f"\n{failure.error(self.world_size)}", file=sys.stderr, flush=True)
+        print(f"\n{self._error(failure, '')}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         self.ranks.kill()
         self.ranks.forget()
@@ -119,7 +122,12 @@ class Watch:
         # A finalizer's exception would be printed and ignored; the next signal comes after it.
         if failure is not None and not self._noticed.is_set() and not _in_finalizer(frame):
             self._noticed.set()
-            raise failure.error(self.world_size)
+            raise self._error(failure, this_rank.where(frame))
+
+    def _error(self, failure: Failure, where: str) -> RankFailedError:
+        """Return the error for a failure; a rank that was killed has not told its place."""
+        place = failure.place or this_rank.place_of(failure.rank)
+        return replace(failure, place=place).error(self.world_size, where)
 
     def _end_by_signal(self, number: int, frame: FrameType | None) -> None:
         """End the ranks and this process in an orderly way, so that no temporary file stays."""

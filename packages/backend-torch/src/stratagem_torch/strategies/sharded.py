@@ -250,10 +250,16 @@ class ShardedStrategy(ParallelStrategy):
         self._replicated = list(replicated.values())
         if self.ranks.world_size > 1:
             refuse_other_backward(module, self._replicated)
-        made = make_optimizers(optimizers)
+        with self.listing_all(module):
+            made = make_optimizers(optimizers)
         for optimizer in made:
             for group in optimizer.param_groups:
-                group["params"] = [p for p in group["params"] if not self.is_elsewhere(p)]
+                given, group["params"] = group["params"], []
+                for parameter in given:
+                    if self.is_elsewhere(parameter):
+                        optimizer.state.pop(parameter, None)
+                    else:
+                        group["params"].append(parameter)
         check_parameters(module, made)
         return ShardedPrepared(module, module, made, evaluation_module=module)
 
@@ -267,6 +273,10 @@ class ShardedStrategy(ParallelStrategy):
         None: the rank does not have it, as a stage of a pipeline lacks those of other stages.
         """
         return {}
+
+    def listing_all(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which the model lists the placeholders of absent parameters, too."""
+        return nullcontext()
 
     def is_elsewhere(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter is a placeholder for one that only other ranks have."""

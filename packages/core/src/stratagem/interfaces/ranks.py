@@ -165,8 +165,9 @@ class Ranks:
 
     @property
     def value_copies(self) -> int:
-        """The number of ranks that compute the same values as this one, itself included."""
-        return next(len(group) for group in self.value_groups if self.global_rank in group)
+        """The number of `members` that compute the same values as this rank, itself included."""
+        group = next(group for group in self.value_groups if self.global_rank in group)
+        return len({*group}.intersection(self.members))
 
     @final
     def coordinates(self, rank: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from stratagem.errors import RankFailedError, hide_frames
@@ -205,6 +205,8 @@ class ThisRank:
         prepared: `prepare_this_rank` has run.
         watch: the watch over the ranks that this process started; None: it has started no ranks.
         place: the rank's place in its mesh, "data 1, tensor 0"; "": the ranks form no mesh.
+        place_of: returns the place of any rank.
+        where: returns this rank's position, given the frame of its main thread, as a line of text.
     """
 
     failed: bool = False
@@ -223,6 +225,8 @@ class ThisRank:
     prepared: bool = False
     watch: Watch | None = None
     place: str = ""
+    place_of: Callable[[int], str] = lambda rank: ""
+    where: Callable[[FrameType | None], str] = lambda frame: ""
 
 
 this_rank = ThisRank()

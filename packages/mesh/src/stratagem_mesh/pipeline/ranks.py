@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ class PipelineRanks:
         count: the number of positions of the pipeline.
         tensor: the size of the tensor axis, which is the last one.
         device: the device of this rank.
+        timeout: the timeout of collectives, in seconds.
 
     Attributes:
         count, device: the arguments.
@@ -24,21 +26,24 @@ class PipelineRanks:
         column: the global ranks by position, at this rank's place on the other axes.
         groups: two groups of the column; see `Transfers`.
         stage_group: the ranks at this position.
+        last_stage: the ranks at the last position, which log values in training.
         data_ranks: the number of ranks at a position that compute other gradients of a parameter.
     """
 
-    def __init__(self, count: int, tensor: int, device: torch.device) -> None:
+    def __init__(self, count: int, tensor: int, device: torch.device, timeout: float) -> None:
         rank, self._world = dist.get_rank(), dist.get_world_size()
         self.count, self.device, self._tensor = count, device, tensor
+        self._timeout = timedelta(seconds=timeout)
         self._inner = self._world // count
         self.position = self._position(rank)
         self._place = rank % self._inner
         self.column = self._column(self._place)
         self.data_ranks = self._inner // tensor
         columns = [self._column(place) for place in range(self._inner)]
-        self.groups = _present(_own_group(columns)), _present(_own_group(columns))
+        self.groups = self._one_of(columns), self._one_of(columns)
         stages = [range(first, first + self._inner) for first in range(0, self._world, self._inner)]
-        self.stage_group = _present(_own_group(stages))
+        self.stage_group = self._one_of(stages)
+        self.last_stage = range(self._inner)
         self._shared: dict[frozenset[int], dist.ProcessGroup | None] = {}
 
     def _position(self, rank: int) -> int:
@@ -61,21 +66,24 @@ class PipelineRanks:
                 ]
                 for t in range(self._tensor)
             ]
-            self._shared[key] = _own_group(groups)
+            self._shared[key] = self._own_group(groups)
 
     def shared(self, positions: Collection[int]) -> dist.ProcessGroup:
         """Return the ranks at these positions at this rank's place on the tensor axis."""
         return _present(self._shared[frozenset(positions)])
 
+    def _one_of(self, groups: Iterable[Iterable[int]]) -> dist.ProcessGroup:
+        """Make all groups, and return the one of this rank."""
+        return _present(self._own_group(groups))
 
-def _own_group(groups: Iterable[Iterable[int]]) -> dist.ProcessGroup | None:
-    """Make all groups, and return the one of this rank; None if it is in none."""
-    own: dist.ProcessGroup | None = None
-    for ranks in map(sorted, groups):
-        group = dist.new_group(ranks)
-        if dist.get_rank() in ranks:
-            own = group
-    return own
+    def _own_group(self, groups: Iterable[Iterable[int]]) -> dist.ProcessGroup | None:
+        """Make all groups, and return the one of this rank, if there is one."""
+        own: dist.ProcessGroup | None = None
+        for ranks in map(sorted, groups):
+            group = dist.new_group(ranks, timeout=self._timeout)
+            if dist.get_rank() in ranks:
+                own = group
+        return own
 
 
 def _present(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

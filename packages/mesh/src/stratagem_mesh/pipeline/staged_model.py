@@ -57,7 +57,7 @@ class StagedModel:
     def __init__(self, model: nn.Module, stages: Stages) -> None:
         self.placeholders: set[int] = set()
         self.shared: dict[str, tuple[int, ...]] = {}
-        self._kept: list[nn.Parameter] = []
+        self._absent: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._model = ref(model)
         self._stages = stages
         self._skeletons = Skeletons(model, stages.units)
@@ -154,12 +154,24 @@ class StagedModel:
                 stands = nn.Parameter(made.expand(parameter.shape), parameter.requires_grad)
                 part.__dict__[key] = stands
                 self.placeholders.add(id(stands))
-                self._kept.append(stands)  # so that no other object has its id
+                # Kept also so that no other object has its id.
+                self._absent.append((part, key, stands))
         for key, buffer in list(part._buffers.items()):
             if buffer is not None:
                 del part._buffers[key]
                 made = torch.zeros((), dtype=buffer.dtype, device=buffer.device)
                 part.__dict__[key] = made.expand(buffer.shape)
+
+    @contextmanager
+    def listed(self) -> Iterator[None]:
+        """Let modules list the placeholders as their parameters in this context."""
+        for part, key, stands in self._absent:
+            part._parameters[key] = stands
+        try:
+            yield
+        finally:
+            for part, key, _ in self._absent:
+                del part._parameters[key]
 
     # -- dry runs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -65,6 +66,13 @@ class PipelineMesh(MeshStrategy):
                 "a copy of the model with one process: expected check=False. `stratagem mesh check "
                 f"--pipeline {self.pipeline}` compares a whole step"
             )
+        count, cuts = self.pipeline * self.virtual_stages, self.pipeline_cuts
+        if cuts is not None and not len(cuts) == len(set(cuts)) == count - 1:
+            raise ConfigurationError(
+                f"pipeline_cuts={cuts!r}: expected {count - 1} different name(s), those of the "
+                f"first modules of all of {count} stages (pipeline={self.pipeline} x "
+                f"virtual_stages={self.virtual_stages}) but the first"
+            )
         self._pipelines: MutableMapping[nn.Module, Pipeline] = {}
         self._pipeline_ranks: PipelineRanks | None = None
         self._building: Pipeline | None = None
@@ -87,8 +95,11 @@ class PipelineMesh(MeshStrategy):
         super().setup_environment()
         # Made here, since it cannot be pickled for new processes.
         self._pipelines = self._pipelines or WeakKeyDictionary()
-        self._pipeline_ranks = ranks = PipelineRanks(self.pipeline, self.sizes[-1], self.device)
+        self._pipeline_ranks = ranks = PipelineRanks(
+            self.pipeline, self.sizes[-1], self.device, self.timeout
+        )
         self.replicas = ranks.stage_group
+        self.ranks.connect(ranks.last_stage)
 
     # -- the model
 
@@ -120,11 +131,16 @@ class PipelineMesh(MeshStrategy):
         """Whether a parameter stands for one of another stage."""
         return any(id(parameter) in each.placeholders for each in self._pipelines.values())
 
+    def listing_all(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Let the model list all parameters, so that optimizers have equal groups on all ranks."""
+        return self._of(module).staged.listed()
+
     def prepare(
         self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True
     ) -> PreparedModel:
         """Return the model of the stages of this rank; see `ShardedStrategy.prepare`."""
-        _refuse_manual(user_module(module))
+        if optimizers:
+            _refuse_manual(user_module(module))
         prepared = super().prepare(module, optimizers, move_to_device=move_to_device)
         self._of(prepared.original).attach(prepared, self)
         return prepared

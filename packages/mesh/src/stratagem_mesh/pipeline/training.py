@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 from zlib import crc32
@@ -23,6 +23,7 @@ from stratagem_mesh.pipeline.run import Transfers, added, run_schedule
 from stratagem_mesh.pipeline.schedule import Action, actions
 from stratagem_mesh.pipeline.staged_model import StagedModel, StageEnd
 from stratagem_mesh.pipeline.values import Program, Stages
+from stratagem_torch.parallel import ProcessGroupRanks
 from stratagem_torch.sharding import average_gradients, find_replicated, keep_whole
 
 if TYPE_CHECKING:
@@ -171,6 +172,7 @@ class Pipeline:
                 "mode, and the stages of a pipeline train together: call lite.step(model, "
                 "micro_batches, loss) with the call in loss, or model.eval() under torch.no_grad()"
             )
+        self._report_place()
         with torch.no_grad(), self.staged.evaluating(self.own, self._transfers.share):
             return run(method, *args, **kwargs)
 
@@ -178,6 +180,7 @@ class Pipeline:
 
     def train(self, step: TrainStep, micro_batches: Sequence[Any]) -> None:
         """Run forward and backward of all micro-batches, and reduce gradients once."""
+        self._report_place()
         opened = [step.open(each) for each in micro_batches]
         self._step = work = _StageSteps(self, step, opened)
         try:
@@ -225,6 +228,12 @@ class Pipeline:
                 "trainer.is_global_zero`, and hooks that some ranks have"
             )
 
+    def _report_place(self) -> None:
+        """Let errors of communication name the stage and the micro-batch of this rank."""
+        ranks = self._strategy.ranks
+        if isinstance(ranks, ProcessGroupRanks):
+            ranks.report_step(self._transfers.doing)
+
     def _orders(self, micro_batches: int) -> list[list[Action]]:
         if micro_batches not in self._of_counts:
             self._of_counts[micro_batches] = actions(
@@ -270,8 +279,10 @@ class _StageSteps:
         reads = program.reads(stage)
         self._current, self.outputs = micro_batch, None
         is_last = stage == self._last
-        context: AbstractContextManager[Any] = nullcontext()
-        if not is_last:
+        context: AbstractContextManager[Any]
+        if is_last:  # collectives of user code, as for logging
+            context = pipeline._strategy.ranks.among(pipeline._ranks.last_stage)
+        else:
             context = self._step.without_logging()
         pipeline._streams.micro_batch = micro_batch
         with context:

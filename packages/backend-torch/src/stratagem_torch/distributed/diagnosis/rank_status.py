@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -73,6 +74,8 @@ class RankStatuses:
         self.timeout = timeout
         self.doing: Callable[[], str] = str
         """Returns the current activity of the front end; "" by default."""
+        self.within: Callable[[], str] = str
+        """Returns the part of a step in which the strategy is; "" by default."""
         self.place: Callable[[Sequence[int]], str] = lambda ranks: ""
         """Returns what ranks have in common in their mesh; see `Ranks.place`."""
         self.exchange = StatusExchange(store, rank, world_size, here=self.here)
@@ -89,7 +92,17 @@ class RankStatuses:
             return RankStatus(self.rank, THE_END, "")
         with _reads_frames:
             frame = sys._current_frames().get(self._main)
-        return RankStatus(self.rank, operation(frame), users_line(frame), self.doing())
+        return self._at(frame)
+
+    def where(self, frame: FrameType | None) -> str:
+        """Return the position of a frame of this rank's main thread, as a line of text."""
+        return f"{self._at(frame)}\n"
+
+    def _at(self, frame: FrameType | None) -> RankStatus:
+        return RankStatus(self.rank, operation(frame), users_line(frame), self._activity())
+
+    def _activity(self) -> str:
+        return ", ".join(filter(None, (self.doing(), self.within())))
 
     # -- asking
 
@@ -119,7 +132,9 @@ class RankStatuses:
         """Answer queries with the position at which an error was raised, while it is reported."""
         frames = list(traceback.walk_tb(error.__traceback__))
         innermost = frames[-1][0] if frames else None
-        own = RankStatus(self.rank, operation(innermost), line_in_traceback(error), self.doing())
+        own = RankStatus(
+            self.rank, operation(innermost), line_in_traceback(error), self._activity()
+        )
         self._failing = own
         try:
             yield own
