@@ -23,7 +23,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
             name="mesh",
             target="stratagem_mesh.strategy:MeshStrategy",
             api_version=2,
-            summary="Data, context, tensor and expert parallelism over any model",
+            summary="Pipeline, data, context, tensor and expert parallelism over any model",
             capabilities=MESH,
             shards=("parameters", "gradients", "optimizer"),
         ),

@@ -1,4 +1,4 @@
-"""MeshStrategy: data, context, tensor and expert parallelism, each by its size."""
+"""MeshStrategy: pipeline, data, context, tensor and expert parallelism, each by its size."""
 
 from __future__ import annotations
 
