@@ -18,6 +18,7 @@ from stratagem_torch.distributed.allocator import return_freed_memory, use_huge_
 from stratagem_torch.distributed.parallel_strategy import ParallelStrategy
 from stratagem_torch.distributed.process_group import ProcessGroupRanks, join_process_group
 from stratagem_torch.distributed.state_by_owner import (
+    is_owner,
     optimizer_state_by_owner,
     owned_model_state,
     owned_optimizer_state,
@@ -33,6 +34,7 @@ __all__ = [
     "apply_activation_checkpointing",
     "check_activation_checkpointing",
     "check_given_once",
+    "is_owner",
     "join_process_group",
     "optimizer_state_by_owner",
     "owned_model_state",

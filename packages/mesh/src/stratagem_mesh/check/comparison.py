@@ -39,7 +39,7 @@ from stratagem_mesh.check.values import (
     save_pieces,
 )
 from stratagem_mesh.strategy import MeshStrategy
-from stratagem_torch.distributed.state_by_owner import is_owner
+from stratagem_torch.parallel import is_owner
 
 QUANTITIES = (
     OUTPUTS,
