@@ -308,7 +308,7 @@ def _not_sent(node: Node, stage: int) -> str:
         return (
             f"user code reads a tensor of the module {node.name!r} of stage {node.stage} that the "
             f"module does not return, and stage {stage} cannot receive it: expected it among the "
-            "module's results"
+            "module's results, and unchanged in place. Write x = x + y, not x += y"
         )
     return (
         f"the module {node.name!r} of stage {node.stage} changes an argument in place, and stage "

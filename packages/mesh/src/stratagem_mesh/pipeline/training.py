@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -129,6 +130,9 @@ class Pipeline:
     def attach(self, prepared: PreparedModel, strategy: PipelineMesh) -> None:
         """Let the prepared model run as stages."""
         self._strategy, self._prepared = strategy, prepared
+        # Units are wrapped one by one, so that the last layer returns logits, where FSDP2 expects a
+        # loss. A change in place of them is exact: a root is not gathered again for backward.
+        warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
         root = prepared.module
         run = type(root).forward.__get__(root)
         root.forward = lambda *args, **kwargs: self._forward(run, *args, **kwargs)
