@@ -16,7 +16,15 @@ from stratagem_extras.planner.choices import chosen
 from stratagem_extras.planner.simulation import Workload, measure_step
 from stratagem_extras.planner.training import default_loss, optimizer_maker
 
-MESHES = ("mesh(tensor=2)", "mesh(context=2)", "mesh(tensor=2, context=2)")
+MESHES = (
+    "mesh(tensor=2)",
+    "mesh(context=2)",
+    "mesh(tensor=2, context=2)",
+    "mesh(pipeline=4)",
+    "mesh(pipeline=2, tensor=2)",
+    "mesh(pipeline=2, schedule='gpipe')",
+)
+MICRO_BATCHES = 6
 
 
 class Net(nn.Module):
@@ -25,7 +33,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(64, 4, 256, 0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
         self.head = nn.Linear(64, 100)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -37,18 +45,21 @@ def batch() -> Tensor:
 
 
 def planned() -> dict[str, int]:
-    plan = plan_memory(Net, batch, devices=4, strategies=MESHES)
+    plan = plan_memory(
+        Net, batch, devices=4, strategies=MESHES, accumulate_grad_batches=MICRO_BATCHES
+    )
     return {row.name: 0 if row.memory is None else row.memory.total for row in plan.strategies}
 
 
 def measured() -> dict[str, int]:
-    workload = Workload(batch, default_loss, optimizer_maker(None))
+    workload = Workload(batch, default_loss, optimizer_maker(None), MICRO_BATCHES)
     found = {}
     for name in MESHES:
         lite = Lite(accelerator="cpu", strategy=chosen(name).spec.build(), devices=4)
         lite.launch()
         phases: dict[str, Any] = measure_step(lite.strategy, workload, Net)
-        found[name] = max(memory.total for memory in phases.values())
+        own = max(memory.total for memory in phases.values())
+        found[name] = max(lite.ranks.gather_objects(own))
     return found
 
 

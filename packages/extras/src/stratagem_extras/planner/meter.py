@@ -137,9 +137,11 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def note_kept(self) -> None:
         """Count the tensors that are alive, and not known otherwise, as the optimizer's.
 
-        Called between steps: engines keep weights in float32 and buffers for gradients there.
+        Called between steps: engines keep weights in float32 and buffers for gradients there, and
+        parameters that are gathered in a step are sharded.
         """
-        self._kept = {number: "optimizer" for number, size in self._sizes.items() if size}
+        known = self._known_kinds()
+        self._kept = {n: known.get(n, "optimizer") for n, size in self._sizes.items() if size}
 
     def note_activations(self) -> None:
         """Count the tensors that are alive, and not known otherwise, as activations.
@@ -168,6 +170,8 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             # A meta tensor has no memory; the storage of every fake one says "meta".
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+                if type(tensor) is FakeTensor and tensor.fake_mode is not self._mode:
+                    continue  # of a strategy that looks for shapes
                 self._add(storage_of(tensor))
 
     def close(self) -> None:

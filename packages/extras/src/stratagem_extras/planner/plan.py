@@ -91,6 +91,8 @@ class PlannedStrategy:
         seconds: the approximate time of a step; None: the device's figures are unknown.
         ranks_of_batch: the number of ranks that read the same batches. Rows are sorted by the time
             of a step times this number.
+        waits: the time in which a rank waits for other stages of a pipeline, over that in which it
+            computes.
         cost: seconds of all ranks that read a batch, by which rows are sorted, if a strategy has
             proposed its sizes; None: by `seconds` times `ranks_of_batch`.
         reasons: a sentence for each size that a strategy has proposed.
@@ -110,6 +112,7 @@ class PlannedStrategy:
     fits: bool = False
     seconds: float | None = None
     ranks_of_batch: int = 1
+    waits: float = 0.0
     cost: float | None = None
     reasons: tuple[str, ...] = ()
     expression: str = ""
@@ -664,7 +667,10 @@ class Planner:
         try:
             if self.has_activations:
                 strategy, moments, sharing = self._simulated(spec, machines)
-                return replace(row(strategy, by_phase(moments), how), ranks_of_batch=sharing)
+                share = getattr(strategy, "waiting_share", lambda micro_batches: 0.0)
+                waits = share(self.workload.micro_batches)
+                made = row(strategy, by_phase(moments), how)
+                return replace(made, ranks_of_batch=sharing, waits=waits)
         except ConfigurationError as error:
             return PlannedStrategy(spec.name, alike, why_not=format_text(str(error), 400))
         # Strategies that need real tensors, such as DistributedDataParallel, are computed instead.
@@ -702,11 +708,18 @@ class Planner:
         self, spec: StrategySpec, machines: _Machines
     ) -> tuple[Strategy, dict[str, PlannedMemory], int]:
         """Return a strategy, the moments of its step, and the number of ranks of a batch."""
-        key = self._key_of(spec, machines)
-        with simulated_ranks(strategy := spec.build(), self._components_of(spec, machines)):
+        key, components = self._key_of(spec, machines), self._components_of(spec, machines)
+        found: list[dict[str, PlannedMemory]] = []
+        with simulated_ranks(strategy := spec.build(), components):
+            unequal = getattr(strategy, "unequal_ranks", ())
             if key not in self._steps:
-                self._steps[key] = self.model.simulate_step(strategy, self.workload)
+                found.append(self.model.simulate_step(strategy, self.workload))
             sharing = machines.devices * machines.nodes // len(strategy.ranks.data_groups)
+        if found:
+            for rank in unequal[1:]:
+                with simulated_ranks(other := spec.build(), components, rank):
+                    found.append(self.model.simulate_step(other, self.workload))
+            self._steps[key] = _fullest(found)
         return strategy, self._steps[key], sharing
 
     def _estimated(
@@ -819,6 +832,14 @@ def _row_of(
     )
 
 
+def _fullest(ranks: Sequence[dict[str, PlannedMemory]]) -> dict[str, PlannedMemory]:
+    """Return the moments of the rank that holds most, with the work of those that do most."""
+    fullest = max(ranks, key=lambda moments: max(memory.total for memory in moments.values()))
+    every = [memory for moments in ranks for memory in moments.values()]
+    sent, flops = max(memory.sent for memory in every), max(memory.flops for memory in every)
+    return {name: replace(memory, sent=sent, flops=flops) for name, memory in fullest.items()}
+
+
 def _row_of_proposal(proposal: Any) -> PlannedStrategy:
     """Return a row of what a strategy says of sizes that cannot be simulated."""
     held = {part: round(size) for part, size in proposal.memory.items()}
@@ -916,7 +937,7 @@ def _judged(row: PlannedStrategy, machines: _Machines, flops: int) -> PlannedStr
         if row.ranks_of_batch > 1:  # they divide the work of a batch
             flops = row.memory.flops
         # Ranks communicate while they compute. Offloads are waited for.
-        beside = max(flops / (_EFFICIENCY * device.flops), sent)
+        beside = max((1 + row.waits) * flops / (_EFFICIENCY * device.flops), sent)
         to_disk = 2 * row.on_disk * machines.devices / _TO_DISK
         seconds = beside + 2 * row.on_host / _TO_HOST + to_disk
     return replace(row, fits=machines.fit(row), seconds=seconds)

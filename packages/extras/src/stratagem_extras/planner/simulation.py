@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     UnsupportedOperatorException,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parameter import UninitializedParameter
@@ -226,14 +227,16 @@ class SimulatedModel:
     def simulate_step(
         self, strategy: Strategy, workload: Workload, watch: ModuleWatch | None = None
     ) -> dict[str, PlannedMemory]:
-        """Return rank 0's memory in the moments of a step, without memory and other ranks.
+        """Return a rank's memory in the moments of a step, without memory and other ranks.
 
         The strategy's own code runs, on fake tensors. Collectives return immediately. Code that
         reads a value of a tensor reads 1. Only some of many equal layers run: each further layer
         adds the same amount to the maximum of each moment. A strategy with an engine that
         communicates or gathers a limited number of parameters at a time declares the limits in
         `parameter_limits`, a collection of numbers, so that enough layers run. Of many
-        micro-batches two and three run, and each further one adds the same amount.
+        micro-batches two and three run, and each further one adds the same amount. A strategy
+        whose ranks hold different parts of a model names these in `unequal_ranks`, and runs all
+        layers and micro-batches.
 
         Args:
             strategy: set up by `simulated_ranks`.
@@ -246,8 +249,9 @@ class SimulatedModel:
         Raises:
             Exception: an exception of the strategy's or the model's code for such tensors.
         """
+        is_whole = len(getattr(strategy, "unequal_ranks", ())) > 1
         further = workload.micro_batches - _MICRO_BATCHES - 1
-        if further > _MICRO_BATCHES:
+        if further > _MICRO_BATCHES and not is_whole:
             few, more = (
                 self.simulate_step(strategy, replace(workload, micro_batches=count), watching)
                 for count, watching in ((_MICRO_BATCHES, watch), (_MICRO_BATCHES + 1, None))
@@ -263,7 +267,9 @@ class SimulatedModel:
                 return measure_step(strategy, workload, model, watch, (run, whole))
 
         limits = getattr(strategy, "parameter_limits", ())
-        run = {stack: self._few(stack, layers, limits) for stack, layers in self.stacks.items()}
+        run = dict(self.stacks)
+        if not is_whole:
+            run = {stack: self._few(stack, layers, limits) for stack, layers in run.items()}
         whole = {stack: run[stack] == layers for stack, layers in self.stacks.items()}
         moments = first = step(run, watch)
         again = None if watch is None else ModuleWatch(watch.stacks)
@@ -323,7 +329,7 @@ class SimulatedModel:
     @contextmanager
     def _without_memory(self, strategy: Strategy) -> Iterator[None]:
         foreach = _foreach() if getattr(strategy.accelerator, "foreach", False) else nullcontext()
-        with self.mode, patch.object(nn.Module, "_apply", _apply), foreach:
+        with self.mode, patch.object(nn.Module, "_apply", _apply), foreach, _real_meshes():
             yield
 
     def _shortened(self, kept: dict[str, int]) -> nn.Module:
@@ -342,23 +348,24 @@ class SimulatedModel:
 
 
 @contextmanager
-def simulated_ranks(strategy: Strategy, components: Components) -> Iterator[None]:
-    """Set up a strategy as rank 0 of a `simulated_group`.
+def simulated_ranks(strategy: Strategy, components: Components, rank: int = 0) -> Iterator[None]:
+    """Set up a strategy as one rank of a `simulated_group`.
 
     Args:
         strategy: not yet bound.
         components: their devices are the ranks.
+        rank: the rank.
 
     Raises:
         ConfigurationError: this process has joined a process group.
     """
-    with simulated_group(components):
+    with simulated_group(components, rank):
         # The group tells a strategy that this is a simulation, so that it builds no kernels.
         strategy.bind(components)
         if isinstance(strategy, ParallelStrategy):
             strategy.init_process_group = lambda: None  # type: ignore[method-assign]
         strategy.setup_environment()
-        # Fake tensors cannot be sent as data: assume that other ranks would send rank 0's data.
+        # Fake tensors cannot be sent as data: assume that other ranks would send this rank's data.
         with patch.multiple(
             type(strategy.ranks),
             broadcast=lambda ranks, data, src=0: data,
@@ -369,8 +376,12 @@ def simulated_ranks(strategy: Strategy, components: Components) -> Iterator[None
 
 
 @contextmanager
-def simulated_group(components: Components) -> Iterator[None]:
-    """Act as rank 0 of a process group without other processes.
+def simulated_group(components: Components, rank: int = 0) -> Iterator[None]:
+    """Act as one rank of a process group without other processes.
+
+    Args:
+        components: their devices are the ranks.
+        rank: the rank.
 
     Raises:
         ConfigurationError: this process has joined a process group.
@@ -381,10 +392,11 @@ def simulated_group(components: Components) -> Iterator[None]:
             "before processes are launched, or in another process"
         )
     threads, hook = torch.get_num_threads(), sys.excepthook
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(components.device_count)}
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=components.device_count)
+    count, local = components.device_count, rank % len(components.devices)
+    variables = {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(count)}
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=count)
     try:
-        with patch.dict(os.environ, rank):
+        with patch.dict(os.environ, variables):
             yield
     finally:
         dist.destroy_process_group()
@@ -412,6 +424,26 @@ def has_foreach_kernels(accelerator: str) -> bool:
     """
     known: Any = torch_optimizer
     return accelerator in known._get_foreach_kernels_supported_devices()
+
+
+def _real_meshes() -> AbstractContextManager[Any]:
+    """Return a context in which meshes of devices find the place of this rank by real tensors."""
+
+    def with_values(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                return function(*args, **kwargs)
+
+        return call
+
+    changed: dict[str, Any] = {"__init__": with_values(DeviceMesh.__init__)}
+    ranks = vars(DeviceMesh).get("mesh")
+    if isinstance(ranks, property):
+        assert ranks.fget is not None
+        changed["mesh"] = property(with_values(ranks.fget))
+    patched: AbstractContextManager[Any] = patch.multiple(DeviceMesh, **changed)
+    return patched
 
 
 def _foreach() -> AbstractContextManager[Any]:

@@ -16,7 +16,7 @@ from stratagem.state import named_state, per_parameter_state
 from stratagem.strategies import Axis, Optimizers, PreparedModel, TrainStep, user_module
 from stratagem_mesh.pipeline.cuts import find_stages
 from stratagem_mesh.pipeline.ranks import PipelineRanks
-from stratagem_mesh.pipeline.schedule import check_schedule
+from stratagem_mesh.pipeline.schedule import actions, check_schedule, timeline
 from stratagem_mesh.pipeline.training import Pipeline
 from stratagem_mesh.plugin import MESH
 from stratagem_mesh.strategy import AXES, MeshStrategy
@@ -100,6 +100,28 @@ class PipelineMesh(MeshStrategy):
         )
         self.replicas = ranks.stage_group
         self.ranks.connect(ranks.last_stage)
+
+    @property
+    def unequal_ranks(self) -> Sequence[int]:
+        """One rank of each position of the pipeline: they hold different stages."""
+        return range(0, self.ranks.world_size, self.ranks.world_size // self.pipeline)
+
+    def waiting_share(self, micro_batches: int) -> float:
+        """Return the time in which a rank waits for other stages, over that of its own work.
+
+        For equal stages whose backward pass takes twice the time of the forward pass.
+
+        Args:
+            micro_batches: the number of micro-batches of an optimizer step.
+
+        Example:
+            >>> PipelineMesh(pipeline=4).waiting_share(6)
+            0.5
+        """
+        stages = self.pipeline * self.virtual_stages
+        orders = actions(self.schedule, self.pipeline, self.virtual_stages, micro_batches)
+        time = timeline(orders, [1.0] * stages, [2.0] * stages).time
+        return float(time / (3 * self.virtual_stages * micro_batches) - 1)
 
     # -- the model
 
