@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, debug
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer, optimizer as torch_optimizer
@@ -391,6 +391,8 @@ def simulated_group(components: Components, rank: int = 0) -> Iterator[None]:
             "plan_memory simulates a process group, and this process has joined one: call it "
             "before processes are launched, or in another process"
         )
+    if rank:
+        _forget_meshes()
     threads, hook = torch.get_num_threads(), sys.excepthook
     count, local = components.device_count, rank % len(components.devices)
     variables = {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(count)}
@@ -400,8 +402,23 @@ def simulated_group(components: Components, rank: int = 0) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+        if rank:
+            _forget_meshes()
         torch.set_num_threads(threads)
         sys.excepthook = hook  # a process group puts its rank before each line of later errors
+
+
+def _forget_meshes() -> None:
+    """Clear what DTensors remember of operations.
+
+    They take the mesh of another rank for an equal one, and it has groups that this rank lacks.
+    """
+    caches: Any = debug
+    clear = getattr(caches, "_clear_sharding_prop_cache", None)
+    if clear is None:  # torch before 2.9
+        dispatcher: Any = DTensor._op_dispatcher
+        clear = dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
+    clear()
 
 
 class SimulatedAccelerator(CPUAccelerator):
