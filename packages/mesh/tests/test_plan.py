@@ -62,6 +62,20 @@ def test_the_name_mesh_has_a_row_for_each_size() -> None:
     assert order == sorted(order)
 
 
+def test_a_pipeline_is_planned_by_its_fullest_stage() -> None:
+    options = {"device": "A10", "accumulate_grad_batches": 4}
+    plan = planned(2, "mesh(pipeline=2)", "mesh(pipeline=2, schedule='gpipe')", **options)
+    rows = {row.name: row for row in plan.strategies}
+    early, late = rows["mesh(pipeline=2)"], rows["mesh(pipeline=2, schedule='gpipe')"]
+    assert all(row.how == "simulated" and row.ranks_of_batch == 2 for row in rows.values())
+    # 1F1B holds the activations of two micro-batches, GPipe those of all four.
+    assert early.memory.activations + early.memory.temporary < late.memory.working
+    assert early.memory.total < late.memory.total
+    # (stages - 1) / micro-batches, as in section 2.2 of arXiv:2104.04473.
+    assert early.waits == late.waits == 0.25
+    assert early.seconds > 0.5 * planned(1, "mesh", **options).strategies[0].seconds
+
+
 def test_experts_are_planned_as_if_used_evenly() -> None:
     from stratagem import plan_memory
 
