@@ -58,8 +58,8 @@ class MeshStrategy(ModelParallelStrategy):
     gradients and logged values equal the ones in one process:
 
     - `pipeline`: the model is divided into stages, one or several on each rank, which work on the
-      micro-batches of a step at the same time: those of `accumulate_grad_batches`, or of
-      `lite.step`. Ranks of a pipeline read the same batches. See `PipelineMesh`.
+      micro-batches of a step at the same time, as `accumulate_grad_batches` or `lite.step` give
+      them. Ranks of a pipeline read the same batches. See `PipelineMesh`.
     - `replicate` and `shard`: ranks read batches of their own. Parameters, gradients and optimizer
       state are sharded over `shard`, and over `context`; each of the `replicate` groups holds them
       all, as HYBRID_SHARD of fsdp.
@@ -74,8 +74,8 @@ class MeshStrategy(ModelParallelStrategy):
 
     Args:
         pipeline: the number of ranks that have different layers.
-        pipeline_cuts: the names of the first modules of the stages but the first, one fewer than
-            there are stages. Default: cuts that balance the costs of the stages.
+        pipeline_cuts: the names of the first modules of all stages but the first. Default: cuts
+            that balance the costs of the stages.
         virtual_stages: the number of stages on each rank of a pipeline.
         schedule: the order of the micro-batches: "1f1b", "gpipe", or "interleaved", which has
             several virtual stages.

@@ -862,7 +862,7 @@ def test_units_that_refuse_tensors_without_values_run_once_on_random_values() ->
     in_turn.compare(model, _square, batch, 2, outputs=lambda model, batch: model(batch))
 
 
-def test_an_error_of_a_unit_is_that_of_its_run_on_random_values() -> None:
+def test_an_error_of_a_unit_comes_from_its_run_on_random_values() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(3, 4)).double()
     staged = StagedModel(model, find_stages(model, 2))
     x = torch.rand(5, 4).double()

@@ -52,7 +52,7 @@ def test_two_ranks_train_on_a_mesh_with_the_losses_of_one_process(tmp_path: Path
     assert found["losses"] == pytest.approx(found["whole"], rel=1e-5)
 
 
-def test_a_plan_says_what_the_layers_take_and_how_they_are_shared(
+def test_a_plan_says_the_size_of_the_layers_and_how_they_are_shared(
     planned: Callable[..., Trainer],
 ) -> None:
     why = planned(2.3).plan.explain()

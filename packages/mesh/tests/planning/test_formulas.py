@@ -58,7 +58,7 @@ def planned(**options: Any) -> tuple[Any, choice.Job]:
     return plan, jobs[0]
 
 
-def test_formulas_say_what_a_simulated_step_holds_computes_and_sends() -> None:
+def test_formulas_agree_with_simulated_steps() -> None:
     from stratagem_extras.planner.plan import _planning
 
     plan, job = planned()

@@ -131,7 +131,7 @@ def test_shards_alone_are_taken_where_they_fit() -> None:
     assert "longer at best (shard 32 x tensor 2)" in reason(found, "tensor")
 
 
-def test_activations_that_do_not_fit_divide_and_the_reason_says_what_they_took() -> None:
+def test_activations_that_do_not_fit_are_divided_and_the_reason_says_their_size() -> None:
     found = best(Job(num_nodes=8, activations=100 * GIB, refused={"context": "context=2, but no"}))
     assert found.arguments == {"tensor": 2}
     said = reason(found, "tensor")

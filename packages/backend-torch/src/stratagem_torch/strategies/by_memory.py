@@ -82,7 +82,7 @@ def _on_a_mesh(
     sizes: tuple[int, int, int],
     build: Callable[[RunPlan], Strategy],
 ) -> RunPlan:
-    """Return the plan of a mesh on which layers fit, or the plan, which says what is missing.
+    """Return the plan of a mesh on which layers fit, or the given plan with the reason.
 
     Args:
         plan: the plan of a strategy that gathers layers.
@@ -129,7 +129,7 @@ def _fits(held: int, gathered: int, room: int, share: float) -> bool:
 
 
 def _gathered(module: nn.Module, bytes_per_weight: int | None) -> int:
-    """Return the bytes that FSDP gathers at a time: what is in no layer, and the largest layer."""
+    """Return the bytes that FSDP gathers at a time: a layer, and parameters outside of layers."""
     layers = list(_layers(module))
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     sizes = [_size(layer.parameters(), bytes_per_weight) for layer in layers]

@@ -29,7 +29,7 @@ class Choice:
         arguments: the arguments in addition to the preset ones of the name.
         alike: names of strategies with the same memory use.
         is_candidate: the strategy has proposed the arguments, not the user.
-        proposal: what the strategy says of the arguments, if its class has `propose`.
+        proposal: the strategy's judgement of the arguments, if its class has `propose`.
     """
 
     spec: StrategySpec

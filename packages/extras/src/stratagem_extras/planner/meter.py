@@ -264,7 +264,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count_grouped(self, func: Any, leaves: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Count a product of groups of rows, which torch's registry does not have."""
         left, right = args[0], args[1]
-        # Two operands of rows: each row belongs to one of the products.
+        # Two operands of rows: each row belongs to a single product.
         groups = result.shape[0] if left.ndim == right.ndim == 2 else 1
         count = 2 * result.numel() // groups * left.shape[-1]
         self.flops += count

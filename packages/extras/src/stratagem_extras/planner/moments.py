@@ -22,8 +22,8 @@ class Moments:
 
     The most that a phase holds may come at another moment with more layers: at the end of backward
     in place of its beginning. At one moment it grows by the same amount with each layer. A moment
-    of the first layers is counted from the first, one of the last layers from the last. What a
-    layer between them holds lies between what its neighbors on both sides hold.
+    of the first layers is counted from the first, a moment of the last layers from the last. The
+    memory of a layer between them lies between the values of its neighbors on both sides.
 
     Args:
         few: the number of layers of the shorter step, by the name of a list; all moments count in a

@@ -246,7 +246,7 @@ def plan_memory(
         num_nodes: the number of nodes.
         device: a name from the table of devices, such as "A100-80GB"; None: this machine's device.
         device_memory: memory of a device, in bytes or as "80GB"; None: the memory of `device`.
-        figures: other figures of the device than those of the table: "flops", operations a second
+        figures: figures of the device in place of the table's: "flops", operations a second
             in bfloat16; "link" and "network", bytes a second to a device of its node and of another
             one.
         host_memory: host memory of a node; None: this machine's, or not compared if `device` names

@@ -234,9 +234,9 @@ class SimulatedModel:
         adds the same amount to the maximum of each moment. A strategy with an engine that
         communicates or gathers a limited number of parameters at a time declares the limits in
         `parameter_limits`, a collection of numbers, so that enough layers run. Of many
-        micro-batches two and three run, and each further one adds the same amount. A strategy
-        whose ranks hold different parts of a model names these in `unequal_ranks`, and runs all
-        layers and micro-batches.
+        micro-batches two and three run, and each further one adds the same amount. If
+        ranks hold different parts of a model, the strategy names them in `unequal_ranks`, and all
+        layers and micro-batches run.
 
         Args:
             strategy: set up by `simulated_ranks`.

@@ -406,7 +406,7 @@ class _Step:
     def _wait(self, key: Any) -> Tensor:
         pending = self._receiving.pop(key)
         tensor = self._transfers.wait(pending).to(self._transfers.device)
-        # Its sender has ended the action that made it, so it has received what it used until then.
+        # Its sender has ended the action that made it, so it has received the values for it.
         sent = self._sending[pending.transfer.source]
         while sent and sent[0].transfer.used <= pending.transfer.made:
             self._transfers.wait(sent.popleft())

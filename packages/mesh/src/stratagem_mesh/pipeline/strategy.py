@@ -32,13 +32,13 @@ class PipelineMesh(MeshStrategy):
 
     The model is cut into stages, and the ranks along the pipeline axis have different ones. A step
     sends its micro-batches through the stages; while a stage works on one micro-batch, the next
-    stage works on the one before. With `accumulate_grad_batches=1` there is one micro-batch, and
+    stage works on the one before. With `accumulate_grad_batches=1` a step has one micro-batch, and
     the stages wait for each other.
 
     The user's `training_step` runs on each stage. Layers of other stages are stand-ins there that
     compute nothing, and the step ends where the last layer of the stage has run. On the last stage
-    it runs to its end, and computes the loss. Hooks run on each rank, and receive the loss. Values
-    that `training_step` logs are those of the last stage, which the first ranks have. Evaluation
+    it runs to its end, and computes the loss. Hooks run on each rank, and receive the loss. The
+    last stage, which the first ranks have, logs the values of `training_step`. Evaluation
     and prediction run unchanged on each rank: the output of each model that they call is sent to
     all stages.
 
@@ -107,9 +107,9 @@ class PipelineMesh(MeshStrategy):
         return range(0, self.ranks.world_size, self.ranks.world_size // self.pipeline)
 
     def waiting_share(self, micro_batches: int) -> float:
-        """Return the time in which a rank waits for other stages, over that of its own work.
+        """Return the time in which a rank waits for other stages, over the time of its own work.
 
-        For equal stages whose backward pass takes twice the time of the forward pass.
+        The stages are taken as equal, and backward as twice as long as forward.
 
         Args:
             micro_batches: the number of micro-batches of an optimizer step.
@@ -221,7 +221,7 @@ class PipelineMesh(MeshStrategy):
 
     @property
     def follows_evaluation(self) -> bool:
-        """False: a rank without a batch could not follow what the stages send each other."""
+        """False: a rank without a batch could not follow the transfers between stages."""
         return False
 
     # -- state
@@ -232,7 +232,7 @@ class PipelineMesh(MeshStrategy):
     def load_optimizer_state(
         self, prepared: PreparedModel, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Load a state; each rank takes that of its own parameters."""
+        """Load a state; each rank takes the entries of its own parameters."""
         whole = self._whole_names(optimizer)
         groups = named_state(optimizer, prepared.original)["param_groups"]
         own = {whole.get(name, name) for group in groups for name in group["params"]}

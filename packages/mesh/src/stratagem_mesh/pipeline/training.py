@@ -319,7 +319,7 @@ class _StageSteps:
         pipeline = self._pipeline
         strategy, prepared = pipeline._strategy, pipeline._prepared
         received, tensors, call = self._kept.pop((stage, micro_batch))
-        if micro_batch == len(self._opened) - 1:  # the last one of each stage
+        if micro_batch == len(self._opened) - 1:  # of each stage, the last
             pipeline._reduce(True, [stage])
         opened, own = self._opened[micro_batch], pipeline.own
         is_last = stage == self._last

@@ -15,8 +15,8 @@ def arguments_by_state(
 ) -> tuple[dict[str, int], str] | None:
     """Return arguments by which a rank can gather a layer of the model, and the reason, or None.
 
-    Only models with a plan of their own, as those of transformers, are known to be divided without
-    a run.
+    Only models with a plan of their own, such as models of transformers, are known to be divided
+    without a run.
 
     Args:
         model: the model.

@@ -20,7 +20,7 @@ from stratagem_mesh.planning.time import Links, Machines
 _MOST = 6
 """The number of proposals."""
 _MOST_ROUNDS = 4
-"""How often proposals are simulated, each time with those that take the place of others."""
+"""How often proposals are simulated, each time with others in place of the worst."""
 
 
 class Job(Protocol):
@@ -72,10 +72,10 @@ class Proposal:
 def propose(job: Job) -> list[Proposal]:
     """Return the sizes that are worth comparing, the best first, then the refused ones.
 
-    The best mesh takes the least time of all devices for a batch, among those that fit; a simpler
-    one is preferred if it takes at most 2% longer. The others are the best with other axes, and the
-    mesh without any. If nothing fits, those that hold least come first. Formulas choose them; a
-    simulated step then says what they hold, and they are chosen again.
+    The best mesh takes the least time of all devices for a batch, among the sizes that fit; a
+    simpler mesh is preferred if it takes at most 2% longer. The others are the best with other
+    axes, and the mesh without any. If no mesh fits, the smallest come first. Formulas choose them;
+    then simulated steps measure the memory, and a second choice follows.
 
     Args:
         job: the model and the machines.

@@ -10,7 +10,7 @@ from stratagem_mesh.planning.sizes import Limits, Sizes, all_sizes
 from stratagem_mesh.planning.time import Machines, StepTime, step_time
 
 _SLOWER = 1.02
-"""A simpler mesh is preferred up to this time, over that of the fastest."""
+"""A simpler mesh is preferred up to this share of the fastest one's time."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Option:
         memory: bytes of a rank by part.
         time: of a step.
         usable: bytes of a device that a plan fills.
-        is_simulated: whether the memory is that of a simulated step, and not of formulas.
+        is_simulated: whether a simulated step measured the memory; else formulas say it.
     """
 
     sizes: Sizes

@@ -14,7 +14,7 @@ from stratagem_mesh.planning.stages import Part, Stage, cut, in_flight
 STATE = ("parameters", "gradients", "optimizer")
 """The parts that ranks of a shard divide."""
 PARTS = (*STATE, "buffers", "gathered", "working")
-"""The parts of what a rank holds: "gathered" are parameters of other ranks in the model's own."""
+"""The parts of a rank's memory: "gathered" are parameters of other ranks in the model's own."""
 
 Held = Mapping[str, float]
 """Bytes of a rank by part."""
@@ -58,9 +58,9 @@ class Probe:
 
     Attributes:
         sizes: the mesh.
-        moments: what the rank holds in each moment, by part; "step" is the one of the optimizer.
+        moments: the memory of the rank in each moment, by part; "step" is the optimizer's.
         sent, flops: of a step.
-        excess: what rank 0 holds of the shards, over an equal share.
+        excess: the shards of rank 0, over an equal share.
     """
 
     sizes: Sizes
@@ -258,7 +258,7 @@ class Profile:
     def kept(self, sizes: Sizes) -> float:
         """Return the bytes that a micro-batch keeps from forward to backward, of all layers.
 
-        They are those of one process, divided as the memory of a forward pass is.
+        They are the operations of one process, divided as the memory of a forward pass is.
         """
         whole = float(sum(part.activations for part in self.parts))
         alone = self._without_gradients(self.base)
@@ -312,7 +312,7 @@ def _of_stage(
         parts: of the whole model in this moment, with one micro-batch.
         stage: the shares.
         held: the activations in flight, of the whole model.
-        kept: those of a micro-batch.
+        kept: the activations of a micro-batch.
         gradients: bytes of gradients that are held whole.
     """
     found = dict(parts)

@@ -100,7 +100,7 @@ class Limits:
     Attributes:
         refused: why an axis has the size 1, by axis.
         heads: the number of heads of a layer; 0: unknown.
-        experts: the number of experts of a layer; 0: none.
+        experts: the number of experts of a layer; 0: no experts.
         layers: the number of parts into which a pipeline can cut; 0: no pipeline.
     """
 
@@ -114,7 +114,7 @@ def all_sizes(devices: int, num_nodes: int, limits: Limits) -> Iterator[Sizes]:
     """Yield the sizes that suit the machines and the model.
 
     Ranks of `tensor` and `context` lie on one node, since they exchange activations in each layer.
-    There are at most as many copies (`replicate`) as nodes: within a node shards cost no time.
+    `replicate` is at most the number of nodes: within a node shards cost no time.
 
     Args:
         devices: the number of devices on each node.
@@ -153,7 +153,7 @@ def limits_of(model: Any) -> tuple[int, int]:
     """Return the number of heads of a layer and of experts of a layer; 0: unknown.
 
     Args:
-        model: a model, whose `config` (of transformers) or modules know them.
+        model: a model; its `config` (of transformers) or its modules know them.
     """
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", config)

@@ -49,8 +49,8 @@ class Stage:
 def cut(parts: Sequence[Part], stages: int) -> list[Stage]:
     """Return stages of which the slowest is as fast as possible.
 
-    The rest of the model, such as the loss, belongs to the last stage; what comes before the first
-    layer, such as an embedding, to the first.
+    The rest of the model, such as the loss, belongs to the last stage; modules before the first
+    layer, such as an embedding, belong to the first.
 
     Args:
         parts: at least as many as stages, besides the rest.
@@ -67,11 +67,11 @@ def cut(parts: Sequence[Part], stages: int) -> list[Stage]:
     rest = [part for part in parts if not part.name]
     costs = [part.flops for part in named]
     low, high = max(costs), sum(costs)
-    while low < high:  # the least cost of a stage with which so many stages are enough
+    while low < high:  # the least cost of a stage with which this number of stages is enough
         middle = (low + high) // 2
         low, high = (low, middle) if len(_filled(costs, middle)) <= stages else (middle + 1, high)
     groups = _filled(costs, low)
-    while len(groups) < stages:  # fewer stages are as fast: divide those with most parts
+    while len(groups) < stages:  # fewer stages are as fast: divide the ones with most parts
         longest = max(range(len(groups)), key=lambda number: len(groups[number]))
         group = groups[longest]
         middle = len(group) // 2

@@ -81,7 +81,7 @@ def ring(size: float, place: tuple[int, int, int], links: Links, calls: float) -
 
     Args:
         size: bytes of the tensors that a rank hands over, whole; of all-reduces twice.
-        place: the number of ranks, those on a node, the number of nodes.
+        place: the numbers of ranks, of ranks on a node, and of nodes.
         links: of a device.
         calls: the number of collectives.
     """
