@@ -283,7 +283,7 @@ def main() -> None:
                 print(f"{name:18} {words(sizes):44} {_cell(found)}", flush=True)
                 if chosen.out:
                     chosen.out.write_text(json.dumps(table))
-    print(markdown(table))
+    print(markdown({name: table[name] for name in chosen.models if name in table}))
 
 
 def _cell(found: dict[str, Any]) -> str:

@@ -544,6 +544,12 @@ def _rebuilt(module: Any, tensors: Mapping[str, Tensor], prefix: str) -> Any:
             key: make(tensors[prefix + key]) if prefix + key in tensors else value
             for key, value in module.__dict__[kind].items()
         }
+    for name, value in tensors.items():
+        key = name.removeprefix(prefix)
+        # A stage of a pipeline has plain attributes in place of the parameters of others.
+        if name.startswith(prefix) and key in new.__dict__:
+            del new.__dict__[key]
+            new.__dict__["_parameters"][key] = as_parameter(value)
     new.__dict__["_modules"] = {
         key: None if child is None else _rebuilt(child, tensors, f"{prefix}{key}.")
         for key, child in module._modules.items()
