@@ -60,11 +60,13 @@ def test_adapters_of_stages_are_written_as_in_one_process(case: str, found: dict
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_averages_and_reads_of_whole_models_are_refused(case: str, found: dict[str, Any]) -> None:
+def test_folders_and_averages_of_whole_models_are_refused(case: str, found: dict[str, Any]) -> None:
     assert REFUSED[case] in found[f"pipeline, {case}"]["error"]
 
 
-def test_a_rank_has_an_eighth_of_the_model_and_the_tied_weights(tmp_path: Path) -> None:
+def test_the_parameters_of_a_rank_are_an_eighth_of_the_model_and_tied_weights(
+    tmp_path: Path,
+) -> None:
     run_file(SCRIPTS / "pipeline_bytes.py", "found.json", folder=tmp_path, timeout=200)
     said = json.loads((tmp_path / "found.json").read_text())
     share = (said["whole"] - said["tied"]) // 8 + said["tied"]
