@@ -95,6 +95,57 @@ def test_an_argument_of_another_form_is_refused(given: dict[str, Any], message: 
     assert message in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"pipeline": 0}, "pipeline=0: expected a number of ranks of at least 1"),
+        ({"schedule": "zb"}, """schedule='zb': expected "gpipe", "1f1b" or "interleaved", as a"""),
+        (
+            {"schedule": "gpipe", "virtual_stages": 2},
+            """schedule="gpipe" with virtual_stages=2: expected one stage on each rank. Write """,
+        ),
+        (
+            {"schedule": "interleaved"},
+            """schedule="interleaved" with virtual_stages=1: expected several stages on each""",
+        ),
+        (
+            {"pipeline_cuts": "blocks.1"},
+            "pipeline_cuts='blocks.1': expected a list of names of modules, such as ['layers.6']",
+        ),
+        (
+            {"pipeline_cuts": ["blocks.1"], "virtual_stages": 2},
+            "pipeline_cuts=['blocks.1']: expected 3 different name(s), those of the first modules "
+            "of all of 4 stages (pipeline=2 x virtual_stages=2) but the first",
+        ),
+        ({"pipeline_cuts": ["a", "a"], "pipeline": 3}, "expected 2 different name(s)"),
+        (
+            {"check": True},
+            "check=True with pipeline=2: a stage has not all layers, to compare a copy of the model"
+            " with one process: expected check=False. `stratagem mesh check --pipeline 2` compares",
+        ),
+        (
+            {"pipeline": 1, "pipeline_cuts": ["a"]},
+            "pipeline_cuts, virtual_stages and schedule belong to a pipeline, and pipeline=1: pass "
+            "pipeline=2 or more, or leave them out",
+        ),
+    ],
+)
+def test_options_of_a_pipeline_are_refused_when_the_strategy_is_made(
+    given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        MeshStrategy(**{"pipeline": 2, **given})
+    assert message in str(raised.value)
+
+
+def test_rank_zero_of_a_pipeline_has_the_last_stage() -> None:
+    strategy: Any = trainer(8, pipeline=2, tensor=2).strategy
+    assert strategy.sizes == (2, 1, 2, 1, 2)
+    assert strategy.ranks.place([0]) == "pipeline 1, shard 0, tensor 0"
+    assert strategy.ranks.place([7]) == "pipeline 0, shard 1, tensor 1"
+    assert strategy.ranks.data_groups == ((0, 1, 4, 5), (2, 3, 6, 7))
+
+
 def test_an_error_of_sizes_names_the_plan() -> None:
     strategy = MeshStrategy(tensor=2, tensor_plan={"up": "colwise", "down": "rowwise"})
     strategy.tensor_layers = {"up": "colwise", "down": "rowwise"}

@@ -279,8 +279,9 @@ class MeshStrategy(ModelParallelStrategy):
         known = max(1, count // prod(others)) if shard == "auto" else shard
         sizes = self.pipeline, self.replicate, known, self.context, self.tensor
         if prod(sizes) != count:
+            shown = sizes if self.pipeline > 1 else sizes[1:]
             raise ConfigurationError(
-                f"MeshStrategy({self._given(shard)}) is for {' x '.join(map(str, sizes))} = "
+                f"MeshStrategy({self._given(shard)}) is for {' x '.join(map(str, shown))} = "
                 f"{prod(sizes)} rank(s), received {count} "
                 f"({len(self.components.devices)} device(s), {self.components.num_nodes} node(s)): "
                 "expected sizes whose product is the number of ranks"

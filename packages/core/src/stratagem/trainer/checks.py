@@ -352,7 +352,10 @@ class EpochChecks:
         """
         module = self._context.module
         self._began = self._state.batches, self._state.global_step
-        if self._steps and not any(parameter.requires_grad for parameter in module.parameters()):
+        # Those of another rank may train.
+        can_train = self._context.trainer.plan.capabilities.parameters == "divided"
+        can_train = can_train or any(each.requires_grad for each in module.parameters())
+        if self._steps and not can_train:
             raise UserCodeError(
                 f"no parameter of {type(module).__name__} trains: requires_grad is False for each. "
                 "Leave some to train. Precisions such as 'nf4' freeze the layers that they "
