@@ -161,7 +161,7 @@ def own_loop() -> Any:
 
 
 def refused() -> Any:
-    return error_of(lambda: trainer().fit(Manual(), loader(8)))
+    return error_of(lambda: trainer(accumulate_grad_batches=1).fit(Manual(), loader(8)))
 
 
 def error_of(call: Callable[[], Any]) -> str:

@@ -190,7 +190,7 @@ class PipelineMesh(MeshStrategy):
             self.ranks.data_groups
         ):
             self._compare(batches)
-        self._of(prepared.original).train(step, batches)
+        self._of(prepared.original).train(prepared, step, batches)
         return True
 
     def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:

@@ -77,7 +77,6 @@ class Pipeline:
         self.regions: ContextRegions | None = None
         """The modules whose sequence is divided."""
         self._strategy: PipelineMesh
-        self._prepared: PreparedModel
         self._step: _StageSteps | None = None
         self._compared: WeakSet[Program] = WeakSet()
 
@@ -129,7 +128,7 @@ class Pipeline:
 
     def attach(self, prepared: PreparedModel, strategy: PipelineMesh) -> None:
         """Let the prepared model run as stages."""
-        self._strategy, self._prepared = strategy, prepared
+        self._strategy = strategy
         # Units are wrapped one by one, so that the last layer returns logits, where FSDP2 expects a
         # loss. A change in place of them is exact: a root is not gathered again for backward.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
@@ -182,11 +181,11 @@ class Pipeline:
 
     # -- a training step
 
-    def train(self, step: TrainStep, micro_batches: Sequence[Any]) -> None:
+    def train(self, prepared: PreparedModel, step: TrainStep, micro_batches: Sequence[Any]) -> None:
         """Run forward and backward of all micro-batches, and reduce gradients once."""
         self._report_place()
         opened = [step.open(each) for each in micro_batches]
-        self._step = work = _StageSteps(self, step, opened)
+        self._step = work = _StageSteps(self, prepared, step, opened)
         try:
             for each in opened:
                 with step.without_logging():
@@ -254,11 +253,18 @@ class Pipeline:
 class _StageSteps:
     """The forward and backward passes of this rank's stages in one optimizer step."""
 
-    def __init__(self, pipeline: Pipeline, step: TrainStep, opened: list[MicroBatch]) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        prepared: PreparedModel,
+        step: TrainStep,
+        opened: list[MicroBatch],
+    ) -> None:
         self.programs: list[Program] = []
         self.outputs: Any = None
         """The latest result of a method of the user's model."""
         self._pipeline = pipeline
+        self._prepared = prepared
         self._step = step
         self._opened = opened
         self._last = pipeline.stages.count - 1
@@ -317,7 +323,7 @@ class _StageSteps:
     ) -> list[Tensor | None]:
         """Run backward of a stage; return the gradients of what it received."""
         pipeline = self._pipeline
-        strategy, prepared = pipeline._strategy, pipeline._prepared
+        strategy, prepared = pipeline._strategy, self._prepared
         received, tensors, call = self._kept.pop((stage, micro_batch))
         if micro_batch == len(self._opened) - 1:  # of each stage, the last
             pipeline._reduce(True, [stage])
@@ -349,7 +355,7 @@ class _StageSteps:
                 outputs.append(tensor)
                 sums.append(added(of_readers))
         if outputs:
-            with self._pipeline._strategy.own_backward(self._pipeline._prepared):
+            with self._pipeline._strategy.own_backward(self._prepared):
                 torch.autograd.backward(outputs, sums)
 
     def share_losses(self) -> None:
