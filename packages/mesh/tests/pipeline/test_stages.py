@@ -953,3 +953,27 @@ def test_caches_in_an_evaluation_are_refused() -> None:
     positions = in_turn.Positions(Cached().eval(), 2)
     with pytest.raises(UserCodeError, match="called with a Cache, of which each stage of a pipel"):
         positions.evaluate(lambda model: model(torch.zeros(2, 4), Cache()))
+
+
+class Logged(nn.Module):
+    """A layer whose results are logged alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.aside, self.last = (nn.Linear(4, 4) for _ in range(3))
+        self.logged: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        aside = self.aside(x)
+        made: Tensor = self.last(x)
+        self.logged.append(aside.mean() + made.sum())
+        return made
+
+
+def test_a_value_without_an_effect_on_the_loss_has_no_gradient() -> None:
+    model, batch = Logged().double(), torch.rand(5, 4).double()
+    staged = StagedModel(model, find_stages(model, 2, ["last"]))
+    program = staged.program(partial(_square, model, batch), batch, trains=True)
+    found = {value.key[1]: value.differentiable for value in program.values}
+    assert found == {"first": True, "aside": False}

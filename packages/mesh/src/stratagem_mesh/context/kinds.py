@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -37,7 +38,8 @@ def title(name: str, module: nn.Module) -> str:
 
 def bind(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the inputs of a module by their names."""
-    signature = inspect.signature(module.forward)
+    # Not that of the module itself, which may be compiled, with other names.
+    signature = inspect.signature(MethodType(type(module).forward, module))
     bound = dict(signature.bind(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:

@@ -69,6 +69,8 @@ def program_of(
         ConfigurationError: user code reads a value that no stage can send.
     """
     leaves = tree_leaves(result)
+    is_known = not (to_all or is_partial)
+    run.mark_gradients(leaf for leaf in leaves if is_known and isinstance(leaf, Tensor))
     results = {
         index: nodes
         for index, leaf in enumerate(leaves)

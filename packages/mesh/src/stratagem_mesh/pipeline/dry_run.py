@@ -13,7 +13,7 @@ import random
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -91,6 +92,7 @@ class UnitCall:
         leaves: the results of a stand-in: (shape, dtype, device), ("argument", index),
             ("output", index), ("object", value), or ("copy", object).
         spec: the structure of the result.
+        read, made: the nodes of autograd of the arguments and of the results, by the leaf.
         flops: the number of floating-point operations, if a counter runs.
     """
 
@@ -105,6 +107,8 @@ class UnitCall:
     outputs: dict[int, Node] = field(default_factory=dict)
     leaves: list[Any] = field(default_factory=list)
     spec: Any = None
+    read: dict[int, Any] = field(default_factory=dict)
+    made: dict[int, Any] = field(default_factory=dict)
     flops: float = 0.0
 
 
@@ -279,6 +283,8 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 call.arguments[index] = Node("operation", stage, call.time, tuple(nodes))
             if nodes:
                 call.given[index] = _meta(leaf)
+                if leaf.requires_grad:
+                    call.read[index] = get_gradient_edge(leaf).node
                 is_own = not _overlaps(leaf) and _storage(leaf) not in self._owners
                 if is_own and not call.is_repeated:
                     call.writable.add(index)
@@ -312,6 +318,8 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = "output", call.unit, call.number, index
         node = Node("output", call.stage, call.time, key=key, meta=_meta(leaf), name=call.unit)
         self._nodes[leaf] = call.outputs[index] = node
+        if leaf.requires_grad:
+            call.made[index] = get_gradient_edge(leaf).node
         self._alive.append((ref(leaf), node))
         if leaf.layout is torch.strided:
             self._storages.append(leaf.untyped_storage())
@@ -322,6 +330,35 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the names of units' parameters that user code has read."""
         inputs = (one for node in self.operations for one in node.inputs)
         return {node.name for node in inputs if node.kind == "parameter"}
+
+    def mark_gradients(self, results: Iterable[Tensor]) -> None:
+        """Note that tensors from which no result follows by autograd have no gradient.
+
+        Args:
+            results: the results of user code; none: it is not known which one is the loss.
+        """
+        by_made: dict[Any, list[UnitCall]] = {}
+        for call in self.calls:
+            for made in call.made.values():
+                by_made.setdefault(made, []).append(call)
+        pending: list[Any] = [get_gradient_edge(t).node for t in results if t.requires_grad]
+        is_known, seen = bool(pending), set()
+        while pending:
+            node = pending.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                pending += [following for following, _ in node.next_functions]
+                pending += [one for call in by_made.get(node, ()) for one in call.read.values()]
+        for call in self.calls:
+            for index, node in call.read.items():
+                if is_known and node not in seen:
+                    call.given[index] = (*call.given[index][:2], False)
+            for index, node in call.made.items():
+                output = call.outputs[index]
+                if is_known and node not in seen and output.meta is not None:
+                    output.meta = (*output.meta[:2], False)
+            call.read.clear()
+            call.made.clear()
 
     def alive(self) -> list[Node]:
         """Return the outputs of units that user code still refers to."""
