@@ -48,7 +48,7 @@ def test_two_ranks_train_on_a_mesh_with_the_losses_of_one_process(tmp_path: Path
     run_file(SCRIPT, str(out), folder=tmp_path)
     found = json.loads(out.read_text())
     assert found["strategy"] == "mesh(tensor=2)"
-    assert found["sizes"] == [1, 1, 1, 2]
+    assert found["sizes"] == [1, 1, 1, 1, 2]
     assert found["losses"] == pytest.approx(found["whole"], rel=1e-5)
 
 
