@@ -45,6 +45,13 @@ def test_an_optimizer_of_the_last_layer_leaves_nothing_to_the_first_stage(
     assert last == pytest.approx(alone, abs=1e-6)
 
 
+def test_groups_by_name_have_a_tied_weight_as_in_one_process(found: list[dict[str, Any]]) -> None:
+    alone, *ours = (of_rank["tied"] for of_rank in found)
+    for logged, groups in ours:
+        assert logged == pytest.approx(alone[0], abs=1e-6)
+        assert groups == alone[1] == [6, 1]
+
+
 def test_a_strategy_fits_twice_and_releases_each_model(found: list[dict[str, Any]]) -> None:
     alone, last, first = (of_rank["twice"] for of_rank in found)
     for ours, expected in zip(last[0], alone[0], strict=True):
@@ -60,7 +67,9 @@ def test_a_loop_of_lite_equals_one_process(found: list[dict[str, Any]]) -> None:
             assert row == pytest.approx(expected, abs=1e-6)
 
 
-def test_user_code_that_runs_backward_is_refused_on_each_rank(found: list[dict[str, Any]]) -> None:
+def test_user_code_that_runs_backward_or_has_no_loss_is_refused_on_each_rank(
+    found: list[dict[str, Any]],
+) -> None:
     for of_rank in found[1:]:
         said = of_rank["own_loop"][2]
         assert said["backward"] == (
@@ -72,6 +81,11 @@ def test_user_code_that_runs_backward_is_refused_on_each_rank(found: list[dict[s
             "UserCodeError: Net.forward() was called outside of a step, in training mode, and the "
             "stages of a pipeline train together: call lite.step(model, micro_batches, loss) with "
             "the call in loss, or model.eval() under torch.no_grad()"
+        )
+        assert said["nothing"] == (
+            "UserCodeError: training_step returned None, which skips the micro-batch, and the "
+            "other stages wait for its gradients: return a loss for each micro-batch, such as 0.0 "
+            "times an output"
         )
         assert of_rank["refused"] == (
             "ConfigurationError: Manual has automatic_optimization=False, and a pipeline decides "

@@ -73,6 +73,32 @@ class HeadAlone(Net):
         return torch.optim.Adagrad(groups, lr=0.1)
 
 
+class Tied(Module):
+    """Trains its tied weight without decay, by the name of the weight in one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(12, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.words.weight
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        x = self.words(batch)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        loss = cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        named = dict(self.named_parameters())
+        decayed = [p for name, p in named.items() if not name.startswith("words")]
+        groups = [{"params": decayed}, {"params": [named["words.weight"]], "weight_decay": 0.0}]
+        self.groups = [len(group["params"]) for group in groups]
+        return torch.optim.AdamW(groups, lr=0.1, weight_decay=0.5)
+
+
 class Manual(Net):
     automatic_optimization = False
 
@@ -123,6 +149,13 @@ def head_alone() -> Any:
     return values(own)
 
 
+def tied() -> Any:
+    seed_everything(1)
+    own = trainer(max_epochs=3)
+    own.fit(model := Tied(), DataLoader(torch.arange(48).view(8, 6) % 12, batch_size=2))
+    return values(own), model.groups
+
+
 def twice() -> Any:
     """Two models, one after the other, by one strategy; both are released."""
     found, alive = [], []
@@ -156,6 +189,7 @@ def own_loop() -> Any:
     said = {
         "backward": error_of(lambda: lite.backward(torch.ones((), requires_grad=True))),
         "forward": error_of(lambda: model.train()(batches[0][0])),
+        "nothing": error_of(lambda: lite.step(model, batches[:2], lambda batch: None)),
     }
     return [float(step) for step in steps if step is not None], outputs.tolist(), said
 
@@ -175,7 +209,7 @@ def error_of(call: Callable[[], Any]) -> str:
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     found = {}
-    for case in (logged, head_alone, twice, own_loop, *([refused] if RANKS > 1 else [])):
+    for case in (logged, head_alone, tied, twice, own_loop, *([refused] if RANKS > 1 else [])):
         seed_everything(1)
         found[case.__name__] = case()
     rank = torch.distributed.get_rank() if RANKS > 1 else 0

@@ -25,6 +25,10 @@ Exchange = Callable[[Value, "Tensor | None"], Tensor]
 """Sends a value of an evaluation, or with None receives it."""
 
 _RECEIVED = "_stratagem_received"
+NO_LOSS = (
+    "training_step returned None, which skips the micro-batch, and the other stages wait for its "
+    "gradients: return a loss for each micro-batch, such as 0.0 times an output"
+)
 _NO_DATA = "numpy() is not supported for tensor subclasses", "FakeTensor"
 """In errors of torch, where user code reads the data of a tensor that has none."""
 
@@ -214,6 +218,8 @@ class StagedModel:
                     self._check_end(run, error, to_all=to_all)
                 finally:
                     run.restore()
+                if result is None and not is_partial and not to_all:
+                    raise UserCodeError(NO_LOSS)
                 return program_of(run, self._stages, result, to_all=to_all, is_partial=is_partial)
         finally:
             self._runs = before

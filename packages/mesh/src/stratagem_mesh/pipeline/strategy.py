@@ -155,7 +155,7 @@ class PipelineMesh(MeshStrategy):
 
     def listing_all(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Let the model list all parameters, so that optimizers have equal groups on all ranks."""
-        return self._of(module).staged.listed()
+        return self._of(module).listing_all()
 
     def prepare(
         self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True

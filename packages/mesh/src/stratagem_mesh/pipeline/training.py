@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 from zlib import crc32
@@ -22,7 +22,7 @@ from stratagem_mesh.pipeline.randomness import UnitStreams, has_dropout
 from stratagem_mesh.pipeline.ranks import PipelineRanks
 from stratagem_mesh.pipeline.run import Transfers, added, run_schedule
 from stratagem_mesh.pipeline.schedule import Action, actions
-from stratagem_mesh.pipeline.staged_model import StagedModel, StageEnd
+from stratagem_mesh.pipeline.staged_model import NO_LOSS, StagedModel, StageEnd
 from stratagem_mesh.pipeline.values import Program, Stages
 from stratagem_torch.parallel import ProcessGroupRanks
 from stratagem_torch.sharding import average_gradients, find_replicated, keep_whole
@@ -125,6 +125,29 @@ class Pipeline:
         """Return the units of this rank's stages that have parameters."""
         units = dict.fromkeys(self.staged.units.values())
         return [unit for unit in units if next(unit.parameters(), None) is not None]
+
+    @contextmanager
+    def listing_all(self) -> Iterator[None]:
+        """Let the model list all parameters, and tied weights under the names of one process."""
+        with self.staged.listed():
+            for names in self._aliases.values():
+                if len(names) > 1:
+                    self._tie(names)
+            yield
+
+    def _tie(self, names: Sequence[str]) -> None:
+        """Put one object in the place of each placeholder of a tied weight."""
+        slots = []
+        for name in names:
+            part, _, key = name.rpartition(".")
+            held = self.model.get_submodule(part)._parameters
+            if held.get(key) is not None:
+                slots.append((held, key))
+        listed = [held[key] for held, key in slots]
+        own = [one for one in listed if id(one) not in self.placeholders]
+        for held, key in slots:
+            if id(held[key]) in self.placeholders:
+                held[key] = (own or listed)[0]
 
     def attach(self, prepared: PreparedModel, strategy: PipelineMesh) -> None:
         """Let the prepared model run as stages."""
@@ -311,11 +334,7 @@ class _StageSteps:
 
     def _keep_loss(self, micro_batch: int, loss: Tensor | None) -> None:
         if loss is None:
-            raise UserCodeError(
-                "training_step returned None, which skips the micro-batch, and the other stages "
-                "wait for its gradients: return a loss for each micro-batch, such as 0.0 times an "
-                "output"
-            )
+            raise UserCodeError(NO_LOSS)
         self._losses[micro_batch] = loss
 
     def backward(
