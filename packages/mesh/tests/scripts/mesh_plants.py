@@ -180,8 +180,8 @@ def tied_twice(parameters: Any, group: Any, count: int) -> None:
 AVERAGE = training.average_gradients
 
 
-def without_last(self: training.Pipeline, step: Any, micro_batches: Any) -> None:
-    TRAIN(self, step, micro_batches[:-1])
+def without_last(self: training.Pipeline, prepared: Any, step: Any, micro_batches: Any) -> None:
+    TRAIN(self, prepared, step, micro_batches[:-1])
 
 
 TRAIN = training.Pipeline.train
