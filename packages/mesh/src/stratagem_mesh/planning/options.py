@@ -48,7 +48,7 @@ class Option:
 
     @property
     def can_simulate(self) -> bool:
-        """Whether the planner can simulate a step; the stages of a pipeline need other ranks."""
+        """Whether the planner simulates a step; that of a pipeline runs all layers of each stage."""
         return self.sizes.pipeline == 1
 
     @property

@@ -9,7 +9,7 @@ from math import gcd, prod
 from typing import Any
 
 HAS_PIPELINE = False
-"""Whether sizes of a pipeline are proposed; the strategy takes `pipeline=` then."""
+"""Whether sizes of a pipeline are proposed: the formulas take too much memory for its stages."""
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor", "expert")
 """The sizes, the outermost first; `expert` divides ranks of shard times context."""
