@@ -48,7 +48,7 @@ class Option:
 
     @property
     def can_simulate(self) -> bool:
-        """Whether the planner simulates a step; that of a pipeline runs all layers of each stage."""
+        """Whether the planner simulates a step; one of a pipeline runs all layers of each stage."""
         return self.sizes.pipeline == 1
 
     @property
