@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -314,12 +315,12 @@ class _Dry:
         return self._run.call(name, unit, args, kwargs)
 
 
-class _Running:
+class _Running(ABC):
     """Answers the calls of units as a program says.
 
     Args:
+        staged: the model.
         own: the stages that run.
-        last: whether user code runs to its end.
     """
 
     def __init__(self, staged: StagedModel, own: frozenset[int]) -> None:
@@ -328,13 +329,13 @@ class _Running:
         self._run: Run
         self._numbers: dict[str, int] = {}
 
+    @abstractmethod
     def get(self, value: Value) -> Tensor:
         """Return a value that other stages compute."""
-        raise NotImplementedError
 
+    @abstractmethod
     def put(self, value: Value, tensor: Tensor) -> None:
         """Send a value of an own stage."""
-        raise NotImplementedError
 
     def end(self, amount: int) -> None:
         """Count the calls and values of an own stage."""

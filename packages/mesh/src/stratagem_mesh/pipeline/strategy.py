@@ -16,8 +16,9 @@ from stratagem.state import named_state, per_parameter_state
 from stratagem.strategies import Axis, Optimizers, PreparedModel, TrainStep, user_module
 from stratagem_mesh.pipeline.cuts import find_stages
 from stratagem_mesh.pipeline.ranks import PipelineRanks
-from stratagem_mesh.pipeline.schedule import actions, check_schedule, timeline
+from stratagem_mesh.pipeline.schedule import check_schedule
 from stratagem_mesh.pipeline.training import Pipeline
+from stratagem_mesh.planning.stages import bubble
 from stratagem_mesh.plugin import MESH
 from stratagem_mesh.strategy import AXES, MeshStrategy
 from stratagem_torch.parallel import owned_optimizer_state
@@ -109,7 +110,7 @@ class PipelineMesh(MeshStrategy):
     def waiting_share(self, micro_batches: int) -> float:
         """Return the time in which a rank waits for other stages, over the time of its own work.
 
-        The stages are taken as equal, and backward as twice as long as forward.
+        The stages are taken as equal.
 
         Args:
             micro_batches: the number of micro-batches of an optimizer step.
@@ -118,10 +119,7 @@ class PipelineMesh(MeshStrategy):
             >>> PipelineMesh(pipeline=4).waiting_share(6)
             0.5
         """
-        stages = self.pipeline * self.virtual_stages
-        orders = actions(self.schedule, self.pipeline, self.virtual_stages, micro_batches)
-        time = timeline(orders, [1.0] * stages, [2.0] * stages).time
-        return float(time / (3 * self.virtual_stages * micro_batches) - 1)
+        return bubble(self.pipeline, micro_batches, self.virtual_stages)
 
     # -- the model
 
