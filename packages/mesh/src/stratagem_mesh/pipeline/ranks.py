@@ -27,6 +27,7 @@ class PipelineRanks:
         groups: two groups of the column; see `Transfers`.
         stage_group: the ranks at this position.
         last_stage: the ranks at the last position, which log values in training.
+        of_stage: the number of ranks at a position.
         data_ranks: the number of ranks at a position that compute other gradients of a parameter.
     """
 
@@ -34,23 +35,25 @@ class PipelineRanks:
         rank, self._world = dist.get_rank(), dist.get_world_size()
         self.count, self.device, self._tensor = count, device, tensor
         self._timeout = timedelta(seconds=timeout)
-        self._inner = self._world // count
+        self.of_stage = self._world // count
         self.position = self._position(rank)
-        self._place = rank % self._inner
+        self._place = rank % self.of_stage
         self.column = self._column(self._place)
-        self.data_ranks = self._inner // tensor
-        columns = [self._column(place) for place in range(self._inner)]
+        self.data_ranks = self.of_stage // tensor
+        columns = [self._column(place) for place in range(self.of_stage)]
         self.groups = self._one_of(columns), self._one_of(columns)
-        stages = [range(first, first + self._inner) for first in range(0, self._world, self._inner)]
+        stages = [
+            range(first, first + self.of_stage) for first in range(0, self._world, self.of_stage)
+        ]
         self.stage_group = self._one_of(stages)
-        self.last_stage = range(self._inner)
+        self.last_stage = range(self.of_stage)
         self._shared: dict[frozenset[int], dist.ProcessGroup | None] = {}
 
     def _position(self, rank: int) -> int:
-        return self.count - 1 - rank // self._inner
+        return self.count - 1 - rank // self.of_stage
 
     def _column(self, place: int) -> tuple[int, ...]:
-        return tuple((self.count - 1 - p) * self._inner + place for p in range(self.count))
+        return tuple((self.count - 1 - p) * self.of_stage + place for p in range(self.count))
 
     def make_shared(self, sets: Iterable[Collection[int]]) -> None:
         """Make a group for each set of positions that share parameters; on every rank alike."""

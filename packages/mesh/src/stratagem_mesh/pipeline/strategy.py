@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,10 +22,25 @@ from stratagem_mesh.planning.stages import bubble
 from stratagem_mesh.plugin import MESH
 from stratagem_mesh.strategy import AXES, MeshStrategy
 from stratagem_torch.parallel import owned_optimizer_state
-from stratagem_torch.sharding import clip_by_norm
+from stratagem_torch.sharding import ShardedPrepared, clip_by_norm
 
 PIPELINE = replace(MESH, parameters="divided", follows_evaluation=False)
 """The capabilities of a mesh with a pipeline."""
+
+
+@dataclass(eq=False)
+class StagedPrepared(ShardedPrepared):
+    """The stages of a rank as the strategy runs them.
+
+    Attributes:
+        units: the modules that are compiled, each by itself, if none is sharded.
+    """
+
+    units: list[nn.Module]
+
+    def groups_to_compile(self) -> list[nn.Module]:
+        """Return the sharded modules, or the units; see `ShardedPrepared`."""
+        return super().groups_to_compile() or self.units
 
 
 class PipelineMesh(MeshStrategy):
@@ -162,8 +177,11 @@ class PipelineMesh(MeshStrategy):
         if optimizers:
             _refuse_manual(user_module(module))
         prepared = super().prepare(module, optimizers, move_to_device=move_to_device)
-        self._of(prepared.original).attach(prepared, self)
-        return prepared
+        pipeline, root = self._of(prepared.original), prepared.module
+        pipeline.attach(prepared, self)
+        return StagedPrepared(
+            root, root, prepared.optimizers, evaluation_module=root, units=pipeline.units()
+        )
 
     def _of(self, module: nn.Module) -> Pipeline:
         return self._pipelines[user_module(module)]

@@ -77,6 +77,8 @@ class Pipeline:
         self.regions: ContextRegions | None = None
         """The modules whose sequence is divided."""
         self._strategy: PipelineMesh
+        self._report_step: Callable[[Callable[[], str]], None] = _nothing
+        """Lets errors of communication name the stage and the micro-batch of this rank."""
         self._step: _StageSteps | None = None
         self._compared: WeakSet[Program] = WeakSet()
 
@@ -121,10 +123,14 @@ class Pipeline:
     def _holders(self, name: str) -> tuple[int, ...]:
         return self.stages.parameters[name]
 
-    def roots(self) -> list[nn.Module]:
+    def units(self) -> list[nn.Module]:
         """Return the units of this rank's stages that have parameters."""
         units = dict.fromkeys(self.staged.units.values())
         return [unit for unit in units if next(unit.parameters(), None) is not None]
+
+    def roots(self) -> list[nn.Module]:
+        """Return the units to shard; none where a stage has one rank, which needs no gathering."""
+        return self.units() if self._ranks.of_stage > 1 else []
 
     @contextmanager
     def listing_all(self) -> Iterator[None]:
@@ -152,6 +158,8 @@ class Pipeline:
     def attach(self, prepared: PreparedModel, strategy: PipelineMesh) -> None:
         """Let the prepared model run as stages."""
         self._strategy = strategy
+        if isinstance(strategy.ranks, ProcessGroupRanks):
+            self._report_step = strategy.ranks.report_step
         # Units are wrapped one by one, so that the last layer returns logits, where FSDP2 expects a
         # loss. A change in place of them is exact: a root is not gathered again for backward.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
@@ -167,7 +175,8 @@ class Pipeline:
             by_positions.setdefault(positions, []).append(parameter)
         # In the same order on each rank that shares a group.
         ordered = sorted(by_positions, key=sorted)
-        self._reductions = [(self._ranks.shared(p), by_positions[p]) for p in ordered]
+        of_groups = [(self._ranks.shared(p), by_positions[p]) for p in ordered]
+        self._reductions = [each for each in of_groups if each[0].size() > 1]
         self.copies = [
             parameter
             for positions, parameters in by_positions.items()
@@ -198,7 +207,7 @@ class Pipeline:
                 "mode, and the stages of a pipeline train together: call lite.step(model, "
                 "micro_batches, loss) with the call in loss, or model.eval() under torch.no_grad()"
             )
-        self._report_place()
+        self._report_step(self._transfers.doing)
         with torch.no_grad(), self.staged.evaluating(self.own, self._transfers.share):
             return run(method, *args, **kwargs)
 
@@ -206,7 +215,7 @@ class Pipeline:
 
     def train(self, prepared: PreparedModel, step: TrainStep, micro_batches: Sequence[Any]) -> None:
         """Run forward and backward of all micro-batches, and reduce gradients once."""
-        self._report_place()
+        self._report_step(self._transfers.doing)
         opened = [step.open(each) for each in micro_batches]
         self._step = work = _StageSteps(self, prepared, step, opened)
         try:
@@ -254,12 +263,6 @@ class Pipeline:
                 "trainer.is_global_zero`, and hooks that some ranks have"
             )
 
-    def _report_place(self) -> None:
-        """Let errors of communication name the stage and the micro-batch of this rank."""
-        ranks = self._strategy.ranks
-        if isinstance(ranks, ProcessGroupRanks):
-            ranks.report_step(self._transfers.doing)
-
     def _orders(self, micro_batches: int) -> list[list[Action]]:
         if micro_batches not in self._of_counts:
             self._of_counts[micro_batches] = actions(
@@ -271,6 +274,10 @@ class Pipeline:
         for stage in self.own if stages is None else stages:
             for group in self._groups[stage]:
                 group.set_requires_gradient_sync(reduces, recurse=False)
+
+
+def _nothing(doing: Callable[[], str]) -> None:
+    """Report to nobody: ranks that do not communicate by a process group."""
 
 
 class _StageSteps:
