@@ -5,6 +5,7 @@ Each case writes FOLDER/CASE.pt: tensors to compare with one process, or an erro
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -112,7 +113,15 @@ def averaged(path: Path) -> dict[str, Any]:
 
 
 def trained_only(path: Path) -> dict[str, Any]:
-    return fitted(path, TrainedWeightsOnly(), frozen=True)
+    """Leave frozen weights out of a checkpoint, and resume from it."""
+    found = fitted(path, TrainedWeightsOnly(), frozen=True)
+    seed_everything(1)
+    own = trainer(callbacks=TrainedWeightsOnly(), max_epochs=3)
+    own.fit(Net(frozen=True), loader(), ckpt_path=path)
+    own.save_checkpoint(path.with_suffix(".last"))
+    own.ranks.barrier("saved")
+    last = read(path.with_suffix(".last"))["state_dict"]
+    return {**found, **{f"resumed {name}": value for name, value in last.items()}}
 
 
 def resumed_average(path: Path) -> dict[str, Any]:
@@ -182,6 +191,34 @@ def folder(path: Path) -> dict[str, Any]:
     return found
 
 
+def trained_from(path: Path) -> dict[str, Any]:
+    """Train a model without values from a folder that lacks the second name of a tied weight."""
+    from safetensors.torch import save_file
+
+    path.mkdir(exist_ok=True)
+    if not (path / "model.safetensors").exists():
+        seed_everything(1)
+        weights = Net().state_dict()
+        del weights["head.weight"]
+        save_file(weights, path / f"model.{os.getpid()}")
+        (path / f"model.{os.getpid()}").replace(path / "model.safetensors")
+
+    class Late(Net):
+        def __init__(self) -> None:
+            Module.__init__(self)
+
+        def configure_model(self) -> None:
+            if not hasattr(self, "words"):
+                with torch.device("meta" if RANKS > 1 else "cpu"):
+                    Net.__init__(self)
+
+    own = trainer(weights=path)
+    own.fit(Late(), loader(), loader())
+    own.save_checkpoint(path / "last")
+    own.ranks.barrier("saved")
+    return {**read(path / "last")["state_dict"], "loss": own.callback_metrics["loss"]}
+
+
 def adapter(path: Path) -> dict[str, Any]:
     return _adapted(path, merges=False)
 
@@ -204,7 +241,16 @@ def _adapted(path: Path, *, merges: bool) -> dict[str, Any]:
     save_pretrained(model, path, merged=merges)
     own.barrier()
     (file,) = path.glob("*.safetensors")
-    return dict(load_file(file))
+    found = dict(load_file(file))
+    if merges:
+        return found
+    seed_everything(1)
+    again: Any = own.setup(peft.inject_adapter_in_model(config, Net()))
+    own.load_weights(again, path)
+    save_pretrained(again, path.with_suffix(".again"))
+    own.barrier()
+    (file,) = path.with_suffix(".again").glob("*.safetensors")
+    return {**found, **{f"read {name}": value for name, value in load_file(file).items()}}
 
 
 def groups(path: Path) -> dict[str, Any]:
@@ -238,7 +284,7 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     case.__name__: case
     for case in (
         *(averaged, trained_only, resumed_average, validated, best),
-        *(folder, adapter, merged, groups),
+        *(folder, trained_from, adapter, merged, groups),
     )
 }
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stratagem.callbacks import Callback
 from stratagem.checkpoint import Shards
 from stratagem.errors import CheckpointMismatchError, ConfigurationError, format_names
-from stratagem.strategies import PreparedModel, Strategy
+from stratagem.strategies import Strategy
 from stratagem_extras.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
 from stratagem_extras.callbacks.weight_averaging import WeightAveraging
 from stratagem_extras.pretrained.save import in_shards
@@ -37,8 +37,7 @@ class TrainedWeightsOnly(Callback):
     Evaluation and a resumed run need this callback, too.
 
     Raises:
-        ConfigurationError: before a run, if the strategy gives ranks different parameters, or
-            weights are averaged.
+        ConfigurationError: before a run, if weights are averaged.
         CheckpointMismatchError: a checkpoint was saved over another base model.
 
     Example:
@@ -73,11 +72,6 @@ class TrainedWeightsOnly(Callback):
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         """Check the strategy and the other callbacks."""
         self._base, self._kept = None, set()
-        if trainer.strategy.capabilities.parameters == "divided":
-            raise ConfigurationError(
-                f"TrainedWeightsOnly: {type(trainer.strategy).__name__} gives ranks different "
-                "parameters; expected a strategy with equal models, such as 'fsdp'"
-            )
         for callback in trainer.callbacks:
             if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
                 raise ConfigurationError(
@@ -130,7 +124,7 @@ class TrainedWeightsOnly(Callback):
             return
         state = checkpoint["state_dict"]
         if module.strict_loading is not False:
-            _compare_names(prepared, {*state, *saved})
+            _compare_names(_of_all_ranks(trainer, prepared.original.state_dict()), state, saved)
         if differing := [
             f"{name} is {self._base[name]} (expected {text})"
             for name, text in saved.items()
@@ -151,10 +145,15 @@ class TrainedWeightsOnly(Callback):
             module.strict_loading, self._is_lenient = self._was_strict, False
 
 
-def _compare_names(prepared: PreparedModel, saved: Collection[str]) -> None:
-    own = prepared.original.state_dict()
-    missing = [name for name in own if name not in saved]
-    unexpected = [name for name in saved if name not in own]
+def _of_all_ranks(trainer: Trainer, names: Iterable[str]) -> list[str]:
+    """Return the names of all ranks, each once: stages of a pipeline have different ones."""
+    found = trainer.strategy.ranks.gather_objects(list(names))
+    return list(dict.fromkeys(name for of_rank in found for name in of_rank))
+
+
+def _compare_names(own: Collection[str], *saved: Collection[str]) -> None:
+    missing = [name for name in own if not any(name in names for names in saved)]
+    unexpected = [name for names in saved for name in names if name not in own]
     if missing or unexpected:
         raise CheckpointMismatchError(
             "the checkpoint was saved with another model: it lacks "
@@ -170,11 +169,12 @@ def _frozen(trainer: Trainer) -> list[str]:
     prepared = trainer.run.require_prepared()
     groups = [group for optimizer in prepared.optimizers for group in optimizer.param_groups]
     trained = {id(parameter) for group in groups for parameter in group["params"]}
-    return [
+    own = [
         name
         for name, value in prepared.original.state_dict(keep_vars=True).items()
         if isinstance(value, nn.Parameter) and not value.requires_grad and id(value) not in trained
     ]
+    return _of_all_ranks(trainer, own)
 
 
 def _own_fingerprints(trainer: Trainer, names: Iterable[str]) -> dict[str, str]:

@@ -28,6 +28,7 @@ from stratagem_extras.pretrained.folder import StoredTensor, open_folder
 from stratagem_extras.pretrained.names import (
     adapters_of,
     check_names,
+    listing_all,
     match_names,
     tensors_of,
     ties_of,
@@ -146,10 +147,15 @@ class PretrainedWeights:
         """
         prepared.reshard()
         own = prepared.original.state_dict(keep_vars=True)
+        is_divided = strategy.capabilities.parameters == "divided"
         sources: dict[str, StoredTensor] = {}
+        layers: dict[str, Any] = {}
         error: StratagemError | None = None
         try:
-            sources = self._find(strategy, prepared, own)
+            with listing_all(strategy, prepared):
+                listed = prepared.original.state_dict(keep_vars=True)
+                layers = _quantized_layers(prepared.original, listed)
+                sources = self._find(strategy, prepared, listed)
         except StratagemError as raised:
             error = raised
         failures = strategy.ranks.gather_objects("" if error is None else str(error))
@@ -158,26 +164,30 @@ class PretrainedWeights:
         for rank, text in enumerate(failures):
             if text:
                 raise CheckpointMismatchError(f"rank {rank}: {text}")
-        layers = [
-            ([n for n in (name, *_scales(name, layer)) if n in sources], layer)
-            for name, layer in _quantized_layers(prepared.original, own).items()
+        of_layers = [
+            ({n: sources.pop(n) for n in (name, *_scales(name, layer)) if n in sources}, layer)
+            for name, layer in layers.items()
         ]
-        of_layers = [({n: sources.pop(n) for n in names}, layer) for names, layer in layers]
-        _read_in_place(strategy, sources, own)
+        pending = _read_in_place(strategy, sources, own)
+        names = [name for name in sources if name in pending]
+        if is_divided:  # each rank takes part in each load
+            everywhere = set().union(*strategy.ranks.gather_objects(names))
+            names = [name for name in sources if name in everywhere]
         in_shards = strategy.capabilities.sharded_state
-        limit = max((source.nbytes for source in sources.values()), default=0)
-        for group in _groups(sources, own, limit):
-            state: dict[str, Any] = {name: sources[name] for name in group}
+        limit = max((sources[name].nbytes for name in names), default=0)
+        sizes = {n: sources[n].nbytes if is_divided else _size_here(own[n]) for n in names}
+        for group in _groups(sizes, limit):
+            state: dict[str, Any] = {name: sources[name] for name in group if name in pending}
             if not in_shards:
                 state = {name: value.whole() for name, value in state.items()}
             strategy.load_model_state(prepared, state, strict=False)
         for found, layer in of_layers:
-            state = {name: source.whole() for name, source in found.items()}
+            state = {name: source.whole() for name, source in found.items() if name in own}
             if len(state) == 1:  # a plain weight
                 ((name, weight),) = state.items()
                 prefix = name.removesuffix("weight")
                 state = {prefix + n: value for n, value in layer.quantized_state(weight).items()}
-            if state:
+            if found:
                 strategy.load_model_state(prepared, state, strict=False)
 
     def _find(
@@ -187,11 +197,12 @@ class PretrainedWeights:
 
         A quantised layer reads its plain weight, or the tensors of its quantised weight.
         """
-        if strategy.capabilities.parameters == "divided":
+        is_divided = strategy.capabilities.parameters == "divided"
+        if is_divided and not hasattr(strategy, "listing_all"):
             raise ConfigurationError(
                 f"weights={str(self.folder)!r}: {type(strategy).__name__} gives ranks different "
-                "parameters, and a folder of weights is read into equal models: load a checkpoint "
-                "of another strategy with ckpt_path"
+                "parameters and has no `listing_all(module)`, a context in which the model lists "
+                "those of all ranks: load a checkpoint of another strategy with ckpt_path"
             )
         module = user_module(prepared.original)
         shapes, ties = tensors_of(own), ties_of(own)
@@ -235,7 +246,9 @@ class PretrainedWeights:
             if one != source and strategy.ranks.global_rank == 0:
                 _check_equal(folder, (one, source), stored)
             _check_kind(folder, (name, dtypes[name]), source, stored[source])
-        found = {name: stored[names.sources[name]] for name in first.values()}
+        # Ranks with different parameters may have different names of a tied weight.
+        read = names.sources if is_divided else first.values()
+        found = {name: stored[names.sources[name]] for name in read}
         return {**found, **of_adapter}
 
 
@@ -276,39 +289,35 @@ def _scales(name: str, layer: nn.Module) -> list[str]:
 
 
 def _read_in_place(
-    strategy: Strategy,
-    sources: dict[str, StoredTensor],
-    own: Mapping[str, Any],
-) -> None:
-    """Read shards into the memory of the parameters, and remove their names from `sources`.
+    strategy: Strategy, sources: Mapping[str, StoredTensor], own: Mapping[str, Any]
+) -> set[str]:
+    """Read shards into the memory of the parameters; return the other names of this rank.
 
     A strategy of another distribution may keep copies of its shards, so it loads them itself.
     """
+    pending = {name for name in sources if name in own}
     if not type(strategy).load_model_state.__module__.startswith("stratagem_torch."):
-        return
-    for name in list(sources):
+        return pending
+    for name in list(pending):
         local = own[name].to_local() if isinstance(own[name], DTensor) else None
         if type(local) is Tensor:
             _, offsets = compute_local_shape_and_global_offset(
                 own[name].shape, own[name].device_mesh, own[name].placements
             )
-            source = sources.pop(name)
+            source = sources[name]
             source.read_into(Shards(source.shape, source.dtype, [(tuple(offsets), local.detach())]))
+            pending.remove(name)
+    return pending
 
 
-def _groups(
-    sources: Mapping[str, StoredTensor], own: Mapping[str, Any], limit: int
-) -> Iterator[list[str]]:
+def _groups(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
     """Yield names whose tensors take no more memory on this rank together than the largest one.
 
     A strategy checks the names of its model in each call, so a call takes several tensors.
     """
     group: list[str] = []
     room = limit
-    for name in sources:
-        value = own[name]
-        # A parameter that an engine has cut is empty here, and read in ranges by its strategy.
-        size = value.to_local().nbytes if isinstance(value, DTensor) else _nbytes(value)
+    for name, size in sizes.items():
         if group and size > room:
             yield group
             group, room = [], limit
@@ -318,5 +327,10 @@ def _groups(
         yield group
 
 
-def _nbytes(value: Tensor) -> int:
-    return value.numel() * value.element_size()
+def _size_here(value: Tensor) -> int:
+    """Return the bytes of a tensor on this rank.
+
+    A parameter that an engine has cut is empty here, and read in ranges by its strategy.
+    """
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return local.numel() * local.element_size()

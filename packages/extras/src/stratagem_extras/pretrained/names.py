@@ -6,7 +6,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -21,6 +21,7 @@ from stratagem.errors import (
     format_text,
     with_explanation,
 )
+from stratagem.strategies import PreparedModel, Strategy, user_module
 
 Shape = tuple[int, ...]
 _SHOWN = 5
@@ -44,6 +45,28 @@ class Names:
     lacks: str = ""
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+
+
+def listing_all(strategy: Strategy, prepared: PreparedModel) -> AbstractContextManager[Any]:
+    """Let a model list the tensors of all ranks, with one object for a tied weight.
+
+    Those that this rank lacks are placeholders.
+
+    Args:
+        strategy: the strategy that prepared the model. One without `listing_all(module)` lists
+            those of this rank alone.
+        prepared: the model.
+
+    Example:
+        >>> from stratagem import Lite
+        >>> lite = Lite(accelerator="cpu")
+        >>> prepared = lite.setup(nn.Linear(2, 1)).prepared
+        >>> with listing_all(lite.strategy, prepared):
+        ...     list(prepared.original.state_dict())
+        ['weight', 'bias']
+    """
+    made = getattr(strategy, "listing_all", None)
+    return nullcontext() if made is None else made(user_module(prepared.original))
 
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, Shape]:

@@ -33,6 +33,7 @@ from stratagem_extras.pretrained.adapters import (
 )
 from stratagem_extras.pretrained.folder import open_folder
 from stratagem_extras.pretrained.names import (
+    listing_all,
     match_names,
     part_of_transformers,
     prefix_to_drop,
@@ -95,8 +96,9 @@ def save_pretrained(
     strategy, prepared = _prepared(source)
     ranks = strategy.ranks
     prepared.reshard()
-    own = prepared.original.state_dict(keep_vars=True)
     module = user_module(prepared.original)
+    with listing_all(strategy, prepared):
+        ties = ties_of(prepared.original.state_dict(keep_vars=True))
     with in_shards(strategy):
         state = strategy.model_state(prepared)
     described = _described(ranks, state)
@@ -104,7 +106,7 @@ def save_pretrained(
 
     request = _Request(folder, like, part, dtype, max_shard_size, adapter, merged)
     with _on_rank_zero(ranks) as attempt:
-        begun: _Begun | None = attempt(partial(_begin, request, described, ties_of(own), module))
+        begun: _Begun | None = attempt(partial(_begin, request, described, ties, module))
         groups = ranks.broadcast([] if begun is None else [one.sources for one in begun.groups])
         names = [name for group in groups for name in group]
         buffer = _buffer(ranks, [(places.get(name, {}), described[name]) for name in names])

@@ -62,7 +62,8 @@ class StagedModel:
     def __init__(self, model: nn.Module, stages: Stages) -> None:
         self.placeholders: set[int] = set()
         self.shared: dict[str, tuple[int, ...]] = {}
-        self._absent: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._absent: list[tuple[dict[str, Any], str, Tensor]] = []
+        """What modules no longer list, with the `_parameters` or `_buffers` of each."""
         self._model = ref(model)
         self._stages = stages
         self._skeletons = Skeletons(model, stages.units)
@@ -160,23 +161,24 @@ class StagedModel:
                 part.__dict__[key] = stands
                 self.placeholders.add(id(stands))
                 # Kept also so that no other object has its id.
-                self._absent.append((part, key, stands))
+                self._absent.append((part._parameters, key, stands))
         for key, buffer in list(part._buffers.items()):
             if buffer is not None:
                 del part._buffers[key]
                 made = torch.zeros((), dtype=buffer.dtype, device=buffer.device)
                 part.__dict__[key] = made.expand(buffer.shape)
+                self._absent.append((part._buffers, key, part.__dict__[key]))
 
     @contextmanager
     def listed(self) -> Iterator[None]:
-        """Let modules list the placeholders as their parameters in this context."""
-        for part, key, stands in self._absent:
-            part._parameters[key] = stands
+        """Let modules list the placeholders as parameters and buffers in this context."""
+        for held, key, stands in self._absent:
+            held[key] = stands
         try:
             yield
         finally:
-            for part, key, _ in self._absent:
-                del part._parameters[key]
+            for held, key, _ in self._absent:
+                del held[key]
 
     # -- dry runs
 

@@ -167,7 +167,7 @@ class PipelineMesh(MeshStrategy):
         return any(id(parameter) in each.placeholders for each in self._pipelines.values())
 
     def listing_all(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Let the model list all parameters, so that optimizers have equal groups on all ranks."""
+        """Let the model list what all ranks have; optimizers then have equal groups on each."""
         return self._of(module).listing_all()
 
     def prepare(
