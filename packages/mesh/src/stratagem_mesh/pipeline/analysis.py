@@ -8,10 +8,10 @@ from math import prod
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from stratagem.errors import ConfigurationError
 from stratagem_mesh.pipeline.dry_run import DryRun, Meta, Node, UnitCall
+from stratagem_mesh.pipeline.objects import leaves_of
 from stratagem_mesh.pipeline.values import Program, Stages, Value
 
 Place = tuple[str, int]
@@ -68,7 +68,7 @@ def program_of(
     Raises:
         ConfigurationError: user code reads a value that no stage can send.
     """
-    leaves = tree_leaves(result)
+    leaves = leaves_of(result)
     is_known = not (to_all or is_partial)
     run.mark_gradients(leaf for leaf in leaves if is_known and isinstance(leaf, Tensor))
     results = {
@@ -226,7 +226,7 @@ class _Analysis:
                     run.outputs.setdefault(place, []).append((index, value))
         later = [call.time for call in self._run.calls if call.stage > 0]
         draws = bool(later) and any(time > later[0] for time in self._run.drawn)
-        return Program(tuple(values), draws, run)
+        return Program(tuple(values), draws, run=run)
 
     def _add_argument(self, run: Run, argument: _Argument) -> Value:
         first = next(iter(argument.leaves))
@@ -274,6 +274,8 @@ class _Walk:
                 self._need(node, call)
             elif node.kind == "parameter":
                 self._check_parameter(node)
+            elif node.kind == "state":
+                self._check_state(node)
             elif node.stage != self._stage:
                 raise ConfigurationError(_not_sent(node, self._stage))
 
@@ -290,13 +292,26 @@ class _Walk:
             self.needed[node] = None
 
     def _check_parameter(self, node: Node) -> None:
-        holders = self._stages.parameters[node.name]
+        kind, holders = "parameter", self._stages.parameters.get(node.name)
+        if holders is None:
+            kind = "buffer"
+            units = [unit for unit in self._stages.units if node.name.startswith(f"{unit}.")]
+            holders = tuple(sorted({self._stages.units[unit] for unit in units}))
         if self._stage not in holders:
             raise ConfigurationError(
-                f"user code reads the parameter {node.name!r}, which stage {self._stage} does not "
+                f"user code reads the {kind} {node.name!r}, which stage {self._stage} does not "
                 f"have, but {' and '.join(f'stage {s}' for s in holders)}: expected that a "
-                "parameter is read by its own module; for a penalty on weights, use weight_decay "
+                f"{kind} is read by its own module; for a penalty on weights, use weight_decay "
                 "of the optimizer"
+            )
+
+    def _check_state(self, node: Node) -> None:
+        if node.stage != self._stage:
+            raise ConfigurationError(
+                f"training_step sets {node.name!r} from values of stage {node.stage}, and stage "
+                f"{self._stage} reads it in the next micro-batch, before it has them: expected "
+                "that the stage alone that computes a state reads it. Set it in "
+                "on_train_batch_end, from values that each rank has, such as the loss"
             )
 
 
@@ -310,7 +325,8 @@ def _not_sent(node: Node, stage: int) -> str:
         return (
             f"user code reads a tensor of the module {node.name!r} of stage {node.stage} that the "
             f"module does not return, and stage {stage} cannot receive it: expected it among the "
-            "module's results, and unchanged in place. Write x = x + y, not x += y"
+            "module's results (tuples, lists, dictionaries, and dataclasses since torch 2.13), not "
+            "in an attribute or another object, and unchanged in place: x = x + y, not x += y"
         )
     return (
         f"the module {node.name!r} of stage {node.stage} changes an argument in place, and stage "

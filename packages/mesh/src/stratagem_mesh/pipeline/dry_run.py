@@ -7,7 +7,6 @@ alone run as they are, and user code may depend on their results.
 
 from __future__ import annotations
 
-import copy
 import logging
 import random
 import sys
@@ -22,22 +21,28 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 import stratagem
 from stratagem.errors import ConfigurationError
-from stratagem_mesh.pipeline.skeletons import DEPENDENT, Skeletons, call_hooks, tensors_in
+from stratagem_mesh.pipeline.objects import (
+    PLAIN,
+    copy_of,
+    crosses,
+    flatten,
+    is_object,
+    leaves_of,
+    tensors_in,
+)
+from stratagem_mesh.pipeline.skeletons import DEPENDENT, Skeletons, call_hooks
 
 Meta = tuple[tuple[int, ...], torch.dtype, bool]
 """The shape and the dtype of a tensor, and whether it has a gradient."""
 
-_PLAIN = (
-    *(type(None), bool, int, float, complex, str, bytes, type, slice),
-    *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout, range),
-)
 _NOT_USER_CODE = (
     *(str(Path(module.__file__).parent) for module in (torch, stratagem) if module.__file__),
     str(Path(__file__).parent),
@@ -51,7 +56,8 @@ class Node:
     Attributes:
         kind: "output" of a unit, or of an "operation" of user code; "inner": a tensor of a unit's
             forward that is not returned; "changed": an argument that a unit has changed; a
-            "parameter" of a unit.
+            "parameter" or buffer of a unit; "state": a tensor that user code has set from values of
+            a stage in the micro-batch before.
         stage: the newest stage that it follows from; -1: no stage.
         time: the index of the operation or call.
         inputs: the tensors that it follows from, of an operation.
@@ -63,7 +69,7 @@ class Node:
         readers: the number of operations and units that read it.
     """
 
-    kind: Literal["output", "operation", "inner", "changed", "parameter"]
+    kind: Literal["output", "operation", "inner", "changed", "parameter", "state"]
     stage: int
     time: int
     inputs: tuple[Node, ...] = ()
@@ -90,7 +96,8 @@ class UnitCall:
         is_repeated: whether user code repeats the call in backward.
         outputs: the nodes of its results, by the index of the leaf.
         leaves: the results of a stand-in: (shape, dtype, device), ("argument", index),
-            ("output", index), ("object", value), or ("copy", object).
+            ("output", index), ("object", value), ("copy", object), or ("kept", index) for a tensor
+            in a copied object that does not cross.
         spec: the structure of the result.
         read, made: the nodes of autograd of the arguments and of the results, by the leaf.
         flops: the number of floating-point operations, if a counter runs.
@@ -112,6 +119,26 @@ class UnitCall:
     flops: float = 0.0
 
 
+@dataclass(frozen=True)
+class State:
+    """A tensor outside of units that user code sets from values of a stage.
+
+    Attributes:
+        part, name: the name of its module, and of the attribute.
+        stage: the stage that has the values.
+        is_shared: whether the attribute was a tensor of this shape before the run, such as a
+            buffer: other stages receive it after the step.
+    """
+
+    part: str
+    name: str
+    stage: int
+    is_shared: bool
+
+    def __str__(self) -> str:
+        return f"{self.part}.{self.name}" if self.part else self.name
+
+
 class DependentError(Exception):
     """User code depends on values that a dry run does not have.
 
@@ -130,8 +157,9 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         units: the stage of each unit.
         skeletons: the units without values.
-        parameters: the names of the units' parameters, by the ids of the tensors that user code
-            finds.
+        parameters: the names of the units' parameters and buffers, by the ids of the tensors that
+            user code finds.
+        state: what user code has set in a run before, by the ids of the tensors.
 
     Attributes:
         calls: the calls of units.
@@ -140,9 +168,14 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self, units: Mapping[str, int], skeletons: Skeletons, parameters: Mapping[int, str]
+        self,
+        units: Mapping[str, int],
+        skeletons: Skeletons,
+        parameters: Mapping[int, str],
+        state: Mapping[int, State] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._state = state or {}
         self._units = units
         self._skeletons = skeletons
         self._parameters = parameters
@@ -177,9 +210,8 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         inputs = tuple(dict.fromkeys(node for leaf in given for node in self.nodes(leaf)))
         written = list(_written(function, args, kwargs))
-        if not inputs:
-            for tensor in written:
-                self._keep(tensor)
+        for tensor in written:
+            self._keep(tensor)
         try:
             output = function(*args, **kwargs)
         except DEPENDENT as error:
@@ -220,7 +252,8 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _keep(self, tensor: Tensor) -> None:
         """Note the values of a tensor that existed before, since user code will run again."""
-        if not tensor.is_meta and _storage(tensor) not in self._made:
+        has_values = not tensor.is_meta and not isinstance(tensor, FakeTensor)
+        if has_values and _storage(tensor) not in self._made:
             self._before.append((tensor, tensor.detach().clone()))
 
     def restore(self) -> None:
@@ -234,6 +267,10 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node: Node | None = self._nodes.get(tensor)  # type: ignore[no-untyped-call]
         if node is None and id(tensor) in self._parameters:
             node = Node("parameter", -1, 0, name=self._parameters[id(tensor)])
+            self._nodes[tensor] = node
+        elif node is None and id(tensor) in self._state:
+            state = self._state[id(tensor)]
+            node = Node("state", state.stage, 0, name=str(state), place=state.name)
             self._nodes[tensor] = node
         found = [] if node is None else [node]
         if self._written and tensor.layout is torch.strided:
@@ -250,7 +287,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._numbers[name] = number + 1
         self._time += 1
         call = UnitCall(name, number, self._units[name], self._time)
-        given = tree_leaves((args, kwargs))
+        given = leaves_of((args, kwargs))
         self._note_arguments(call, given)
         inside = _Inside(self, call, given)
         modes = (inside,) if self.counter is None else (self.counter, inside)
@@ -263,10 +300,21 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._in_unit = False
         if self.counter is not None:
             call.flops = float(self.counter.get_total_flops())  # it starts anew at each call
+        _check_arguments(name, given, leaves_of((args, kwargs)))
         self._note_changes(call, given, inside)
         self._note_outputs(call, given, output, inside)
+        before = len(self.operations)
+        result = call_hooks(unit, args, kwargs, output)
+        made = call.outputs.values()
+        if result is not output or any(node.is_changed for node in made):
+            for node in made:  # what the hooks return crosses
+                node.kind, node.is_changed = "inner", False
+            of_hooks = self.operations[before:]
+            self.operations[before:] = [node for node in of_hooks if node.readers]
+            call.outputs, call.leaves, call.made = {}, [], {}
+            self._note_outputs(call, given, result, inside)
         self.calls.append(call)
-        return call_hooks(unit, args, kwargs, output)
+        return result
 
     def _note_arguments(self, call: UnitCall, given: list[Any]) -> None:
         call.is_repeated = _is_checkpointed(call.unit)
@@ -298,16 +346,25 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._nodes[leaf] = node
 
     def _note_outputs(self, call: UnitCall, given: list[Any], output: Any, inside: _Inside) -> None:
-        leaves, call.spec = tree_flatten(output)
+        leaves, call.spec = flatten(output)
         places = {id(leaf): i for i, leaf in enumerate(given) if i not in inside.changed}
+        opaque = {
+            id(tensor)
+            for leaf in leaves[: call.spec.num_leaves]
+            if is_object(leaf) and not crosses(leaf)
+            for tensor in tensors_in(leaf)
+        }
         seen: dict[int, int] = {}
         for index, leaf in enumerate(leaves):
+            is_inside = index >= call.spec.num_leaves
             if isinstance(leaf, Tensor) and id(leaf) in seen:
                 call.leaves.append(("output", seen[id(leaf)]))
-            elif isinstance(leaf, _PLAIN):
+            elif isinstance(leaf, PLAIN):
                 call.leaves.append(("object", leaf))
-            elif id(leaf) in places:
+            elif id(leaf) in places and (isinstance(leaf, Tensor) or not is_object(leaf)):
                 call.leaves.append(("argument", places[id(leaf)]))
+            elif is_inside and id(leaf) in opaque:
+                call.leaves.append(("kept", index - call.spec.num_leaves))
             elif isinstance(leaf, Tensor):
                 seen[id(leaf)] = index
                 self._note_output(call, index, leaf)
@@ -318,6 +375,8 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = "output", call.unit, call.number, index
         node = Node("output", call.stage, call.time, key=key, meta=_meta(leaf), name=call.unit)
         self._nodes[leaf] = call.outputs[index] = node
+        if leaf.layout is torch.strided:
+            self._written.pop(_storage(leaf), None)
         if leaf.requires_grad:
             call.made[index] = get_gradient_edge(leaf).node
         self._alive.append((ref(leaf), node))
@@ -325,6 +384,33 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._storages.append(leaf.untyped_storage())
             self._owners[_storage(leaf)] = node
         call.leaves.append((tuple(leaf.shape), leaf.dtype, leaf.device))
+
+    def state_set(self, model: nn.Module, before: Mapping[nn.Module, Any]) -> dict[int, State]:
+        """Return the tensors outside of units that this run has set from values of stages.
+
+        Args:
+            model: the user's model.
+            before: the attributes of its modules before the run.
+
+        Returns:
+            What has been set, by the id of the tensor.
+        """
+        found: dict[int, State] = {}
+        units = [model.get_submodule(name) for name in self._units]
+        inside = {part for unit in units for part in unit.modules()}
+        for path, part in model.named_modules():
+            if part in inside:
+                continue
+            for held, known in zip((vars(part), part._buffers), before[part], strict=True):
+                for name, value in held.items():
+                    old = known.get(name)
+                    for tensor in _held(value) if name not in _OF_MODULES else ():
+                        nodes = [node for node in self.nodes(tensor) if node.kind != "parameter"]
+                        stage = max((node.stage for node in nodes), default=-1)
+                        if stage >= 0:
+                            is_shared = isinstance(old, Tensor) and old.shape == tensor.shape
+                            found[id(tensor)] = State(path, name, stage, is_shared)
+        return found
 
     def read_parameters(self) -> set[str]:
         """Return the names of units' parameters that user code has read."""
@@ -363,6 +449,23 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def alive(self) -> list[Node]:
         """Return the outputs of units that user code still refers to."""
         return [node for reference, node in self._alive if reference() is not None]
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def _held(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """Yield a tensor, or the tensors in containers; other objects are not entered."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, set, deque, Mapping)) and depth < 3:
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _held(one, depth + 1)
+
+
+def attributes_of(model: nn.Module) -> dict[nn.Module, tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the attributes and the buffers of each module, for `DryRun.state_set`."""
+    return {part: (dict(vars(part)), dict(part._buffers)) for part in model.modules()}
 
 
 class _Inside(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -417,18 +520,26 @@ def _empty_copy(value: Any, unit: str) -> Any:
     Raises:
         ConfigurationError: it cannot be copied.
     """
-    memo: dict[int, Any] = {}
+    changes: dict[int, Any] = {}
     for tensor in tensors_in(value):
         zero = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
-        memo[id(tensor)] = zero.expand(tensor.shape)
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception as error:
+        changes[id(tensor)] = zero.expand(tensor.shape)
+    return copy_of(value, changes, f"the module {unit!r}")
+
+
+def _check_arguments(unit: str, given: list[Any], after: list[Any]) -> None:
+    """Refuse a unit that puts tensors into an argument: other stages would not have them.
+
+    Raises:
+        ConfigurationError: the arguments have other tensors after the call.
+    """
+    before = [id(leaf) for leaf in given if isinstance(leaf, Tensor)]
+    if before != [id(leaf) for leaf in after if isinstance(leaf, Tensor)]:
         raise ConfigurationError(
-            f"the module {unit!r} returns a {type(value).__name__}, which other stages cannot "
-            f"rebuild: {type(error).__name__}: {error}. Expected tensors and plain data in tuples, "
-            "lists, dictionaries or objects that can be copied"
-        ) from error
+            f"the module {unit!r} puts tensors into an argument, such as a list or an object, "
+            "which other stages of a pipeline would not find there: expected a module that "
+            "returns them"
+        )
 
 
 def _overlaps(tensor: Tensor) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,9 +18,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from stratagem.errors import ConfigurationError
+from stratagem_mesh.pipeline.objects import flatten, is_object, leaves_of, tensors_in, unflatten
 
 DEPENDENT = (
     DataDependentOutputException,
@@ -87,6 +87,14 @@ class Skeletons:
                 for key, parameter in part._parameters.items():
                     if parameter is not None:
                         yield f"{name}.{inner}" if inner else name, key, parameter
+
+    def buffers(self) -> Iterator[tuple[str, str]]:
+        """Yield the name of each module in units, and the key of a buffer in it."""
+        for name, unit in self._units.items():
+            for inner, part in unit.named_modules():
+                for key, buffer in part._buffers.items():
+                    if buffer is not None:
+                        yield f"{name}.{inner}" if inner else name, key
 
     # -- conversions
 
@@ -158,11 +166,13 @@ class Skeletons:
         if policy.cast_forward_inputs:
             args, kwargs = _cast((args, kwargs), policy.param_dtype)
         before = _copied((args, kwargs), lambda tensor: tensor)
+        attributes = {part: dict(vars(part)) for part in skeleton.modules()}
         try:
             with self.mode, _all_of(modes):
                 output = skeleton(*args, **kwargs)
         except Exception:  # also an operation that refuses fake tensors alone
             output = self._with_values(skeleton, args, kwargs, before, modes)
+        _give_attributes(skeleton, unit, attributes)
         return _cast(output, policy.output_dtype)
 
     def _with_values(
@@ -199,7 +209,7 @@ class Skeletons:
         given, named = _copied(before, value_of)
         for mode in modes:
             if hasattr(mode, "watch"):
-                mode.watch(tree_leaves((given, named)))
+                mode.watch(leaves_of((given, named)))
         with torch.no_grad(), _all_of(modes):
             made = filled(*given, **named)
         learns = torch.is_grad_enabled() and any(
@@ -216,7 +226,8 @@ class Skeletons:
             fake = self._fake(leaf.detach())
             return fake.requires_grad_(learns and fake.is_floating_point())
 
-        return tree_map(fake_of, made)
+        leaves, spec = flatten(made)
+        return unflatten(leaves, [fake_of(leaf) for leaf in leaves], spec)
 
 
 @contextmanager
@@ -233,7 +244,7 @@ def call_hooks(unit: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     Args:
         unit: the module that has the hooks.
         args, kwargs: the arguments of its call.
-        output: the result of the call, or of its stand-in.
+        output: the result of the call.
 
     Returns:
         The output, or the result of a hook.
@@ -248,9 +259,43 @@ def call_hooks(unit: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     return output
 
 
+def show_to_hooks(unit: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    """Let hooks of user code see copies of the output of a unit of another stage.
+
+    The stage that has the unit has called them, too, and the output is what they returned.
+    """
+    if any(_is_users(hook) for hook in unit._forward_hooks.values()):
+        leaves, spec = flatten(output)
+        seen = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        call_hooks(unit, args, kwargs, unflatten(leaves, seen, spec))
+
+
 def _is_users(hook: Any) -> bool:
     """Whether a hook is of user code; others gather parameters and divide layers."""
     return not str(getattr(hook, "__module__", "")).startswith(("torch.", "stratagem"))
+
+
+def _give_attributes(
+    skeleton: nn.Module, unit: nn.Module, before: Mapping[nn.Module, Mapping[str, Any]]
+) -> None:
+    """Give a unit the attributes with tensors that its copy has set in a run.
+
+    So user code finds them, as it finds a loss that a layer leaves in an attribute. `unchanged`
+    undoes it.
+    """
+    for inner, copied in skeleton.named_modules():
+        known = before.get(copied, {})
+        for key, value in vars(copied).items():
+            if key in _OF_MODULES or value is known.get(key, copied):
+                continue
+            if isinstance(value, Tensor) or (is_object(value) and tensors_in(value)):
+                try:
+                    unit.get_submodule(inner).__dict__[key] = value
+                except AttributeError:  # replaced when layers were divided
+                    continue
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def _drop_hooks(hooks: dict[int, Any]) -> None:
@@ -266,26 +311,6 @@ def _take_hooks(copied: nn.Module, part: nn.Module) -> None:
         hooks.update({key: hook for key, hook in now.items() if _is_users(hook)})
         with_kwargs = f"{kind}_with_kwargs"
         getattr(copied, with_kwargs).update(getattr(part, with_kwargs))
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in containers, and in objects such as caches."""
-    found: list[Tensor] = []
-    pending, seen = [value], set()
-    while pending:
-        one = pending.pop()
-        if id(one) in seen or isinstance(one, (nn.Module, type)):
-            continue
-        seen.add(id(one))
-        if isinstance(one, Tensor):
-            found.append(one)
-        elif isinstance(one, Mapping):
-            pending += one.values()
-        elif isinstance(one, (list, tuple, set, deque)):
-            pending += one
-        else:
-            pending += getattr(one, "__dict__", {}).values()
-    return found
 
 
 def _copied(data: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -305,7 +330,7 @@ def _copied(data: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _leaves_of(data: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves_of(data) if isinstance(leaf, Tensor)]
 
 
 def _cast(data: Any, dtype: torch.dtype | None) -> Any:
@@ -326,11 +351,18 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
         yield from (value for value in vars(part).values() if isinstance(value, Tensor))
 
 
+def _part(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:  # replaced when layers were divided
+        return None
+
+
 @contextmanager
 def only_shapes(model: nn.Module, skeletons: Skeletons) -> Iterator[dict[int, str]]:
     """Give modules of units parameters without memory; yield the names of these by their ids.
 
-    So user code finds the same parameters on each rank.
+    So user code finds the same parameters on each rank. The names of buffers are among them.
     """
     names: dict[int, str] = {}
     made: dict[int, nn.Parameter] = {}
@@ -350,6 +382,15 @@ def only_shapes(model: nn.Module, skeletons: Skeletons) -> Iterator[dict[int, st
                 made[id(fake)] = nn.Parameter(zero.expand(fake.shape), fake.requires_grad)
             part._parameters[key] = made[id(fake)]
             names.setdefault(id(made[id(fake)]), f"{module}.{key}")
+        several = set()
+        for module, key in skeletons.buffers():
+            buffer = getattr(_part(model, module), key, None)
+            if id(buffer) in names:
+                several.add(id(buffer))
+            elif isinstance(buffer, Tensor):
+                names[id(buffer)] = f"{module}.{key}"
+        for one in several:  # of several modules
+            names.pop(one)
         yield names
     finally:
         for part, key, kept, plain in reversed(changed):

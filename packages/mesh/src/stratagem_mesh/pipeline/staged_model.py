@@ -6,6 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -13,13 +14,21 @@ from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from stratagem.errors import UserCodeError
 from stratagem_mesh.pipeline.analysis import Run, program_of
-from stratagem_mesh.pipeline.dry_run import DependentError, DryRun, UnitCall, unchanged
+from stratagem_mesh.pipeline.dry_run import (
+    DependentError,
+    DryRun,
+    State,
+    UnitCall,
+    attributes_of,
+    unchanged,
+)
+from stratagem_mesh.pipeline.objects import flatten, is_object, leaves_of, tensors_in, unflatten
 from stratagem_mesh.pipeline.redirection import redirect
-from stratagem_mesh.pipeline.skeletons import Skeletons, call_hooks, only_shapes
+from stratagem_mesh.pipeline.skeletons import Skeletons, only_shapes, show_to_hooks
 from stratagem_mesh.pipeline.values import Program, Stages, Value
 
 Exchange = Callable[[Value, "Tensor | None"], Tensor]
@@ -104,7 +113,7 @@ class StagedModel:
                 f"the module {name!r} of stage {self._stages.units[name]} was called outside of a "
                 "training step and of an evaluation, on a rank that does not have it"
             )
-        for leaf in tree_leaves((args, kwargs)):
+        for leaf in leaves_of((args, kwargs)):
             if hasattr(leaf, _RECEIVED):  # a repetition by activation checkpointing
                 args, kwargs = _replaced((args, kwargs), lambda one: getattr(one, _RECEIVED, one))
                 break
@@ -206,26 +215,50 @@ class StagedModel:
         return program
 
     def _dry_run(self, call: Callable[[], Any], *, to_all: bool) -> Program:
-        model, before = self.part(""), self._runs
+        model = self.part("")
         self._skeletons.follow(self.units)
+        with unchanged(model), only_shapes(model, self._skeletons) as names:
+            before = attributes_of(model)
+            program, state = self._run_without_values(call, names, before, {}, to_all=to_all)
+            if state and not to_all:  # what the next micro-batch reads
+                self._run_without_values(call, names, before, state, to_all=to_all)
+        return replace(program, state=tuple(dict.fromkeys(state.values())))
+
+    def _run_without_values(
+        self,
+        call: Callable[[], Any],
+        names: Mapping[int, str],
+        before: Any,
+        state: Mapping[int, State],
+        *,
+        to_all: bool,
+    ) -> tuple[Program, dict[int, State]]:
+        """Return the program of a run, and what it sets outside of units.
+
+        Args:
+            call: user code.
+            names: of the parameters and buffers of units, by their ids.
+            before: the attributes of modules before the first run.
+            state: what a run before has set.
+            to_all: every stage reads the result.
+        """
+        run = DryRun(self._stages.units, self._skeletons, names, state)
+        runs, self._runs = self._runs, _Dry(run)
         result, is_partial = None, False
         try:
-            with unchanged(model), only_shapes(model, self._skeletons) as names:
-                run = DryRun(self._stages.units, self._skeletons, names)
-                self._runs = _Dry(run)
-                try:
-                    with run:
-                        result = call()
-                except Exception as error:
-                    is_partial = True
-                    self._check_end(run, error, to_all=to_all)
-                finally:
-                    run.restore()
-                if result is None and not is_partial and not to_all:
-                    raise UserCodeError(NO_LOSS)
-                return program_of(run, self._stages, result, to_all=to_all, is_partial=is_partial)
+            with run:
+                result = call()
+        except Exception as error:
+            is_partial = True
+            self._check_end(run, error, to_all=to_all)
         finally:
-            self._runs = before
+            self._runs = runs
+            run.restore()
+        if result is None and not is_partial and not to_all:
+            raise UserCodeError(NO_LOSS)
+        found = run.state_set(self.part(""), before)
+        made = program_of(run, self._stages, result, to_all=to_all, is_partial=is_partial)
+        return made, found
 
     def _check_end(self, run: DryRun, error: Exception, *, to_all: bool) -> None:
         """Accept the end of a dry run by an error, where all stages have run.
@@ -360,7 +393,9 @@ class _Running(ABC):
             args, kwargs = self._exchanged(noted, of_arguments, args, kwargs)
         if noted.stage not in self._own:
             self.end(0)
-            return call_hooks(unit, args, kwargs, self._stand_in(noted, place, args, kwargs))
+            output = self._stand_in(noted, place, args, kwargs)
+            show_to_hooks(unit, args, kwargs, output)
+            return output
         staged, before = self._staged, self._staged._runs
         staged._runs = None
         try:
@@ -369,7 +404,7 @@ class _Running(ABC):
             staged._runs = before
         of_outputs = run.outputs.get(place)
         if of_outputs:
-            made = tree_leaves(output)
+            made = leaves_of(output)
             for index, value in of_outputs:
                 tensor = made[index]
                 _check_shape(name, value, tensor)
@@ -381,7 +416,8 @@ class _Running(ABC):
         self, noted: UnitCall, of_arguments: list[tuple[int, Value]], args: Any, kwargs: Any
     ) -> Any:
         """Send arguments that an own stage has computed, or receive them."""
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = flatten((args, kwargs))
+        given = list(leaves)
         taken: dict[Value, Tensor] = {}
         put: set[Value] = set()
         for index, value in of_arguments:
@@ -402,7 +438,7 @@ class _Running(ABC):
                     if noted.is_repeated:
                         setattr(local, _RECEIVED, taken[value])
                     leaves[index] = taken[value]
-        return tree_unflatten(leaves, spec)
+        return unflatten(given, leaves, spec)
 
     def _stand_in(self, noted: UnitCall, place: Any, args: Any, kwargs: Any) -> Any:
         """Return values for the results of a unit of another stage."""
@@ -413,17 +449,20 @@ class _Running(ABC):
         }
         given = None
         leaves: list[Any] = []
+        count = noted.spec.num_leaves
         for index, leaf in enumerate(noted.leaves):
             is_changed = ("output", *place, index) in self._run.changed
             if index in received:
                 leaves.append(received[index].clone() if is_changed else received[index])
             elif leaf[0] == "argument":
-                given = tree_leaves((args, kwargs)) if given is None else given
+                given = leaves_of((args, kwargs)) if given is None else given
                 leaves.append(given[leaf[1]])
             elif leaf[0] == "output":
                 leaves.append(leaves[leaf[1]])
             elif leaf[0] == "object":
                 leaves.append(leaf[1])
+            elif leaf[0] == "kept":
+                leaves.append(_tensors_of_objects(leaves[:count])[leaf[1]])
             elif leaf[0] == "copy":
                 leaves.append(copy.deepcopy(leaf[1]))
             elif is_changed:
@@ -431,7 +470,10 @@ class _Running(ABC):
             else:
                 shape, dtype, device = leaf
                 leaves.append(torch.zeros((), dtype=dtype, device=device).expand(shape))
-        return tree_unflatten(leaves, noted.spec)
+        objects = [
+            tensor for leaf in leaves[:count] if is_object(leaf) for tensor in tensors_in(leaf)
+        ]
+        return unflatten([*leaves[:count], *objects], leaves, noted.spec)
 
 
 class _Forward(_Running):
@@ -534,9 +576,13 @@ def _copy_of(data: Any) -> Any:
         return data
 
 
+def _tensors_of_objects(leaves: list[Any]) -> list[Tensor]:
+    return [tensor for leaf in leaves if is_object(leaf) for tensor in tensors_in(leaf)]
+
+
 def _replaced(data: Any, change: Callable[[Any], Any]) -> Any:
-    leaves, spec = tree_flatten(data)
-    return tree_unflatten([change(leaf) for leaf in leaves], spec)
+    leaves, spec = flatten(data)
+    return unflatten(leaves, [change(leaf) for leaf in leaves], spec)
 
 
 def _code(call: Any, depth: int = 0) -> Any:

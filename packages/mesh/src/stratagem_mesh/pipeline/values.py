@@ -42,6 +42,7 @@ class Program:
 
     Attributes:
         values: the values, in the order of their computation.
+        state: what user code sets outside of modules from values of a stage; see `State`.
         draws_after_cut: whether user code draws random numbers after the first call of a unit that
             is not in stage 0. Stages that end before do not draw them.
         run: notes of StagedModel for its runs.
@@ -55,6 +56,7 @@ class Program:
 
     values: tuple[Value, ...]
     draws_after_cut: bool = False
+    state: tuple[Any, ...] = ()
     run: Any = field(default=None, repr=False)
 
     def reads(self, stage: int) -> tuple[Value, ...]:
