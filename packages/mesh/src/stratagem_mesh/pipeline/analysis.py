@@ -225,8 +225,10 @@ class _Analysis:
                     values.append(value)
                     run.outputs.setdefault(place, []).append((index, value))
         later = [call.time for call in self._run.calls if call.stage > 0]
-        draws = bool(later) and any(time > later[0] for time in self._run.drawn)
-        return Program(tuple(values), draws, run=run)
+        drawn = self._run.drawn
+        after_cut = bool(later) and any(time > later[0] for time in drawn)
+        is_mixed = after_cut and any(time < later[0] for time in drawn)
+        return Program(tuple(values), bool(drawn), after_cut, is_mixed, run=run)
 
     def _add_argument(self, run: Run, argument: _Argument) -> Value:
         first = next(iter(argument.leaves))

@@ -385,6 +385,35 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._owners[_storage(leaf)] = node
         call.leaves.append((tuple(leaf.shape), leaf.dtype, leaf.device))
 
+    def changed(self, model: nn.Module, before: Mapping[nn.Module, Any]) -> list[str]:
+        """Return the names of what this run has changed outside of units.
+
+        Args:
+            model: the user's model.
+            before: the attributes of its modules before the run.
+        """
+        written = {id(tensor) for tensor, _ in self._before}
+        found: dict[str, None] = {}
+        for path, held, known in self._outside(model, before):
+            for name, value in held.items():
+                is_plain = isinstance(value, (bool, int, float, str, Tensor))
+                if (is_plain and value is not known.get(name)) or id(value) in written:
+                    found[f"{path}.{name}" if path else name] = None
+                    written.discard(id(value))
+        return [*found, *(["a tensor of the batch"] if written else [])]
+
+    def _outside(
+        self, model: nn.Module, before: Mapping[nn.Module, Any]
+    ) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+        """Yield each module outside of units with its attributes, now and before."""
+        units = [model.get_submodule(name) for name in self._units]
+        inside = {part for unit in units for part in unit.modules()}
+        for path, part in model.named_modules():
+            if part not in inside:
+                for held, known in zip((vars(part), part._buffers), before[part], strict=True):
+                    own = {name: held[name] for name in held if name not in _OF_MODULES}
+                    yield path, own, known
+
     def state_set(self, model: nn.Module, before: Mapping[nn.Module, Any]) -> dict[int, State]:
         """Return the tensors outside of units that this run has set from values of stages.
 
@@ -396,20 +425,15 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             What has been set, by the id of the tensor.
         """
         found: dict[int, State] = {}
-        units = [model.get_submodule(name) for name in self._units]
-        inside = {part for unit in units for part in unit.modules()}
-        for path, part in model.named_modules():
-            if part in inside:
-                continue
-            for held, known in zip((vars(part), part._buffers), before[part], strict=True):
-                for name, value in held.items():
-                    old = known.get(name)
-                    for tensor in _held(value) if name not in _OF_MODULES else ():
-                        nodes = [node for node in self.nodes(tensor) if node.kind != "parameter"]
-                        stage = max((node.stage for node in nodes), default=-1)
-                        if stage >= 0:
-                            is_shared = isinstance(old, Tensor) and old.shape == tensor.shape
-                            found[id(tensor)] = State(path, name, stage, is_shared)
+        for path, held, known in self._outside(model, before):
+            for name, value in held.items():
+                old = known.get(name)
+                for tensor in _held(value):
+                    nodes = [node for node in self.nodes(tensor) if node.kind != "parameter"]
+                    stage = max((node.stage for node in nodes), default=-1)
+                    if stage >= 0:
+                        is_shared = isinstance(old, Tensor) and old.shape == tensor.shape
+                        found[id(tensor)] = State(path, name, stage, is_shared)
         return found
 
     def read_parameters(self) -> set[str]:

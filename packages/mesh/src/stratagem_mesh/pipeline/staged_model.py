@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from stratagem.errors import UserCodeError
+from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem_mesh.pipeline.analysis import Run, program_of
 from stratagem_mesh.pipeline.dry_run import (
     DependentError,
@@ -97,6 +97,10 @@ class StagedModel:
         """The units of this rank's stages, by name."""
         of_units = self._stages.units
         return {name: self._all[name] for name in of_units if of_units[name] in self._own}
+
+    def every_unit(self) -> list[nn.Module]:
+        """Return the units of all stages."""
+        return list(self._all.values())
 
     def part(self, name: str) -> nn.Module:
         """Return a module of the model by its name; "": the model."""
@@ -256,6 +260,8 @@ class StagedModel:
             run.restore()
         if result is None and not is_partial and not to_all:
             raise UserCodeError(NO_LOSS)
+        if not to_all and 1 < len(self._own) < self._stages.count:
+            _refuse_changes(run.changed(self.part(""), before), len(self._own))
         found = run.state_set(self.part(""), before)
         made = program_of(run, self._stages, result, to_all=to_all, is_partial=is_partial)
         return made, found
@@ -546,6 +552,20 @@ class _Evaluation(_Running):
         """Run a unit, which is a call of its own if user code calls it."""
         answer = super().call if self._is_inside else self.top
         return answer(name, unit, call, args, kwargs)
+
+
+def _refuse_changes(names: Sequence[str], runs: int) -> None:
+    """Refuse user code that changes state, where it runs several times for a micro-batch.
+
+    Raises:
+        ConfigurationError: it changes state.
+    """
+    if names:
+        raise ConfigurationError(
+            f"training_step changes {', '.join(map(repr, names))}, and with virtual_stages={runs} "
+            f"it runs {runs} times on each rank for a micro-batch: change state in "
+            'on_train_batch_end, or use schedule="1f1b"'
+        )
 
 
 def _check_shape(name: str, value: Value, tensor: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -202,11 +203,21 @@ class PipelineMesh(MeshStrategy):
         """Send the micro-batches through the stages, forward and backward."""
         batches = list(micro_batches)
         self._steps += 1
-        if self._steps & (self._steps - 1) == 0 and self.ranks.world_size > len(
-            self.ranks.data_groups
-        ):
+        compares = self._steps & (self._steps - 1) == 0
+        if compares and self.ranks.world_size > len(self.ranks.data_groups):
             self._compare(batches)
-        self._of(prepared.original).train(prepared, step, batches)
+        pipeline = self._of(prepared.original)
+        pipeline.train(prepared, step, batches)
+        names = pipeline.different_attributes() if compares else ()
+        if names and self.ranks.is_global_zero:
+            warnings.warn(
+                f"{', '.join(names)} of {type(pipeline.model).__name__}: attributes that differ "
+                "between the stages of a pipeline, since training_step sets them after the last "
+                "module of some stages, or from values that these lack. A stage that reads such an "
+                "attribute computes with another value. Set it in on_train_batch_end, which every "
+                "stage runs with the loss",
+                stacklevel=2,
+            )
         return True
 
     def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:

@@ -224,15 +224,20 @@ class Pipeline:
                     program = self.staged.program(each.loss, each.batch, trains=True)
                 self._compare(program)
                 work.programs.append(program)
-            self._streams.begin_step()
-            ranks = self._ranks
+            ranks, programs = self._ranks, work.programs
+            seeds = any(
+                program.draws_on_both or (program.draws and self._virtual > 1)
+                for program in programs
+            )
+            self._streams.begin_step(ranks.device, seeds=seeds)
             self._reduce(False)
-            run_schedule(self._orders(len(opened)), work.programs, work, self._transfers)
+            run_schedule(self._orders(len(opened)), programs, work, self._transfers)
             self._reduce(True)
             for group, parameters in self._reductions:
                 average_gradients(parameters, group, ranks.data_ranks)
             work.share_losses()
-            last = any(program.draws_after_cut for program in work.programs)
+            self._share_state(programs)
+            last = any(program.draws_after_cut for program in programs)
             self._streams.end_step(ranks if last else None)
         finally:
             self._step = None
@@ -262,6 +267,41 @@ class Pipeline:
                 "rank of a pipeline. Leave out branches on the rank, such as `if "
                 "trainer.is_global_zero`, and hooks that some ranks have"
             )
+
+    def _share_state(self, programs: Sequence[Program]) -> None:
+        """Give all stages the state that user code has set from values of one, such as a buffer."""
+        ranks = self._ranks
+        for state in dict.fromkeys(one for program in programs for one in program.state):
+            if not state.is_shared:
+                continue
+            part = self.model.get_submodule(state.part)
+            held = getattr(part, state.name).detach()
+            position = state.stage % ranks.count
+            shared = held.clone() if position == ranks.position else torch.empty_like(held)
+            dist.broadcast(shared, ranks.column[position], ranks.groups[0])
+            if position == ranks.position:
+                continue
+            if held.is_contiguous():
+                held.copy_(shared)
+            else:
+                setattr(part, state.name, shared)
+
+    def different_attributes(self) -> list[str]:
+        """Return the attributes with plain values, outside of units, that differ between stages.
+
+        Called on all ranks.
+        """
+        inside = {part for unit in self.staged.every_unit() for part in unit.modules()}
+        own = {
+            f"{path}.{name}" if path else name: repr(value)
+            for path, part in self.model.named_modules()
+            if part not in inside
+            for name, value in vars(part).items()
+            if isinstance(value, (bool, int, float, str)) and not name.startswith("_stratagem")
+        }
+        found = self._strategy.ranks.gather_objects(own)
+        column = [found[rank] for rank in self._ranks.column]
+        return [name for name in own if any(each.get(name) != own[name] for each in column)]
 
     def _orders(self, micro_batches: int) -> list[list[Action]]:
         if micro_batches not in self._of_counts:
@@ -324,7 +364,7 @@ class _StageSteps:
             context = pipeline._strategy.ranks.among(pipeline._ranks.last_stage)
         else:
             context = self._step.without_logging()
-        pipeline._streams.micro_batch = micro_batch
+        pipeline._streams.begin(micro_batch)
         with context:
             result, sent, _ = pipeline.staged.forward(
                 program,

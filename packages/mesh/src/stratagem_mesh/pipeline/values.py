@@ -43,8 +43,10 @@ class Program:
     Attributes:
         values: the values, in the order of their computation.
         state: what user code sets outside of modules from values of a stage; see `State`.
-        draws_after_cut: whether user code draws random numbers after the first call of a unit that
-            is not in stage 0. Stages that end before do not draw them.
+        draws: whether user code draws random numbers.
+        draws_after_cut: whether it does so after the first call of a unit that is not in stage 0.
+            Stages that end before do not draw them.
+        draws_on_both: whether it draws before that, too.
         run: notes of StagedModel for its runs.
 
     Example:
@@ -55,7 +57,9 @@ class Program:
     """
 
     values: tuple[Value, ...]
+    draws: bool = False
     draws_after_cut: bool = False
+    draws_on_both: bool = False
     state: tuple[Any, ...] = ()
     run: Any = field(default=None, repr=False)
 
