@@ -50,11 +50,11 @@ class Names:
 def listing_all(strategy: Strategy, prepared: PreparedModel) -> AbstractContextManager[Any]:
     """Let a model list the tensors of all ranks, with one object for a tied weight.
 
-    Those that this rank lacks are placeholders.
+    Tensors of other ranks are placeholders.
 
     Args:
-        strategy: the strategy that prepared the model. One without `listing_all(module)` lists
-            those of this rank alone.
+        strategy: the strategy that prepared the model. Without a `listing_all(module)`, the model
+            lists its own tensors.
         prepared: the model.
 
     Example:

@@ -157,9 +157,9 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         units: the stage of each unit.
         skeletons: the units without values.
-        parameters: the names of the units' parameters and buffers, by the ids of the tensors that
-            user code finds.
-        state: what user code has set in a run before, by the ids of the tensors.
+        parameters: the names of the units' parameters and buffers, by the ids of the tensors in
+            the model.
+        state: the attributes that an earlier run set, by the ids of the tensors.
 
     Attributes:
         calls: the calls of units.
@@ -307,7 +307,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = call_hooks(unit, args, kwargs, output)
         made = call.outputs.values()
         if result is not output or any(node.is_changed for node in made):
-            for node in made:  # what the hooks return crosses
+            for node in made:  # the results of the hooks cross
                 node.kind, node.is_changed = "inner", False
             of_hooks = self.operations[before:]
             self.operations[before:] = [node for node in of_hooks if node.readers]
@@ -386,7 +386,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call.leaves.append((tuple(leaf.shape), leaf.dtype, leaf.device))
 
     def changed(self, model: nn.Module, before: Mapping[nn.Module, Any]) -> list[str]:
-        """Return the names of what this run has changed outside of units.
+        """Return the names of the attributes and tensors outside of units that this run changed.
 
         Args:
             model: the user's model.
@@ -415,14 +415,14 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     yield path, own, known
 
     def state_set(self, model: nn.Module, before: Mapping[nn.Module, Any]) -> dict[int, State]:
-        """Return the tensors outside of units that this run has set from values of stages.
+        """Return the tensors outside of units that this run set from values of stages.
 
         Args:
             model: the user's model.
             before: the attributes of its modules before the run.
 
         Returns:
-            What has been set, by the id of the tensor.
+            The attributes, by the id of the tensor.
         """
         found: dict[int, State] = {}
         for path, held, known in self._outside(model, before):

@@ -69,7 +69,7 @@ def unflatten(given: Sequence[Any], leaves: Sequence[Any], spec: TreeSpec) -> An
 
     Args:
         given: the leaves of `flatten`.
-        leaves: the new ones. Those in the places of objects are the objects to copy.
+        leaves: the new leaves. A leaf in the place of an object is the object to copy.
         spec: the structure.
 
     Example:
@@ -100,8 +100,8 @@ def copy_of(value: Any, changes: Mapping[int, Any], where: str) -> Any:
 
     Args:
         value: the object.
-        changes: the new tensors by the ids of the present ones.
-        where: what returns the object, for the error.
+        changes: the new tensors by the ids of the present tensors.
+        where: the module that returns the object, for the error.
 
     Raises:
         ConfigurationError: it cannot be copied.

@@ -224,7 +224,7 @@ class StagedModel:
         with unchanged(model), only_shapes(model, self._skeletons) as names:
             before = attributes_of(model)
             program, state = self._run_without_values(call, names, before, {}, to_all=to_all)
-            if state and not to_all:  # what the next micro-batch reads
+            if state and not to_all:  # the next micro-batch reads it
                 self._run_without_values(call, names, before, state, to_all=to_all)
         return replace(program, state=tuple(dict.fromkeys(state.values())))
 
@@ -237,13 +237,13 @@ class StagedModel:
         *,
         to_all: bool,
     ) -> tuple[Program, dict[int, State]]:
-        """Return the program of a run, and what it sets outside of units.
+        """Return the program of a run, and the attributes outside of units that it sets.
 
         Args:
             call: user code.
             names: of the parameters and buffers of units, by their ids.
             before: the attributes of modules before the first run.
-            state: what a run before has set.
+            state: the attributes that an earlier run set.
             to_all: every stage reads the result.
         """
         run = DryRun(self._stages.units, self._skeletons, names, state)
