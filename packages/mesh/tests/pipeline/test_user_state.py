@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,20 @@ from torch import Tensor, nn
 from stratagem.errors import ConfigurationError
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-import pipeline_in_turn as in_turn  # noqa: E402
-from pipeline_user_state import Centered  # noqa: E402
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+in_turn = load("pipeline_in_turn")
+user_state = load("pipeline_user_state")
 
 needs_fields = pytest.mark.skipif(
     torch.__version__ < (2, 13),  # type: ignore[operator]
@@ -35,7 +47,9 @@ def square(model: nn.Module, batch: Tensor) -> Tensor:
 
 def programs(model: nn.Module, cut: str, step: Callable[..., Any] = square) -> list[Any]:
     torch.manual_seed(0)
-    return in_turn.Positions(model.double(), 2, [cut]).programs(step, torch.randn(2, 4).double())
+    positions = in_turn.Positions(model.double(), 2, [cut])
+    found: list[Any] = positions.programs(step, torch.randn(2, 4).double())
+    return found
 
 
 # -- objects
@@ -98,7 +112,9 @@ class Adds(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = self.layers(x)
-        return made + sum(layer.loss for layer in self.layers)
+        for layer in self.layers:
+            made = made + layer.loss
+        return made
 
 
 class Fills(nn.Module):
@@ -131,7 +147,9 @@ class ReadsStatistics(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = self.layer(self.norm(x))
-        return made - self.norm.running_mean  # type: ignore[operator, no-any-return]
+        mean = self.norm.running_mean
+        assert mean is not None
+        return made - mean
 
 
 @pytest.mark.parametrize(
@@ -198,7 +216,7 @@ def trained(model: Any, batch: Tensor) -> Tensor:
 
 
 def test_a_buffer_that_the_last_stage_sets_is_sent_to_the_others() -> None:
-    for program in programs(Centered(), "layers.2", trained):
+    for program in programs(user_state.Centered(), "layers.2", trained):
         assert [(str(one), one.stage, one.is_shared) for one in program.state] == [
             ("center", 1, True)
         ]
