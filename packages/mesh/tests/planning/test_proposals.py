@@ -13,8 +13,9 @@ from torch import nn
 
 from stratagem.errors import ConfigurationError
 from stratagem_mesh import MeshStrategy
+from stratagem_mesh.pipeline.cuts import find_stages
 from stratagem_mesh.planning.sizes import Limits, Sizes, all_sizes
-from stratagem_mesh.planning.stages import cut, in_flight
+from stratagem_mesh.planning.stages import stages_of
 from stratagem_mesh.planning.time import Links
 
 GIB = 2**30
@@ -30,6 +31,7 @@ class Held:
     working: int
     sent: int
     flops: int
+    communication: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,11 @@ class Job:
     micro_batches: int = 1
     parts: Sequence[Any] = ()
     model: nn.Module = field(default_factory=Model)
+    named: Sequence[Mapping[str, Any]] = ()
     calls: list[dict[str, int]] = field(default_factory=list)
+
+    def refusal(self, arguments: Mapping[str, int], devices: int, num_nodes: int) -> str:
+        return next((self.refused[axis] for axis in arguments if axis in self.refused), "")
 
     def simulate(
         self, arguments: Sequence[Mapping[str, int]], devices: int, num_nodes: int
@@ -203,11 +209,169 @@ def test_sizes_keep_heads_whole_and_stay_on_a_node() -> None:
     assert str(Sizes(shard=4, context=2)) == "shard 4 x context 2"
 
 
-def test_stages_of_a_pipeline_have_equal_costs() -> None:
+# -- pipelines
+
+
+class Blocks(nn.Module):
+    """An embedding, 16 blocks and a head, of one gibibyte each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_attention_heads=HEADS)
+        with torch.device("meta"):
+            self.embedding = nn.Embedding(2**14, 2**14)
+            self.blocks = nn.ModuleList(nn.Linear(2**14, 2**14, bias=False) for _ in range(16))
+            self.head = nn.Linear(2**14, 2**14, bias=False)
+
+
+def rows(activations: int = GIB) -> list[Any]:
+    """Return the parts of `Blocks`."""
+
+    def row(name: str, activations: int = 0, flops: int = 0) -> Any:
+        return SimpleNamespace(
+            name=name, parameters=GIB, activations=activations, flops=flops, output=GIB // 64
+        )
+
+    blocks = (row(f"blocks.{number}", activations, 6 * GIB) for number in range(16))
+    return [row("embedding"), *blocks, row("head", 0, 3 * GIB), row("", activations)]
+
+
+@dataclass
+class OfBlocks(Job):
+    """A step of `Blocks`: several micro-batches keep whole gradients, so that all must fit."""
+
+    weights: int = 18 * GIB
+    activations: int = 16 * GIB
+    micro_batches: int = 32
+    parts: Sequence[Any] = field(default_factory=rows)
+    model: nn.Module = field(default_factory=Blocks)
+
+    def step(self, sizes: dict[str, int], ranks: int) -> dict[str, Held] | str:
+        found = super().step(sizes, ranks)
+        if isinstance(found, str):
+            return found
+        whole = self.weights // sizes.get("tensor", 1)
+        stages = sizes.get("pipeline", 1)
+        return {
+            name: Held(
+                held.parameters // stages,
+                held.gradients // stages,
+                held.optimizer // stages,
+                0,
+                held.working if name == "step" else held.working + whole - held.gradients,
+                self.micro_batches * held.sent,
+                self.micro_batches * held.flops,
+            )
+            for name, held in found.items()
+        }
+
+
+SLOW = Cables(network=1e8)
+NO_CONTEXT = {"context": "context=2, but no module reads a sequence"}
+
+
+def test_stages_lie_on_nodes_where_the_network_is_slow_and_copies_do_not_fit() -> None:
+    job = OfBlocks(num_nodes=4, usable=8 * GIB, links=SLOW, refused=NO_CONTEXT)
+    found = best(job)
+    assert found.arguments == {"tensor": 8, "pipeline": 4}
+    assert bytes_of(found) <= job.usable
+    said = reason(found, "pipeline")
+    assert said.startswith("pipeline 4: a rank has 4 of 16 blocks, and waits ")
+    assert "% of a step of 32 micro-batches; without it a batch takes " in said
+    assert "longer at best (shard 4 x tensor 8)" in said
+
+
+def test_no_pipeline_is_taken_where_links_are_fast() -> None:
+    found = best(OfBlocks(num_nodes=4, links=Cables(network=1e12)))
+    assert found.arguments == {}
+    said = reason(found, "pipeline")
+    assert said.startswith("no pipeline: with it a batch takes ")
+    assert "of it in the pipeline's bubble" in said
+
+
+def test_a_pipeline_has_at_most_as_many_stages_as_micro_batches() -> None:
+    job = OfBlocks(num_nodes=4, usable=8 * GIB, micro_batches=2, links=SLOW, refused=NO_CONTEXT)
+    assert best(job).arguments == {"tensor": 8}
+    stages = {each.arguments.get("pipeline", 1) for each in MeshStrategy.propose(job)}
+    assert stages == {1, 2}
+
+
+def test_a_pipeline_is_taken_where_the_layers_do_not_fit_without() -> None:
+    refused = {"tensor": "no layer is divided", **NO_CONTEXT}
+    job = OfBlocks(num_nodes=4, usable=30 * GIB, refused=refused)
+    found = best(job)
+    assert found.arguments == {"pipeline": 4}
+    assert bytes_of(found) <= job.usable
+    assert "without it the least is 37.69 GiB on a rank" in reason(found, "pipeline")
+
+
+def test_a_pipeline_of_too_many_steps_is_planned_by_formulas_and_its_reasons_say_so() -> None:
+    said = (
+        "the memory follows from formulas: a pipeline is simulated with all of its layers and "
+        "micro-batches, which takes long here"
+    )
+    job = OfBlocks(num_nodes=4, usable=8 * GIB, links=SLOW, refused=NO_CONTEXT)
+    found = best(job)
+    assert (found.is_simulated, found.reasons[-1]) == (False, said)
+    assert found.arguments not in job.calls
+    short = OfBlocks(num_nodes=4, usable=8 * GIB, micro_batches=8, links=SLOW, refused=NO_CONTEXT)
+    found = best(short)
+    assert found.is_simulated
+    assert said not in found.reasons
+    assert found.arguments in short.calls
+
+
+@pytest.mark.parametrize(
+    ("job", "why"),
+    [
+        (
+            OfBlocks(micro_batches=1),
+            "a step has one micro-batch, so that one stage would work at a time "
+            "(accumulate_grad_batches=8 gives a step eight)",
+        ),
+        (Job(micro_batches=8), "the model has no list of blocks to divide into stages"),
+        (
+            OfBlocks(refused={"pipeline": "a tensor is changed in place: ..."}),
+            "a tensor is changed in place",
+        ),
+    ],
+)
+def test_the_reason_says_why_there_is_no_pipeline(job: Job, why: str) -> None:
+    found = best(job)
+    assert "pipeline" not in found.arguments
+    assert reason(found, "pipeline") == f"no pipeline: {why}"
+
+
+def test_stages_of_a_plan_are_those_of_a_pipeline() -> None:
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)], nn.Linear(8, 64))
+    example = torch.ones(4, 8)
     parts = [
-        SimpleNamespace(name=name, parameters=1, activations=1, flops=flops, output=8)
-        for name, flops in (("a", 6), ("b", 1), ("c", 1), ("d", 4), ("", 0))
+        SimpleNamespace(name=name, parameters=1, activations=1, flops=part.weight.numel(), output=8)
+        for name, part in model.named_children()
     ]
-    assert [stage.flops for stage in cut(parts, 2)] == [0.5, 0.5]
-    assert sum(stage.parameters for stage in cut(parts, 4)) == 1
-    assert [in_flight("1f1b", 4, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
+    for count in (2, 3, 4):
+        cuts = find_stages(model, count, example=example).cuts
+        starts = [str(stage.parts.start) for stage in stages_of(model, parts, count)]
+        assert starts == ["0", *cuts]
+
+
+def test_a_weight_that_stages_share_is_whole_on_each() -> None:
+    model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(4)])
+    model[3].weight = model[0].weight
+    parts = [
+        SimpleNamespace(name=str(n), parameters=256 * (n < 3), activations=1, flops=1, output=8)
+        for n in range(4)
+    ]
+    first, last = stages_of(model, parts, 2)
+    assert (first.sharded, first.whole) == (1 / 3, 1 / 3)
+    assert (last.sharded, last.whole) == (1 / 3, 1 / 3)
+
+
+def test_the_time_of_named_sizes_is_that_of_the_formulas() -> None:
+    job = OfBlocks(num_nodes=4, named=[{"pipeline": 2}, {"pipeline": 2, "check_context": False}])
+    *proposals, named = MeshStrategy.propose(job)
+    assert named.arguments == {"pipeline": 2}
+    same = [each for each in proposals if each.arguments == {"pipeline": 2}]
+    assert all(each.seconds == named.seconds for each in same)
+    assert named.seconds > 0
+    assert named.ranks_of_batch == 2

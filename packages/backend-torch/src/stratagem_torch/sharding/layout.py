@@ -169,6 +169,9 @@ def distribute_state(state: Mapping[str, Any], parameter: Tensor) -> dict[str, A
 def check_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Raise if an optimizer would step other tensors than the model's parameters.
 
+    An optimizer whose group has sharded and whole parameters steps each by itself: by default it
+    steps all of them at once on a GPU, which torch refuses for such a mixture.
+
     Raises:
         ConfigurationError: some parameters do not belong to the model (the message has their
             number); a kernel would step sharded and unsharded parameters together; or the
@@ -187,8 +190,12 @@ def check_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> None
                 "(building the model again, configure_model)"
             )
         for group in optimizer.param_groups:
+            if len({isinstance(p, DTensor) for p in group["params"]}) < 2:
+                continue
             joint = [name for name in ("foreach", "fused") if group.get(name)]
-            if joint and len({isinstance(p, DTensor) for p in group["params"]}) > 1:
+            if "foreach" in group and not joint:
+                group["foreach"] = False
+            if joint:
                 whole = [p for p in group["params"] if not isinstance(p, DTensor)]
                 raise ConfigurationError(
                     f"the {type(optimizer).__name__} was made with {joint[0]}=True, which steps "

@@ -76,8 +76,10 @@ class SizesJob:
         micro_batches: of a step.
         model: the model without values.
         parts: the parts of the model in the order of calls.
+        named: arguments of the class that the user names, whose rows need a time too.
         simulate: returns the moments of a step for each of some arguments, on numbers of devices
             and nodes, or why the strategy refuses the arguments.
+        refusal: returns why the strategy refuses arguments, by a step of few layers; "".
     """
 
     devices: int
@@ -88,7 +90,9 @@ class SizesJob:
     micro_batches: int
     model: nn.Module
     parts: Sequence[ModuleMemory]
+    named: Sequence[Mapping[str, Any]]
     simulate: Callable[[Sequence[Mapping[str, int]], int, int], Sequence[Any]]
+    refusal: Callable[[Mapping[str, int], int, int], str]
 
 
 def parse_strategy(text: str) -> tuple[str, dict[str, Any] | None]:
@@ -150,13 +154,15 @@ def with_arguments(choice: Choice, arguments: Mapping[str, Any]) -> Choice:
 
 
 def named_choices(
-    names: Sequence[str], sizes_of: Callable[[Choice], Iterable[Choice]]
+    names: Sequence[str],
+    sizes_of: Callable[[Choice, Sequence[Mapping[str, Any]]], Iterable[Choice]],
 ) -> list[Choice]:
     """Return the choices that a user names, each with the sizes of its class.
 
     Args:
         names: names of strategies. One with parentheses has its own sizes.
-        sizes_of: returns the choices that have sizes.
+        sizes_of: returns the choices that have sizes, given a choice without and the arguments
+            with which the user names its class too.
 
     Raises:
         UnknownNameError: a strategy is not installed.
@@ -166,10 +172,15 @@ def named_choices(
     more: list[Choice] = []
     for text, choice in zip(names, given, strict=True):
         if "(" not in text:
-            more += sizes_of(choice)
+            named = [each.arguments for each in given if each.arguments and _alike(each, choice)]
+            more += sizes_of(choice, named)
     proposed = {choice.name: choice for choice in more}
     given = [proposed.pop(choice.name, choice) for choice in given]
     return [*given, *proposed.values()]
+
+
+def _alike(one: Choice, other: Choice) -> bool:
+    return one.spec.name == other.spec.name
 
 
 def candidates(choice: Choice, devices: int, num_nodes: int) -> list[Choice]:

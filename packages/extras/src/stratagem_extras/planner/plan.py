@@ -459,7 +459,10 @@ class Planner:
             flops = max(memory.flops for memory in self._alone(machines.foreach()).values())
             if strategies:
                 named = named_choices(
-                    strategies, lambda c: self._sizes(c, machines, divide) if expand else []
+                    strategies,
+                    lambda choice, given: (
+                        self._sizes(choice, machines, divide, given) if expand else []
+                    ),
                 )
                 judged = self._judged_rows(named, machines, flops, divide)
             else:
@@ -496,13 +499,19 @@ class Planner:
             judged += self._judged_rows(more, machines, flops, divide)
         return judged
 
-    def _sizes(self, choice: Choice, machines: _Machines, divide: Divide) -> list[Choice]:
+    def _sizes(
+        self,
+        choice: Choice,
+        machines: _Machines,
+        divide: Divide,
+        named: Sequence[Mapping[str, Any]] = (),
+    ) -> list[Choice]:
         """Return the sizes of a strategy: those that it proposes for the model, or candidates."""
         kind, ranks = class_of(choice.spec), machines.devices * machines.nodes
         if choice.arguments or not self.has_activations or ranks == 1 or not _can_propose(kind):
             return candidates(choice, machines.devices, machines.nodes)
         try:
-            proposals = kind.propose(self._job(choice, machines, divide))
+            proposals = kind.propose(self._job(choice, machines, divide, named))
         except Exception as error:
             _log.debug("%s proposes no sizes: %s", choice.name, error)
             return candidates(choice, machines.devices, machines.nodes)
@@ -511,7 +520,13 @@ class Planner:
             for each in proposals
         ]
 
-    def _job(self, choice: Choice, machines: _Machines, divide: Divide) -> SizesJob:
+    def _job(
+        self,
+        choice: Choice,
+        machines: _Machines,
+        divide: Divide,
+        named: Sequence[Mapping[str, Any]] = (),
+    ) -> SizesJob:
         known = machines.device if machines.device.flops else _LIKE
         return SizesJob(
             machines.devices,
@@ -522,8 +537,34 @@ class Planner:
             self.workload.micro_batches,
             self.model.model,
             self.modules,
+            named,
             partial(self._moments_of, choice, machines, divide),
+            partial(self._refusal_of, choice, machines),
         )
+
+    def _refusal_of(
+        self,
+        choice: Choice,
+        machines: _Machines,
+        arguments: Mapping[str, int],
+        devices: int,
+        num_nodes: int,
+    ) -> str:
+        """Return why a strategy refuses arguments, by a step with few layers; ""."""
+        spec = with_arguments(choice, arguments).spec
+        these = replace(machines, devices=devices, nodes=num_nodes)
+        components = self._components_of(spec, these)
+        others = [0]
+        try:
+            while others:
+                rank = others.pop()
+                with simulated_ranks(strategy := spec.build(), components, rank):
+                    if rank == 0:
+                        others = list(getattr(strategy, "unequal_ranks", ()))[1:]
+                    self.model.simulate_few_layers(strategy, self.workload)
+        except Exception as error:
+            return format_text(str(error), 400)
+        return ""
 
     def _moments_of(
         self,

@@ -288,6 +288,17 @@ class SimulatedModel:
         most = moments["step"].gradients
         return {name: _with_gradients_up_to(most, memory) for name, memory in moments.items()}
 
+    def simulate_few_layers(self, strategy: Strategy, workload: Workload) -> None:
+        """Run a step of a rank with few layers and micro-batches, to see whether it is refused.
+
+        Raises:
+            Exception: as `simulate_step`.
+        """
+        kept = {stack: min(layers, _FEWEST) for stack, layers in self.stacks.items()}
+        few = replace(workload, micro_batches=min(workload.micro_batches, _MICRO_BATCHES))
+        with self._without_memory(strategy):
+            measure_step(strategy, few, partial(self._shortened, kept))
+
     def simulate_state(self, strategy: Strategy, workload: Workload) -> dict[str, PlannedMemory]:
         """Return rank 0's memory in "step" without activations; the model is not run."""
         with self._without_memory(strategy):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -61,10 +61,28 @@ def find_stages(
             f"parameters to divide between them ({', '.join(map(repr, list(units)[:5]))}): "
             "expected at least as many as pipeline x virtual_stages. Pass smaller sizes"
         )
-    measured = _measure(model, units, example)
+    return divided_by(model, count, _measure(model, units, example), cuts)
+
+
+def divided_by(
+    model: nn.Module, count: int, measured: Measured, cuts: Sequence[str] | None = None
+) -> Stages:
+    """Divide a model into stages by the costs of its units.
+
+    Args:
+        model: the user's model, whole.
+        count: the number of stages.
+        measured: the units, at least as many as stages, in the order in which they run.
+        cuts: as for `find_stages`.
+
+    Example:
+        >>> model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+        >>> divided_by(model, 2, Measured(list("0123"), {"0": 3, "1": 1, "2": 1, "3": 1})).cuts
+        ('1',)
+    """
     order = measured.order
     places = (
-        _balanced(measured, count, _elements(order, series))
+        _balanced(measured, count, blocks_of(model, order))
         if cuts is None
         else _places(model, order, cuts)
     )
@@ -158,8 +176,16 @@ def _series(model: nn.Module) -> list[str]:
     return found
 
 
-def _elements(order: Sequence[str], series: Collection[str]) -> set[str]:
-    """Return the units that are elements of a series."""
+def blocks_of(model: nn.Module, order: Sequence[str]) -> set[str]:
+    """Return the units that are elements of an outermost list or sequence of blocks.
+
+    Stages begin at them, if there are enough.
+
+    Args:
+        model: the user's model.
+        order: the names of the units.
+    """
+    series = _series(model)
     before = {f"{name}." if name else "" for name in series}
     return {unit for unit in order if unit[: unit.rfind(".") + 1] in before}
 
@@ -168,8 +194,8 @@ def _elements(order: Sequence[str], series: Collection[str]) -> set[str]:
 
 
 @dataclass
-class _Measured:
-    """The result of a run without values.
+class Measured:
+    """The units of a model, by a run without values.
 
     Attributes:
         order: the units in the order in which they run.
@@ -179,12 +205,31 @@ class _Measured:
     """
 
     order: list[str]
-    costs: dict[str, float]
-    sizes: dict[str, int]
-    read: set[str]
+    costs: Mapping[str, float]
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    read: Collection[str] = ()
 
 
-def _measure(model: nn.Module, units: Mapping[str, nn.Module], example: Any) -> _Measured:
+def costs_of(flops: Mapping[str, float], weights: Mapping[str, float]) -> dict[str, float]:
+    """Return the costs of units: their operations, and to a small part their parameters.
+
+    Args:
+        flops: the operations of each unit.
+        weights: the size of the parameters of each.
+
+    Example:
+        >>> costs_of({"a": 3, "b": 1}, {"a": 1, "b": 1})
+        {'a': 0.755, 'b': 0.255}
+        >>> costs_of({"a": 0, "b": 0}, {"a": 1, "b": 2})
+        {'a': 1, 'b': 2}
+    """
+    total, weight = sum(flops.values()), sum(weights.values()) or 1.0
+    if not total:
+        return dict(weights)
+    return {n: flops[n] / total + _SHARE_OF_SIZES * weights[n] / weight for n in weights}
+
+
+def _measure(model: nn.Module, units: Mapping[str, nn.Module], example: Any) -> Measured:
     """Return the order of the units and their costs.
 
     Without an input, units are in the order of registration, and the costs are sizes of parameters.
@@ -196,12 +241,12 @@ def _measure(model: nn.Module, units: Mapping[str, nn.Module], example: Any) -> 
     try:
         calls = list(inputs_of(model, example))
     except Exception:  # no example
-        return _Measured(list(units), weights, {}, set())
+        return Measured(list(units), weights)
     try:
         run = _run(model, units, calls)
     except Exception as error:
         if example is None:  # its own example, which may be of another use of the model
-            return _Measured(list(units), weights, {}, set())
+            return Measured(list(units), weights)
         raise ConfigurationError(
             f"{type(model).__name__} was run on example_input without values, to find the order "
             f"and the costs of its modules, and raised {type(error).__name__}: {error}\nPass "
@@ -219,11 +264,7 @@ def _measure(model: nn.Module, units: Mapping[str, nn.Module], example: Any) -> 
     # A unit that does not run stays at its place.
     runs = iter(called)
     order = [next(runs) if name in sizes else name for name in units]
-    total, weight = sum(flops.values()), sum(weights.values()) or 1.0
-    if not total:
-        return _Measured(order, weights, sizes, run.read_parameters())
-    costs = {n: flops[n] / total + _SHARE_OF_SIZES * weights[n] / weight for n in units}
-    return _Measured(order, costs, sizes, run.read_parameters())
+    return Measured(order, costs_of(flops, weights), sizes, run.read_parameters())
 
 
 def _run(model: nn.Module, units: Mapping[str, nn.Module], calls: Sequence[Any]) -> DryRun:
@@ -271,7 +312,7 @@ def _places(model: nn.Module, order: Sequence[str], cuts: Sequence[str]) -> list
     return sorted(found)
 
 
-def _balanced(measured: _Measured, count: int, elements: Collection[str]) -> list[int]:
+def _balanced(measured: Measured, count: int, elements: Collection[str]) -> list[int]:
     """Return the cuts that minimize the largest cost of a stage, then the bytes that cross."""
     order = measured.order
     places = [index for index, name in enumerate(order) if index and name in elements]

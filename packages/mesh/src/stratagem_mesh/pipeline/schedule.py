@@ -12,7 +12,17 @@ from typing import Literal, NamedTuple
 
 from stratagem.errors import ConfigurationError
 
-__all__ = ["SCHEDULES", "Action", "Span", "Timeline", "actions", "check_schedule", "timeline"]
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Span",
+    "Timeline",
+    "actions",
+    "bubble",
+    "check_schedule",
+    "most_in_flight",
+    "timeline",
+]
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 """The names of the schedules."""
@@ -226,7 +236,7 @@ def timeline(
                 f"the {action}, waits for ever for the {missing[0]}: expected an order of actions "
                 "in which each comes after those that it needs"
             )
-    return Timeline(tuple(map(tuple, spans)), tuple(map(_most_in_flight, orders)))
+    return Timeline(tuple(map(tuple, spans)), tuple(map(most_in_flight, orders)))
 
 
 def _needed(action: Action, last: int) -> list[Action]:
@@ -238,9 +248,35 @@ def _needed(action: Action, last: int) -> list[Action]:
     return needed if stage == last else [*needed, Action("backward", stage + 1, micro_batch)]
 
 
-def _most_in_flight(order: Sequence[Action]) -> int:
+def most_in_flight(order: Sequence[Action]) -> int:
+    """Return the most passes of a position that wait for their backward pass at a time.
+
+    Args:
+        order: the actions of the position, from `actions`.
+
+    Example:
+        >>> [most_in_flight(order) for order in actions("1f1b", 4, 1, 8)]
+        [4, 3, 2, 1]
+    """
     held = most = 0
     for action in order:
         held += 1 if action.kind == "forward" else -1
         most = max(most, held)
     return most
+
+
+def bubble(stages: int, micro_batches: int, virtual_stages: int = 1) -> float:
+    """Return the time in which a position waits, over the time in which it computes.
+
+    Section 2.2 of "Efficient Large-Scale Language Model Training" (arXiv:2104.04473).
+
+    Args:
+        stages: the number of positions, whose stages take equal times.
+        micro_batches: of a step.
+        virtual_stages: the number of stages on each position.
+
+    Example:
+        >>> bubble(4, 8), bubble(4, 8, 2)
+        (0.375, 0.1875)
+    """
+    return (stages - 1) / (virtual_stages * micro_batches)

@@ -17,9 +17,8 @@ from stratagem.state import named_state, per_parameter_state
 from stratagem.strategies import Axis, Optimizers, PreparedModel, TrainStep, user_module
 from stratagem_mesh.pipeline.cuts import find_stages
 from stratagem_mesh.pipeline.ranks import PipelineRanks
-from stratagem_mesh.pipeline.schedule import check_schedule
+from stratagem_mesh.pipeline.schedule import bubble, check_schedule
 from stratagem_mesh.pipeline.training import Pipeline
-from stratagem_mesh.planning.stages import bubble
 from stratagem_mesh.plugin import MESH
 from stratagem_mesh.strategy import AXES, MeshStrategy
 from stratagem_torch.parallel import owned_optimizer_state

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -13,9 +14,9 @@ from stratagem_mesh.expert.modules import find_experts
 from stratagem_mesh.planning.options import Option, choose, options_of
 from stratagem_mesh.planning.profile import Memory, Probe, Profile, Shape, Shapes, most_held
 from stratagem_mesh.planning.reasons import Reasons
-from stratagem_mesh.planning.sizes import HAS_PIPELINE, Limits, Sizes, all_sizes, limits_of
-from stratagem_mesh.planning.stages import Part
-from stratagem_mesh.planning.time import Links, Machines
+from stratagem_mesh.planning.sizes import AXES, Limits, Sizes, all_sizes, limits_of
+from stratagem_mesh.planning.stages import Part, blocks_among, stages_of
+from stratagem_mesh.planning.time import Links, Machines, step_time
 
 _MOST = 6
 """The number of proposals."""
@@ -37,11 +38,16 @@ class Job(Protocol):
     model: nn.Module
     """Without values."""
     parts: Sequence[Part]
+    named: Sequence[Mapping[str, Any]]
+    """Arguments that the user names, whose time is compared with that of the proposals."""
 
     def simulate(
         self, arguments: Sequence[Mapping[str, int]], devices: int, num_nodes: int
     ) -> Sequence[Mapping[str, Memory] | str]:
         """Return the moments of a step for each of some arguments, or why it is refused."""
+
+    def refusal(self, arguments: Mapping[str, int], devices: int, num_nodes: int) -> str:
+        """Return why some arguments are refused, by a step with few layers; ""."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ def propose(job: Job) -> list[Proposal]:
             reasons=tuple(reasons.of(each)),
         )
         for each in chosen
-    ] + [*refused, *_refused(job, limits)]
+    ] + [*refused, *_refused(job, limits), *_named(job, profile, machines)]
 
 
 def _shortlist(options: Sequence[Option]) -> list[Option]:
@@ -125,6 +131,24 @@ def _shortlist(options: Sequence[Option]) -> list[Option]:
             chosen.append(option)
     plain = [each for each in options if not each.sizes.arguments and each not in chosen]
     return [*chosen, *plain]
+
+
+def _named(job: Job, profile: Profile, machines: Machines) -> Iterator[Proposal]:
+    """Yield the times of the arguments that the user names, where they are of sizes alone."""
+    for given in job.named:
+        axes = {axis: given[axis] for axis in AXES if axis in given and axis != "shard"}
+        if not given.keys() <= {*AXES, "schedule", "virtual_stages"}:
+            continue
+        ranks = machines.devices * machines.num_nodes
+        shard, left = divmod(ranks, Sizes(**{**axes, "expert": 1}).world)
+        sizes = Sizes(shard=shard, **axes)
+        virtual = given.get("virtual_stages", 1)
+        blocks = blocks_among(job.model, job.parts) if sizes.pipeline > 1 else 1
+        if left or sizes.pipeline > blocks:
+            continue
+        time = step_time(profile, sizes, machines, virtual)
+        cost = time.total * sizes.ranks_of_batch
+        yield Proposal(given, time.total, cost, sizes.ranks_of_batch)
 
 
 # -- the profile
@@ -152,6 +176,7 @@ def measure(job: Job) -> tuple[Profile, Limits]:
     world = job.devices * nodes
     if isinstance(first, str):
         raise ConfigurationError(first)
+    alone, accumulates = Sizes(shard=world), job.micro_batches > 1
     probes, refused = {}, {}
     for (axis, size), moments in zip(wanted.items(), rest, strict=True):
         if isinstance(moments, str):
@@ -159,22 +184,40 @@ def measure(job: Job) -> tuple[Profile, Limits]:
         else:
             shard = world if axis == "expert" else world // size
             sizes = Sizes(shard=shard, **{axis: size})
-            probes[axis] = Probe.of(sizes, moments, shapes.excess(sizes))
+            probes[axis] = Probe.of(sizes, moments, shapes.excess(sizes), accumulates=accumulates)
     if few == 1:
         refused.update(dict.fromkeys(("tensor", "context"), "a node has one device"))
     if not share:
         experts = 0
-    layers = sum(1 for part in job.parts if part.name and part.flops)
-    if not HAS_PIPELINE:
-        layers = 0
+    stages, why_not = _most_stages(job, nodes)
+    if why_not:
+        refused["pipeline"] = why_not
     profile = Profile(
-        Probe.of(Sizes(shard=world), first, shapes.excess(Sizes(shard=world))),
+        Probe.of(alone, first, shapes.excess(alone), accumulates=accumulates),
         probes,
         job.parts,
         job.micro_batches,
         shapes,
+        partial(stages_of, job.model, job.parts),
     )
-    return profile, Limits(refused, heads, experts, layers)
+    return profile, Limits(refused, heads, experts, stages)
+
+
+def _most_stages(job: Job, nodes: int) -> tuple[int, str]:
+    """Return the most stages of a pipeline, 0 if the model cannot be one, and why."""
+    blocks = blocks_among(job.model, job.parts)
+    if blocks < 2:
+        return 0, "the model has no list of blocks to divide into stages"
+    if job.micro_batches < 2:
+        return 0, (
+            "a step has one micro-batch, so that one stage would work at a time "
+            "(accumulate_grad_batches=8 gives a step eight)"
+        )
+    while job.devices * nodes % 2:
+        nodes += 1
+    if why_not := job.refusal({"pipeline": 2}, job.devices, nodes):
+        return 0, why_not
+    return min(blocks, job.micro_batches), ""
 
 
 def _shapes(model: nn.Module) -> Shapes:

@@ -9,6 +9,8 @@ from stratagem_mesh.planning.profile import Profile, total
 from stratagem_mesh.planning.sizes import Limits, Sizes, all_sizes
 from stratagem_mesh.planning.time import Machines, StepTime, step_time
 
+_MOST_STEPS = 128
+"""Blocks times micro-batches of a simulated pipeline, which runs them all: a few seconds."""
 _SLOWER = 1.02
 """A simpler mesh is preferred up to this share of the fastest one's time."""
 
@@ -23,6 +25,8 @@ class Option:
         time: of a step.
         usable: bytes of a device that a plan fills.
         is_simulated: whether a simulated step measured the memory; else formulas say it.
+        can_simulate: whether the planner simulates a step. Of a pipeline it runs all blocks and
+            micro-batches, which takes long if these are many.
     """
 
     sizes: Sizes
@@ -30,6 +34,7 @@ class Option:
     time: StepTime
     usable: int
     is_simulated: bool = False
+    can_simulate: bool = True
 
     @property
     def bytes(self) -> float:
@@ -47,11 +52,6 @@ class Option:
         return self.time.total * self.sizes.ranks_of_batch
 
     @property
-    def can_simulate(self) -> bool:
-        """Whether the planner simulates a step; one of a pipeline runs all layers of each stage."""
-        return self.sizes.pipeline == 1
-
-    @property
     def order(self) -> tuple[bool, float, tuple[int, int]]:
         """A key that sorts the best first: the fastest, or the smallest if none fits."""
         return (not self.fits, self.cost if self.fits else self.bytes, self.sizes.complexity)
@@ -65,10 +65,23 @@ def options_of(profile: Profile, limits: Limits, machines: Machines, usable: int
         machines: the devices.
         usable: bytes of a device that a plan fills.
     """
-    return [
-        Option(sizes, profile.memory(sizes), step_time(profile, sizes, machines), usable)
-        for sizes in all_sizes(machines.devices, machines.num_nodes, limits)
-    ]
+    found = []
+    for sizes in all_sizes(machines.devices, machines.num_nodes, limits):
+        found.append(
+            Option(
+                sizes,
+                profile.memory(sizes),
+                step_time(profile, sizes, machines),
+                usable,
+                can_simulate=sizes.pipeline == 1 or _steps(profile, sizes) <= _MOST_STEPS,
+            )
+        )
+    return found
+
+
+def _steps(profile: Profile, sizes: Sizes) -> int:
+    """Return the number of blocks that all stages run, for all micro-batches."""
+    return profile.micro_batches * sum(each.blocks for each in profile.stages(sizes.pipeline))
 
 
 def choose(options: Sequence[Option]) -> Option:

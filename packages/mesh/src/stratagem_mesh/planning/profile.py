@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
+from stratagem_mesh.pipeline.schedule import actions, most_in_flight
 from stratagem_mesh.planning.sizes import Sizes
-from stratagem_mesh.planning.stages import Part, Stage, cut, in_flight
+from stratagem_mesh.planning.stages import Part, Stage
 
 STATE = ("parameters", "gradients", "optimizer")
 """The parts that ranks of a shard divide."""
-PARTS = (*STATE, "buffers", "gathered", "working")
-"""The parts of a rank's memory: "gathered" are parameters of other ranks in the model's own."""
+PARTS = (*STATE, "accumulated", "buffers", "gathered", "communication", "working")
+"""The parts of a rank's memory.
+
+"accumulated" are gradients that stay whole until the last of several micro-batches; "gathered" are
+parameters of other ranks in the model's own; "communication" is what collectives read and write.
+"""
 
 Held = Mapping[str, float]
 """Bytes of a rank by part."""
@@ -44,6 +49,10 @@ class Memory(Protocol):
         """Bytes of all else."""
 
     @property
+    def communication(self) -> int:
+        """Bytes of `working` that collectives read and write."""
+
+    @property
     def sent(self) -> int:
         """Bytes that the rank hands to collectives in a step, all-reduces twice."""
 
@@ -70,22 +79,42 @@ class Probe:
     excess: float = 1.0
 
     @classmethod
-    def of(cls, sizes: Sizes, moments: Mapping[str, Memory], excess: float = 1.0) -> Probe:
-        """Return the probe of the planner's figures."""
-        own = min(memory.parameters for memory in moments.values())
-        gradients = moments["step"].gradients
-        held = {
-            name: {
-                "parameters": own,
-                "gradients": min(gradients, memory.gradients),
-                "optimizer": memory.optimizer,
-                "buffers": memory.buffers,
-                "gathered": memory.parameters - own + max(0, memory.gradients - gradients),
-                "working": memory.working,
-            }
-            for name, memory in moments.items()
-        }
+    def of(
+        cls,
+        sizes: Sizes,
+        moments: Mapping[str, Memory],
+        excess: float = 1.0,
+        *,
+        accumulates: bool = False,
+    ) -> Probe:
+        """Return the probe of the planner's figures.
+
+        Args:
+            sizes: the mesh.
+            moments: of a step, with the figures of a rank.
+            excess: the shards of rank 0, over an equal share.
+            accumulates: whether a step has several micro-batches.
+        """
         step = moments["step"]
+        own = min(memory.parameters for memory in moments.values())
+        held = {}
+        for name, memory in moments.items():
+            gradients = min(step.gradients, memory.gradients)
+            gathered = memory.parameters - own + memory.gradients - gradients
+            working, accumulated = memory.working - memory.communication, 0.0
+            if accumulates and name != "step":
+                accumulated = min(own * sizes.shards / excess, gradients + working)
+                working, gradients = working + gradients - accumulated, 0.0
+            held[name] = {
+                "parameters": own,
+                "gradients": gradients,
+                "optimizer": memory.optimizer,
+                "accumulated": accumulated,
+                "buffers": memory.buffers,
+                "gathered": gathered,
+                "communication": memory.communication,
+                "working": working,
+            }
         return cls(sizes, held, step.sent, step.flops, excess)
 
     def whole(self, moment: str, part: str) -> float:
@@ -158,6 +187,7 @@ class Profile:
         parts: the parts of the model.
         micro_batches: of a step.
         shapes: of the parameters.
+        divide: returns the stages of a pipeline, by their number.
     """
 
     base: Probe
@@ -165,11 +195,16 @@ class Profile:
     parts: Sequence[Part] = ()
     micro_batches: int = 1
     shapes: Shapes = field(default_factory=lambda: Shapes(()))
+    divide: Callable[[int], Sequence[Stage]] = lambda count: ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stages", lru_cache(None)(lambda count: cut(self.parts, count)))
+        moments = Moments(self.base.moments, [part.name for part in self.parts])
+        cached = lru_cache(None)(lambda count: tuple(self.divide(count)))
+        object.__setattr__(self, "stages", cached)
+        object.__setattr__(self, "moments", moments)
 
     stages: Any = field(init=False, repr=False, compare=False)
+    moments: Any = field(init=False, repr=False, compare=False)
 
     # -- figures of a rank without a pipeline
 
@@ -261,80 +296,172 @@ class Profile:
         They are the operations of one process, divided as the memory of a forward pass is.
         """
         whole = float(sum(part.activations for part in self.parts))
-        alone = self._without_gradients(self.base)
+        alone = self._of_forward(self.base)
         few = {
-            axis: whole * min(1.0, self._without_gradients(probe) / alone)
+            axis: whole * min(1.0, self._of_forward(probe) / alone)
             for axis, probe in self.along.items()
         }
         return self._scaled(sizes, whole, few)
 
-    def accumulated(self, sizes: Sizes) -> float:
-        """Return the bytes of the gradients that a rank holds whole between micro-batches."""
-        return self.parameters(sizes) if self.micro_batches > 1 else 0.0
-
-    def _without_gradients(self, probe: Probe) -> float:
-        whole = probe.parameters if self.micro_batches > 1 else 0.0
+    @staticmethod
+    def _of_forward(probe: Probe) -> float:
         forward = [held for name, held in probe.moments.items() if name.startswith("forward")]
-        return max(1.0, max(held["working"] for held in forward) - whole)
+        return max(1.0, *(held["working"] for held in forward))
 
     def memory(self, sizes: Sizes, schedule: str = "1f1b") -> dict[str, float]:
         """Return the bytes of the rank that holds most, by part, in the moment when it does.
-
-        A stage of a pipeline holds its share of the state, and the activations of its micro-batches
-        in flight. In backward the oldest of them is partly freed.
 
         Args:
             sizes: the mesh.
             schedule: "1f1b" or "gpipe".
         """
         moments = self.held(sizes)
-        kept, gradients = self.kept(sizes), self.accumulated(sizes)
+        kept = self.kept(sizes)
         if sizes.pipeline == 1:
             return _named(max(moments.values(), key=total), kept)
-        found = []
-        for number, stage in enumerate(self.stages(sizes.pipeline)):
-            count = in_flight(schedule, sizes.pipeline, number, self.micro_batches)
-            found += [
-                (_of_stage(moment, parts, stage, count * kept, kept, gradients), stage)
-                for moment, parts in moments.items()
-            ]
-        most, stage = max(found, key=lambda each: total(each[0]))
-        return _named(most, self.micro_batches * stage.activations * kept)
+        stages = self.stages(sizes.pipeline)
+        orders = actions(schedule, sizes.pipeline, 1, self.micro_batches)
+        found = [
+            self._of_stage(stage, most_in_flight(order), sizes, moments)
+            for stage, order in zip(stages, orders, strict=True)
+        ]
+        return max(found, key=total)
+
+    def _of_stage(
+        self, stage: Stage, in_flight: int, sizes: Sizes, moments: Mapping[str, Held]
+    ) -> dict[str, float]:
+        """Return the bytes of a stage by part, in the moment when it holds most.
+
+        In a moment of one of its parts a stage has what the whole model has then, without the
+        activations of earlier stages, and besides those of other micro-batches in flight. Each
+        part of a stage is gathered by itself, and stays so until its backward pass.
+
+        Args:
+            stage: the stage.
+            in_flight: the number of micro-batches that it holds at the most.
+            sizes: the mesh.
+            moments: of the whole model, with one micro-batch in flight.
+        """
+        parameters = self.parameters(sizes)
+        kept = [float(part.activations) for part in self.parts]
+        scale = self.kept(sizes) / (sum(kept) or 1.0)
+        before = scale * sum(kept[: stage.parts.start])
+        own = scale * sum(kept[stage.parts.start : stage.parts.stop])
+        received = stage.received / sizes.context
+        shards = sizes.shards / self.shapes.excess(sizes)
+        share = stage.sharded + stage.whole * shards
+        step = moments["step"]
+        state = {part: step[part] * share for part in STATE}
+        found = [
+            {
+                **step,
+                **state,
+                "communication": step["communication"] * share,
+                "working": step["working"] * share,
+            }
+        ]
+        for moment, is_among in self.moments.of(stage.parts, moments):
+            working = max(0.0, moment["working"] - (before if is_among else scale * sum(kept)))
+            found.append(
+                {
+                    **moment,
+                    **{part: moment[part] * share for part in STATE},
+                    "accumulated": moment["accumulated"] * stage.parameters,
+                    "gathered": parameters * stage.sharded,
+                    "communication": parameters * stage.largest,
+                    "working": working + (in_flight - is_among) * own + in_flight * received,
+                }
+            )
+        return _named(max(found, key=total), in_flight * (own + received))
 
 
-def _of_stage(
-    moment: str, parts: Held, stage: Stage, held: float, kept: float, gradients: float
-) -> dict[str, float]:
-    """Return the bytes of a stage.
+class Moments:
+    """The moments of a simulated step, by the part of the model that runs.
+
+    The planner names them "forward|layers 0", by the element of a list and its number, which may
+    count from the end; "forward|layers done" follows the last one. "backward" comes before the
+    first of them.
 
     Args:
-        moment: of the step.
-        parts: of the whole model in this moment, with one micro-batch.
-        stage: the shares.
-        held: the activations in flight, of the whole model.
-        kept: the activations of a micro-batch.
-        gradients: bytes of gradients that are held whole.
+        names: of the moments.
+        parts: the names of the parts, in the order of calls.
+
+    Example:
+        >>> moments = Moments(["forward|b 0", "forward|b -1", "step"], ["a", "b.0", "b.1", "c", ""])
+        >>> held = {"forward|b 0": {"working": 2.0}, "forward|b -1": {"working": 4.0}}
+        >>> list(moments.of(range(2, 5), held))
+        [({'working': 4.0}, True)]
     """
-    found = dict(parts)
-    for part in STATE:
-        found[part] *= stage.parameters
-    if moment == "step":
-        found["working"] *= stage.parameters
-        return found
-    # The peak of the whole model has the gradients, and the activations of one micro-batch.
-    rest = max(0.0, parts["working"] - gradients - kept)
-    found["working"] = rest + gradients * stage.parameters + held * stage.activations
-    return found
+
+    def __init__(self, names: Iterable[str], parts: Sequence[str]) -> None:
+        self._at: list[tuple[str, int]] = []
+        """Moments of which the part is known."""
+        self._layers: dict[tuple[str, str], dict[int, str]] = {}
+        """Moments of lists, by phase and list, by the number of the part."""
+        self._anywhere: list[str] = []
+        of_lists: dict[str, list[int]] = {}
+        for number, part in enumerate(parts):
+            of_lists.setdefault(part.rpartition(".")[0], []).append(number)
+        plain = []
+        for name in names:
+            phase, _, at = name.partition("|")
+            if phase not in ("forward", "backward"):
+                continue
+            stack, _, which = at.rpartition(" ")
+            numbers = of_lists.get(stack, [])
+            if not at:
+                plain.append(name)
+            elif which == "done" and numbers:
+                after = numbers[-1] + 1 if phase == "forward" else numbers[0] - 1
+                self._at.append((name, min(max(0, after), len(parts) - 1)))
+            elif which != "done" and -len(numbers) <= int(which) < len(numbers):
+                self._layers.setdefault((phase, stack), {})[numbers[int(which)]] = name
+        for name in plain:
+            if self._layers:
+                self._at.append((name, 0 if name == "forward" else len(parts) - 1))
+            else:
+                self._anywhere.append(name)
+
+    def of(self, parts: range, held: Mapping[str, Held]) -> Iterator[tuple[Held, bool]]:
+        """Yield what a rank with the whole model holds while some parts run.
+
+        Layers between those that were simulated lie between them.
+
+        Args:
+            parts: the numbers of the parts.
+            held: the bytes in each moment.
+
+        Yields:
+            The bytes by part, and whether only parts up to these hold activations.
+        """
+        for name in self._anywhere:
+            yield held[name], False
+        for name, number in self._at:
+            if number in parts:
+                yield held[name], True
+        for known in self._layers.values():
+            numbers = sorted(known)
+            first, last = max(parts.start, numbers[0]), min(parts.stop - 1, numbers[-1])
+            for number in sorted({first, last}) if first <= last else ():
+                low = max(each for each in numbers if each <= number)
+                high = min(each for each in numbers if each >= number)
+                share = (number - low) / (high - low) if high > low else 0.0
+                before, after = held[known[low]], held[known[high]]
+                between = {
+                    part: size + share * (after[part] - size) for part, size in before.items()
+                }
+                yield between, True
 
 
 def _named(parts: Held, kept: float) -> dict[str, float]:
     """Return the parts by the planner's names."""
     found = {part: parts[part] for part in (*STATE, "buffers")}
+    found["gradients"] += parts["accumulated"]
     activations = min(kept, parts["working"])
     found["activations"] = activations
     return {
         **found,
-        "communication": parts["gathered"],
+        "communication": parts["gathered"] + parts["communication"],
         "temporary": parts["working"] - activations,
     }
 

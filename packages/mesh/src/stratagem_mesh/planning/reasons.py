@@ -12,7 +12,6 @@ from stratagem_mesh.planning.time import Machines
 
 _MOST_DEVICES = 1024
 _WHAT = {
-    "pipeline": "ranks hold different layers",
     "replicate": "copies of the parameters, each gathered among fewer ranks",
     "context": "ranks compute parts of a sequence",
     "tensor": "ranks of a node compute parts of each layer",
@@ -48,6 +47,11 @@ class Reasons:
                 yield f"no {axis}: {self.limits.refused[axis].partition(': ')[0]}"
             elif others := [each for each in self.options if each.sizes[axis] > 1]:
                 yield f"no {axis}: with it {self._compared(option, others)}"
+        if not option.can_simulate:
+            yield (
+                "the memory follows from formulas: a pipeline is simulated with all of its layers "
+                "and micro-batches, which takes long here"
+            )
         if not option.fits:
             yield self._machines_needed(option.usable)
 
@@ -65,9 +69,22 @@ class Reasons:
         heads, experts = self.limits.heads, self.limits.experts
         if axis == "tensor" and heads:
             return f"ranks of a node compute {heads // option.sizes.tensor} of {heads} heads"
+        if axis == "pipeline":
+            return self._of_pipeline(option)
         if axis == "expert":
             return f"ranks hold {experts // option.sizes.expert} of {experts} experts"
         return _WHAT[axis]
+
+    def _of_pipeline(self, option: Option) -> str:
+        stages = self.profile.stages(option.sizes.pipeline)
+        fewest, most = (bound(stage.blocks for stage in stages) for bound in (min, max))
+        blocks = f"{most}" if fewest == most else f"{fewest} to {most}"
+        batches = self.profile.micro_batches
+        share = option.time.pipeline / option.time.total
+        return (
+            f"a rank has {blocks} of {sum(each.blocks for each in stages)} blocks, and waits "
+            f"{share:.0%} of a step of {batches} micro-batches"
+        )
 
     def _compared(self, option: Option, others: Iterable[Option]) -> str:
         """Return how the best of other options compares with an option."""

@@ -8,9 +8,6 @@ from itertools import product
 from math import gcd, prod
 from typing import Any
 
-HAS_PIPELINE = False
-"""Whether sizes of a pipeline are proposed: the formulas take too much memory for its stages."""
-
 AXES = ("pipeline", "replicate", "shard", "context", "tensor", "expert")
 """The sizes, the outermost first; `expert` divides ranks of shard times context."""
 
@@ -101,13 +98,13 @@ class Limits:
         refused: why an axis has the size 1, by axis.
         heads: the number of heads of a layer; 0: unknown.
         experts: the number of experts of a layer; 0: no experts.
-        layers: the number of parts into which a pipeline can cut; 0: no pipeline.
+        stages: the most stages of a pipeline; 0: no pipeline.
     """
 
     refused: Mapping[str, str] = field(default_factory=dict)
     heads: int = 0
     experts: int = 0
-    layers: int = 0
+    stages: int = 0
 
 
 def all_sizes(devices: int, num_nodes: int, limits: Limits) -> Iterator[Sizes]:
@@ -132,7 +129,7 @@ def all_sizes(devices: int, num_nodes: int, limits: Limits) -> Iterator[Sizes]:
 
     tensors = [size for size in allowed("tensor", devices) if not limits.heads % size]
     contexts = allowed("context", devices)
-    stages = [size for size in allowed("pipeline", world) if size <= max(1, limits.layers)]
+    stages = [size for size in allowed("pipeline", world) if size <= max(1, limits.stages)]
     for tensor, context, pipeline in product(tensors, contexts, stages):
         rest, left = divmod(world, tensor * context * pipeline)
         if devices % (tensor * context) or left:

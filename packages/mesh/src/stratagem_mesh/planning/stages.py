@@ -1,10 +1,14 @@
-"""How a pipeline divides a model: its stages, and how many micro-batches each holds."""
+"""The stages of a pipeline in a plan: what each holds and computes of the whole model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from torch import nn
+
+from stratagem_mesh.pipeline.cuts import Measured, blocks_of, costs_of, divided_by
 
 
 class Part(Protocol):
@@ -33,106 +37,103 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Stage:
-    """The shares of a stage in the whole model, and its output for the next one.
+    """A stage of a model.
 
     Attributes:
-        parameters, activations, flops: between 0 and 1.
-        output: bytes.
+        parts: the numbers of its parts.
+        blocks: how many of them are blocks, such as layers of a decoder.
+        sharded: the parameters that it shards, as a share of the model's.
+        whole: those that other stages hold too, such as tied weights; each rank keeps them whole.
+        largest: the largest part's parameters, as a share.
+        flops: its operations, as a share.
+        received: bytes of a micro-batch that it receives from the stage before.
+        output: bytes that it sends to the next one.
     """
 
-    parameters: float
-    activations: float
+    parts: range
+    blocks: int
+    sharded: float
+    whole: float
+    largest: float
     flops: float
+    received: int = 0
     output: int = 0
 
+    @property
+    def parameters(self) -> float:
+        """All parameters of the stage, as a share of the model's."""
+        return self.sharded + self.whole
 
-def cut(parts: Sequence[Part], stages: int) -> list[Stage]:
-    """Return stages of which the slowest is as fast as possible.
 
-    The rest of the model, such as the loss, belongs to the last stage; modules before the first
-    layer, such as an embedding, belong to the first.
+def blocks_among(model: nn.Module, parts: Sequence[Part]) -> int:
+    """Return the number of blocks of a model, at which stages begin.
 
     Args:
-        parts: at least as many as stages, besides the rest.
-        stages: the number of stages.
+        model: the model.
+        parts: its parts.
+    """
+    return len(blocks_of(model, _units(model, parts)))
+
+
+def stages_of(model: nn.Module, parts: Sequence[Part], count: int) -> list[Stage]:
+    """Return the stages into which a pipeline divides a model.
+
+    The rest of the model, such as the loss, belongs to the last stage; modules before the first
+    block, such as an embedding, belong to the first.
+
+    Args:
+        model: the model, without values.
+        parts: its parts in the order of calls; at least as many with parameters as stages.
+        count: the number of stages.
 
     Example:
         >>> from types import SimpleNamespace as Row
-        >>> parts = [Row(name=str(n), parameters=1, activations=1, flops=1, output=8)
+        >>> model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+        >>> parts = [Row(name=str(n), parameters=80, activations=1, flops=1, output=8)
         ...          for n in range(4)]
-        >>> [stage.flops for stage in cut(parts, 2)]
-        [0.5, 0.5]
+        >>> [(stage.parts, stage.flops) for stage in stages_of(model, parts, 2)]
+        [(range(0, 2), 0.5), (range(2, 4), 0.5)]
     """
-    named = [part for part in parts if part.name]
-    rest = [part for part in parts if not part.name]
-    costs = [part.flops for part in named]
-    low, high = max(costs), sum(costs)
-    while low < high:  # the least cost of a stage with which this number of stages is enough
-        middle = (low + high) // 2
-        low, high = (low, middle) if len(_filled(costs, middle)) <= stages else (middle + 1, high)
-    groups = _filled(costs, low)
-    while len(groups) < stages:  # fewer stages are as fast: divide the ones with most parts
-        longest = max(range(len(groups)), key=lambda number: len(groups[number]))
-        group = groups[longest]
-        middle = len(group) // 2
-        groups[longest : longest + 1] = [group[:middle], group[middle:]]
-    members = [[named[number] for number in group] for group in groups]
-    members[-1] += rest
-
-    def share(group: Sequence[Part], figure: str) -> float:
-        whole = sum(getattr(part, figure) for part in parts)
-        return sum(getattr(part, figure) for part in group) / whole if whole else 1 / stages
-
-    return [
-        Stage(
-            share(group, "parameters"),
-            share(group, "activations"),
-            share(group, "flops"),
-            [part for part in group if part.name][-1].output,
+    order = _units(model, parts)
+    rows = {part.name: part for part in parts}
+    weights = {
+        name: float(sum(p.numel() for p in model.get_submodule(name).parameters()))
+        for name in order
+    }
+    outputs = dict(zip(order[1:], (rows[name].output for name in order), strict=False))
+    costs = costs_of({name: rows[name].flops for name in order}, weights)
+    divided = divided_by(model, count, Measured(order, costs, outputs))
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    whole = sum(sizes.values()) or 1
+    sharded, kept = [0] * count, [0] * count
+    for name, size in sizes.items():
+        holders = divided.parameters[name]
+        for stage in holders:
+            (sharded if len(holders) == 1 else kept)[stage] += size
+    names = [part.name for part in parts]
+    starts = [0, *map(names.index, divided.cuts), len(parts)]
+    blocks = blocks_of(model, order)
+    flops = sum(part.flops for part in parts)
+    found: list[Stage] = []
+    for number in range(count):
+        own = range(starts[number], starts[number + 1])
+        members = [parts[index] for index in own]
+        found.append(
+            Stage(
+                own,
+                sum(part.name in blocks for part in members),
+                sharded[number] / whole,
+                kept[number] / whole,
+                max(weights.get(part.name, 0.0) for part in members) / whole,
+                sum(part.flops for part in members) / flops if flops else 1 / count,
+                found[-1].output if found else 0,
+                next((part.output for part in reversed(members) if part.name in costs), 0),
+            )
         )
-        for group in members
-    ]
+    return found
 
 
-def _filled(costs: Sequence[int], most: int) -> list[list[int]]:
-    """Return groups of consecutive numbers, each filled up to a cost."""
-    groups: list[list[int]] = [[]]
-    used = 0
-    for number, cost in enumerate(costs):
-        if groups[-1] and used + cost > most:
-            groups.append([])
-            used = 0
-        groups[-1].append(number)
-        used += cost
-    return groups
-
-
-def in_flight(schedule: str, stages: int, stage: int, micro_batches: int) -> int:
-    """Return the number of micro-batches that a stage holds at the most.
-
-    GPipe runs all forward passes first. 1F1B runs the first backward pass when the last stage has
-    its first output, after as many forward passes as stages follow.
-
-    Args:
-        schedule: "gpipe" or "1f1b".
-        stages: the number of stages.
-        stage: the number of the stage, from 0.
-        micro_batches: of a step.
-
-    Example:
-        >>> in_flight("1f1b", 4, 0, 8), in_flight("1f1b", 4, 3, 8), in_flight("gpipe", 4, 3, 8)
-        (4, 1, 8)
-    """
-    return micro_batches if schedule == "gpipe" else min(stages - stage, micro_batches)
-
-
-def bubble(stages: int, micro_batches: int, virtual_stages: int = 1) -> float:
-    """Return the time in which a rank of a pipeline waits, over the time in which it computes.
-
-    Section 2.2 of "Efficient Large-Scale Language Model Training" (arXiv:2104.04473).
-
-    Example:
-        >>> bubble(4, 8), bubble(4, 8, 2)
-        (0.375, 0.1875)
-    """
-    return (stages - 1) / (virtual_stages * micro_batches)
+def _units(model: nn.Module, parts: Sequence[Part]) -> list[str]:
+    """Return the names of the parts with parameters."""
+    names = (part.name for part in parts if part.name)
+    return [name for name in names if any(True for _ in model.get_submodule(name).parameters())]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from stratagem_mesh.pipeline.schedule import bubble
 from stratagem_mesh.planning.profile import Profile
 from stratagem_mesh.planning.sizes import Sizes
-from stratagem_mesh.planning.stages import bubble
 
 _HOP = 3.4e-6
 """Seconds of a step of a ring within a node: NCCL's `hwLat` of NVLink, ring, simple protocol.
@@ -122,7 +122,7 @@ def step_time(
     if sizes.pipeline > 1:
         stages = profile.stages(sizes.pipeline)
         share = max(stage.flops for stage in stages)
-        parts = max(stage.parameters for stage in stages)
+        parts = max(stage.sharded for stage in stages)
         size = max(stage.output for stage in stages[:-1]) / sizes.context
         between = links.between(1, 1 if devices % (sizes.world // sizes.pipeline * 2) == 0 else 2)
         passes = micro_batches + sizes.pipeline - 1
