@@ -291,7 +291,6 @@ def test_no_pipeline_is_taken_where_links_are_fast() -> None:
 
 def test_a_pipeline_has_at_most_as_many_stages_as_micro_batches() -> None:
     job = OfBlocks(num_nodes=4, usable=8 * GIB, micro_batches=2, links=SLOW, refused=NO_CONTEXT)
-    assert best(job).arguments == {"tensor": 8}
     stages = {each.arguments.get("pipeline", 1) for each in MeshStrategy.propose(job)}
     assert stages == {1, 2}
 
@@ -346,8 +345,8 @@ def test_stages_of_a_plan_are_those_of_a_pipeline() -> None:
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)], nn.Linear(8, 64))
     example = torch.ones(4, 8)
     parts = [
-        SimpleNamespace(name=name, parameters=1, activations=1, flops=part.weight.numel(), output=8)
-        for name, part in model.named_children()
+        SimpleNamespace(name=str(number), parameters=1, activations=1, flops=flops, output=8)
+        for number, flops in enumerate([64] * 6 + [512])
     ]
     for count in (2, 3, 4):
         cuts = find_stages(model, count, example=example).cuts

@@ -81,7 +81,8 @@ def options_of(profile: Profile, limits: Limits, machines: Machines, usable: int
 
 def _steps(profile: Profile, sizes: Sizes) -> int:
     """Return the number of blocks that all stages run, for all micro-batches."""
-    return profile.micro_batches * sum(each.blocks for each in profile.stages(sizes.pipeline))
+    blocks: int = sum(each.blocks for each in profile.stages(sizes.pipeline))
+    return profile.micro_batches * blocks
 
 
 def choose(options: Sequence[Option]) -> Option:

@@ -99,9 +99,9 @@ class Probe:
         own = min(memory.parameters for memory in moments.values())
         held = {}
         for name, memory in moments.items():
-            gradients = min(step.gradients, memory.gradients)
+            gradients = float(min(step.gradients, memory.gradients))
             gathered = memory.parameters - own + memory.gradients - gradients
-            working, accumulated = memory.working - memory.communication, 0.0
+            working, accumulated = float(memory.working - memory.communication), 0.0
             if accumulates and name != "step":
                 accumulated = min(own * sizes.shards / excess, gradients + working)
                 working, gradients = working + gradients - accumulated, 0.0
@@ -334,7 +334,8 @@ class Profile:
 
         In a moment of one of its parts a stage has what the whole model has then, without the
         activations of earlier stages, and besides those of other micro-batches in flight. Each
-        part of a stage is gathered by itself, and stays so until its backward pass.
+        part of a stage is gathered by itself, and stays so until its backward pass. A stage of one
+        rank gathers nothing.
 
         Args:
             stage: the stage.
@@ -350,7 +351,7 @@ class Profile:
         received = stage.received / sizes.context
         shards = sizes.shards / self.shapes.excess(sizes)
         share = stage.sharded + stage.whole * shards
-        step = moments["step"]
+        step, gathered = moments["step"], parameters * (sizes.world > sizes.pipeline)
         state = {part: step[part] * share for part in STATE}
         found = [
             {
@@ -367,8 +368,8 @@ class Profile:
                     **moment,
                     **{part: moment[part] * share for part in STATE},
                     "accumulated": moment["accumulated"] * stage.parameters,
-                    "gathered": parameters * stage.sharded,
-                    "communication": parameters * stage.largest,
+                    "gathered": gathered * stage.sharded,
+                    "communication": gathered * stage.largest,
                     "working": working + (in_flight - is_among) * own + in_flight * received,
                 }
             )
