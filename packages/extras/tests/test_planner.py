@@ -87,6 +87,25 @@ def planned(model: Any, batch: Any, strategy: str = "single_device", **options: 
     return row
 
 
+def test_further_micro_batches_add_only_their_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan_of(micro_batches: int) -> Any:
+        return planned(
+            partial(Net, 12, 256),
+            lambda: torch.zeros(64, 10),
+            "fsdp",
+            devices=4,
+            device="H100",
+            accumulate_grad_batches=micro_batches,
+            activation_checkpointing=True,
+        ).memory
+
+    few, many = plan_of(3), plan_of(12)
+    monkeypatch.setattr(simulation, "_MICRO_BATCHES", 100)
+    assert many.total == plan_of(12).total
+    assert many.total - few.total == 9 * 64 * 10 * 4
+    assert min(many.parameters, many.gradients, many.optimizer, many.temporary) > 0
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_memory_plan_for_one_device_equals_a_real_step(precision: str, micro_batches: int) -> None:

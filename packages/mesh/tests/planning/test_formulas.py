@@ -11,6 +11,7 @@ import torch
 from stratagem_mesh.planning import choice
 from stratagem_mesh.planning.options import options_of
 from stratagem_mesh.planning.profile import most_held
+from stratagem_mesh.planning.sizes import Sizes
 from stratagem_mesh.planning.time import Machines
 
 pytest.importorskip("stratagem_extras")
@@ -81,7 +82,33 @@ def test_formulas_agree_with_simulated_steps() -> None:
     best = plan.best
     assert best.fits
     named = [reason.partition(":")[0] for reason in best.reasons]
-    assert named == ["replicate 2", "shard 4", "no context", "no tensor"]
+    assert named == ["no pipeline", "replicate 2", "shard 4", "no context", "no tensor"]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_formulas_of_stages_agree_with_simulated_pipelines(checkpointing: bool) -> None:
+    from stratagem_extras.planner.plan import _planning
+
+    options = {"accumulate_grad_batches": 6, "activation_checkpointing": checkpointing}
+    _, job = planned(**options)
+    chosen: list[dict[str, Any]] = [
+        {"pipeline": 2},
+        {"pipeline": 4},
+        {"pipeline": 2, "tensor": 2},
+        {"pipeline": 2, "replicate": 2},
+        {"pipeline": 4, "schedule": "gpipe"},
+    ]
+    with _planning():
+        profile, limits = choice.measure(job)
+        steps = job.simulate(chosen, 4, 2)
+    assert limits.stages == 4
+    for arguments, moments in zip(chosen, steps, strict=True):
+        assert not isinstance(moments, str)
+        axes = {axis: size for axis, size in arguments.items() if axis != "schedule"}
+        sizes = Sizes(shard=8 // Sizes(**axes).world, **axes)
+        by_formula = sum(profile.memory(sizes, arguments.get("schedule", "1f1b")).values())
+        held = sum(most_held(moments).values())
+        assert by_formula == pytest.approx(held, rel=0.1), arguments
 
 
 def test_a_device_that_is_too_small_names_the_nodes_that_are_enough() -> None:
