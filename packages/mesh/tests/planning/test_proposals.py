@@ -335,13 +335,13 @@ def test_a_pipeline_of_too_many_steps_is_planned_by_formulas_and_its_reasons_say
         ),
     ],
 )
-def test_the_reason_says_why_there_is_no_pipeline(job: Job, why: str) -> None:
+def test_the_reason_names_the_obstacle_to_a_pipeline(job: Job, why: str) -> None:
     found = best(job)
     assert "pipeline" not in found.arguments
     assert reason(found, "pipeline") == f"no pipeline: {why}"
 
 
-def test_stages_of_a_plan_are_those_of_a_pipeline() -> None:
+def test_a_plan_and_a_pipeline_have_equal_stages() -> None:
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)], nn.Linear(8, 64))
     example = torch.ones(4, 8)
     parts = [
@@ -366,7 +366,7 @@ def test_a_weight_that_stages_share_is_whole_on_each() -> None:
     assert (last.sharded, last.whole) == (1 / 3, 1 / 3)
 
 
-def test_the_time_of_named_sizes_is_that_of_the_formulas() -> None:
+def test_named_sizes_are_timed_by_the_formulas() -> None:
     job = OfBlocks(num_nodes=4, named=[{"pipeline": 2}, {"pipeline": 2, "check_context": False}])
     *proposals, named = MeshStrategy.propose(job)
     assert named.arguments == {"pipeline": 2}

@@ -169,8 +169,8 @@ def distribute_state(state: Mapping[str, Any], parameter: Tensor) -> dict[str, A
 def check_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Raise if an optimizer would step other tensors than the model's parameters.
 
-    An optimizer whose group has sharded and whole parameters steps each by itself: by default it
-    steps all of them at once on a GPU, which torch refuses for such a mixture.
+    If a group mixes sharded and whole parameters, the optimizer steps each by itself: torch refuses
+    to step the mixture at once, its default on a GPU.
 
     Raises:
         ConfigurationError: some parameters do not belong to the model (the message has their

@@ -288,7 +288,7 @@ class SimulatedModel:
         return {name: _with_gradients_up_to(most, memory) for name, memory in moments.items()}
 
     def simulate_few_layers(self, strategy: Strategy, workload: Workload) -> None:
-        """Run a step of a rank with few layers and micro-batches, to see whether it is refused.
+        """Run a step of a rank with few layers and micro-batches; a refusal is raised.
 
         Raises:
             Exception: as `simulate_step`.
@@ -720,7 +720,7 @@ def _copy(model: nn.Module) -> nn.Module:
 def _with_further_batches(
     few: Mapping[str, PlannedMemory], more: Mapping[str, PlannedMemory], further: int
 ) -> dict[str, PlannedMemory]:
-    """Return the moments with further micro-batches, whose inputs are all that they add.
+    """Return the moments with further micro-batches, which add their inputs.
 
     The second of three is the first that runs beside whole gradients, and is not the last, which
     reduces them. So three hold more than two in other ways too, but not in all moments.

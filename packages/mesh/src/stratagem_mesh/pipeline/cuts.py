@@ -179,7 +179,7 @@ def _series(model: nn.Module) -> list[str]:
 def blocks_of(model: nn.Module, order: Sequence[str]) -> set[str]:
     """Return the units that are elements of an outermost list or sequence of blocks.
 
-    Stages begin at them, if there are enough.
+    Stages begin at these units, unless they are too few.
 
     Args:
         model: the user's model.

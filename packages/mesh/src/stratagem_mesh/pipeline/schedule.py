@@ -271,7 +271,7 @@ def bubble(stages: int, micro_batches: int, virtual_stages: int = 1) -> float:
     Section 2.2 of "Efficient Large-Scale Language Model Training" (arXiv:2104.04473).
 
     Args:
-        stages: the number of positions, whose stages take equal times.
+        stages: the number of positions; their stages take equal times.
         micro_batches: of a step.
         virtual_stages: the number of stages on each position.
 

@@ -332,10 +332,10 @@ class Profile:
     ) -> dict[str, float]:
         """Return the bytes of a stage by part, in the moment when it holds most.
 
-        In a moment of one of its parts a stage has what the whole model has then, without the
-        activations of earlier stages, and besides those of other micro-batches in flight. Each
-        part of a stage is gathered by itself, and stays so until its backward pass. A stage of one
-        rank gathers nothing.
+        While a part of a stage runs, the stage has as much as the whole model at that moment,
+        without the activations of earlier stages, and in addition its other micro-batches in
+        flight. Each part of a stage is gathered by itself, until its backward pass. A stage with a
+        single rank gathers nothing.
 
         Args:
             stage: the stage.
@@ -424,7 +424,7 @@ class Moments:
                 self._anywhere.append(name)
 
     def of(self, parts: range, held: Mapping[str, Held]) -> Iterator[tuple[Held, bool]]:
-        """Yield what a rank with the whole model holds while some parts run.
+        """Yield the memory of a rank with the whole model while some parts run.
 
         Layers between those that were simulated lie between them.
 

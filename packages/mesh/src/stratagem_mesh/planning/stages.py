@@ -1,4 +1,4 @@
-"""The stages of a pipeline in a plan: what each holds and computes of the whole model."""
+"""The stages of a pipeline in a plan: the share of each in the whole model."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ class Stage:
 
     Attributes:
         parts: the numbers of its parts.
-        blocks: how many of them are blocks, such as layers of a decoder.
+        blocks: the number of blocks among them, such as layers of a decoder.
         sharded: the parameters that it shards, as a share of the model's.
-        whole: those that other stages hold too, such as tied weights; each rank keeps them whole.
+        whole: the parameters that other stages hold too, such as tied weights; each rank keeps
+            them whole.
         largest: the largest part's parameters, as a share.
         flops: its operations, as a share.
         received: bytes of a micro-batch that it receives from the stage before.
