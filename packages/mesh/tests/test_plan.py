@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures import run_file
+from torch import Tensor, nn
 
 from stratagem import Trainer
 
@@ -169,3 +170,28 @@ def test_copies_of_a_divided_model_are_simulated() -> None:
     for devices, nodes in ((4, 1), (2, 2)):
         plan = planned(devices, "mesh(replicate=2, tensor=2)", num_nodes=nodes, device="A10")
         assert [row.how for row in plan.strategies] == ["simulated"], plan.strategies
+
+
+def test_a_weight_that_stages_share_is_stepped_beside_sharded_ones_on_a_gpu() -> None:
+    from stratagem import plan_memory
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(50, 16)
+            self.layers = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+            self.head = nn.Linear(16, 50, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.layers(self.embedding(tokens)))  # type: ignore[no-any-return]
+
+    (row,) = plan_memory(
+        Tied,
+        torch.zeros(2, 8, dtype=torch.long),
+        devices=4,
+        device="A10",
+        strategies=["mesh(pipeline=2)"],
+        accumulate_grad_batches=4,
+    ).strategies
+    assert (row.how, row.why_not) == ("simulated", "")
