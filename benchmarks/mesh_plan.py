@@ -2,6 +2,7 @@
 
     python benchmarks/mesh_plan.py                                  # 8 nodes of 8 H100
     python benchmarks/mesh_plan.py --num-nodes 128                  # 1,024 devices
+    python benchmarks/mesh_plan.py --micro-batches 32 --network 3e9 # pipelines too; slow links
     python benchmarks/mesh_plan.py --measure                        # beside real steps of 4 ranks
 
 Nothing is allocated and nothing is trained; the time includes the start of Python. `--measure`
@@ -61,6 +62,8 @@ def plan(options: argparse.Namespace) -> None:
         device=options.device,
         precision="bf16-true",
         activation_checkpointing=True,
+        accumulate_grad_batches=options.micro_batches,
+        figures={} if options.network is None else {"network": options.network},
         strategies=["mesh"],
     )
     for row in made.strategies:
@@ -68,7 +71,8 @@ def plan(options: argparse.Namespace) -> None:
             print(f"{row.name}: {row.why_not}")
             continue
         fits = "fits" if row.fits else "does not fit"
-        print(f"{row.name}: {row.on_device / GIB:.1f} GiB, {row.seconds:.2f} s a step, {fits}")
+        held = f"{row.on_device / GIB:.1f} GiB ({row.how})"
+        print(f"{row.name}: {held}, {row.seconds:.2f} s a step, {fits}")
         for reason in row.reasons:
             print(f"- {reason}")
     print(f"\n{made.call}")
@@ -108,6 +112,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--num-nodes", type=int, default=8)
     parser.add_argument("--device", default="H100")
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--network", type=float, help="bytes a second to each device")
     parser.add_argument("--measure", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -301,6 +301,8 @@ def test_a_pipeline_is_taken_where_the_layers_do_not_fit_without() -> None:
     found = best(job)
     assert found.arguments == {"pipeline": 4}
     assert bytes_of(found) <= job.usable
+    plain = next(each for each in MeshStrategy.propose(job) if not each.arguments)
+    assert not any("enough" in said for said in plain.reasons)
     assert "without it the least is 37.69 GiB on a rank" in reason(found, "pipeline")
 
 

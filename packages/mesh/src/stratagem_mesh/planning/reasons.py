@@ -52,7 +52,7 @@ class Reasons:
                 "the memory follows from formulas: a pipeline is simulated with all of its layers "
                 "and micro-batches, which takes long here"
             )
-        if not option.fits:
+        if not self.best.fits and not option.fits:
             yield self._machines_needed(option.usable)
 
     def _of_shard(self, option: Option) -> str:
