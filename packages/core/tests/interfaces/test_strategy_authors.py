@@ -842,6 +842,26 @@ def test_an_engine_that_owns_backward_is_refused_under_lite() -> None:
     assert refused(lambda: lite.backward(model(torch.ones(1, 1)).sum())) == expected
 
 
+def test_an_engine_with_lite_step_trains_under_lite_by_it_alone() -> None:
+    class Engine(SingleDeviceStrategy):
+        capabilities = Capabilities(manual_backward=False, lite_step=True)
+
+        def accumulate(self, prepared: Any, step: Any, micro_batch: Any, count: int) -> bool:
+            return super().accumulate(prepared, step, micro_batch, count)
+
+    lite = Lite(accelerator="cpu", strategy=Engine())
+    lite.launch()
+    net = nn.Linear(1, 1)
+    model, _ = lite.setup(net, SGD(net.parameters(), lr=0.1))
+    steps = [lite.step(model, [torch.ones(1, 1)], lambda x: model(x).square()) for _ in range(2)]
+    assert steps[0] > steps[1]
+    assert refused(lambda: lite.backward(model(torch.ones(1, 1)).sum())) == (
+        "the strategy 'Engine' runs backward itself (manual_backward=False in its capabilities), "
+        "so that a loop of your own cannot train with it: use lite.step(model, micro_batches, "
+        "loss), the Trainer, or another strategy"
+    )
+
+
 def test_divergence_is_not_looked_for_where_ranks_hold_different_parameters() -> None:
     class Stages(SingleDeviceStrategy):
         capabilities = Capabilities(parameters="drift")

@@ -139,3 +139,13 @@ def test_arguments_that_cannot_work_are_refused() -> None:
         "lite.setup(model, optimizer), or call backward and the optimizers' step yourself"
     )
     assert optimizer.state_dict()["state"] == {}
+
+
+def test_a_step_takes_an_optimizer_that_was_set_up_after_the_model() -> None:
+    lite = Lite(accelerator="cpu", devices=1)
+    lite.launch()
+    model = lite.setup(network())
+    lite.setup_optimizers(SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for _ in range(3):
+        lite.step(model, BATCHES[:1], lambda batch: model(batch).square().mean())
+    assert_equal(model, by_hand(lambda net: net(BATCHES[0]).square().mean()))

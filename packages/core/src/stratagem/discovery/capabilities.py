@@ -36,6 +36,8 @@ class Capabilities:
         multi_node: it can span several nodes.
         manual_backward: user code may call `backward` itself (Lite, manual optimization); False:
             such a call raises an error.
+        lite_step: with `manual_backward=False`, `Lite.step` trains all the same: the strategy runs
+            backward of each micro-batch, as a pipeline does. False: no loop under Lite trains.
         backward_in_forward: user code may call `backward` within the forward of the wrapped model,
             as a Module with manual optimization does in `training_step`.
         engine_clips: the engine clips gradients itself, by `Strategy.components.step.clip`; the
@@ -82,6 +84,7 @@ class Capabilities:
     many_devices: bool = False
     multi_node: bool = False
     manual_backward: bool = True
+    lite_step: bool = False
     backward_in_forward: bool = True
     engine_clips: bool = False
     engine_steps: bool = False

@@ -446,13 +446,14 @@ class Lite(FrontEnd):
         Returns:
             The optimizer, or a tuple of them.
         """
-        check_backward(self.plan)
+        check_backward(self.plan, by_step=True)
         wrapped = []
         for optimizer in optimizers:
             prepared = prepared_of(optimizer, self._prepared)
             if optimizer not in prepared.optimizers:
                 optimizer = self.strategy.setup_optimizer(prepared, optimizer)
                 prepared.optimizers.append(optimizer)
+                prepared.clear_gradients.append(prepared.gradient_clearer(optimizer))
                 warn_of_lost_epsilon(self.strategy, optimizer)
             wrapped.append(wrap_optimizer(optimizer, prepared, self.strategy))
         self._objects.add("optimizer", *wrapped)
@@ -538,8 +539,8 @@ class Lite(FrontEnd):
 
             raise_explained(error, self.strategy, prepared)
 
-    def _check_before_backward(self) -> None:
-        check_backward(self.plan)
+    def _check_before_backward(self, *, by_step: bool = False) -> None:
+        check_backward(self.plan, by_step=by_step)
         if self._runtime.raise_errors is not None:
             self._runtime.raise_errors()
         if self._reading.latest is None and self.is_global_zero and self.ranks.data_split[1] > 1:
@@ -608,7 +609,7 @@ class Lite(FrontEnd):
                 "step() within lite.accumulate(), which holds optimizer steps: pass the batches of "
                 "the window to step() together, outside of the block"
             )
-        self._check_before_backward()
+        self._check_before_backward(by_step=True)
         clips = clip_val is not None or max_norm is not None
         clip = self._gradient_clip(clip_val, max_norm) if clips else None
         if self._joins_uneven and count > 1:

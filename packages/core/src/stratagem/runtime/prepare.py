@@ -149,17 +149,21 @@ def _nothing() -> None:
     return None
 
 
-def check_backward(plan: RunPlan) -> None:
-    """Check that a loop of the user's own can call backward.
+def check_backward(plan: RunPlan, *, by_step: bool = False) -> None:
+    """Check that a loop of the user's own can call backward, or with `by_step` `Lite.step`.
 
     Raises:
         ConfigurationError: the strategy runs backward itself.
     """
-    if not plan.capabilities.manual_backward:
+    can = plan.capabilities
+    if not (can.manual_backward or (by_step and can.lite_step)):
+        use = "the Trainer, or another strategy"
+        if can.lite_step:
+            use = f"lite.step(model, micro_batches, loss), {use}"
         raise ConfigurationError(
             f"the strategy {plan.strategy.name!r} runs backward itself "
             "(manual_backward=False in its capabilities), so that a loop of your own cannot "
-            "train with it: use the Trainer, or another strategy"
+            f"train with it: use {use}"
         )
 
 
@@ -176,7 +180,7 @@ def check_setup(plan: RunPlan, optimizers: Sequence[Optimizer]) -> None:
             "its parameters, then setup_optimizers(optimizer)"
         )
     if optimizers:
-        check_backward(plan)
+        check_backward(plan, by_step=True)
 
 
 def compilation_of_setup(
