@@ -208,6 +208,8 @@ class ParallelStrategy(Strategy):
         if has_owners(self.ranks):
             own = prepared.original.state_dict()
             state = owned_model_state(self.ranks, own, state, strict=strict)
+            # Compared already; a batch norm would add the count of batches that another rank has.
+            strict = False
         super().load_model_state(prepared, state, strict=strict)
 
     def optimizer_state(self, prepared: PreparedModel, optimizer: Optimizer) -> dict[str, Any]:

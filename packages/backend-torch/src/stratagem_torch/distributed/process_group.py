@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -333,7 +333,7 @@ class ProcessGroupRanks(Ranks):
         """Make a process group of these ranks, which is kept; see `Ranks.connect`."""
         if tuple(members) not in self._groups and len(members) < self.world_size:
             timeout = None if _statuses is None else timedelta(seconds=_statuses.timeout)
-            self._groups[tuple(members)] = dist.new_group(list(members), timeout=timeout)
+            self._groups[tuple(members)] = _group_of(tuple(members), timeout, dist.group.WORLD)
 
     @contextmanager
     def among(self, members: Sequence[int]) -> Iterator[None]:
@@ -467,6 +467,15 @@ class ProcessGroupRanks(Ranks):
         """
         if _statuses is not None:
             _statuses.within = doing
+
+
+@lru_cache
+def _group_of(
+    members: tuple[int, ...], timeout: timedelta | None, world: dist.ProcessGroup | None
+) -> dist.ProcessGroup | None:
+    """Return a group of some ranks; one for all strategies of a process."""
+    made: dist.ProcessGroup | None = dist.new_group(list(members), timeout=timeout)
+    return made
 
 
 _PREFIX = 8
