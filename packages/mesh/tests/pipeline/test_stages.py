@@ -202,15 +202,34 @@ def test_modules_of_one_stage_are_one_unit() -> None:
     }
 
 
+def test_parts_of_a_module_are_stages_where_the_model_has_too_few_modules() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.scale = nn.Linear(4, 4), nn.Linear(4, 4), nn.Parameter(ones)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Inner()
+
+    ones = torch.ones(())
+    stages = find_stages(Outer(), 2)
+    assert stages.units == {"net.one": 0, "net.two": 1}
+    assert stages.parameters["net.scale"] == (0, 1)
+
+
 # -- parameters
 
 
 def test_other_stages_are_freed_and_their_places_keep_shapes_and_types() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 2).bfloat16())
     whole = [p.untyped_storage().data_ptr() for p in model.parameters()]
+    vars(model[2].bias)["decays"] = False
     staged = StagedModel(model, find_stages(model, 3))
     staged.drop_absent([1])
     gc.collect()
+    assert vars(model[2].bias)["decays"] is False
     assert [name for name, _ in model.named_parameters()] == ["1.weight", "1.bias"]
     assert set(model.state_dict()) == {f"1.{key}" for key in nn.BatchNorm1d(4).state_dict()}
     assert model[0].weight.shape == (4, 8)
@@ -773,7 +792,8 @@ class ReturnsHandles(nn.Module):
             ["layers.1"],
             UserCodeError,
             r"test_stages.py:\d+ reads a value of stage 0 by aten\.\S+, and the stages of a "
-            "pipeline cannot follow what user code decides by it: expected control flow",
+            r"pipeline cannot follow what user code decides by it: expected control flow .*"
+            r"\. Not run before: 'layers\.1'",
         ),
         (
             Mixed,

@@ -73,9 +73,9 @@ def test_user_code_that_runs_backward_or_has_no_loss_is_refused_on_each_rank(
     for of_rank in found[1:]:
         said = of_rank["own_loop"][2]
         assert said["backward"] == (
-            "UserCodeError: backward under pipeline=2: stages work on several micro-batches at the "
-            "same time, so the strategy runs backward. Call lite.step(model, micro_batches, loss), "
-            "or train with the Trainer and automatic optimization"
+            "ConfigurationError: the strategy 'PipelineMesh' runs backward itself "
+            "(manual_backward=False in its capabilities), so that a loop of your own cannot train "
+            "with it: use lite.step(model, micro_batches, loss), the Trainer, or another strategy"
         )
         assert said["forward"] == (
             "UserCodeError: Net.forward() was called outside of a step, in training mode, and the "
@@ -88,6 +88,27 @@ def test_user_code_that_runs_backward_or_has_no_loss_is_refused_on_each_rank(
             "times an output"
         )
         assert of_rank["refused"] == (
-            "ConfigurationError: Manual has automatic_optimization=False, and a pipeline decides "
-            "itself when each stage runs backward: use automatic optimization, or pipeline=1"
+            "ConfigurationError: Manual has automatic_optimization = False, and the strategy "
+            "'PipelineMesh' runs backward itself, so it cannot train the model: use automatic "
+            "optimization, or another strategy"
         )
+
+
+def test_a_new_strategy_trains_the_stages_of_an_earlier_one(found: list[dict[str, Any]]) -> None:
+    alone, last, first = (of_rank["again"] for of_rank in found)
+    assert last[0] == pytest.approx(alone[0], abs=1e-6)
+    assert first[0] == pytest.approx({k: v for k, v in alone[0].items() if k != STEPS}, abs=1e-6)
+    for said in (last[1], first[1]):
+        assert said == (
+            "ConfigurationError: Net was divided into 2 stages before, and pipeline=2 x "
+            "virtual_stages=2 is 4: expected the same sizes, or a new model"
+        )
+
+
+def test_statistics_resume_and_errors_of_user_code_keep_their_text(
+    found: list[dict[str, Any]],
+) -> None:
+    alone, last, first = (of_rank["resumed"] for of_rank in found)
+    assert last[0] == pytest.approx(alone[0], abs=1e-6)
+    assert first[0] == pytest.approx({k: v for k, v in alone[0].items() if k != STEPS}, abs=1e-6)
+    assert alone[1] == last[1] == first[1] == "RuntimeError: planted"

@@ -63,6 +63,20 @@ class Net(Module):
         return torch.optim.SGD(self.parameters(), lr=0.2)
 
 
+class Normed(Net):
+    """Has statistics on one stage; fails in a later validation, on each rank."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
+        self.fails = fails
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        if self.fails:
+            raise RuntimeError("planted")
+        super().validation_step(batch)
+
+
 class HeadAlone(Net):
     """Trains the last layer; the optimizer keeps a state from the beginning."""
 
@@ -171,6 +185,29 @@ def twice() -> Any:
     return found, [one() is None for one in alive]
 
 
+def again() -> Any:
+    """One model by two strategies, one after the other."""
+    model = Net()
+    for _ in range(2):
+        own = trainer()
+        own.fit(model, loader(18))
+    given = MeshStrategy(pipeline=2, virtual_stages=2)
+    said = error_of(lambda: trainer(strategy=given).fit(model, loader(18))) if RANKS > 1 else ""
+    return values(own), said
+
+
+def resumed() -> Any:
+    """Statistics of a batch norm, which resume; and an error of user code after a step."""
+    path = FOLDER / "normed.ckpt"
+    begun = trainer(max_epochs=2)
+    begun.fit(Normed(), loader(16))
+    begun.save_checkpoint(path)
+    own = trainer()
+    own.fit(Normed(), loader(16), ckpt_path=path)
+    said = error_of(lambda: trainer().fit(Normed(fails=True), loader(16), loader(8)))
+    return values(own), said
+
+
 def own_loop() -> Any:
     lite = Lite(accelerator="cpu", devices=RANKS, strategy=strategy())
     lite.launch()
@@ -209,7 +246,8 @@ def error_of(call: Callable[[], Any]) -> str:
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     found = {}
-    for case in (logged, head_alone, tied, twice, own_loop, *([refused] if RANKS > 1 else [])):
+    cases = (logged, head_alone, tied, twice, again, resumed, own_loop)
+    for case in (*cases, *([refused] if RANKS > 1 else [])):
         seed_everything(1)
         found[case.__name__] = case()
     rank = torch.distributed.get_rank() if RANKS > 1 else 0

@@ -54,7 +54,7 @@ def find_stages(
     if cuts is not None:
         _check_cuts(model, count, cuts)
     series = _series(model)
-    units = _units_of(model, [f"{name}.0" for name in series] if cuts is None else cuts)
+    units = _units_of(model, cuts) if cuts is not None else _divisible(model, count, series)
     if len(units) < count:
         raise ConfigurationError(
             f"{count} stages, but {type(model).__name__} has {len(units)} module(s) with "
@@ -154,6 +154,22 @@ def _units_of(model: nn.Module, cuts: Sequence[str]) -> dict[str, nn.Module]:
 
     visit(model, "")
     return found
+
+
+def _divisible(model: nn.Module, count: int, series: Sequence[str]) -> dict[str, nn.Module]:
+    """Return the elements of the series and the modules around; or their parts, if too few."""
+    split = [f"{name}.0" for name in series]
+    while len(units := _units_of(model, split)) < count:
+        inner = [
+            f"{name}.{key}"
+            for name, unit in units.items()
+            for key, part in unit.named_children()
+            if _has_state(part)
+        ]
+        if not inner:
+            break
+        split += inner
+    return units
 
 
 def _has_state(module: nn.Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from datetime import timedelta
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -92,3 +93,15 @@ class PipelineRanks:
 def _present(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     assert group is not None
     return group
+
+
+@lru_cache
+def pipeline_ranks(
+    count: int,
+    tensor: int,
+    device: torch.device,
+    timeout: float,
+    world: dist.ProcessGroup | None,
+) -> PipelineRanks:
+    """Return the ranks; the same object for all strategies of a process, since it makes groups."""
+    return PipelineRanks(count, tensor, device, timeout)

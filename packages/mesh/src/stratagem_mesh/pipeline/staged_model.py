@@ -171,6 +171,9 @@ class StagedModel:
                 del part._parameters[key]
                 made = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
                 stands = nn.Parameter(made.expand(parameter.shape), parameter.requires_grad)
+                stands.__dict__.update(  # what user code has marked it with
+                    (k, v) for k, v in vars(parameter).items() if not k.startswith("_stratagem_")
+                )
                 part.__dict__[key] = stands
                 self.placeholders.add(id(stands))
                 # Kept also so that no other object has its id.
@@ -280,11 +283,14 @@ class StagedModel:
         if missing or to_all:
             place = getattr(error, "place", "user code")
             stage = max(reached, default=0)
+            of_units = self._stages.units.items()
+            waiting = ", ".join(repr(name) for name, of in of_units if of in missing)
             raise UserCodeError(
                 f"{place} reads a value of stage {stage} by {error}, and the stages of a pipeline "
                 "cannot follow what user code decides by it: expected control flow between "
                 "modules that depends on the batch and on shapes alone. Compute it inside of a "
                 "module, or cut elsewhere (pipeline_cuts)"
+                + (f". Not run before: {waiting}" if waiting else "")
             ) from error
 
     # -- runs

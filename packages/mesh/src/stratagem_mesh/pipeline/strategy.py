@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.errors import ConfigurationError
 from stratagem.state import named_state, per_parameter_state
 from stratagem.strategies import Axis, Optimizers, PreparedModel, TrainStep, user_module
 from stratagem_mesh.pipeline.cuts import find_stages
-from stratagem_mesh.pipeline.ranks import PipelineRanks
+from stratagem_mesh.pipeline.ranks import PipelineRanks, pipeline_ranks
 from stratagem_mesh.pipeline.schedule import bubble, check_schedule
 from stratagem_mesh.pipeline.training import Pipeline
 from stratagem_mesh.plugin import MESH
@@ -24,8 +25,17 @@ from stratagem_mesh.strategy import AXES, MeshStrategy
 from stratagem_torch.parallel import owned_optimizer_state
 from stratagem_torch.sharding import ShardedPrepared, clip_by_norm
 
-PIPELINE = replace(MESH, parameters="divided", follows_evaluation=False)
+PIPELINE = replace(
+    MESH,
+    parameters="divided",
+    follows_evaluation=False,
+    manual_backward=False,
+    lite_step=True,
+)
 """The capabilities of a mesh with a pipeline."""
+
+_PIPELINES: WeakKeyDictionary[nn.Module, Pipeline] = WeakKeyDictionary()
+"""The models of this process that were divided into stages, for each strategy that trains them."""
 
 
 @dataclass(eq=False)
@@ -59,7 +69,8 @@ class PipelineMesh(MeshStrategy):
     all stages.
 
     Manual optimization, LBFGS, and `lite.backward` are refused: a loss alone does not say which
-    micro-batches are to overlap. `lite.step` trains under Lite.
+    micro-batches are to overlap. `lite.step` trains under Lite. A model that was divided before
+    keeps its stages.
 
     Args:
         **options: see `MeshStrategy`.
@@ -89,7 +100,6 @@ class PipelineMesh(MeshStrategy):
                 f"first modules of all of {count} stages (pipeline={self.pipeline} x "
                 f"virtual_stages={self.virtual_stages}) but the first"
             )
-        self._pipelines: MutableMapping[nn.Module, Pipeline] = {}
         self._pipeline_ranks: PipelineRanks | None = None
         self._building: Pipeline | None = None
         self._steps = 0
@@ -109,10 +119,8 @@ class PipelineMesh(MeshStrategy):
     def setup_environment(self) -> None:
         """Join the process group, and make the groups of the stages."""
         super().setup_environment()
-        # Made here, since it cannot be pickled for new processes.
-        self._pipelines = self._pipelines or WeakKeyDictionary()
-        self._pipeline_ranks = ranks = PipelineRanks(
-            self.pipeline, self.sizes[-1], self.device, self.timeout
+        self._pipeline_ranks = ranks = pipeline_ranks(
+            self.pipeline, self.sizes[-1], self.device, self.timeout, dist.group.WORLD
         )
         self.replicas = ranks.stage_group
         self.ranks.connect(ranks.last_stage)
@@ -145,8 +153,9 @@ class PipelineMesh(MeshStrategy):
             model, self.pipeline * self.virtual_stages, self.pipeline_cuts, self.example_input
         )
         pipeline = Pipeline(model, stages, self._pipeline_ranks, self.schedule, self.virtual_stages)
-        self._pipelines[model] = self._building = pipeline
+        _PIPELINES[model] = self._building = pipeline
         super().divide(model)
+        self._building = None
         pipeline.regions = self._regions
         pipeline.drop_absent()
 
@@ -164,7 +173,7 @@ class PipelineMesh(MeshStrategy):
 
     def is_elsewhere(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter stands for one of another stage."""
-        return any(id(parameter) in each.placeholders for each in self._pipelines.values())
+        return any(id(parameter) in each.placeholders for each in _PIPELINES.values())
 
     def listing_all(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Let the model list what all ranks have; optimizers then have equal groups on each."""
@@ -173,10 +182,20 @@ class PipelineMesh(MeshStrategy):
     def prepare(
         self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True
     ) -> PreparedModel:
-        """Return the model of the stages of this rank; see `ShardedStrategy.prepare`."""
-        if optimizers:
-            _refuse_manual(user_module(module))
+        """Return the model of the stages of this rank; see `ShardedStrategy.prepare`.
+
+        Raises:
+            ConfigurationError: the model was divided into another number of stages before.
+        """
+        before, count = _PIPELINES.get(user_module(module)), self.pipeline * self.virtual_stages
+        if before is not None and before.stages.count != count:
+            raise ConfigurationError(
+                f"{type(before.model).__name__} was divided into {before.stages.count} stages "
+                f"before, and pipeline={self.pipeline} x virtual_stages={self.virtual_stages} is "
+                f"{count}: expected the same sizes, or a new model"
+            )
         prepared = super().prepare(module, optimizers, move_to_device=move_to_device)
+        self._replicated = []  # a pipeline averages their gradients itself
         pipeline, root = self._of(prepared.original), prepared.module
         pipeline.attach(prepared, self)
         return StagedPrepared(
@@ -184,7 +203,7 @@ class PipelineMesh(MeshStrategy):
         )
 
     def _of(self, module: nn.Module) -> Pipeline:
-        return self._pipelines[user_module(module)]
+        return _PIPELINES[user_module(module)]
 
     def _check_divided(self, module: nn.Module) -> None:
         """A stage may have no layer that is divided; see `ModelParallelStrategy`."""
@@ -219,24 +238,12 @@ class PipelineMesh(MeshStrategy):
             )
         return True
 
-    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Refuse a backward of user code: each stage runs its own.
-
-        Raises:
-            UserCodeError: always.
-        """
-        raise UserCodeError(
-            f"backward under pipeline={self.pipeline}: stages work on several micro-batches at the "
-            "same time, so the strategy runs backward. Call lite.step(model, micro_batches, loss), "
-            "or train with the Trainer and automatic optimization"
-        )
-
     def clip_grad_norm(
         self, parameters: Sequence[Tensor], max_norm: float, **options: Any
     ) -> Tensor:
         """See Strategy; the norm is that over all stages, and counts a tied weight once."""
         assert self._pipeline_ranks is not None
-        copies = [p for each in self._pipelines.values() for p in each.copies]
+        copies = [p for each in _PIPELINES.values() for p in each.copies]
         return clip_by_norm(
             parameters,
             max_norm,
@@ -269,7 +276,7 @@ class PipelineMesh(MeshStrategy):
     def _whole_names(self, optimizer: Optimizer) -> dict[str, str]:
         """Return the names in the whole model of the parameters that are named otherwise here."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for model, pipeline in self._pipelines.items():
+        for model, pipeline in _PIPELINES.items():
             if held & {id(p) for p in model.parameters()}:
                 return {here: name for name, here in pipeline.local_names.items() if here}
         return {}
@@ -287,16 +294,3 @@ def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, An
             for group in state["param_groups"]
         ],
     }
-
-
-def _refuse_manual(model: nn.Module) -> None:
-    """Refuse manual optimization.
-
-    Raises:
-        ConfigurationError: the model calls backward itself.
-    """
-    if not getattr(model, "automatic_optimization", True):
-        raise ConfigurationError(
-            f"{type(model).__name__} has automatic_optimization=False, and a pipeline decides "
-            "itself when each stage runs backward: use automatic optimization, or pipeline=1"
-        )

@@ -76,7 +76,7 @@ class Pipeline:
         self._groups: dict[int, list[FSDPModule]] = {}
         self.regions: ContextRegions | None = None
         """The modules whose sequence is divided."""
-        self._strategy: PipelineMesh
+        self._trained_by: Callable[[], PipelineMesh | None]
         self._report_step: Callable[[Callable[[], str]], None] = _nothing
         """Lets errors of communication name the stage and the micro-batch of this rank."""
         self._step: _StageSteps | None = None
@@ -93,6 +93,12 @@ class Pipeline:
         model = self._model()
         assert model is not None
         return model
+
+    @property
+    def _strategy(self) -> PipelineMesh:
+        strategy = self._trained_by()
+        assert strategy is not None
+        return strategy
 
     def drop_absent(self) -> None:
         """Free the other stages; keep parameters whole that several stages or units share."""
@@ -157,7 +163,7 @@ class Pipeline:
 
     def attach(self, prepared: PreparedModel, strategy: PipelineMesh) -> None:
         """Let the prepared model run as stages."""
-        self._strategy = strategy
+        self._trained_by = ref(strategy)  # the model may outlive it
         if isinstance(strategy.ranks, ProcessGroupRanks):
             self._report_step = strategy.ranks.report_step
         # Units are wrapped one by one, so that the last layer returns logits, where FSDP2 expects a
@@ -166,6 +172,15 @@ class Pipeline:
         root = prepared.module
         run = type(root).forward.__get__(root)
         root.forward = lambda *args, **kwargs: self._forward(run, *args, **kwargs)
+        if not self._groups:  # the model is new
+            self._find_reductions()
+            for name, unit in self.staged.units.items():
+                inside = [part for part in unit.modules() if isinstance(part, FSDPModule)]
+                self._groups.setdefault(self.stages.units[name], []).extend(inside)
+                self._streams.watch(name, unit)
+
+    def _find_reductions(self) -> None:
+        """Find the parameters that stay whole, and the ranks that sum their gradients."""
         here = {id(p): name for name, p in self.model.named_parameters()}
         whole_names = {local: first for first, local in self.local_names.items() if local}
         by_positions: dict[frozenset[int], list[nn.Parameter]] = {}
@@ -183,11 +198,6 @@ class Pipeline:
             for parameter in parameters
             if self._ranks.position != min(positions)
         ]
-        self._groups = {stage: [] for stage in self.own}
-        for name, unit in self.staged.units.items():
-            inside = [part for part in unit.modules() if isinstance(part, FSDPModule)]
-            self._groups[self.stages.units[name]] += inside
-            self._streams.watch(name, unit)
 
     def _forward(self, run: Callable[..., Any], method: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method of the user's model as a stage, or in an evaluation on all stages."""
@@ -349,7 +359,9 @@ class _StageSteps:
         made = self._placeholders.get(index)
         if made is None:
             device = self._pipeline._ranks.device
-            made = torch.zeros((), dtype=torch.get_default_dtype(), device=device)
+            # As a loss has it, by which errors of user code are explained.
+            kind = torch.get_default_dtype()
+            made = torch.zeros((), dtype=kind, device=device, requires_grad=True)
             self._placeholders[index] = made
         return made
 
@@ -434,4 +446,4 @@ class _StageSteps:
             losses = torch.stack([self._losses[i].to(wide) for i in range(len(self._opened))])
         dist.broadcast(losses, ranks.column[last], ranks.groups[0])
         for index, placeholder in self._placeholders.items():
-            placeholder.copy_(losses[index])
+            placeholder.detach().copy_(losses[index])

@@ -29,6 +29,8 @@ class StrategyConformance(Conformance):
         devices: the number of ranks; None: 2, or 1 if the capabilities have `one_process`.
         data_groups: the number of groups of ranks with different data; None: each rank is a group.
             Ranks with the same batches (tensor parallel, stages of a pipeline) are one group.
+        group_grows: some checks have more ranks. True: they are in the same number of groups, if a
+            group has several ranks; False: in more groups of the same size.
         tolerance: the largest difference of a loss from the loss of `single_device`, relative and
             absolute, in float32.
         models: functions without arguments that create a model of inputs (n, 6) and outputs (n, 1),
@@ -56,6 +58,7 @@ class StrategyConformance(Conformance):
     accelerator: ClassVar[str] = "cpu"
     devices: ClassVar[int | None] = None
     data_groups: ClassVar[int | None] = None
+    group_grows: ClassVar[bool] = True
     tolerance: ClassVar[float] = 1e-5
     models: ClassVar[Sequence[str | Callable[[], Any]]] = ()
     equal_to_single_device: ClassVar[bool | None] = None
@@ -77,6 +80,7 @@ class StrategyConformance(Conformance):
             accelerator=cls.accelerator,
             devices=devices,
             data_groups=((1 if one else devices) if cls.data_groups is None else cls.data_groups),
+            group_grows=cls.group_grows,
             tolerance=cls.tolerance,
             models=tuple(map(place_of, cls.models)),
             equal=capabilities.parameters != "drift" if equal is None else equal,

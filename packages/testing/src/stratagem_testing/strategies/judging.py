@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stratagem.discovery import Capabilities
 from stratagem_testing.strategies.check import Result
 
 Flat = Sequence[float]
@@ -167,6 +168,11 @@ def judge_refusal(what: str, capability: str, said: Any, *names: str) -> None:
     )
 
 
+def trains_under_lite(can: Capabilities) -> bool:
+    """Whether a loop under Lite trains: by backward, or by `Lite.step` alone."""
+    return can.manual_backward or can.lite_step
+
+
 def judge_refused(found: Result, what: str, capability: str, *names: str) -> None:
     """Judge the refusals of all ranks in `probe.attempt`, as `judge_refusal`."""
     for told in found.ranks:
@@ -190,6 +196,17 @@ def judge_refusal_of_model(found: Result, names: tuple[str, ...]) -> None:
             "this model ends in an error that does not name its parameters, such as "
             f"'net.{names[0]}': {said['kind']}: {said['text']}"
         )
+
+
+def is_indivisible(found: Result) -> bool:
+    """Whether each rank refused a model, with a part's name, that has too few parts for them all.
+
+    Only a strategy whose ranks have different parts may do so.
+    """
+    said = [told["refused"] or {"kind": "", "text": ""} for told in found.ranks]
+    return found.capabilities.parameters == "divided" and all(
+        one["kind"] == "ConfigurationError" and "'net" in one["text"] for one in said
+    )
 
 
 def judge_accepted(found: Result, what: str) -> None:

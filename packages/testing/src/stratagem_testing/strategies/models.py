@@ -397,7 +397,7 @@ class Learner(Module):
         seed: of the weights.
 
     Attributes:
-        losses: of each micro-batch, of this rank.
+        losses: of each micro-batch, of this rank; none on the first stages of a pipeline.
         seen: numbers of the samples in each training batch.
         evaluated: (numbers of the samples, sum of their losses) of each evaluation batch.
         modes: whether the model was in training mode, for each micro-batch.
@@ -421,12 +421,13 @@ class Learner(Module):
         number, inputs, target = batch
         if isinstance(self.net, _Routed):
             self.net.route = number % 2  # of two ranks, each has the samples of one expert
-        loss = mse_loss(self.net(inputs), target)
-        self.losses.append(float(loss.detach()))
+        # Before the forward pass, with which the first stages of a pipeline end.
         self.seen.append(number.tolist())
         self.modes.append(self.net.training)
         optimizers: Any = self.trainer.optimizers
         self.rates.append([group["lr"] for one in optimizers for group in one.param_groups])
+        loss = mse_loss(self.net(inputs), target)
+        self.losses.append(float(loss.detach()))
         self.log("loss", loss.detach(), on_step=False, on_epoch=True)
         self.log("samples", float(len(number)), on_step=False, on_epoch=True, reduce_fx="sum")
         self.log("largest", float(number.max()), on_step=False, on_epoch=True, reduce_fx="max")

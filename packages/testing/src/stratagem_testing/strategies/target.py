@@ -28,6 +28,7 @@ class Target:
         devices: the number of ranks, or of the devices of the one process.
         nodes: the number of nodes; each node has equally many of these ranks.
         data_groups: the number of parts of the data; ranks that share a part count once.
+        group_grows: whether more ranks make the groups larger; False: they make more groups.
         tolerance: the largest difference of losses from `single_device`, relative and absolute.
         models: names of models of the kit, or places of functions that create a model; see
             `models.py`.
@@ -44,6 +45,7 @@ class Target:
     devices: int = 1
     nodes: int = 1
     data_groups: int = 1
+    group_grows: bool = True
     tolerance: float = 1e-5
     models: tuple[str, ...] = ()
     equal: bool = True
@@ -99,8 +101,7 @@ class Target:
             return alone if 1 < self.devices == self.data_groups else None
         if can.one_process or not can.many_devices or self.devices >= devices:
             return None
-        groups = self.data_groups if self.data_groups < self.devices else devices
-        return replace(self, devices=devices, data_groups=groups)
+        return replace(self, devices=devices, data_groups=self._groups_of(devices))
 
     def on_nodes(self, nodes: int, devices: int) -> Target | None:
         """Return the target on several nodes, with as many ranks in all.
@@ -113,8 +114,13 @@ class Target:
             return None
         if self.devices > devices:
             return None
-        groups = self.data_groups if self.data_groups < self.devices else devices
+        groups = self._groups_of(devices)
         return replace(self, devices=devices, nodes=nodes, data_groups=groups)
+
+    def _groups_of(self, devices: int) -> int:
+        if self.group_grows and self.data_groups < self.devices:
+            return self.data_groups
+        return self.data_groups * devices // self.devices
 
     def tolerance_of(self, precision: str) -> float:
         """Return how far losses may be off under a precision."""

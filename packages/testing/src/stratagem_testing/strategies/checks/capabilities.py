@@ -16,6 +16,7 @@ from stratagem.errors import format_text
 from stratagem.module import Module
 from stratagem.strategies import StepMemory, Strategy
 from stratagem_testing.strategies.check import Result, check, judge_of
+from stratagem_testing.strategies.checks.lite import by_steps
 from stratagem_testing.strategies.judging import (
     close,
     judge_accepted,
@@ -24,6 +25,7 @@ from stratagem_testing.strategies.judging import (
     judge_refusal,
     judge_refused,
     shown,
+    trains_under_lite,
 )
 from stratagem_testing.strategies.models import GROUPED, OPTIMIZERS, Learner, Numbered, build
 from stratagem_testing.strategies.probe import Probe
@@ -206,7 +208,7 @@ def _rebinds(probe: Probe) -> dict[str, Any]:
     The optimizer keeps its parameter groups and the state of earlier steps, or an error says that
     it has such a state. With accepts_existing_optimizers=False, it raises an error.
     """
-    if not probe.target.capabilities().manual_backward:
+    if not trains_under_lite(probe.target.capabilities()):
         return {}
     lite = probe.lite()
     net = build("dense")
@@ -221,14 +223,17 @@ def _rebinds(probe: Probe) -> dict[str, Any]:
         model, optimizer = lite.setup(net, made)
         losses = []
         first, *others = lite.setup_dataloaders(probe.loader(32))
-        for _, inputs, target in (first, first, *others):
+        batches = (first, first, *others)
+        if not lite.plan.capabilities.manual_backward:
+            losses, batches = by_steps(lite, model, batches), ()
+        for _, inputs, target in batches:
             loss = mse_loss(model(inputs), target)
             lite.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
         own = probe.own_weights(net)
-        changed = losses[0] != losses[1]
+        changed = not losses or losses[0] != losses[1]
         shard = list(lite.ranks.data_split)
         return {"changed": changed, "losses": losses, "own": own, "shard": shard}
 
@@ -238,7 +243,7 @@ def _rebinds(probe: Probe) -> dict[str, Any]:
 @judge_of(_rebinds)
 def _judge_rebinds(found: Result) -> None:
     can = found.capabilities
-    if not can.manual_backward:
+    if not trains_under_lite(can):
         return
     if not can.accepts_existing_optimizers:
         judge_refused(

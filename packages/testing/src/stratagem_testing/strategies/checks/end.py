@@ -78,6 +78,11 @@ def _own_error(probe: Probe) -> dict[str, Any]:
     """
 
     class Fails(Learner):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            # In a step, the other stages of a pipeline would wait for this one.
+            if batch_idx == 2 and self.trainer.strategy.opens_micro_batches:
+                raise RuntimeError(PLANTED)
+
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             if batch_idx == 2:
                 raise RuntimeError(PLANTED)

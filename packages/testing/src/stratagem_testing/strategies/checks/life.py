@@ -250,7 +250,7 @@ def _options(strategy: Strategy) -> dict[str, str]:
 @judge_of(_twice)
 def _judge_twice(found: Result) -> None:
     for number in range(3) if found.target.equal else ():
-        parts = {told["shard"][0]: told["fits"][number] for told in found.ranks}
+        parts = {told["shard"][0]: told["fits"][number] for told in reversed(found.ranks)}
         own = [sum(values) / len(values) for values in zip(*parts.values(), strict=True)]
         expected = found.reference["fits"][number]
         assert close(own, expected, 10 * found.target.tolerance), (
@@ -482,13 +482,13 @@ def _bound_again(probe: Probe) -> dict[str, Any]:
     told["said"] = probe.said(lambda: told.update(after=probe.weights(trainer)))
     learner = Learner()
     again = probe.fit(learner, 16)
-    return {**told, "run": {"losses": len(learner.losses), "steps": again.global_step}}
+    return {**told, "run": {"batches": len(learner.seen), "steps": again.global_step}}
 
 
 @judge_of(_bound_again)
 def _judge_bound_again(found: Result) -> None:
     for rank, told in enumerate(found.ranks):
-        assert told["run"] == {"losses": 2, "steps": 2}, (
+        assert told["run"] == {"batches": 2, "steps": 2}, (
             f"rank {rank} came to {told['run']} after the release of another model, expected 2 "
             "steps"
         )
@@ -726,6 +726,8 @@ def _judge_random(found: Result) -> None:
                 for which, (old, new) in enumerate(zip(before, after, strict=False)):
                     whose = ("torch", "random", "numpy.random")[which]
                     is_changed = old != new
+                    if name == "release" and not is_changed:
+                        continue  # it may come within the next fit
                     assert not is_changed or name in ALWAYS, (
                         f"{name} changes the random numbers of {whose}: a run that evaluates or "
                         "saves once more draws others. Draw from a generator of your own "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from stratagem_testing.strategies.judging import (
     judge_losses_of,
     judge_refused,
     shown,
+    trains_under_lite,
 )
 from stratagem_testing.strategies.models import LARGE, OPTIMIZERS, build, flat
 from stratagem_testing.strategies.probe import Probe
@@ -43,6 +44,30 @@ def _set_up(lite: Any, net: nn.Module, *, afterwards: bool = False) -> tuple[Any
     return model, lite.setup_optimizers(make(_parameters(model)))
 
 
+def by_steps(
+    lite: Any, model: Any, batches: Sequence[Any], accumulate: int = 1, limits: Sequence[float] = ()
+) -> list[float]:
+    """Take steps by `Lite.step`; return the losses that this rank computes.
+
+    Args:
+        lite, model: the Lite, and the model that it has set up.
+        batches: all batches.
+        accumulate: the number of micro-batches of a step.
+        limits: the largest norms of the gradients, of one step after another.
+    """
+    losses: list[float] = []
+
+    def loss(batch: Any) -> Tensor:
+        found = mse_loss(model(batch[1]), batch[2])
+        losses.append(float(found.detach()))
+        return found
+
+    for step, first in enumerate(range(0, len(batches), accumulate)):
+        limit = limits[step % len(limits)] if limits else None
+        lite.step(model, batches[first : first + accumulate], loss, max_norm=limit)
+    return losses
+
+
 def _loop(
     probe: Probe,
     *,
@@ -61,6 +86,10 @@ def _loop(
     losses: list[float] = []
     norms: list[float | None] = []
     clipped: list[float] = []
+    if not lite.plan.capabilities.manual_backward:
+        limits = () if clip is None else (clip, 1000.0)
+        losses = by_steps(lite, model, [*batches, *batches], accumulate, limits)
+        return {**probe.report_of_loop(lite, net, model, losses), "norms": norms, "clipped": []}
     for _ in range(2):
         for number, (_, inputs, target) in enumerate(batches):
             last = (number + 1) % accumulate == 0
@@ -98,7 +127,11 @@ def _steps(
 ) -> dict[str, Any]:
     """Take a step with each batch of an epoch."""
     losses = []
-    for _, inputs, target in lite.setup_dataloaders(probe.loader(32)):
+    batches = lite.setup_dataloaders(probe.loader(32))
+    if not lite.plan.capabilities.manual_backward:
+        losses = by_steps(lite, model, list(batches))
+        return probe.report_of_loop(lite, net, model, losses, seed)
+    for _, inputs, target in batches:
         loss = mse_loss(model(inputs), target)
         lite.backward(loss)
         optimizer.step()
@@ -109,7 +142,7 @@ def _steps(
 
 def _register(name: str, about: str, **options: Any) -> None:
     def judge(found: Result) -> None:
-        if not found.capabilities.manual_backward:
+        if not trains_under_lite(found.capabilities):
             judge_refused(found, "a loop under Lite", "manual_backward=False", REFUSAL)
             return
         judge_accepted(found, "a loop under Lite")
@@ -126,7 +159,30 @@ def _register(name: str, about: str, **options: Any) -> None:
         return probe.attempt(lambda: _loop(probe, **options))
 
 
-_register("loop", "A hand-written loop under Lite has the losses of single_device.")
+_register(
+    "loop",
+    "A hand-written loop under Lite has the losses of single_device. With lite_step=True, and "
+    "manual_backward=False, it takes its steps by Lite.step, here and in the other checks.",
+)
+
+
+def _judge_own_backward(found: Result) -> None:
+    if not found.capabilities.manual_backward:
+        judge_refused(found, "Lite.backward", "manual_backward=False", REFUSAL)
+
+
+@check("lite/backward", _judge_own_backward)
+def _own_backward(probe: Probe) -> dict[str, Any]:
+    """With manual_backward=False, Lite.backward raises an error."""
+    lite = probe.lite()
+    if lite.plan.capabilities.manual_backward:
+        return {}
+
+    def backward() -> dict[str, Any]:
+        lite.backward(torch.ones((), requires_grad=True), lite.setup(build("dense")))
+        return {}
+
+    return probe.attempt(backward)
 
 
 def _judge_looked(found: Result) -> None:
@@ -188,6 +244,8 @@ def _judge_nested(found: Result) -> None:
 @check("lite/accumulation, nested", _judge_nested)
 def _nested(probe: Probe) -> dict[str, Any]:
     """no_backward_sync inside another no_backward_sync has no effect, and does not end it."""
+    if not probe.target.capabilities().manual_backward:
+        return {"refused": REFUSAL}
 
     def train() -> dict[str, Any]:
         once = _loop(probe, accumulate=2)["losses"]
@@ -328,7 +386,7 @@ class _FailedBatchError(Exception):
 
 
 def _judge_interrupted(found: Result) -> None:
-    if not found.capabilities.manual_backward:
+    if not trains_under_lite(found.capabilities):
         judge_refused(found, "a loop under Lite", "manual_backward=False", REFUSAL)
         return
     if found.capabilities.engine_steps and all(told["refused"] for told in found.ranks):
@@ -354,7 +412,17 @@ def _interrupted(probe: Probe) -> dict[str, Any]:
         lite = probe.lite()
         net = build("dense")
         model, optimizer = _set_up(lite, net)
-        _, inputs, target = lite.to_device(next(iter(probe.loader(8))))
+        batch = lite.to_device(next(iter(probe.loader(8))))
+        if not lite.plan.capabilities.manual_backward:
+
+            def fail(batch: Any) -> Tensor:
+                model(batch[1])
+                raise _FailedBatchError
+
+            with suppress(_FailedBatchError):
+                lite.step(model, [batch], fail)
+            return _steps(probe, lite, net, model, optimizer)
+        _, inputs, target = batch
         with suppress(_FailedBatchError), lite.no_backward_sync(model):
             # FSDP of torch keeps gradients that wait in a place that zero_grad does not know.
             if not lite.plan.capabilities.sharded_state:
@@ -374,12 +442,13 @@ def _clip(probe: Probe) -> dict[str, Any]:
     With engine_clips=True, it raises an error.
     """
     capabilities = probe.target.capabilities()
-    if not capabilities.manual_backward:
+    if not trains_under_lite(capabilities):
         return {}
     if not capabilities.engine_clips:
         told = _loop(probe, accumulate=2, clip=0.2)
         # Where a rank has whole parameters, with their gradients.
-        if capabilities.sharded_state or capabilities.parameters == "divided":
+        is_divided = capabilities.sharded_state or capabilities.parameters == "divided"
+        if is_divided or not capabilities.manual_backward:
             return {**told, "clipped": []}
         return {**told, "by value": _largest_of_clipped(probe)}
     lite = probe.lite()
@@ -405,7 +474,7 @@ def _largest_of_clipped(probe: Probe) -> float:
 
 @judge_of(_clip)
 def _judge_clip(found: Result) -> None:
-    if not found.capabilities.manual_backward:
+    if not trains_under_lite(found.capabilities):
         return
     if not found.capabilities.engine_clips:
         judge_losses_of(
@@ -413,7 +482,8 @@ def _judge_clip(found: Result) -> None:
             "gradients were not clipped by their norm, or changed where their norm is below the "
             "limit: look at clip_gradients, which has to leave those as they are",
         )
-        for rank, told in enumerate(found.ranks if found.target.equal else []):
+        returns_norm = found.target.equal and found.capabilities.manual_backward
+        for rank, told in enumerate(found.ranks if returns_norm else []):
             for own, expected in zip(told["norms"], found.reference["norms"], strict=True):
                 assert own is not None and math.isclose(own, expected, rel_tol=1e-3), (  # noqa: PT018
                     f"Lite.clip_gradients(max_norm=...) returned {own} on rank {rank}, expected "
@@ -437,7 +507,7 @@ def _judge_clip(found: Result) -> None:
 
 
 def _judge_two(found: Result) -> None:
-    if not found.capabilities.manual_backward:
+    if not trains_under_lite(found.capabilities):
         judge_refused(found, "a loop under Lite", "manual_backward=False", REFUSAL)
         return
     if all(told["refused"] for told in found.ranks):
@@ -477,6 +547,9 @@ def _two_models(probe: Probe) -> dict[str, Any]:
         losses: list[float] = []
         for _, inputs, target in lite.setup_dataloaders(probe.loader(32)):
             for (model, optimizer), (other, _) in zip(set_up, reversed(set_up), strict=True):
+                if not lite.plan.capabilities.manual_backward:
+                    losses += by_steps(lite, model, [(None, inputs, target)])
+                    continue
                 loss = mse_loss(model(inputs), target)
                 with lite.no_backward_sync(other):
                     lite.backward(loss, model=model)
@@ -525,14 +598,15 @@ def _state(probe: Probe) -> dict[str, Any]:
 
     The model that loads was trained before. A checkpoint can have the model alone.
     """
-    if not probe.target.capabilities().manual_backward:
+    if not trains_under_lite(probe.target.capabilities()):
         return {}
     path = probe.folder / "lite.ckpt"
     said: list[Any] = []  # of the model alone
 
     def set_up(lite: Any, net: nn.Module) -> tuple[Any, list[Any]]:
-        if lite.plan.capabilities.engine_steps:
-            model, optimizer = _set_up(lite, net)  # an engine may take one only
+        can = lite.plan.capabilities
+        if can.engine_steps or not can.manual_backward:  # which may take one only
+            model, optimizer = _set_up(lite, net)
             return model, [optimizer]
         model = lite.setup(net)
         if not said:
@@ -543,6 +617,8 @@ def _state(probe: Probe) -> dict[str, Any]:
         return model, list(lite.setup_optimizers(*two))
 
     def steps(lite: Any, model: Any, optimizers: list[Any], count: int) -> list[float]:
+        if not lite.plan.capabilities.manual_backward:
+            return by_steps(lite, model, [(None, *batch)] * count)
         losses = []
         for _ in range(count):
             loss = mse_loss(model(batch[0]), batch[1])

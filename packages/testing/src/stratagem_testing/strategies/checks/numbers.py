@@ -15,6 +15,7 @@ from stratagem_testing.strategies.check import Result, check, judge_of
 from stratagem_testing.strategies.judging import (
     close,
     difference,
+    is_indivisible,
     judge_accepted,
     judge_losses,
     judge_refusal_of_model,
@@ -26,7 +27,7 @@ from stratagem_testing.strategies.probe import Probe
 
 PRECISIONS = ("64-true", "bf16-mixed", "bf16-true")
 REFUSABLE = {
-    "unused": ("idle.weight",),
+    "unused": ("idle.weight", "'net.idle'"),
     "scalar": ("scale",),
     "routed": ("experts", "different parameters"),
     "complex": ("phase", "complex64"),
@@ -61,6 +62,8 @@ def _register_model(model: str) -> None:
         options["max_epochs"] = 8
 
     def judge(found: Result) -> None:
+        if is_indivisible(found):
+            return
         if model in REFUSABLE and any(told["refused"] for told in found.ranks):
             judge_refusal_of_model(found, REFUSABLE[model])
             return

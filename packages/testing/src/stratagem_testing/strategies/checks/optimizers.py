@@ -90,10 +90,12 @@ def _under_lite(name: str, about: str, meaning: str, *names: str) -> Callable[[R
     """
 
     def judge(found: Result) -> None:
-        if not found.capabilities.manual_backward:
-            judge_refused(
-                found, "a loop under Lite", "manual_backward=False", "manual_backward=False"
-            )
+        can = found.capabilities
+        if not can.manual_backward:
+            if not can.lite_step:
+                judge_refused(
+                    found, "a loop under Lite", "manual_backward=False", "manual_backward=False"
+                )
             return
         if all(told["refused"] for told in found.ranks):
             try:
@@ -105,9 +107,13 @@ def _under_lite(name: str, about: str, meaning: str, *names: str) -> Callable[[R
         judge_losses_of(found, meaning)
 
     def register(run: Run) -> Run:
-        check(f"optimizers/{name}", judge, about=about, reference=True)(
-            lambda probe: probe.attempt(lambda: run(probe))
-        )
+        def attempt(probe: Probe) -> dict[str, Any]:
+            # By Lite.step alone, there is one optimizer and no backward of one's own.
+            can = probe.target.capabilities()
+            tries = can.manual_backward or not can.lite_step
+            return probe.attempt(lambda: run(probe)) if tries else {}
+
+        check(f"optimizers/{name}", judge, about=about, reference=True)(attempt)
         return run
 
     return register
