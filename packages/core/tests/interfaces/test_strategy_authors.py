@@ -857,8 +857,8 @@ def test_an_engine_with_lite_step_trains_under_lite_by_it_alone() -> None:
     assert steps[0] > steps[1]
     assert refused(lambda: lite.backward(model(torch.ones(1, 1)).sum())) == (
         "the strategy 'Engine' runs backward itself (manual_backward=False in its capabilities), "
-        "so that a loop of your own cannot train with it: use lite.step(model, micro_batches, "
-        "loss), the Trainer, or another strategy"
+        "so that a loop of your own cannot train with it: use lite.step, the Trainer, or another "
+        "strategy"
     )
 
 

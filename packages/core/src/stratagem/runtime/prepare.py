@@ -157,13 +157,11 @@ def check_backward(plan: RunPlan, *, by_step: bool = False) -> None:
     """
     can = plan.capabilities
     if not (can.manual_backward or (by_step and can.lite_step)):
-        use = "the Trainer, or another strategy"
-        if can.lite_step:
-            use = f"lite.step(model, micro_batches, loss), {use}"
+        use = "lite.step, the Trainer" if can.lite_step else "the Trainer"
         raise ConfigurationError(
             f"the strategy {plan.strategy.name!r} runs backward itself "
             "(manual_backward=False in its capabilities), so that a loop of your own cannot "
-            f"train with it: use {use}"
+            f"train with it: use {use}, or another strategy"
         )
 
 

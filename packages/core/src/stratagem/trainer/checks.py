@@ -282,10 +282,7 @@ def check_manual_optimization(
         return
     name, problem = plan.strategy.name, ""
     if not plan.capabilities.manual_backward:
-        problem = (
-            f"and the strategy {name!r} runs backward itself, so it cannot train the model: use "
-            "automatic optimization, or another strategy"
-        )
+        problem = f"and the strategy {name!r} runs backward itself: use automatic optimization"
     elif not plan.capabilities.backward_in_forward:
         problem = (
             f"and under {name!r} a backward within training_step has no effect: gradients are "

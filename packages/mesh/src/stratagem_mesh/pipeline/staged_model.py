@@ -171,7 +171,7 @@ class StagedModel:
                 del part._parameters[key]
                 made = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
                 stands = nn.Parameter(made.expand(parameter.shape), parameter.requires_grad)
-                stands.__dict__.update(  # what user code has marked it with
+                stands.__dict__.update(  # attributes that user code has set
                     (k, v) for k, v in vars(parameter).items() if not k.startswith("_stratagem_")
                 )
                 part.__dict__[key] = stands

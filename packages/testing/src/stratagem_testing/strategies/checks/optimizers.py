@@ -108,7 +108,7 @@ def _under_lite(name: str, about: str, meaning: str, *names: str) -> Callable[[R
 
     def register(run: Run) -> Run:
         def attempt(probe: Probe) -> dict[str, Any]:
-            # By Lite.step alone, there is one optimizer and no backward of one's own.
+            # Lite.step takes one optimizer, and runs backward itself.
             can = probe.target.capabilities()
             tries = can.manual_backward or not can.lite_step
             return probe.attempt(lambda: run(probe)) if tries else {}

@@ -619,7 +619,7 @@ def _judge_round_trip(found: Result) -> None:
         for what, of_first in found.ranks[0]["lives"].items():
             expected = of_first
             if found.capabilities.parameters == "divided" and what == "the buffers":
-                # Those that rank 0 has not are saved by this rank.
+                # This rank saves the buffers that rank 0 lacks.
                 expected = {name: of_first.get(name, v) for name, v in told["lives"][what].items()}
             where = _first_difference(told["live after"][what], expected)
             assert where is None, (
