@@ -385,7 +385,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._owners[_storage(leaf)] = node
         call.leaves.append((tuple(leaf.shape), leaf.dtype, leaf.device))
 
-    def changed(self, model: nn.Module, before: Mapping[nn.Module, Any]) -> list[str]:
+    def changed(self, model: nn.Module, before: Mapping[str, Any]) -> list[str]:
         """Return the names of the attributes and tensors outside of units that this run changed.
 
         Args:
@@ -403,18 +403,18 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [*found, *(["a tensor of the batch"] if written else [])]
 
     def _outside(
-        self, model: nn.Module, before: Mapping[nn.Module, Any]
+        self, model: nn.Module, before: Mapping[str, Any]
     ) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
         """Yield each module outside of units with its attributes, now and before."""
         units = [model.get_submodule(name) for name in self._units]
         inside = {part for unit in units for part in unit.modules()}
         for path, part in model.named_modules():
-            if part not in inside:
-                for held, known in zip((vars(part), part._buffers), before[part], strict=True):
+            if part not in inside and not is_metric(part):
+                for held, known in zip((vars(part), part._buffers), before[path], strict=True):
                     own = {name: held[name] for name in held if name not in _OF_MODULES}
                     yield path, own, known
 
-    def state_set(self, model: nn.Module, before: Mapping[nn.Module, Any]) -> dict[int, State]:
+    def state_set(self, model: nn.Module, before: Mapping[str, Any]) -> dict[int, State]:
         """Return the tensors outside of units that this run set from values of stages.
 
         Args:
@@ -487,9 +487,16 @@ def _held(value: Any, depth: int = 0) -> Iterator[Tensor]:
             yield from _held(one, depth + 1)
 
 
-def attributes_of(model: nn.Module) -> dict[nn.Module, tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the attributes and the buffers of each module, for `DryRun.state_set`."""
-    return {part: (dict(vars(part)), dict(part._buffers)) for part in model.modules()}
+def is_metric(part: nn.Module) -> bool:
+    """Whether a module is a metric of torchmetrics, of which the ranks of one stage have states."""
+    return any(kind.__module__ == "torchmetrics.metric" for kind in type(part).__mro__)
+
+
+def attributes_of(model: nn.Module) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the attributes and the buffers of each module by its name, for `DryRun.state_set`."""
+    # Not by the module: a metric of torchmetrics has another hash after an update.
+    named = model.named_modules()
+    return {name: (dict(vars(part)), dict(part._buffers)) for name, part in named}
 
 
 class _Inside(TorchDispatchMode):  # type: ignore[no-untyped-call]

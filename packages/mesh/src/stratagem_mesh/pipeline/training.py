@@ -18,6 +18,7 @@ from stratagem.errors import UserCodeError
 from stratagem.strategies import MicroBatch, PreparedModel, Strategy, TrainStep
 from stratagem_mesh.context.call import Call, backward_of
 from stratagem_mesh.context.regions import ContextRegions
+from stratagem_mesh.pipeline.dry_run import is_metric
 from stratagem_mesh.pipeline.randomness import UnitStreams, has_dropout
 from stratagem_mesh.pipeline.ranks import PipelineRanks
 from stratagem_mesh.pipeline.run import Transfers, added, run_schedule
@@ -305,7 +306,7 @@ class Pipeline:
         own = {
             f"{path}.{name}" if path else name: repr(value)
             for path, part in self.model.named_modules()
-            if part not in inside
+            if part not in inside and not is_metric(part)
             for name, value in vars(part).items()
             if isinstance(value, (bool, int, float, str)) and not name.startswith("_stratagem")
         }
