@@ -193,7 +193,7 @@ def _series(model: nn.Module) -> list[str]:
 
 
 def blocks_of(model: nn.Module, order: Sequence[str]) -> set[str]:
-    """Return the units that are elements of an outermost list or sequence of blocks.
+    """Return the elements of the outermost lists and sequences of blocks.
 
     Stages begin at these units, unless they are too few.
 

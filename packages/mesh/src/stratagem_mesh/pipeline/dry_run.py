@@ -442,7 +442,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {node.name for node in inputs if node.kind == "parameter"}
 
     def mark_gradients(self, results: Iterable[Tensor]) -> None:
-        """Note that tensors from which no result follows by autograd have no gradient.
+        """Note the tensors without a gradient: no result follows from them by autograd.
 
         Args:
             results: the results of user code; none: it is not known which one is the loss.

@@ -40,7 +40,7 @@ _PIPELINES: WeakKeyDictionary[nn.Module, Pipeline] = WeakKeyDictionary()
 
 @dataclass(eq=False)
 class StagedPrepared(ShardedPrepared):
-    """The stages of a rank as the strategy runs them.
+    """The prepared stages of a rank.
 
     Attributes:
         units: the modules that are compiled, each by itself, if none is sharded.
