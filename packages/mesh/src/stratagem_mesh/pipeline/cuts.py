@@ -195,7 +195,7 @@ def _series(model: nn.Module) -> list[str]:
 def blocks_of(model: nn.Module, order: Sequence[str]) -> set[str]:
     """Return the elements of the outermost lists and sequences of blocks.
 
-    Stages begin at these units, unless they are too few.
+    Stages begin at these units, if there are enough.
 
     Args:
         model: the user's model.

@@ -445,7 +445,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note the tensors without a gradient: no result follows from them by autograd.
 
         Args:
-            results: the results of user code; none: it is not known which one is the loss.
+            results: the results of user code; empty: any tensor may be the loss.
         """
         by_made: dict[Any, list[UnitCall]] = {}
         for call in self.calls:

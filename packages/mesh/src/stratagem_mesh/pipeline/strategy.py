@@ -43,7 +43,7 @@ class StagedPrepared(ShardedPrepared):
     """The prepared stages of a rank.
 
     Attributes:
-        units: the modules that are compiled, each by itself, if none is sharded.
+        units: the modules to compile one by one, in a stage that is not sharded.
     """
 
     units: list[nn.Module]

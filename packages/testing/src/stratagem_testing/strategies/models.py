@@ -397,7 +397,7 @@ class Learner(Module):
         seed: of the weights.
 
     Attributes:
-        losses: of each micro-batch, of this rank; none on the first stages of a pipeline.
+        losses: of each micro-batch, of this rank; empty on the first stages of a pipeline.
         seen: numbers of the samples in each training batch.
         evaluated: (numbers of the samples, sum of their losses) of each evaluation batch.
         modes: whether the model was in training mode, for each micro-batch.
