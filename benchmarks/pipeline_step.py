@@ -8,8 +8,8 @@ between the sleeps alone. The bound is the time of the schedule without transfer
 the host, and with exact sleeps. It prints the median of the steps after the first, from the first
 rank that begins to the last that ends.
 
-The overhead, step - bound over the micro-batches, does not depend on the length of the sleeps: a
-stage that works for 100 ms on a micro-batch has a fifth of the ratio of one that works for 20 ms.
+The overhead is (step - bound) / micro-batches. With longer sleeps it grows less than the bound, so
+that the ratio falls: for stages of other lengths, measure with `--forward`.
 The last column is the part of it by which sleeps took longer than asked for, on the rank with most.
 """
 
