@@ -112,7 +112,8 @@ class Adds(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = self.layers(x)
-        for layer in self.layers:
+        for layer in self.layers.children():
+            assert isinstance(layer, Aux)
             made = made + layer.loss
         return made
 
