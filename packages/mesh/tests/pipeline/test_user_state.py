@@ -16,8 +16,11 @@ import pytest
 import torch
 from fixtures import run_file
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from stratagem import Module, Trainer
 from stratagem.errors import ConfigurationError
+from stratagem_mesh import MeshStrategy
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -282,3 +285,55 @@ def test_all_stages_draw_the_numbers_of_a_micro_batch(schedule: str, found: dict
     drawn = [{tuple(one) for one in of_rank[1]} for of_rank in said["ranks"]]
     assert drawn[0] == drawn[1]
     assert len(drawn[0]) == 12
+
+
+# -- before processes start
+
+
+class Manual(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.manual_backward(self.layers(batch).sum())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Automatic(Manual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = True
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (Manual, {}, "Manual has automatic_optimization=False, and a pipeline decides itself when"),
+        (
+            Automatic,
+            {"pipeline_cuts": ["layers.7"]},
+            "pipeline_cuts has 'layers.7', which Automatic does not have: expected names of",
+        ),
+        (
+            Automatic,
+            {"virtual_stages": 2, "schedule": "interleaved"},
+            r"4 stages, but Automatic has 2 module\(s\) with parameters to divide between them",
+        ),
+    ],
+)
+def test_a_model_is_refused_before_processes_start(
+    model: Callable[[], Any],
+    options: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    strategy = MeshStrategy(pipeline=2, **options)
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False)
+    monkeypatch.setattr(trainer.runtime, "starter", lambda: pytest.fail("ranks were started"))
+    data: Any = torch.ones(4, 4)
+    with pytest.raises(ConfigurationError, match=message):
+        trainer.fit(model(), DataLoader(data, 2))

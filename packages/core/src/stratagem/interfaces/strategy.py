@@ -56,7 +56,7 @@ class Strategy(Stepping, UserNames, ABC):
            be pickled in `setup_environment` or later.
         2. `bind(components)`, before each launch, also in the launching process. It rejects
            unsupported requests, by `check_activation_checkpointing(choice)` among others, and calls
-           `make_ranks()`.
+           `make_ranks()`. A fit calls `check_model(model)` before the launch.
         3. `setup_environment()`, on every rank after the launch. It reads the ranks again, and sets
            up the device and communication. From here on collectives (`ranks.all_reduce`, ...) work.
         4. `setup(trainer)`, at the start of each run of a Trainer.
@@ -277,6 +277,19 @@ class Strategy(Stepping, UserNames, ABC):
         Sharding strategies create parameters on the meta device, or shard each new layer.
         """
         return nullcontext()
+
+    def check_model(self, model: nn.Module) -> None:
+        """Refuse a model that the strategy cannot train; nothing by default.
+
+        `Trainer.fit` calls it before processes start. A model with `configure_model` may lack
+        layers then.
+
+        Args:
+            model: the user's module.
+
+        Raises:
+            ConfigurationError: the strategy cannot train the model.
+        """
 
     def synchronize_batch_norm(self, module: nn.Module) -> None:
         """Make a model's batch norm layers compute their statistics over all ranks, in place.

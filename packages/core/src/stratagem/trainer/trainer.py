@@ -480,6 +480,7 @@ class Trainer(TrainerAttributes):
         check_module(job, makes_optimizers=self.strategy.makes_optimizers)
         if job.stage == "fit":
             self.runtime.divide(job.model)
+            self.strategy.check_model(job.model)
             check_divergence_detection(
                 self.plan, self.strategy.ranks, self.options.detect_divergence
             )

@@ -37,30 +37,14 @@ def find_stages(
         example: an input of the model; None: its own, if it brings one.
 
     Raises:
-        ConfigurationError: the model has fewer units than stages, a cut is no module of the model,
-            the model refuses the example, or a parameter has no shape.
+        ConfigurationError: see `check_stages`; or the model refuses the example.
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
         >>> find_stages(model, 2).cuts
         ('2',)
     """
-    lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
-    if lazy is not None:
-        raise ConfigurationError(
-            f"the parameter {lazy!r} has no shape yet, and stages are found by shapes: call the "
-            "model once before, so that its lazy modules have parameters"
-        )
-    if cuts is not None:
-        _check_cuts(model, count, cuts)
-    series = _series(model)
-    units = _units_of(model, cuts) if cuts is not None else _divisible(model, count, series)
-    if len(units) < count:
-        raise ConfigurationError(
-            f"{count} stages, but {type(model).__name__} has {len(units)} module(s) with "
-            f"parameters to divide between them ({', '.join(map(repr, list(units)[:5]))}): "
-            "expected at least as many as pipeline x virtual_stages. Pass smaller sizes"
-        )
+    units = check_stages(model, count, cuts)
     return divided_by(model, count, _measure(model, units, example), cuts)
 
 
@@ -100,6 +84,41 @@ def divided_by(
         of_units = dict(reversed(of_units.items()))
     parameters, tied = _holders(model, of_units, measured.read)
     return Stages(count, chosen, of_units, parameters, tied, tuple(s / total for s in sums))
+
+
+def check_stages(
+    model: nn.Module, count: int, cuts: Sequence[str] | None = None
+) -> dict[str, nn.Module]:
+    """Return the modules that can be divided between stages, by name.
+
+    Args:
+        model, count, cuts: see `find_stages`.
+
+    Raises:
+        ConfigurationError: the model has fewer units than stages, a cut is no module of the model
+            or the first one, or a parameter has no shape.
+
+    Example:
+        >>> list(check_stages(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), 2))
+        ['0', '2']
+    """
+    lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
+    if lazy is not None:
+        raise ConfigurationError(
+            f"the parameter {lazy!r} has no shape yet, and stages are found by shapes: call the "
+            "model once before, so that its lazy modules have parameters"
+        )
+    if cuts is not None:
+        _check_cuts(model, count, cuts)
+    series = _series(model)
+    units = _units_of(model, cuts) if cuts is not None else _divisible(model, count, series)
+    if len(units) < count:
+        raise ConfigurationError(
+            f"{count} stages, but {type(model).__name__} has {len(units)} module(s) with "
+            f"parameters to divide between them ({', '.join(map(repr, list(units)[:5]))}): "
+            "expected at least as many as pipeline x virtual_stages. Pass smaller sizes"
+        )
+    return units
 
 
 def _lies_in(name: str, outer: str) -> bool:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from stratagem.errors import ConfigurationError
 from stratagem.state import named_state, per_parameter_state
 from stratagem.strategies import Axis, Optimizers, PreparedModel, TrainStep, user_module
-from stratagem_mesh.pipeline.cuts import find_stages
+from stratagem_mesh.pipeline.cuts import check_stages, find_stages
 from stratagem_mesh.pipeline.ranks import PipelineRanks, pipeline_ranks
 from stratagem_mesh.pipeline.schedule import bubble, check_schedule
 from stratagem_mesh.pipeline.training import Pipeline
@@ -145,6 +145,12 @@ class PipelineMesh(MeshStrategy):
         return bubble(self.pipeline, micro_batches, self.virtual_stages)
 
     # -- the model
+
+    def check_model(self, model: nn.Module) -> None:
+        """Refuse manual optimization, and cuts that the model does not have."""
+        _refuse_manual(model)
+        if "configure_model" not in vars(type(model)):  # otherwise layers may be made there
+            check_stages(model, self.pipeline * self.virtual_stages, self.pipeline_cuts)
 
     def divide(self, model: nn.Module) -> None:
         """Find the stages, divide layers over the other axes, and drop the other stages."""
