@@ -253,6 +253,13 @@ def test_state_of_the_last_stage_trains_as_in_one_process(found: dict[str, Any])
 
 
 @pytest.mark.slow
+def test_hooks_call_the_model_without_gradients(found: dict[str, Any]) -> None:
+    expected, own = found["alone"]["Samples"], found["1f1b"]["Samples"]
+    assert len(own["losses"]) == 12 + 4 + 2
+    assert own["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+
+
+@pytest.mark.slow
 def test_state_of_one_stage_that_another_reads_is_refused(found: dict[str, Any]) -> None:
     assert found["1f1b"]["Read"]["error"].startswith(
         "training_step sets 'center' from values of stage 1, and stage 0 reads it in the next "
@@ -312,7 +319,12 @@ class Automatic(Manual):
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (Manual, {}, "Manual has automatic_optimization=False, and a pipeline decides itself when"),
+        (
+            Manual,
+            {},
+            "Manual has automatic_optimization = False, and the strategy 'PipelineMesh' runs "
+            "backward itself: use automatic optimization",
+        ),
         (
             Automatic,
             {"pipeline_cuts": ["layers.7"]},

@@ -71,6 +71,23 @@ class Counts(Centered):
         return super().training_step(batch, batch_idx)
 
 
+class Samples(Centered):
+    """Calls its layers in hooks."""
+
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            self.losses.append(float(self.layers(torch.ones(2, 4)).sum()))
+        self.eval()
+        self.losses.append(float(self.layers[0](torch.ones(2, 4)).sum()))
+        self.train()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if batch_idx % 3 == 2:
+            with torch.no_grad():
+                self.losses.append(float(self.layers(batch).sum()))
+
+
 class Noisy(Centered):
     """Draws numbers before and after its layers."""
 
@@ -89,7 +106,7 @@ def main() -> None:
     path, ranks, schedule = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     found: dict[str, Any] = {}
     virtual = 2 if schedule == "interleaved" else 1
-    for kind in (Centered, Read, Late, Counts, Noisy):
+    for kind in (Centered, Read, Late, Counts, Noisy, Samples):
         torch.set_default_dtype(torch.float64)
         seed_everything(1)
         model = kind()

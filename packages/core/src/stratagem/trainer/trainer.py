@@ -29,6 +29,7 @@ from stratagem.trainer.checks import (
     check_divergence_detection,
     check_folders_before_launch,
     check_launch_arguments,
+    check_manual_optimization,
     check_module,
     check_not_running,
     warn_on_refit,
@@ -481,6 +482,8 @@ class Trainer(TrainerAttributes):
         if job.stage == "fit":
             self.runtime.divide(job.model)
             self.strategy.check_model(job.model)
+            options = self.options.step_options
+            check_manual_optimization(job.model, self.plan, self.strategy, options)
             check_divergence_detection(
                 self.plan, self.strategy.ranks, self.options.detect_divergence
             )

@@ -50,10 +50,6 @@ class StageEnd(BaseException):
     """
 
 
-class StrayCall(Exception):
-    """A call of the model outside of a training step and of an evaluation."""
-
-
 class StagedModel:
     """A model with units that run on one rank each.
 
@@ -65,11 +61,13 @@ class StagedModel:
 
     Attributes:
         placeholders: the ids of the parameters that stand for parameters of other stages.
+        exchange: sends the values of calls outside of training steps; None: they are refused.
         shared: the stages that hold a parameter outside of units, by its name.
     """
 
     def __init__(self, model: nn.Module, stages: Stages) -> None:
         self.placeholders: set[int] = set()
+        self.exchange: Exchange | None = None
         self.shared: dict[str, tuple[int, ...]] = {}
         self._absent: list[tuple[dict[str, Any], str, Tensor]] = []
         """What modules no longer list, with the `_parameters` or `_buffers` of each."""
@@ -78,6 +76,11 @@ class StagedModel:
         self._skeletons = Skeletons(model, stages.units)
         self._all: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()
         self._own: frozenset[int] = frozenset(range(stages.count))
+        self._in_unit = False
+        # The modules with units inside.
+        names = stages.units
+        self._above = {name[:end] for name in names for end, sign in enumerate(name) if sign == "."}
+        self._above.add("")
         self._runs: _Dry | _Forward | _Evaluation | None = None
         self._programs: dict[Any, Program] = {}
         for name in stages.units:
@@ -112,10 +115,13 @@ class StagedModel:
         runs = self._runs
         if runs is not None:
             return runs.call(name, unit, call, args, kwargs)
+        if self._may_evaluate(unit):
+            return self._evaluated(name, unit, call, args, kwargs)
         if self._stages.units[name] not in self._own and self._is_absent(unit):
-            raise StrayCall(
-                f"the module {name!r} of stage {self._stages.units[name]} was called outside of a "
-                "training step and of an evaluation, on a rank that does not have it"
+            raise UserCodeError(
+                f"the module {name!r} of stage {self._stages.units[name]} was called in training "
+                "mode, with gradients, outside of a training step, on a rank that does not have "
+                "it: call the model under torch.no_grad() on all ranks, or in training_step"
             )
         for leaf in leaves_of((args, kwargs)):
             if hasattr(leaf, _RECEIVED):  # a repetition by activation checkpointing
@@ -129,7 +135,21 @@ class StagedModel:
         runs = self._runs
         if isinstance(runs, _Evaluation):
             return runs.top(name, part, call, args, kwargs)
+        if runs is None and name in self._above and self._may_evaluate(part):
+            return self._evaluated(name, part, call, args, kwargs)
         return call(*args, **kwargs)
+
+    def _may_evaluate(self, part: nn.Module) -> bool:
+        """Whether a call outside of steps needs no gradients, as in `on_train_epoch_end`."""
+        needs_gradients = part.training and torch.is_grad_enabled()
+        return self.exchange is not None and not self._in_unit and not needs_gradients
+
+    def _evaluated(self, name: str, part: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call on all ranks, as an evaluation of its own."""
+        assert self.exchange is not None
+        with torch.no_grad(), self.evaluating(self._own, self.exchange):
+            assert isinstance(self._runs, _Evaluation)
+            return self._runs.top(name, part, call, args, kwargs)
 
     def _is_absent(self, unit: nn.Module) -> bool:
         """Whether another rank has the unit; a unit within a unit of this rank is here, too."""
@@ -409,11 +429,11 @@ class _Running(ABC):
             show_to_hooks(unit, args, kwargs, output)
             return output
         staged, before = self._staged, self._staged._runs
-        staged._runs = None
+        staged._runs, staged._in_unit = None, True
         try:
             output = call(*args, **kwargs)
         finally:
-            staged._runs = before
+            staged._runs, staged._in_unit = before, False
         of_outputs = run.outputs.get(place)
         if of_outputs:
             made = leaves_of(output)
@@ -534,9 +554,9 @@ class _Evaluation(_Running):
             return call(*args, **kwargs)
         staged = self._staged
         if torch.is_grad_enabled() and part.training:
-            raise StrayCall(
+            raise UserCodeError(
                 f"{name or type(part).__name__!r} was called in training mode, with gradients, "
-                "outside of a training step"
+                "outside of a training step: call it under torch.no_grad(), or in training_step"
             )
         _refuse_caches(name, (args, kwargs))
         key = "call", name, part.training, _shapes((args, kwargs))

@@ -147,8 +147,7 @@ class PipelineMesh(MeshStrategy):
     # -- the model
 
     def check_model(self, model: nn.Module) -> None:
-        """Refuse manual optimization, and cuts that the model does not have."""
-        _refuse_manual(model)
+        """Refuse cuts that the model does not have."""
         if "configure_model" not in vars(type(model)):  # otherwise layers may be made there
             check_stages(model, self.pipeline * self.virtual_stages, self.pipeline_cuts)
 

@@ -227,6 +227,7 @@ class Pipeline:
     def train(self, prepared: PreparedModel, step: TrainStep, micro_batches: Sequence[Any]) -> None:
         """Run forward and backward of all micro-batches, and reduce gradients once."""
         self._report_step(self._transfers.doing)
+        self.staged.exchange = None
         opened = [step.open(each) for each in micro_batches]
         self._step = work = _StageSteps(self, prepared, step, opened)
         try:
@@ -252,6 +253,7 @@ class Pipeline:
             self._streams.end_step(ranks if last else None)
         finally:
             self._step = None
+        self.staged.exchange = self._transfers.share
         for each in opened:
             each.end()
 
