@@ -853,8 +853,12 @@ def test_an_engine_with_lite_step_trains_under_lite_by_it_alone() -> None:
     lite.launch()
     net = nn.Linear(1, 1)
     model, _ = lite.setup(net, SGD(net.parameters(), lr=0.1))
-    steps = [lite.step(model, [torch.ones(1, 1)], lambda x: model(x).square()) for _ in range(2)]
-    assert steps[0] > steps[1]
+    first, second = (
+        lite.step(model, [torch.ones(1, 1)], lambda x: model(x).square()) for _ in range(2)
+    )
+    assert first is not None
+    assert second is not None
+    assert first > second
     assert refused(lambda: lite.backward(model(torch.ones(1, 1)).sum())) == (
         "the strategy 'Engine' runs backward itself (manual_backward=False in its capabilities), "
         "so that a loop of your own cannot train with it: use lite.step, the Trainer, or another "

@@ -279,10 +279,10 @@ class Strategy(Stepping, UserNames, ABC):
         return nullcontext()
 
     def check_model(self, model: nn.Module) -> None:
-        """Refuse a model that the strategy cannot train; nothing by default.
+        """Refuse a model that the strategy cannot train; by default, refuse nothing.
 
         `Trainer.fit` calls it before processes start. A model with `configure_model` may lack
-        layers then.
+        layers at this time.
 
         Args:
             model: the user's module.

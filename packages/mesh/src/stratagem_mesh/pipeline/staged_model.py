@@ -61,7 +61,7 @@ class StagedModel:
 
     Attributes:
         placeholders: the ids of the parameters that stand for parameters of other stages.
-        exchange: sends the values of calls outside of training steps; None: they are refused.
+        exchange: the exchange of values in calls outside of training steps; None: it refuses them.
         shared: the stages that hold a parameter outside of units, by its name.
     """
 

@@ -147,9 +147,20 @@ class PipelineMesh(MeshStrategy):
     # -- the model
 
     def check_model(self, model: nn.Module) -> None:
-        """Refuse cuts that the model does not have."""
-        if "configure_model" not in vars(type(model)):  # otherwise layers may be made there
+        """Refuse cuts that the model does not have, and other stages than it has."""
+        self._check_count(model)
+        is_whole = model not in _PIPELINES and "configure_model" not in vars(type(model))
+        if is_whole:
             check_stages(model, self.pipeline * self.virtual_stages, self.pipeline_cuts)
+
+    def _check_count(self, model: nn.Module) -> None:
+        before, count = _PIPELINES.get(model), self.pipeline * self.virtual_stages
+        if before is not None and before.stages.count != count:
+            raise ConfigurationError(
+                f"{type(before.model).__name__} was divided into {before.stages.count} stages "
+                f"before, and pipeline={self.pipeline} x virtual_stages={self.virtual_stages} is "
+                f"{count}: expected the same sizes, or a new model"
+            )
 
     def divide(self, model: nn.Module) -> None:
         """Find the stages, divide layers over the other axes, and drop the other stages."""
@@ -192,13 +203,7 @@ class PipelineMesh(MeshStrategy):
         Raises:
             ConfigurationError: the model was divided into another number of stages before.
         """
-        before, count = _PIPELINES.get(user_module(module)), self.pipeline * self.virtual_stages
-        if before is not None and before.stages.count != count:
-            raise ConfigurationError(
-                f"{type(before.model).__name__} was divided into {before.stages.count} stages "
-                f"before, and pipeline={self.pipeline} x virtual_stages={self.virtual_stages} is "
-                f"{count}: expected the same sizes, or a new model"
-            )
+        self._check_count(user_module(module))
         prepared = super().prepare(module, optimizers, move_to_device=move_to_device)
         self._replicated = []  # a pipeline averages their gradients itself
         pipeline, root = self._of(prepared.original), prepared.module
