@@ -807,7 +807,7 @@ class ReturnsHandles(nn.Module):
             ["layers.1"],
             ConfigurationError,
             r"user code reads the parameter 'layers.0.\w+', which stage 1 does not have, but "
-            "stage 0: expected that a parameter is read by its own module; for a penalty on",
+            "stage 0: expected that a parameter is read by its own module: call the module",
         ),
         (
             Hidden,

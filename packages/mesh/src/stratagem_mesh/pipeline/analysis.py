@@ -300,11 +300,16 @@ class _Walk:
             units = [unit for unit in self._stages.units if node.name.startswith(f"{unit}.")]
             holders = tuple(sorted({self._stages.units[unit] for unit in units}))
         if self._stage not in holders:
+            advice = "call the module, not its forward or an operation on its weight"
+            if kind == "parameter":
+                advice += (
+                    "; for a penalty on weights, use weight_decay of the optimizer; or pass an "
+                    "example_input, by which all stages hold the parameter"
+                )
             raise ConfigurationError(
                 f"user code reads the {kind} {node.name!r}, which stage {self._stage} does not "
                 f"have, but {' and '.join(f'stage {s}' for s in holders)}: expected that a "
-                f"{kind} is read by its own module; for a penalty on weights, use weight_decay "
-                "of the optimizer"
+                f"{kind} is read by its own module: {advice}"
             )
 
     def _check_state(self, node: Node) -> None:
