@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/src"))
 
-MOST_LINES = 20_788
+MOST_LINES = 20_789
 MOST_FILES = 13
 MOST_FILLER = 0.06
 MOST_FILLER_OF_ARGS = 0.02

@@ -300,7 +300,8 @@ def test_manual_optimization_clips_and_accumulates_by_itself() -> None:
 
     assert configuration(lambda: trainer(strategy=Engine()).fit(Manual(), loader())) == (
         "Manual has automatic_optimization = False, and the strategy 'Engine' runs backward "
-        "itself: use automatic optimization"
+        "itself: use automatic optimization, and one "
+        "optimizer with parameter groups"
     )
 
     class Sharding(SingleDeviceStrategy):

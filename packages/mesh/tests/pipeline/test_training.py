@@ -89,7 +89,8 @@ def test_user_code_that_runs_backward_or_has_no_loss_is_refused_on_each_rank(
         )
         assert of_rank["refused"] == (
             "ConfigurationError: Manual has automatic_optimization = False, and the strategy "
-            "'PipelineMesh' runs backward itself: use automatic optimization"
+            "'PipelineMesh' runs backward itself: use automatic optimization, and one "
+            "optimizer with parameter groups"
         )
 
 

@@ -282,7 +282,8 @@ def check_manual_optimization(
         return
     name, problem = plan.strategy.name, ""
     if not plan.capabilities.manual_backward:
-        problem = f"and the strategy {name!r} runs backward itself: use automatic optimization"
+        advice = "use automatic optimization, and one optimizer with parameter groups"
+        problem = f"and the strategy {name!r} runs backward itself: {advice}"
     elif not plan.capabilities.backward_in_forward:
         problem = (
             f"and under {name!r} a backward within training_step has no effect: gradients are "
