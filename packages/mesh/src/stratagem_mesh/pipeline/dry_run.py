@@ -396,8 +396,10 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found: dict[str, None] = {}
         for path, held, known in self._outside(model, before):
             for name, value in held.items():
-                is_plain = isinstance(value, (bool, int, float, str, Tensor))
-                if (is_plain and value is not known.get(name)) or id(value) in written:
+                old = known.get(name)
+                is_new = isinstance(value, Tensor) and value is not old
+                is_new |= isinstance(value, (bool, int, float, str)) and value != old
+                if is_new or id(value) in written:
                     found[f"{path}.{name}" if path else name] = None
                     written.discard(id(value))
         return [*found, *(["a tensor of the batch"] if written else [])]
