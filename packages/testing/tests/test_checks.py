@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from _thread import start_new_thread
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,11 @@ load_checks()
 TARGET = Target(strategy="single_device")
 
 
-def result(check: str, *ranks: Any, reference: Any = None) -> partial[None]:
+def result(check: str, *ranks: Any, reference: Any = None, **declared: Any) -> partial[None]:
     """Return what judges a check by what ranks have told."""
     found = Result(
         target=TARGET,
-        capabilities=TARGET.capabilities(),
+        capabilities=replace(TARGET.capabilities(), **declared),
         ranks=list(ranks),
         reference=reference,
     )
@@ -85,6 +86,71 @@ def test_a_precision_that_the_accelerator_cannot_do_is_no_fault_of_the_strategy(
     result("precisions/bf16-mixed", told, reference=reference)()
     with pytest.raises(AssertionError, match="the capabilities take precision='bf16-mixed'"):
         result("precisions/bf16-mixed", {**told, "autocasts": True}, reference=reference)()
+
+
+START, BEFORE, AFTER, END = (
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_after_backward",
+    "on_train_batch_end",
+)
+STEP = ["on_before_optimizer_step", "on_before_zero_grad"]
+IN_TURN = {"called": [*(START, BEFORE, AFTER, END), *(START, BEFORE, AFTER), *STEP, END]}
+
+
+def test_hooks_of_overlapping_micro_batches_keep_their_order_in_each() -> None:
+    overlapping = [*(START, START, BEFORE, AFTER, BEFORE, END, AFTER), *STEP, END]
+    told = {"called": overlapping, "overlaps": True}
+    result("data/hooks", told, reference=IN_TURN)()
+    with pytest.raises(AssertionError, match="hooks are called otherwise on rank 0: in the order"):
+        result("data/hooks", {**told, "overlaps": False}, reference=IN_TURN)()
+    for wrong in (
+        [*(START, BEFORE, AFTER, START, AFTER, BEFORE, END), *STEP, END],
+        [*(START, BEFORE, AFTER, START, BEFORE, AFTER), *STEP, END, END],
+    ):
+        with pytest.raises(AssertionError, match="on rank 0: in the order"):
+            result("data/hooks", {**told, "called": wrong}, reference=IN_TURN)()
+
+
+def test_ranks_with_different_parameters_may_refuse_models_of_one_module_only() -> None:
+    text = "2 stages, but Learner has 1 module(s) with parameters to divide ('net.last')"
+    told = {"refused": {"kind": "ConfigurationError", "text": text}}
+    result("losses/complex", told, parameters="divided")()
+    result("steps/large model", told, parameters="divided")()
+    for check, declared in (
+        ("losses/dense", {"parameters": "divided"}),
+        ("losses/scalar", {"parameters": "divided"}),
+        ("steps/gradient", {"parameters": "divided"}),
+        ("steps/large model", {}),
+        ("losses/complex", {}),
+    ):
+        with pytest.raises(AssertionError, match="ConfigurationError"):
+            result(check, told, **declared)()
+
+
+def test_no_rank_that_computes_losses_may_leave_some_out_after_a_release() -> None:
+    def told(losses: list[float]) -> dict[str, Any]:
+        run = {"losses": len(losses), "steps": 2}
+        same: dict[str, Any] = {"shard": [0, 1], "said": None, "before": {}, "after": {}}
+        return {**same, "run": run, "losses": losses}
+
+    both, one, none = told([1.0, 2.0]), told([1.0]), told([])
+    result("life/bound again", both, none, parameters="divided")()
+    for ranks, declared in (
+        ((both, none), {}),
+        ((both, one), {"parameters": "divided"}),
+        ((none, none), {"parameters": "divided"}),
+    ):
+        with pytest.raises(AssertionError, match="after the release of another model"):
+            result("life/bound again", *ranks, **declared)()
+
+
+def test_a_loop_without_lite_step_is_refused_where_only_lite_step_trains() -> None:
+    declared = {"manual_backward": False, "lite_step": True}
+    refused = {"refused": {"kind": "UserCodeError", "text": "outside of a training step"}}
+    result("optimizers/two", refused, refused, **declared)()
+    with pytest.raises(AssertionError, match=r"was not refused on rank\(s\) \[1\]"):
+        result("optimizers/two", refused, {"refused": None}, **declared)()
 
 
 def test_a_thread_that_python_only_knows_from_outside_is_nothing_left_behind() -> None:

@@ -198,15 +198,19 @@ def judge_refusal_of_model(found: Result, names: tuple[str, ...]) -> None:
         )
 
 
-def is_indivisible(found: Result) -> bool:
-    """Whether each rank refused a model, with a part's name, that has too few parts for them all.
+ONE_MODULE = ("complex", "large")
+"""The models with one module that has parameters: ranks have nothing to divide."""
+
+
+def is_indivisible(found: Result, model: str) -> bool:
+    """Whether each rank refused a model of one module, by the name of a module.
 
     Only a strategy whose ranks have different parts may do so.
     """
+    if found.capabilities.parameters != "divided" or model not in ONE_MODULE:
+        return False
     said = [told["refused"] or {"kind": "", "text": ""} for told in found.ranks]
-    return found.capabilities.parameters == "divided" and all(
-        one["kind"] == "ConfigurationError" and "'net" in one["text"] for one in said
-    )
+    return all(one["kind"] == "ConfigurationError" and "'net" in one["text"] for one in said)
 
 
 def judge_accepted(found: Result, what: str) -> None:

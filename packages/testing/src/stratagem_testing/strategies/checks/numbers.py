@@ -62,7 +62,7 @@ def _register_model(model: str) -> None:
         options["max_epochs"] = 8
 
     def judge(found: Result) -> None:
-        if is_indivisible(found):
+        if is_indivisible(found, model):
             return
         if model in REFUSABLE and any(told["refused"] for told in found.ranks):
             judge_refusal_of_model(found, REFUSABLE[model])

@@ -346,7 +346,7 @@ def _register(
                 "engine_clips=True",
                 "gradient_clip_algorithm",
             )
-        elif not is_indivisible(found):
+        elif not is_indivisible(found, of_step.get("model", "dense")):
             judge_accepted(found, f"a step of {count} micro-batch(es) with {options}")
             _judge_step(found, count, algorithm)
 
