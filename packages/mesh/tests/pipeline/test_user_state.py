@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from stratagem import Module, Trainer
 from stratagem.errors import ConfigurationError
 from stratagem_mesh import MeshStrategy
+from stratagem_mesh.pipeline.cuts import divided_copies, find_stages
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -221,9 +222,7 @@ def trained(model: Any, batch: Tensor) -> Tensor:
 
 def test_a_buffer_that_the_last_stage_sets_is_sent_to_the_others() -> None:
     for program in programs(user_state.Centered(), "layers.2", trained):
-        assert [(str(one), one.stage, one.is_shared) for one in program.state] == [
-            ("center", 1, True)
-        ]
+        assert [(str(one), one.is_shared) for one in program.state] == [("center", True)]
 
 
 @pytest.fixture(scope="module")
@@ -243,8 +242,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 
 @pytest.mark.slow
-def test_state_of_the_last_stage_trains_as_in_one_process(found: dict[str, Any]) -> None:
-    expected, own = found["alone"]["Centered"], found["1f1b"]["Centered"]
+@pytest.mark.parametrize("name", ["Centered", "Scaled"])
+def test_state_of_the_last_stage_trains_as_in_one_process(name: str, found: dict[str, Any]) -> None:
+    expected, own = found["alone"][name], found["1f1b"][name]
     assert own["losses"] == pytest.approx(expected["losses"], rel=1e-12)
     center = expected["ranks"][0][0]
     for of_rank, _ in own["ranks"]:
@@ -260,10 +260,11 @@ def test_hooks_call_the_model_without_gradients(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_state_of_one_stage_that_another_reads_is_refused(found: dict[str, Any]) -> None:
-    assert found["1f1b"]["Read"]["error"].startswith(
-        "training_step sets 'center' from values of stage 1, and stage 0 reads it in the next "
-        "micro-batch, before it has them: expected that the stage alone that computes a state"
+@pytest.mark.parametrize("name", ["Read", "ReadScaled"])
+def test_state_of_one_stage_that_another_reads_is_refused(name: str, found: dict[str, Any]) -> None:
+    assert found["1f1b"][name]["error"].startswith(
+        "training_step sets 'center' from results of modules, or after them, and stage 0 reads it "
+        "in the next micro-batch, before the last stage has set it: expected that code after the"
     )
 
 
@@ -273,6 +274,17 @@ def test_an_attribute_of_one_stage_alone_is_reported(found: dict[str, Any]) -> N
     assert said.startswith(
         "scale of Late: attributes that differ between the stages of a pipeline, since "
         "training_step sets them after the last module of some stages"
+    )
+
+
+@pytest.mark.slow
+def test_a_teacher_in_another_stage_is_reported(found: dict[str, Any]) -> None:
+    expected, own = found["alone"]["Taught"], found["1f1b"]["Taught"]
+    assert own["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+    (said,) = own["warned"]
+    assert said.startswith(
+        "'teacher' of Taught is a frozen copy of 'layers', and the stages of a pipeline have other "
+        "parameters of the two"
     )
 
 
@@ -349,3 +361,20 @@ def test_a_model_is_refused_before_processes_start(
     data: Any = torch.ones(4, 4)
     with pytest.raises(ConfigurationError, match=message):
         trainer.fit(model(), DataLoader(data, 2))
+
+
+def test_a_frozen_copy_in_other_stages_is_found() -> None:
+    def made(*, frozen: bool = True) -> Any:
+        layers = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
+        layers[1].requires_grad_(not frozen)
+        return nn.ModuleDict({"net": layers[0], "teacher": layers[1]})
+
+    def found(model: nn.Module, *cuts: str) -> Any:
+        return divided_copies(model, find_stages(model, len(cuts) + 1, list(cuts)))
+
+    assert found(made(), "teacher") == [("net", "teacher")]
+    assert found(made(), "teacher.1") == [("net", "teacher")]
+    assert found(made(frozen=False), "teacher") == []
+    other = made()
+    other["teacher"][1] = nn.Linear(4, 3).requires_grad_(False)
+    assert found(other, "teacher") == []

@@ -5,6 +5,7 @@ Writes OUT: the losses, the state, the random numbers of each stage, the warning
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import warnings
@@ -41,6 +42,23 @@ class Centered(Module):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Scaled(Centered):
+    """Sets a buffer by the batch after its layers."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        output = self.layers(batch)
+        loss = (output - self.center).square().mean()
+        self.center = 0.5 * self.center + batch.mean(0)
+        return loss
+
+
+class ReadScaled(Scaled):
+    """The first stage reads the buffer."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch + self.center, batch_idx)
 
 
 class Read(Centered):
@@ -88,6 +106,21 @@ class Samples(Centered):
                 self.losses.append(float(self.layers(batch).sum()))
 
 
+class Taught(Centered):
+    """Has a teacher in the other stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.layers).requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            target = self.teacher(batch)
+        return (
+            super().training_step(batch, batch_idx) + (self.layers(batch) - target).square().sum()
+        )
+
+
 class Noisy(Centered):
     """Draws numbers before and after its layers."""
 
@@ -106,7 +139,7 @@ def main() -> None:
     path, ranks, schedule = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     found: dict[str, Any] = {}
     virtual = 2 if schedule == "interleaved" else 1
-    for kind in (Centered, Read, Late, Counts, Noisy, Samples):
+    for kind in (Centered, Scaled, Read, ReadScaled, Late, Counts, Noisy, Samples, Taught):
         torch.set_default_dtype(torch.float64)
         seed_everything(1)
         model = kind()

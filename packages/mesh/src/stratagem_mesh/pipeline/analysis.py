@@ -313,11 +313,12 @@ class _Walk:
             )
 
     def _check_state(self, node: Node) -> None:
-        if node.stage != self._stage:
+        last = self._stages.count - 1
+        if self._stage != last:
             raise ConfigurationError(
-                f"training_step sets {node.name!r} from values of stage {node.stage}, and stage "
-                f"{self._stage} reads it in the next micro-batch, before it has them: expected "
-                "that the stage alone that computes a state reads it. Set it in "
+                f"training_step sets {node.name!r} from results of modules, or after them, and "
+                f"stage {self._stage} reads it in the next micro-batch, before the last stage has "
+                "set it: expected that code after the last module alone reads it. Set it in "
                 "on_train_batch_end, from values that each rank has, such as the loss"
             )
 

@@ -387,6 +387,39 @@ def _balanced(measured: Measured, count: int, elements: Collection[str]) -> list
 # -- parameters
 
 
+def divided_copies(model: nn.Module, stages: Stages) -> list[tuple[str, str]]:
+    """Return modules and their frozen copies that have other stages, such as a teacher.
+
+    User code that goes through the parameters of both in pairs would meet others on each stage.
+
+    Args:
+        model: the user's model, whole.
+        stages: the division.
+
+    Example:
+        >>> net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(2)])
+        >>> copy = nn.Sequential(*[nn.Linear(4, 4) for _ in range(2)]).requires_grad_(False)
+        >>> model = nn.ModuleDict({"net": net, "teacher": copy})
+        >>> divided_copies(model, find_stages(model, 2, ["teacher"]))
+        [('net', 'teacher')]
+    """
+    by_shape: dict[Any, list[tuple[str, bool, list[Any]]]] = {}
+    for name, part in model.named_children():
+        named = dict(part.named_parameters())
+        shapes = tuple((key, tuple(parameter.shape)) for key, parameter in named.items())
+        learns = any(parameter.requires_grad for parameter in named.values())
+        held = [stages.parameters.get(f"{name}.{key}") for key in named]
+        if shapes:
+            by_shape.setdefault(shapes, []).append((name, learns, held))
+    return [
+        (trained, frozen)
+        for alike in by_shape.values()
+        for trained, learns, held in alike
+        for frozen, other_learns, other_held in alike
+        if learns and not other_learns and held != other_held
+    ]
+
+
 def _holders(
     model: nn.Module, of_units: Mapping[str, int], read: Collection[str]
 ) -> tuple[dict[str, tuple[int, ...]], tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]]:

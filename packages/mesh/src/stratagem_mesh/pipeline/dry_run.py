@@ -57,7 +57,7 @@ class Node:
         kind: "output" of a unit, or of an "operation" of user code; "inner": a tensor of a unit's
             forward that is not returned; "changed": an argument that a unit has changed; a
             "parameter" or buffer of a unit; "state": a tensor that user code has set from values of
-            a stage in the micro-batch before.
+            stages in the micro-batch before.
         stage: the newest stage that it follows from; -1: no stage.
         time: the index of the operation or call.
         inputs: the tensors that it follows from, of an operation.
@@ -121,18 +121,18 @@ class UnitCall:
 
 @dataclass(frozen=True)
 class State:
-    """A tensor outside of units that user code sets from values of a stage.
+    """A tensor outside of units that user code sets from values of stages.
+
+    The last stage runs user code to its end, with all values, so that it has the tensor.
 
     Attributes:
         part, name: the name of its module, and of the attribute.
-        stage: the stage that has the values.
         is_shared: whether the attribute was a tensor of this shape before the run, such as a
             buffer: other stages receive it after the step.
     """
 
     part: str
     name: str
-    stage: int
     is_shared: bool
 
     def __str__(self) -> str:
@@ -186,8 +186,10 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The output of a unit that has a storage."""
         self._before: list[tuple[Tensor, Tensor]] = []
         """The values of the batch and the model that user code changes in place."""
-        self._made: set[int] = set()
-        """The storages that user code has made."""
+        self._made: dict[int, int] = {}
+        """The times at which user code has made storages that follow from no unit."""
+        self._written_at: dict[int, int] = {}
+        """The times of the latest changes of tensors that existed before, by their ids."""
         self._in_unit = False
         self._time = 0
         self._numbers: dict[str, int] = {}
@@ -226,7 +228,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             known = {_storage(leaf) for leaf in given}
             for leaf in leaves:
                 if leaf.layout is torch.strided and (key := _storage(leaf)) not in known:
-                    self._made.add(key)
+                    self._made[key] = self._time
                     self._storages.append(leaf.untyped_storage())
         return output
 
@@ -255,6 +257,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         has_values = not tensor.is_meta and not isinstance(tensor, FakeTensor)
         if has_values and _storage(tensor) not in self._made:
             self._before.append((tensor, tensor.detach().clone()))
+            self._written_at[id(tensor)] = self._time
 
     def restore(self) -> None:
         """Undo the changes of tensors that existed before."""
@@ -270,7 +273,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._nodes[tensor] = node
         elif node is None and id(tensor) in self._state:
             state = self._state[id(tensor)]
-            node = Node("state", state.stage, 0, name=str(state), place=state.name)
+            node = Node("state", -1, 0, name=str(state))
             self._nodes[tensor] = node
         found = [] if node is None else [node]
         if self._written and tensor.layout is torch.strided:
@@ -417,7 +420,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     yield path, own, known
 
     def state_set(self, model: nn.Module, before: Mapping[str, Any]) -> dict[int, State]:
-        """Return the tensors outside of units that this run set from values of stages.
+        """Return the tensors outside of units that this run set from values of stages, or late.
 
         Args:
             model: the user's model.
@@ -427,15 +430,19 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             The attributes, by the id of the tensor.
         """
         found: dict[int, State] = {}
+        # Stages that end before do not run later operations.
+        cut = min((call.time for call in self.calls if call.stage > 0), default=self._time)
         for path, held, known in self._outside(model, before):
             for name, value in held.items():
                 old = known.get(name)
                 for tensor in _held(value):
                     nodes = [node for node in self.nodes(tensor) if node.kind != "parameter"]
-                    stage = max((node.stage for node in nodes), default=-1)
-                    if stage >= 0:
+                    time = self._written_at.get(id(tensor), 0)
+                    if value is not old and tensor.layout is torch.strided:
+                        time = max(time, self._made.get(_storage(tensor), 0))
+                    if time > cut or any(node.stage >= 0 for node in nodes):
                         is_shared = isinstance(old, Tensor) and old.shape == tensor.shape
-                        found[id(tensor)] = State(path, name, stage, is_shared)
+                        found[id(tensor)] = State(path, name, is_shared)
         return found
 
     def read_parameters(self) -> set[str]:

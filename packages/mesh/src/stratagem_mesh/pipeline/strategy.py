@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from stratagem.errors import ConfigurationError
 from stratagem.state import named_state, per_parameter_state
 from stratagem.strategies import Axis, Optimizers, PreparedModel, TrainStep, user_module
-from stratagem_mesh.pipeline.cuts import check_stages, find_stages
+from stratagem_mesh.pipeline.cuts import check_stages, divided_copies, find_stages
 from stratagem_mesh.pipeline.ranks import PipelineRanks, pipeline_ranks
 from stratagem_mesh.pipeline.schedule import bubble, check_schedule
 from stratagem_mesh.pipeline.training import Pipeline
@@ -168,6 +168,14 @@ class PipelineMesh(MeshStrategy):
         stages = find_stages(
             model, self.pipeline * self.virtual_stages, self.pipeline_cuts, self.example_input
         )
+        for name, copy in divided_copies(model, stages) if self.ranks.is_global_zero else ():
+            warnings.warn(
+                f"{copy!r} of {type(model).__name__} is a frozen copy of {name!r}, and the stages "
+                "of a pipeline have other parameters of the two. Code that goes through both in "
+                "pairs, as a moving average does, would pair others: use EMAWeightAveraging, or "
+                "average by names",
+                stacklevel=2,
+            )
         pipeline = Pipeline(model, stages, self._pipeline_ranks, self.schedule, self.virtual_stages)
         _PIPELINES[model] = self._building = pipeline
         super().divide(model)

@@ -282,17 +282,17 @@ class Pipeline:
             )
 
     def _share_state(self, programs: Sequence[Program]) -> None:
-        """Give all stages the state that user code has set from values of one, such as a buffer."""
+        """Give all stages the state that user code has set on the last one, such as a buffer."""
         ranks = self._ranks
         for state in dict.fromkeys(one for program in programs for one in program.state):
             if not state.is_shared:
                 continue
             part = self.model.get_submodule(state.part)
             held = getattr(part, state.name).detach()
-            position = state.stage % ranks.count
-            shared = held.clone() if position == ranks.position else torch.empty_like(held)
-            dist.broadcast(shared, ranks.column[position], ranks.groups[0])
-            if position == ranks.position:
+            last = ranks.count - 1
+            shared = held.clone() if ranks.position == last else torch.empty_like(held)
+            dist.broadcast(shared, ranks.column[last], ranks.groups[0])
+            if ranks.position == last:
                 continue
             if held.is_contiguous():
                 held.copy_(shared)

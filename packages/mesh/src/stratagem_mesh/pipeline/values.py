@@ -42,7 +42,7 @@ class Program:
 
     Attributes:
         values: the values, in the order of their computation.
-        state: the attributes that user code sets from values of a stage; see `State`.
+        state: the attributes that user code sets from values of stages; see `State`.
         draws: whether user code draws random numbers.
         draws_after_cut: whether it does so after the first call of a unit that is not in stage 0.
             Stages that end before do not draw them.
