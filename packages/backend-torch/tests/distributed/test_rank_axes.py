@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
+import torch.distributed as dist
 from fixtures import run_file
+
+from stratagem.environments import PlainEnvironment
+from stratagem.strategies import ProcessGroupRanks
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "rank_axes.py"
 
@@ -60,3 +66,22 @@ def test_reports_of_hangs_name_what_ranks_have_in_common(tmp_path: Path) -> None
     done = run_file(SCRIPT, "hangs", folder=tmp_path, expect=1)
     assert "ranks 1, 3 (tensor 1): in barrier, at" in done.stderr
     assert "ranks 0, 2 (tensor 0): in " in done.stderr
+
+
+def test_groups_of_some_ranks_are_made_once_and_end_with_the_default_group(tmp_path: Path) -> None:
+    for number in range(2):  # a default group after another
+        file = (tmp_path / str(number)).as_uri()
+        dist.init_process_group("gloo", init_method=file, rank=0, world_size=1)
+        groups = []
+        try:
+            for _ in range(2):  # two strategies
+                ranks = ProcessGroupRanks(PlainEnvironment(), 2)
+                ranks.connect([0])
+                with ranks.among([0]):
+                    groups.append(ref(dist.group.WORLD))
+            assert groups[0]() is groups[1]() is not dist.group.WORLD
+        finally:
+            dist.destroy_process_group()
+        del ranks
+        gc.collect()
+        assert [group() for group in groups] == [None, None]

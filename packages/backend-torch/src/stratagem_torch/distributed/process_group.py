@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -333,7 +334,7 @@ class ProcessGroupRanks(Ranks):
         """Make a process group of these ranks, which is kept; see `Ranks.connect`."""
         if tuple(members) not in self._groups and len(members) < self.world_size:
             timeout = None if _statuses is None else timedelta(seconds=_statuses.timeout)
-            self._groups[tuple(members)] = _group_of(tuple(members), timeout, dist.group.WORLD)
+            self._groups[tuple(members)] = _group_of(tuple(members), timeout)
 
     @contextmanager
     def among(self, members: Sequence[int]) -> Iterator[None]:
@@ -469,13 +470,17 @@ class ProcessGroupRanks(Ranks):
             _statuses.within = doing
 
 
-@lru_cache
-def _group_of(
-    members: tuple[int, ...], timeout: timedelta | None, world: dist.ProcessGroup | None
-) -> dist.ProcessGroup | None:
+def _group_of(members: tuple[int, ...], timeout: timedelta | None) -> Any:
     """Return a group of some ranks; one for all strategies of a process."""
-    made: dist.ProcessGroup | None = dist.new_group(list(members), timeout=timeout)
-    return made
+    made = _made.setdefault(dist.group.WORLD, {})
+    key = members, timeout
+    if key not in made:
+        made[key] = dist.new_group(list(members), timeout=timeout)
+    return made[key]
+
+
+_made: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+"""The groups of some ranks, for each default group: they have threads, which end with it."""
 
 
 _PREFIX = 8
