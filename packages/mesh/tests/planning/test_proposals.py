@@ -14,6 +14,7 @@ from torch import nn
 from stratagem.errors import ConfigurationError
 from stratagem_mesh import MeshStrategy
 from stratagem_mesh.pipeline.cuts import find_stages
+from stratagem_mesh.planning.choice import measure
 from stratagem_mesh.planning.sizes import Limits, Sizes, all_sizes
 from stratagem_mesh.planning.stages import stages_of
 from stratagem_mesh.planning.time import Links
@@ -134,7 +135,8 @@ def test_shards_alone_are_taken_where_they_fit() -> None:
     )
     assert "divide between 64 ranks; a rank holds 20.12 GiB of the 71.00 GiB" in said
     assert "no tensor: with it a batch takes" in reason(found, "tensor")
-    assert "longer at best (shard 32 x tensor 2)" in reason(found, "tensor")
+    said = "longer at best (shard 32 x tensor 2, 6% of it in all-reduces of activations)"
+    assert said in reason(found, "tensor")
 
 
 def test_activations_that_do_not_fit_are_divided_and_the_reason_says_their_size() -> None:
@@ -142,7 +144,8 @@ def test_activations_that_do_not_fit_are_divided_and_the_reason_says_their_size(
     assert found.arguments == {"tensor": 2}
     said = reason(found, "tensor")
     assert said.startswith("tensor 2: ranks of a node compute 32 of 64 heads; without it the least")
-    assert "is 110.12 GiB on a rank (shard 64)" in said
+    assert "is 110.12 GiB on a rank (shard 64); of a larger size a batch takes " in said
+    assert "longer at best (shard 16 x tensor 4, " in said
     assert reason(found, "context") == "no context: context=2, but no"
 
 
@@ -213,15 +216,22 @@ def test_sizes_keep_heads_whole_and_stay_on_a_node() -> None:
 
 
 class Blocks(nn.Module):
-    """An embedding, 16 blocks and a head, of one gibibyte each."""
+    """An embedding, 16 blocks and a head for one of two tokens, of one gibibyte each."""
 
     def __init__(self) -> None:
         super().__init__()
         self.config = SimpleNamespace(num_attention_heads=HEADS)
+        self.example_input_array = torch.zeros(1, 2, dtype=torch.int64)
         with torch.device("meta"):
             self.embedding = nn.Embedding(2**14, 2**14)
             self.blocks = nn.ModuleList(nn.Linear(2**14, 2**14, bias=False) for _ in range(16))
             self.head = nn.Linear(2**14, 2**14, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        hidden = self.embedding(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden[:, -1:])
 
 
 def rows(activations: int = GIB) -> list[Any]:
@@ -354,6 +364,18 @@ def test_a_plan_and_a_pipeline_have_equal_stages() -> None:
         cuts = find_stages(model, count, example=example).cuts
         starts = [str(stage.parts.start) for stage in stages_of(model, parts, count)]
         assert starts == ["0", *cuts]
+
+
+def test_proposals_have_the_stages_of_training_where_a_plan_counts_other_operations() -> None:
+    """As the planner does of experts, whose tokens a run without values cannot count."""
+    parts = rows()
+    for part in parts[1:9]:
+        part.flops *= 4
+    job = OfBlocks(num_nodes=4, usable=30 * GIB, parts=parts, refused=NO_CONTEXT)
+    profile, _ = measure(job)
+    for count in (2, 4):
+        names = [parts[stage.parts.start].name for stage in profile.stages(count)]
+        assert names == ["embedding", *find_stages(job.model, count).cuts]
 
 
 def test_a_weight_that_stages_share_is_whole_on_each() -> None:

@@ -45,7 +45,7 @@ def find_stages(
         ('2',)
     """
     units = check_stages(model, count, cuts)
-    return divided_by(model, count, _measure(model, units, example), cuts)
+    return divided_by(model, count, measure(model, units, example), cuts)
 
 
 def divided_by(
@@ -264,13 +264,23 @@ def costs_of(flops: Mapping[str, float], weights: Mapping[str, float]) -> dict[s
     return {n: flops[n] / total + _SHARE_OF_SIZES * weights[n] / weight for n in weights}
 
 
-def _measure(model: nn.Module, units: Mapping[str, nn.Module], example: Any) -> Measured:
+def measure(model: nn.Module, units: Mapping[str, nn.Module], example: Any = None) -> Measured:
     """Return the order of the units and their costs.
 
     Without an input, units are in the order of registration, and the costs are sizes of parameters.
 
+    Args:
+        model: the user's model, whole.
+        units: as `check_stages` returns them.
+        example: as for `find_stages`.
+
     Raises:
         ConfigurationError: the model refuses the example.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        >>> measure(model, check_stages(model, 2)).costs
+        {'0': 40.0, '1': 18.0}
     """
     weights = {n: float(sum(p.numel() for p in unit.parameters())) for n, unit in units.items()}
     try:

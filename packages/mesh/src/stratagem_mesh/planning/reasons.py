@@ -17,6 +17,13 @@ _WHAT = {
     "tensor": "ranks of a node compute parts of each layer",
     "expert": "ranks hold different experts",
 }
+_WAITS = {
+    "pipeline": "the pipeline's bubble",
+    "tensor": "all-reduces of activations",
+    "context": "exchanges of sequences",
+    "expert": "exchanges of tokens",
+}
+"""The parts of a step's time in which computation waits."""
 
 
 class Reasons:
@@ -42,7 +49,10 @@ class Reasons:
             elif option.sizes[axis] > 1:
                 without = (each for each in self.options if each.sizes[axis] == 1)
                 said = self._compared(option, without)
-                yield f"{axis} {option.sizes[axis]}: {self._what(axis, option)}; without it {said}"
+                yield (
+                    f"{axis} {option.sizes[axis]}: {self._what(axis, option)}; without it {said}"
+                    f"{self._larger(axis, option)}"
+                )
             elif self.limits.refused.get(axis):
                 yield f"no {axis}: {self.limits.refused[axis].partition(': ')[0]}"
             elif others := [each for each in self.options if each.sizes[axis] > 1]:
@@ -75,6 +85,11 @@ class Reasons:
             return f"ranks hold {experts // option.sizes.expert} of {experts} experts"
         return _WHAT[axis]
 
+    def _larger(self, axis: str, option: Option) -> str:
+        """Return how the best of larger sizes compares with an option; "": there are none."""
+        larger = [each for each in self.options if each.sizes[axis] > option.sizes[axis]]
+        return f"; of a larger size {self._compared(option, larger)}" if larger else ""
+
     def _of_pipeline(self, option: Option) -> str:
         stages = self.profile.stages(option.sizes.pipeline)
         fewest, most = (bound(stage.blocks for stage in stages) for bound in (min, max))
@@ -102,10 +117,7 @@ class Reasons:
         if more < 0:
             why = ", too little for larger sizes" if option is self.best else ""
             return f"a batch takes {-more:.1%} less time{why} ({best.sizes})"
-        wait = ""
-        if best.time.pipeline > option.time.pipeline:
-            wait = f", {best.time.pipeline / best.time.total:.0%} of it in the pipeline's bubble"
-        return f"a batch takes {more:.1%} longer at best ({best.sizes}{wait})"
+        return f"a batch takes {more:.1%} longer at best ({best.sizes}{_waiting(best, option)})"
 
     def _machines_needed(self, usable: int) -> str:
         """Return how many nodes of these devices the model needs."""
@@ -118,3 +130,16 @@ class Reasons:
                 return f"{nodes} nodes are enough: {best.sizes} holds {held} on a rank"
             nodes *= 2
         return f"{_MOST_DEVICES} of these devices are not enough for these micro-batches"
+
+
+def _waiting(longer: Option, option: Option) -> str:
+    """Return the share of the wait that is longest compared with an option; "": none is longer."""
+
+    def more(axis: str) -> float:
+        now, before = (getattr(each.time, axis) for each in (longer, option))
+        return float(now * longer.sizes.ranks_of_batch - before * option.sizes.ranks_of_batch)
+
+    axis = max(_WAITS, key=more)
+    if more(axis) <= 0:
+        return ""
+    return f", {getattr(longer.time, axis) / longer.time.total:.0%} of it in {_WAITS[axis]}"

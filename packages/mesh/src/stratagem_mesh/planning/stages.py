@@ -76,7 +76,9 @@ def blocks_among(model: nn.Module, parts: Sequence[Part]) -> int:
     return len(blocks_of(model, _units(model, parts)))
 
 
-def stages_of(model: nn.Module, parts: Sequence[Part], count: int) -> list[Stage]:
+def stages_of(
+    model: nn.Module, parts: Sequence[Part], count: int, measured: Measured | None = None
+) -> list[Stage]:
     """Return the stages into which a pipeline divides a model.
 
     The rest of the model, such as the loss, belongs to the last stage; modules before the first
@@ -86,6 +88,7 @@ def stages_of(model: nn.Module, parts: Sequence[Part], count: int) -> list[Stage
         model: the model, without values.
         parts: its parts in the order of calls; at least as many with parameters as stages.
         count: the number of stages.
+        measured: the units by whose costs training divides the model; None: the parts.
 
     Example:
         >>> from types import SimpleNamespace as Row
@@ -101,9 +104,11 @@ def stages_of(model: nn.Module, parts: Sequence[Part], count: int) -> list[Stage
         name: float(sum(p.numel() for p in model.get_submodule(name).parameters()))
         for name in order
     }
-    outputs = dict(zip(order[1:], (rows[name].output for name in order), strict=False))
-    costs = costs_of({name: rows[name].flops for name in order}, weights)
-    divided = divided_by(model, count, Measured(order, costs, outputs))
+    if measured is None:
+        outputs = dict(zip(order[1:], (rows[name].output for name in order), strict=False))
+        costs = costs_of({name: rows[name].flops for name in order}, weights)
+        measured = Measured(order, costs, outputs)
+    divided = divided_by(model, count, measured)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     whole = sum(sizes.values()) or 1
     sharded, kept = [0] * count, [0] * count
@@ -128,7 +133,7 @@ def stages_of(model: nn.Module, parts: Sequence[Part], count: int) -> list[Stage
                 max(weights.get(part.name, 0.0) for part in members) / whole,
                 sum(part.flops for part in members) / flops if flops else 1 / count,
                 found[-1].output if found else 0,
-                next((part.output for part in reversed(members) if part.name in costs), 0),
+                next((part.output for part in reversed(members) if part.name in weights), 0),
             )
         )
     return found
